@@ -18,9 +18,7 @@ Reach: every mode at every rate within 10 %; gather_scatter / allreduce 4.0 +- 1
 more with 100mbit; `--quick` takes fewer launches and steps, 2 minutes.
 """
 
-import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,8 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.cloudlab.box.control import box_up
-from muster.cloudlab.box.spec import BoxSpec, parse_rate
+from harness import Options, finish, table
+from ranks import place
+
+from muster.cloudlab.box.spec import parse_rate
 from muster.collectives_bench.cost.exposed import Compute
 from muster.collectives_bench.cost.fit import fit
 from muster.collectives_bench.cost.load import Load, Recipe
@@ -114,17 +114,16 @@ def predicted(profile: Profile, compute: Compute, modes: Sequence[str] = MODES) 
     return {row.way.name: row.exposed.seconds for row in rows if row.exposed is not None}
 
 
-def at_rate(rate: str, modes: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+def at_rate(rate: str, modes: Sequence[str], args: Any) -> list[dict[str, Any]]:
     """Measure and predict at one speed of the links."""
     bits_s = parse_rate(rate)
     assert bits_s is not None
     runs: dict[str, RunDir] = {}
     results: list[Path] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        box_up(BoxSpec(name=f"ladder{os.getpid()}", nodes=NODES, rate=bits_s)) as box,
-    ):
-        bench = Bench(box.name, Path(folder) if args.keep is None else _made(args.keep / rate))
+    with tempfile.TemporaryDirectory() as temporary, place(None, rate, NODES) as box:
+        folder = Path(temporary) if args.keep is None else args.keep / rate
+        folder.mkdir(parents=True, exist_ok=args.keep is None)
+        bench = Bench(box.name, folder)  # type: ignore[union-attr]
         for when in ("before", "after"):
             for operation, job in bench_jobs(bits_s, args.launches).items():
                 results.append(bench.run(f"{operation}-{when}".replace("_", "-"), job).path)
@@ -135,82 +134,56 @@ def at_rate(rate: str, modes: Sequence[str], args: argparse.Namespace) -> list[d
         steps = {mode: measured(run) for mode, run in runs.items()}
     alone = steps["allreduce"]
     compute = Compute(statistics.median(alone["forward"]), statistics.median(alone["backward"]))
-    return rows_of(rate, bits_s, steps, predicted(profile, compute, modes))
+    told = predicted(profile, compute, modes)
+    return [row_of(rate, bits_s, mode, times, told[mode]) for mode, times in steps.items()]
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    return folder
-
-
-def rows_of(
-    rate: str, bits_s: float, steps: Mapping[str, dict[str, list[float]]], told: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """Compare; one row a mode."""
+def row_of(rate: str, bits_s: float, mode: str, times: Mapping[str, list[float]], told_s: float) -> dict[str, Any]:
+    """Compare a mode's exposed communication with the prediction, beside what its links alone would take."""
     nbytes = VGG_SHAPES["vgg11"].parameter_count() * ITEMSIZE
-    link = {"gather_scatter": 2 * (NODES - 1.0)}
-    rows = []
-    for mode, times in steps.items():
-        took = statistics.median(times["exposed"])
-        rows.append(
-            {
-                "rate": rate,
-                "mode": mode,
-                "measured_s": took,
-                "predicted_s": told[mode],
-                "error": told[mode] / took - 1,
-                "rank_0_s": statistics.median(times["rank 0"]),
-                "backward_s": statistics.median(times["backward"]),
-                "bound_s": link.get(mode, 2 * (NODES - 1) / NODES) * nbytes * 8 / bits_s,
-                "steps": times["exposed"],
-            }
-        )
-    return rows
+    link = 2 * (NODES - 1.0) if mode == "gather_scatter" else 2 * (NODES - 1) / NODES
+    middle = {name: statistics.median(each) for name, each in times.items()}
+    row = {"rate": rate, "mode": mode, "measured_s": middle["exposed"], "predicted_s": told_s}
+    row |= {"error": told_s / middle["exposed"] - 1, "rank_0_s": middle["rank 0"], "backward_s": middle["backward"]}
+    row |= {"bound_s": link * nbytes * 8 / bits_s, "steps": times["exposed"]}
+    return {**row, "reached": abs(told_s / middle["exposed"] - 1) <= REACH}
 
 
-def star_over_ring(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+def star_over_ring(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return gather_scatter / allreduce at each rate that has both: the number of nodes, say the links."""
     took = {(row["rate"], row["mode"]): row["measured_s"] for row in rows}
-    return {
-        rate: seconds / took[rate, "allreduce"] for (rate, mode), seconds in took.items() if mode == "gather_scatter"
-    }
+    stars = {rate: seconds for (rate, mode), seconds in took.items() if mode == "gather_scatter"}
+    found = {rate: seconds / took[rate, "allreduce"] for rate, seconds in stars.items()}
+    return [{"rate": rate, "star": star, "reached": abs(star / NODES - 1) <= REACH} for rate, star in found.items()]
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the table."""
-    print(f"{'rate':>8}  {'mode':<15} {'links alone':>11} {'predicted':>10} {'measured':>10} {'error':>7}  (rank 0)")
-    for row in rows:
-        print(
-            f"{row['rate']:>8}  {row['mode']:<15} {row['bound_s']:>9.3f} s {row['predicted_s']:>8.3f} s "
-            f"{row['measured_s']:>8.3f} s {100 * row['error']:>+6.1f}%   ({row['rank_0_s']:.3f} s; "
-            f"steps {min(row['steps']):.3f} .. {max(row['steps']):.3f} s; backward {row['backward_s']:.3f} s)"
-        )
+def line_of(row: dict[str, Any]) -> list[str]:
+    """Write a row of the table."""
+    seconds = [f"{row[key]:.3f} s" for key in ("bound_s", "predicted_s", "measured_s")]
+    more = [f"{row[key]:.3f} s" for key in ("rank_0_s", "backward_s")]
+    spread = f"{min(row['steps']):.3f} .. {max(row['steps']):.3f} s"
+    return [row["rate"], row["mode"], *seconds, f"{100 * row['error']:+.1f}%", spread, *more]
 
 
 def main() -> int:
     """Measure, compare, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__, quick={"steps": 4, "launches": 1})
     parser.add_argument("--rates", default="1gbit")
     parser.add_argument("--modes", default=",".join(MODES), help="allreduce is measured in any case")
     parser.add_argument("--steps", type=int, default=8, help="that count, in each mode")
     parser.add_argument("--launches", type=int, default=2, help="of the bench, before and again after")
     parser.add_argument("--keep", metavar="DIR", type=Path, help="a new folder for the runs, to look at")
-    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    if args.quick:
-        args.steps, args.launches = 4, 1
     modes = [mode for mode in MODES if mode in (*args.modes.split(","), "allreduce")]
     rows = [row for rate in args.rates.split(",") for row in at_rate(rate, modes, args)]
-    show(rows)
+    head = ["rate", "mode", "links alone", "predicted", "measured", "error", "steps", "rank 0", "backward"]
+    table(head, map(line_of, rows))
+    stars = star_over_ring(rows)
+    for each in stars:
+        print(f"{each['rate']}  gather_scatter / allreduce {each['star']:.2f}; {NODES} +- {100 * REACH:.0f} %")
     worst = max(abs(row["error"]) for row in rows)
-    ratios = star_over_ring(rows)
-    for rate, ratio in ratios.items():
-        print(f"{rate:>8}  gather_scatter / allreduce {ratio:.2f}; reach {NODES} +- {100 * REACH:.0f} %")
-    reached = worst <= REACH and all(abs(ratio / NODES - 1) <= REACH for ratio in ratios.values())
-    print(f"largest error {100 * worst:.1f} %; reach <= {100 * REACH:.0f} %, all of it: {'yes' if reached else 'NO'}")
-    record = {"benchmark": "ddp ladder", "rows": rows, "reach": REACH, "worst": worst, "star_over_ring": ratios}
-    print(json.dumps({**record, "reached": reached}))
-    return 0 if reached else 1
+    print(f"largest error {100 * worst:.1f} %; reach <= {100 * REACH:.0f} %")
+    return finish(args, "ddp ladder", [*rows, *stars], reach=REACH, worst=worst)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Reach: at most 3 points between measured and simulated, in every cell; about 90 
 folder has every action of every step. Ranks are started once; what rank 0 has said until something fails is kept.
 """
 
-import argparse
 import copy
 import gc
 import gzip
@@ -27,14 +26,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-
-import pipe_bubble  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from gpu_listen import listen, start  # noqa: E402
-from torch import nn  # noqa: E402
+import pipe_bubble
+import torch
+import torch.distributed as dist
+from harness import Options, finish
+from ranks import hear, say
+from torch import nn
 
 MODEL = "gpt-medium"
 SAMPLES = 4  # of a micro-batch
@@ -64,11 +61,6 @@ class Rank:
         self.scene = Scene(MODEL, SAMPLES, self.number, self.ranks, self.device, self.smoke, microbatches=1)
         layers = nn.Sequential(OrderedDict(build_model(self.scene).named_children()))
         self.layers = layers.to(torch.float32 if self.smoke else torch.bfloat16)
-
-    def say(self, what: str, **more: Any) -> None:
-        """Print a line of JSON on rank 0."""
-        if self.number == 0:
-            print(json.dumps({"say": what, **more}), flush=True)
 
     def cell(self, name: str, microbatches: int, warm_up: int) -> None:
         """Measure a schedule with so many micro-batches; rank 0 tells the row and keeps the records."""
@@ -108,7 +100,7 @@ class Rank:
         actions = [list(map(str, each)) for each in pipeline.schedule.actions]
         self.keep({**about, "cuts": pipeline.cuts, "actions": actions}, records)
         seconds = {"build_s": built_s - began_s, "measure_s": time.monotonic() - built_s}
-        self.say("row", row={**row, "loss": loss, **seconds})
+        say("row", row={**row, "loss": loss, **seconds})
 
     def rest(self) -> None:
         """Let the memory of the last cell's graphs go."""
@@ -132,32 +124,24 @@ def _short(*seconds: float) -> list[float]:
     return [round(each, DIGITS) for each in seconds]
 
 
-def rank_main(order: dict[str, Any]) -> None:
+def rank_main(**order: Any) -> None:
     """Be one rank of all cells."""
     rank = Rank(order)
     device = "cpu" if rank.smoke else torch.cuda.get_device_name()
-    rank.say("ready", ranks=rank.ranks, torch=torch.__version__, device=device)
+    say("ready", ranks=rank.ranks, torch=torch.__version__, device=device)
     warm_up = FIRST_WARM_UP
     for name, microbatches in itertools.product(order["schedules"], order["microbatches"]):
         rank.cell(name, microbatches, warm_up)
         warm_up = WARM_UP
         rank.rest()
     dist.barrier(rank.control)
-    rank.say("done")
+    say("done")
     os._exit(0)  # without taking every communicator down
-
-
-def hear(each: dict[str, Any]) -> None:
-    """Print what rank 0 says."""
-    if each["say"] == "row":
-        tell(each["row"])
-    else:
-        print("  " + json.dumps(each), flush=True)
 
 
 def tell(row: dict[str, Any]) -> None:
     """Print a row as it comes, and below it what actions took."""
-    pipe_bubble.show([row], heading=False)
+    pipe_bubble.show([row])
     costs = {name: _in_ms(times) for name, times in row["costs"].items()}
     points = " ".join(f"{each:+.1f}" for each in row["steps"])
     print(f"    ms: F {costs['forward']}  I {costs['input_gradient']}  W {costs['weight_gradient']}", end="")
@@ -170,24 +154,21 @@ def _in_ms(seconds: float | Sequence[float]) -> str:
     return " ".join(f"{1e3 * each:.2f}" for each in (seconds if isinstance(seconds, Sequence) else [seconds]))
 
 
-def summary(said: list[dict[str, Any]], wanted: int, gpus: int) -> dict[str, Any]:
-    """Print the table of as many cells as are wanted; return the record."""
+def judged(said: list[dict[str, Any]], wanted: int) -> list[dict[str, Any]]:
+    """Print the table; return its rows, and one that is not reached if fewer than are wanted, or ranks that failed."""
     rows = [each["row"] for each in said if each["say"] == "row"]
-    failed = [each for each in said if each["say"] == "failed"]
+    failed = [{**each, "reached": False} for each in said if each["say"] == "failed"]
     if len(rows) < wanted and not failed:
-        failed = [{"say": "failed", "why": f"{len(rows)} of {wanted} cells were measured"}]
-    within = sum(row["reached"] for row in rows)
-    reached = within == wanted and not failed
+        failed = [{"say": "failed", "why": f"{len(rows)} of {wanted} cells were measured", "reached": False}]
     pipe_bubble.show(rows)
     for each in failed:
         print(f"  PROBLEM: {each['why']}", flush=True)
-    print(f"reach: within {pipe_bubble.REACH_POINTS:.0f} points: {within} of {wanted}, {'yes' if reached else 'NO'}")
-    return {"benchmark": "gpu bubble", "gpus": gpus, "reached": reached, "failed": failed, "rows": rows}
+    return [*rows, *failed]
 
 
 def main() -> int:
     """Measure all cells, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__)
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--schedules", nargs="+", choices=pipe_bubble.SCHEDULES, default=list(pipe_bubble.SCHEDULES))
     parser.add_argument("--microbatches", nargs="+", type=int, default=list(pipe_bubble.MICROBATCHES))
@@ -195,21 +176,23 @@ def main() -> int:
     parser.add_argument("--eager", dest="graphs", action="store_false", help="launch kernels one by one")
     parser.add_argument("--limit-s", type=float, default=240.0)
     parser.add_argument("--smoke", action="store_true", help="a small GPT on the CPU: only to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("gpu-bubble"))
+    parser.add_argument("--out", type=Path, default=Path("gpu-bubble"), help="a folder, for every action of every step")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / RECORDS).unlink(missing_ok=True)
-    began_s = time.monotonic()
-    ranks = start(HERE / "gpu_bubble.py", "BUBBLE_ORDER", args)
-    record = summary(listen(ranks, args.limit_s, hear), len(args.schedules) * len(args.microbatches), args.gpus)
-    print(f"{time.monotonic() - began_s:.0f} s", flush=True)
-    (args.out / "gpu_bubble.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record))
-    return 0 if record["reached"] or (args.smoke and not record["failed"]) else 1
+    order = {name: vars(args)[name] for name in ("schedules", "microbatches", "steps", "graphs", "smoke")}
+    said = []
+    for each in hear(rank_main, args.gpus, limit_s=args.limit_s, out=str(args.out), **order):
+        said.append(each)
+        if each["say"] == "row":
+            tell(each["row"])
+        else:
+            print("  " + json.dumps(each), flush=True)
+    rows = judged(said, len(args.schedules) * len(args.microbatches))
+    args.json = args.json or args.out / "gpu_bubble.json"
+    code = finish(args, "gpu bubble", rows, gpus=args.gpus)
+    return 0 if args.smoke and not any("why" in row for row in rows) else code
 
 
 if __name__ == "__main__":
-    if "BUBBLE_ORDER" in os.environ:
-        rank_main(json.loads(os.environ["BUBBLE_ORDER"]))
-    else:
-        sys.exit(main())
+    sys.exit(main())

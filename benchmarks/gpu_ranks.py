@@ -7,7 +7,6 @@ Rank 0 prints one line of JSON for everything that happens, so that a row that d
 """
 
 import gc
-import json
 import os
 import statistics
 import time
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from gpu_pipes import NORMS_WITHIN, PipeRunner, distances, known_loss
 from gpu_sides import LoopSide, Scene, Side, Spec, batches_of, build_side
+from ranks import say
 from torch import Tensor
 
 WARM_STEPS = 8
@@ -40,9 +40,8 @@ class Stage:
         self.began_s = time.monotonic()
 
     def say(self, what: str, **more: Any) -> None:
-        """Print one line of JSON on rank 0."""
-        if self.scene.rank == 0:
-            print(json.dumps({"say": what, "at_s": round(time.monotonic() - self.began_s, 1), **more}), flush=True)
+        """Print one line of JSON on rank 0, with the seconds since the ranks have met."""
+        say(what, at_s=round(time.monotonic() - self.began_s, 1), **more)
 
     def all(self, value: float) -> list[float]:
         """Tell every rank's number to all."""
@@ -112,7 +111,9 @@ class Runner:
 
 
 def rank_main(order: dict[str, Any]) -> None:
-    """Be one rank of one row."""
+    """Be one rank of one row; `order` is what `gpu_throughput.attempt` asks for."""
+    from torch import _dynamo
+
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     smoke = bool(order["smoke"])
     device = torch.device("cpu") if smoke else torch.device("cuda", rank)
@@ -124,8 +125,8 @@ def rank_main(order: dict[str, Any]) -> None:
         dist.init_process_group("gloo", timeout=limit)
     else:
         dist.init_process_group("nccl", device_id=device, timeout=limit)
-    if hasattr(torch._dynamo.config, "recompile_limit"):
-        torch._dynamo.config.recompile_limit = 64
+    if hasattr(_dynamo.config, "recompile_limit"):
+        _dynamo.config.recompile_limit = 64
     scene = Scene(
         order["model"], order["batch"], rank, ranks, device, smoke, bool(order["stock"]), order["microbatches"]
     )
@@ -312,9 +313,3 @@ def ceilings(stage: Stage) -> dict[str, float]:
             print(f"{backend.name}: {error}", flush=True)
     default = min(stage.timed(attend) for _ in range(3)) * 1e2
     return {**found, "attention_default_ms": default}
-
-
-if __name__ == "__main__":
-    import torch._dynamo
-
-    rank_main(json.loads(os.environ["GPU_ORDER"]))

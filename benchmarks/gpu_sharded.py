@@ -24,13 +24,6 @@ def keeps_float32(kind: str) -> bool:
     return kind == "torch fsdp"
 
 
-def zero_redundancy(module: nn.Module, kind: Kind, settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Return PyTorch's sharded optimizer, which broadcasts parameters where they lie."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return ZeroRedundancyOptimizer(module.parameters(), kind, parameters_as_bucket_view=True, **settings)
-
-
 def wrap_sharded(
     side: str, module: nn.Module, kind: Kind, settings: dict[str, Any], *, bf16: bool, **options: Any
 ) -> tuple[nn.Module, Any]:

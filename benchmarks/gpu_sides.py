@@ -8,7 +8,6 @@
 All sides of a row begin with the same weights and see the same batches, so their losses can be compared.
 """
 
-import inspect
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -24,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
+from train_sides import torch_ddp, zero_redundancy
 
 BATCHES = 4  # different ones, in turn
+BROADCAST_IN_PLACE = {"parameters_as_bucket_view": True}  # of ZeroRedundancyOptimizer
 LEARNING_RATE = {"gpt": 3e-4, "vgg": 0.01}
 ANCHOR = {"context": 1024, "vocabulary": 50304, "tied": False, "bias": True, "norm": "layer"}
 STOCK = {"context": 128, "vocabulary": 256, "tied": True, "bias": False, "norm": "rms"}
@@ -198,7 +198,7 @@ class LoopSide(Side):
         if scene.ranks > 1 and (spec.kind in gpu_sharded.OURS or spec.kind in gpu_sharded.THEIRS):
             bf16 = spec.precision == "pure_bf16"
             if spec.kind == "torch zero":  # its options are of the wrapper
-                return wrap(spec, with_loss, scene), gpu_sharded.zero_redundancy(model, kind, settings)
+                return wrap(spec, with_loss, scene), zero_redundancy(model, kind, **BROADCAST_IN_PLACE, **settings)
             return gpu_sharded.wrap_sharded(spec.kind, with_loss, kind, settings, bf16=bf16, **dict(spec.options))
         wrapped = with_loss if scene.ranks == 1 else wrap(spec, with_loss, scene)
         return wrapped, kind(model.parameters(), **settings)
@@ -238,12 +238,8 @@ def wrap(spec: Spec, module: nn.Module, scene: Scene) -> nn.Module:
 
         ours: dict[str, Any] = dict(spec.options)
         return BucketedDDP(module, dist.group.WORLD, **ours)
-    # Its default would send batch norm's buffers in every forward: without that it is faster.
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    options: dict[str, Any] = {switch: False, **dict(spec.options)}
     ids = [scene.device.index] if scene.device.type == "cuda" else None
-    return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True, **options)
+    return torch_ddp(module, buffers=False, device_ids=ids, **dict(spec.options))
 
 
 class EngineSide(Side):

@@ -13,7 +13,7 @@
     f-*        zero3 beside fully_shard of every block, bf16 from fp32 masters; reach 1.05 x
     g-*        peaks of memory of those, as d-*
     h          GPT 2.7b (context 128) trains in zero3: bytes held between two steps; reach 1.05 of the formula
-    p-*        pipelines, a stage or two a GPU, beside torch.distributed.pipelining: benchmarks/gpu_pipe_rows.py
+    p-*        pipelines, a stage or two a GPU, beside torch.distributed.pipelining: benchmarks/gpu_rows.py
 
     python benchmarks/gpu_throughput.py --rows e-medium,e-xl,e-xl-best,f-medium,f-xl --gpus 4 --minutes 15 --out FOLDER
     python benchmarks/gpu_throughput.py --rows g-zero1-medium,g-zero1-xl,g-zero3-medium,g-zero3-xl,h --gpus 4 \\
@@ -26,36 +26,33 @@ the same batches; how far their losses are apart is told. Every row has processe
 itself. Results are written as they come.
 """
 
-import argparse
 import json
-import os
-import selectors
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from gpu_kernels import text_of
-from gpu_pipe_rows import PIPE_ROWS
+from gpu_ranks import rank_main
 from gpu_rows import ROWS, Row
-
-HERE = Path(__file__).resolve().parent
-ALL_ROWS = {**ROWS, **PIPE_ROWS}
-
+from harness import Options, finish, table
+from ranks import hear
 
 ALONE_IN_PROCESS = ("memory", "states")  # what one side leaves behind would count for the next
+LEAST_S = 15.0  # with less time left, a row is not begun
 
 
-def play(name: str, row: Row, args: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
+def play(name: str, row: Row, args: Any, deadline_s: float) -> dict[str, Any]:
     """Run one row with fresh ranks, with less memory after each time it did not suffice; return what came of it."""
     result: dict[str, Any] = {}
     specs = [each for each in row.specs if not (args.smoke and each.get("graph"))]
     if row.what in ALONE_IN_PROCESS:
-        return joined([attempt(name, row, row.batches[0], [each], args, deadline_s) for each in specs])
+        results = [attempt(name, row, row.batches[0], [each], args, deadline_s) for each in specs]
+        problems = "; ".join(each["problem"] for each in results if each["problem"])
+        return {**results[0], "said": [said for each in results for said in each["said"]], "problem": problems}
     for batch in (2,) if args.smoke else row.batches:
         result = attempt(name, row, batch, specs, args, deadline_s)
         if not any(said["say"] == "failed" and said.get("memory") for said in result["said"]):
@@ -65,7 +62,7 @@ def play(name: str, row: Row, args: argparse.Namespace, deadline_s: float) -> di
 
 
 def attempt(
-    name: str, row: Row, batch: int, specs: Sequence[dict[str, Any]], args: argparse.Namespace, deadline_s: float
+    name: str, row: Row, batch: int, specs: Sequence[dict[str, Any]], args: Any, deadline_s: float
 ) -> dict[str, Any]:
     """Run sides of a row in fresh processes; return what they said."""
     order = {
@@ -83,89 +80,19 @@ def attempt(
     }
     limit_s = min(row.limit_s, deadline_s - time.monotonic())
     result = {"row": name, "batch": batch, "gpus": args.gpus, "reach": row.reach, "said": [], "problem": ""}
-    for said in listen(order, args, limit_s, result):
+    for said in hear(rank_main, args.gpus, limit_s=limit_s, order=order) if limit_s >= LEAST_S else ():
+        if said["say"] == "failed" and "side" not in said:  # the ranks, not a side
+            result["problem"] = said["why"]
+            continue
         result["said"].append(said)
-        keep(args.out / "events.jsonl", {"row": name, "batch": batch, **said})
+        with (args.out / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"row": name, "batch": batch, **said}) + "\n")
         tell(said)
+    if limit_s < LEAST_S:
+        result["problem"] = "no time left"
     if result["problem"]:
         print(f"  PROBLEM: {result['problem']}", flush=True)
     return result
-
-
-def joined(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put several results of a row together."""
-    said = [each for result in results for each in result["said"]]
-    problems = [result["problem"] for result in results if result["problem"]]
-    return {**results[0], "said": said, "problem": "; ".join(problems)}
-
-
-def listen(
-    order: dict[str, Any], args: argparse.Namespace, limit_s: float, result: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Start ranks, yield what rank 0 says; note in `result` what went wrong, and leave no rank behind."""
-    if limit_s < 15.0:
-        result["problem"] = "no time left"
-        return
-    ranks = start_ranks(order, args.gpus)
-    pipe = ranks[0].stdout
-    assert pipe is not None
-    deadline_s, rest, ended = time.monotonic() + limit_s, b"", False
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while not ended:
-            if selector.select(1.0):
-                read = os.read(pipe.fileno(), 1 << 16)
-                ended = not read
-                *lines, rest = (rest + read).split(b"\n")
-                for line in lines:
-                    try:
-                        yield json.loads(line)
-                    except ValueError:
-                        print(f"  | {line.decode(errors='replace')}", flush=True)
-            if time.monotonic() > deadline_s:
-                result["problem"] = f"no end within {limit_s:.0f} s"
-                break
-            if any(rank.poll() for rank in ranks):
-                result["problem"] = f"ranks ended with {[rank.poll() for rank in ranks]}"
-                break
-    codes = end(ranks, patience_s=0.0 if result["problem"] else 20.0)
-    if not result["problem"] and any(codes):
-        result["problem"] = f"ranks ended with {codes}"
-
-
-def start_ranks(order: dict[str, Any], gpus: int) -> "list[subprocess.Popen[bytes]]":
-    """Start one process for each GPU, on a free port of this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    common = {"WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **common, "GPU_ORDER": json.dumps(order)}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "gpu_ranks.py")],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(gpus)
-    ]
-
-
-def end(ranks: "list[subprocess.Popen[bytes]]", *, patience_s: float) -> list[int]:
-    """Wait for the ranks to end, then make them; return their codes."""
-    deadline_s = time.monotonic() + patience_s
-    for rank in ranks:
-        try:
-            rank.wait(max(deadline_s - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-    return [rank.wait() for rank in ranks]
-
-
-def keep(path: Path, said: dict[str, Any]) -> None:
-    """Append one line of JSON."""
-    with path.open("a") as file:
-        file.write(json.dumps(said) + "\n")
 
 
 def tell(said: dict[str, Any]) -> None:
@@ -201,6 +128,35 @@ def memory_of(row: Row, result: dict[str, Any], held: set[str], theirs: set[str]
     return {"peak_bytes": peaks, "ratios": ratios, "reached": reached}
 
 
+def samples_of(said: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the milliseconds of a step by side, turn by turn."""
+    samples: dict[str, list[float]] = {}
+    for each in said:
+        if each["say"] == "sample":
+            samples.setdefault(each["side"], []).append(each["step_ms"])
+    return samples
+
+
+def fastest(samples: dict[str, list[float]], sides: Iterable[str]) -> str | None:
+    """Return the side whose median is least."""
+    return min(samples.keys() & set(sides), key=lambda side: statistics.median(samples[side]), default=None)
+
+
+def times_as_fast(samples: dict[str, list[float]], one: str | None, other: str | None) -> float | None:
+    """Return how many times as fast a side is as another, the median over turns."""
+    pairs = zip(samples.get(one or "", ()), samples.get(other or "", ()), strict=False)
+    ratios = [b / a for a, b in pairs]
+    return statistics.median(ratios) if ratios else None
+
+
+def cells_of(side: str, times: list[float], units: float | None, *ratios: float | None) -> list[str]:
+    """Write a side's line: milliseconds of a step, rate of what a step trains on, ratios."""
+    middle = statistics.median(times)
+    rate = f"{units / middle * 1e3:.0f}" if units else "-"
+    more = [f"{each:.3f}" if each is not None else "-" for each in ratios]
+    return [side, f"{middle:.3f}", f"{min(times):.3f}", f"{max(times):.3f}", rate, *more]
+
+
 def summary(row: Row, result: dict[str, Any]) -> dict[str, Any]:
     """Print a row's table; return its record."""
     record = {key: result[key] for key in ("row", "batch", "gpus", "reach", "problem")}
@@ -210,40 +166,26 @@ def summary(row: Row, result: dict[str, Any]) -> dict[str, Any]:
     own = alone | {each["name"] for each in row.specs if each.get("apart")}
     if row.what in ALONE_IN_PROCESS:
         return {**record, **memory_of(row, result, held, theirs)}
-    samples: dict[str, list[float]] = {}
-    for said in result["said"]:
-        if said["say"] == "sample":
-            samples.setdefault(said["side"], []).append(said["step_ms"])
+    samples = samples_of(result["said"])
     units = next((said["units"] for said in result["said"] if said["say"] == "ready"), None)
-    medians = {side: statistics.median(times) for side, times in samples.items()}
-    best = min((side for side in medians if side in theirs - own), key=medians.__getitem__, default=None)
-    ratios, scaling = {}, {}
-    print(f"  {'side':22} {'ms a step':>10} {'min':>9} {'max':>9} {'units/s/GPU':>12} {'x torch':>8} {'x alone':>8}")
-    for side, times in samples.items():
-        one = next((each for each in alone & medians.keys() if (each in theirs) == (side in theirs)), None)
-        if best is not None and side not in own:
-            ratios[side] = statistics.median([b / a for a, b in zip(times, samples[best], strict=False)])
-        if one is not None and side not in alone:
-            scaling[side] = statistics.median([b / a for a, b in zip(times, samples[one], strict=False)])
-        rate = f"{units / medians[side] * 1e3:12.0f}" if units else f"{'-':>12}"
-        print(
-            f"  {side:22} {medians[side]:10.3f} {min(times):9.3f} {max(times):9.3f} {rate} "
-            f"{ratios.get(side, float('nan')):8.3f} {scaling.get(side, float('nan')):8.3f}"
-        )
+    best = fastest(samples, theirs - own)
+    ones = {side: next((each for each in alone if (each in theirs) == (side in theirs)), None) for side in samples}
+    ratios = {side: times_as_fast(samples, side, best) for side in samples.keys() - own}
+    scaling = {side: times_as_fast(samples, side, ones[side]) for side in samples.keys() - alone}
+    lines = [cells_of(side, each, units, ratios.get(side), scaling.get(side)) for side, each in samples.items()]
+    table(["  side", "ms a step", "min", "max", "units/s/GPU", "x torch", "x alone"], lines)
+    ratios, scaling = ({side: each for side, each in found.items() if each is not None} for found in (ratios, scaling))
     found = held & ratios.keys()
     reached = bool(found) and all(ratios[side] >= row.reach for side in found)
     print(f"  reach {row.reach} x {best}: {'yes' if reached else 'NO'}", flush=True)
-    beside = [claim_of(samples, claim) for claim in row.claims]
+    beside = [claim_of(samples, *claim) for claim in row.claims]
     told = {"units": units, "samples_ms": samples, "ratios": ratios, "scaling": scaling, "claims": beside}
     return {**record, **told, "reached": reached and all(claim["reached"] for claim in beside)}
 
 
-def claim_of(samples: dict[str, list[float]], claim: tuple[str, str, float]) -> dict[str, Any]:
+def claim_of(samples: dict[str, list[float]], ours: str, theirs: str, reach: float) -> dict[str, Any]:
     """Print and return what came of one side's claim to be so many times as fast as another."""
-    ours, theirs, reach = claim
-    pairs = zip(samples.get(ours, ()), samples.get(theirs, ()), strict=False)
-    ratios = [other / one for one, other in pairs]
-    ratio = statistics.median(ratios) if ratios else None
+    ratio = times_as_fast(samples, ours, theirs)
     reached = ratio is not None and ratio >= reach
     print(f"  {ours} is {ratio} x {theirs}, reach {reach}: {'yes' if reached else 'NO'}", flush=True)
     return {"ours": ours, "against": theirs, "ratio": ratio, "reach": reach, "reached": reached}
@@ -251,33 +193,29 @@ def claim_of(samples: dict[str, list[float]], claim: tuple[str, str, float]) -> 
 
 def main() -> int:
     """Play the rows that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="a,b-medium,b-xl,b-xl-best,c,c-bf16,d-gpt,d-vgg", help=", ".join(ALL_ROWS))
+    parser = Options(__doc__, repeats=6)
+    parser.add_argument("--rows", default="a,b-medium,b-xl,b-xl-best,c,c-bf16,d-gpt,d-vgg", help=", ".join(ROWS))
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=6, help="blocks of each side")
     parser.add_argument("--block-s", type=float, default=1.5, help="about how long a block takes")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all rows; what is left then is left out")
-    parser.add_argument("--out", type=Path, default=Path("gpu-throughput"))
+    parser.add_argument("--out", type=Path, default=Path("gpu-throughput"), help="a folder for all that is said")
     parser.add_argument("--profile", action="store_true", help="after measuring, tell where steps spend their time")
     parser.add_argument("--smoke", action="store_true", help="small models on the CPU: only to see that it runs")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     deadline_s, records = time.monotonic() + 60.0 * args.minutes, []
     for name in args.rows.split(","):
-        row, began_s = ALL_ROWS[name], time.monotonic()
+        row, began_s = ROWS[name], time.monotonic()
         print(f"{name}: {row.model}, {args.gpus} GPUs", flush=True)
         try:
             records.append(summary(row, play(name, row, args, deadline_s)))
         except Exception as error:
-            import traceback
-
             traceback.print_exc()
             records.append({"row": name, "problem": f"{type(error).__name__}: {error}", "reached": False})
         records[-1]["seconds"] = round(time.monotonic() - began_s, 1)
         print(f"  {records[-1]['seconds']} s", flush=True)
         (args.out / "gpu_throughput.json").write_text(json.dumps(records, indent=1) + "\n")
-    print(json.dumps({"benchmark": "gpu_throughput", "gpus": args.gpus, "rows": records}))
-    return 0 if all(record["reached"] for record in records) else 1
+    return finish(args, "gpu throughput", records, gpus=args.gpus)
 
 
 if __name__ == "__main__":

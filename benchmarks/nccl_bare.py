@@ -15,18 +15,14 @@ It starts its own ranks and needs no network but the host's own. An operation th
 rest is measured by new ranks.
 """
 
-import argparse
-import json
 import os
-import selectors
-import socket
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from harness import Options, finish
+from ranks import hear, say
 
 REACH = 0.02
 HELD_BYTES = 64 * 2**20
@@ -39,30 +35,22 @@ ROW_LIMIT_S = 40.0
 BLOCK_S = 0.25
 
 
-def rank_main(args: argparse.Namespace) -> None:
-    """Be one rank: measure what is asked for; rank 0 prints one line of JSON for each operation begun and each row."""
+def rank_main(operations: list[str], sizes: list[int]) -> None:
+    """Be one rank: measure what is asked for; rank 0 says each operation begun and each row."""
     import torch
     import torch.distributed as dist
 
-    rank = int(os.environ["RANK"])
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", int(os.environ["RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     control = dist.new_group(backend="gloo")
-    say("ready" if rank == 0 else None, torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())))
-    for name in args.operations:
-        say("enter" if rank == 0 else None, operation=name)
-        for size in args.sizes:
-            row = measure(name, size, control, device)
-            say("row" if rank == 0 else None, **row)
+    say("ready", torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())))
+    for name in operations:
+        say("enter", operation=name)
+        for size in sizes:
+            say("row", **measure(name, size, control, device))
             torch.cuda.empty_cache()
     dist.destroy_process_group()
-
-
-def say(what: str | None, **more: Any) -> None:
-    """Print one line of JSON, if this rank is to speak."""
-    if what is not None:
-        print(json.dumps({"say": what, **more}), flush=True)
 
 
 def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
@@ -166,89 +154,28 @@ def bare_calls(run: Callable[[], object], voices: Any) -> int:
     return max(10, min(200, int(BARE_S * 1e6 / bare_loop(run, 5, voices))))
 
 
-def play(gpus: int, operations: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+def play(gpus: int, operations: list[str], sizes: list[int]) -> list[dict[str, Any]]:
     """Measure on so many GPUs, with new ranks after each operation that fails; print and return the rows."""
     rows: list[dict[str, Any]] = []
     left = list(operations)
     while left:
-        failed, found, facts = one_start(gpus, left, args)
-        rows += found
-        if facts:
-            print(f"  torch {facts['torch']}, NCCL {facts['nccl']}, {gpus} GPUs")
-        if failed is None:
+        now, failed = left[0], ""
+        limits = {"limit_s": float("inf"), "start_s": START_LIMIT_S, "silence_s": ROW_LIMIT_S, "patience_s": 10.0}
+        for said in hear(rank_main, gpus, **limits, operations=left, sizes=sizes):
+            now = said.get("operation", now)
+            if said["say"] == "ready":
+                print(f"  torch {said['torch']}, NCCL {said['nccl']}, {gpus} GPUs")
+            elif said["say"] == "row":
+                rows.append(said)
+                show(said)
+            elif said["say"] == "failed":
+                failed = said["why"]
+        if not failed:
             break
-        print(f"  {failed['operation']}: NOT MEASURED TO ITS END: {failed['reason']}", flush=True)
-        rows.append({**failed, "ranks": gpus})
-        left = left[left.index(failed["operation"]) + 1 :]
+        print(f"  {now}: NOT MEASURED TO ITS END: {failed}", flush=True)
+        rows.append({"operation": now, "reason": failed, "ranks": gpus, "held": True, "reached": False})
+        left = left[left.index(now) + 1 :]
     return rows
-
-
-def one_start(
-    gpus: int, operations: list[str], args: argparse.Namespace
-) -> tuple[dict[str, str] | None, list[dict[str, Any]], dict[str, str]]:
-    """Start ranks and listen to rank 0; return the operation that failed, if one did, the rows and the versions."""
-    ranks = start_ranks(gpus, operations, args)
-    rows: list[dict[str, Any]] = []
-    now, facts, reason = operations[0], {}, ""
-    pipe = ranks[0].stdout
-    assert pipe is not None
-    deadline, rest = time.monotonic() + START_LIMIT_S, b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        while not reason:
-            ready = selector.select(1.0)
-            if ready and not (read := os.read(pipe.fileno(), 1 << 16)):
-                break
-            *lines, rest = (rest + (read if ready else b"")).split(b"\n")
-            for line in lines:
-                deadline = time.monotonic() + ROW_LIMIT_S
-                try:
-                    said = json.loads(line)
-                except ValueError:
-                    print(f"  | {line.decode(errors='replace')}")  # NCCL's own talk
-                    continue
-                if said["say"] == "row":
-                    rows.append(said)
-                    show(said)
-                now, facts = said.get("operation", now), said if said["say"] == "ready" else facts
-            if time.monotonic() > deadline:
-                reason = "no sign of life in time"
-            elif any(rank.poll() for rank in ranks):
-                reason = f"ranks ended with {[rank.poll() for rank in ranks]}"
-    codes = end(ranks)
-    if not reason and any(codes):
-        reason = f"ranks ended with {codes}"
-    return {"operation": now, "reason": reason} if reason else None, rows, facts
-
-
-def start_ranks(gpus: int, operations: list[str], args: argparse.Namespace) -> "list[subprocess.Popen[bytes]]":
-    """Start one process for each GPU, on a free port of this host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = Path(__file__).resolve().parents[1]
-    common = {"WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(root)}
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **common}
-    line = [sys.executable, str(Path(__file__).resolve()), "--rank", "--operations", *operations]
-    line += ["--sizes", ",".join(map(str, args.sizes))]
-    return [
-        subprocess.Popen(
-            line,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(gpus)
-    ]
-
-
-def end(ranks: "list[subprocess.Popen[bytes]]") -> list[int]:
-    """Wait a moment for the ranks to end, then make them; return their codes."""
-    for rank in ranks:
-        try:
-            rank.wait(10)
-        except subprocess.TimeoutExpired:
-            rank.kill()
-    return [rank.wait() for rank in ranks]
 
 
 def show(row: dict[str, Any]) -> None:
@@ -274,18 +201,12 @@ def main() -> int:
     """Measure on 2 GPUs, on 4, report."""
     from muster.collectives_bench.sizes import parse_sizes
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser = Options(__doc__, quick={"sizes": "64M,1G"})
     parser.add_argument("--gpus", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--sizes", default=SIZES, help="as in muster bench; several with commas")
     parser.add_argument("--operations", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
-    parser.add_argument("--quick", action="store_true", help="64 MB and 1 GB only")
     args = parser.parse_args()
-    words = "64M,1G" if args.quick else args.sizes
-    args.sizes = sorted({size for word in words.split(",") for size in parse_sizes(word)})
-    if args.rank:
-        rank_main(args)
-        return 0
+    sizes = sorted({size for word in args.sizes.split(",") for size in parse_sizes(word)})
     import torch
 
     there = torch.cuda.device_count()  # starts no CUDA here
@@ -299,12 +220,10 @@ def main() -> int:
         if gpus > there:
             print(f"  {gpus} GPUs: not here, {there} found")
             continue
-        rows += play(gpus, args.operations, args)
-    held = [row for row in rows if row.get("held") or "reason" in row]
-    reached = bool(held) and all(row.get("reached", False) for row in held)
-    print(f"  {sum(row.get('reached', False) for row in held)} of {len(held)} rows at 64 MB and more in reach")
-    print(json.dumps({"benchmark": "nccl_bare", "reach": REACH, "reached": reached, "rows": rows}))
-    return 0 if reached else 1
+        rows += play(gpus, args.operations, sizes)
+    print("  rows below 64 MB stand beside")
+    held = [row for row in rows if row["held"] or row["wrong"]]
+    return finish(args, "nccl_bare", held, reach=REACH, beside=[row for row in rows if row not in held])
 
 
 if __name__ == "__main__":

@@ -22,24 +22,22 @@ Reach: at most 3 points between measured and simulated, for every schedule and 4
 minutes; `--quick` one: 3 steps, and no 16 micro-batches. `--draw` leaves a drawing of every step measured last.
 """
 
-import argparse
 import contextlib
 import itertools
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_processes import in_nodes, on_loopback
+from harness import Options, finish, table
+from ranks import on_ranks, place
 from torch import Tensor, nn
 
 LIMIT_S = 580.0
@@ -110,6 +108,11 @@ def pipeline_of(work: str, name: str, microbatches: int, scale: float = 1.0) -> 
     return pipeline, (batch, batch)
 
 
+def measure_all(work: str, schedules: Sequence[str], microbatches: Sequence[int], steps: int) -> list[dict[str, Any]]:
+    """Be one rank: measure every cell."""
+    return [measure(work, name, each, steps) for name, each in itertools.product(schedules, microbatches)]
+
+
 def measure(work: str, name: str, microbatches: int, steps: int, scale: float = 1.0) -> dict[str, Any]:
     """Be one rank, in the default process group: return on rank 0 what a schedule's steps recorded, step by step.
 
@@ -172,18 +175,6 @@ def undisturbed() -> None:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(os.sched_get_priority_min(os.SCHED_RR)))
 
 
-def rank_main(args: argparse.Namespace) -> None:
-    """Be one rank; rank 0 prints."""
-    torch.set_num_threads(1)
-    undisturbed()
-    dist.init_process_group("gloo")
-    cells = itertools.product(args.schedules, args.microbatches)
-    found = [measure(args.work, name, microbatches, args.steps) for name, microbatches in cells]
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
-
-
 def row_of(work: str, table: Any, found: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Set what was measured in steps of a schedule's table, as records, beside the simulation."""
     from muster.pipe.schedules.measured import compare
@@ -236,68 +227,45 @@ def draw(path: Path, title: str, records: Sequence[Any], rank_of: Sequence[int])
     path.write_text(svg(bars(records, rank_of), title=title, unit="ms"), encoding="utf-8")
 
 
-def launch(work: str, args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
+def launch(work: str, args: Any) -> tuple[int, list[dict[str, Any]]]:
     """Start fresh ranks, in the nodes of a box or on the loopback; return how many, and what they measured."""
-    arguments = ["--work", work, "--steps", str(args.steps), "--schedules", *args.schedules]
-    arguments += ["--microbatches", *map(str, args.microbatches)]
-    if args.ranks or work == "real":
-        ranks = args.ranks or WORKS[work]
-        return ranks, list(on_loopback(__file__, arguments, ranks, LIMIT_S))
-    from muster.cloudlab.box.control import box_up
-    from muster.cloudlab.box.spec import BoxSpec, parse_rate
-
-    spec = BoxSpec(name=f"pipebubble{os.getpid()}", nodes=WORKS[work], rate=parse_rate(args.rate))
-    with box_up(spec) as box:
-        for node in spec.compute:
-            subprocess.run(
-                box.exec_argv(node, ["sysctl", "-qw", f"net.ipv4.tcp_congestion_control={CONGESTION}"]), check=True
-            )
-        return WORKS[work], list(in_nodes(box, __file__, arguments, LIMIT_S))
+    ranks = args.ranks or WORKS[work]
+    with place(ranks if args.ranks or work == "real" else None, args.rate, ranks) as there:
+        for node in () if isinstance(there, int) else there.state.spec.compute:
+            setting = f"net.ipv4.tcp_congestion_control={CONGESTION}"
+            subprocess.run(there.exec_argv(node, ["sysctl", "-qw", setting]), check=True)
+        cells = {"schedules": args.schedules, "microbatches": args.microbatches, "steps": args.steps}
+        return ranks, on_ranks(measure_all, there, limit_s=LIMIT_S, before="undisturbed", work=work, **cells)
 
 
-def show(rows: Iterable[dict[str, Any]], *, heading: bool = True) -> None:
+def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    if heading:
-        print(f"{'':33} {'measured':>9} {'simulated':>10} {'formula':>8} {'points':>7} {'message':>9}   reach")
+    lines = []
     for row in rows:
-        named = f"{row['work']:6} {row['ranks']} ranks {row['schedule']:12} m {row['microbatches']:<2}"
-        shares = f"{100 * row['measured']:7.1f} % {100 * row['simulated']:8.1f} % {100 * row['formula']:6.1f} %"
+        shares = [f"{100 * row[key]:.1f} %" for key in ("measured", "simulated", "formula")]
         verdict = f"<= {REACH_POINTS:.0f}: {'yes' if row['reached'] else 'NO'}"
-        print(f"{named:33} {shares} {row['points']:+7.2f} {1e3 * row['message_s']:6.2f} ms   {verdict}")
+        named = [row["work"], f"{row['ranks']} ranks", row["schedule"], f"m {row['microbatches']}"]
+        lines.append([*named, *shares, f"{row['points']:+.2f}", f"{1e3 * row['message_s']:.2f} ms", verdict])
+    table(["", "", "", "", "measured", "simulated", "formula", "points", "message", "reach"], lines)
 
 
 def main() -> int:
     """Measure, compare with the simulator, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser = Options(__doc__, quick={"steps": 3, "microbatches": [4, 8]})
     parser.add_argument("--work", choices=WORKS, help="default: both")
     parser.add_argument("--ranks", type=int, help="on the loopback of this machine, without a box")
     parser.add_argument("--rate", default="1gbit", help="of the box's links")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--microbatches", nargs="+", type=int, default=list(MICROBATCHES))
     parser.add_argument("--steps", type=int, default=7, help="quiet ones; three times as many at most")
-    parser.add_argument("--quick", action="store_true", help="3 steps, and no 16 micro-batches")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="leave drawings there")
     args = parser.parse_args()
-    if args.quick:
-        args.steps, args.microbatches = 3, [4, 8]
-    if args.rank:
-        rank_main(args)
-        return 0
     rows = []
     for work in [args.work] if args.work else WORKS:
         ranks, found = launch(work, args)
         rows += [row_from(work, ranks, each, args.draw) for each in found]
     show(rows)
-    reached = all(row["reached"] for row in rows)
-    print(f"reach: within {REACH_POINTS:.0f} points: {'yes' if reached else 'NO'}")
-    machine = {"cores": os.cpu_count(), "python": platform.python_version()}
-    print(
-        json.dumps(
-            {"benchmark": "pipe bubble", "reach_points": REACH_POINTS, "reached": reached, **machine, "rows": rows}
-        )
-    )
-    return 0 if reached else 1
+    return finish(args, "pipe bubble", rows, reach_points=REACH_POINTS)
 
 
 if __name__ == "__main__":

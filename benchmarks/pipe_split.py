@@ -13,16 +13,15 @@ A B B A; with `--device cuda` wall time until the GPU is idle, bf16, wider block
 Reach: ours over plain <= 1.05 at every width; torch's is told beside it. About 1 minute; `--quick` 10 s.
 """
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter, process_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pairs import interleaved, report
+from harness import Options, compare, finish, numbers, turns
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -106,8 +105,8 @@ def check(sides: dict[str, Side], x: Tensor, gradient: Tensor) -> dict[str, floa
     return {name: ((each - plain).norm() / plain.norm()).item() for name, each in grads.items() if name != "plain"}
 
 
-def compare(width: int, args: argparse.Namespace) -> bool:
-    """Measure one width; True if ours is in reach."""
+def row_of(width: int, args: Any) -> dict[str, Any]:
+    """Measure one width."""
     tokens = CUDA_TOKENS if args.device == "cuda" else CPU_TOKENS
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     sides = sides_of(width, args.device, exact=args.exact)
@@ -118,35 +117,31 @@ def compare(width: int, args: argparse.Namespace) -> bool:
         raise SystemExit(f"gradients differ: {apart}")
     forwards: dict[str, list[float]] = {name: [] for name in sides}
     run = {name: partial(measure, side, x, gradient, args.passes, forwards[name]) for name, side in sides.items()}
-    mine, plain = interleaved(run["ours"], run["plain"], args.repeats)
-    others, beside = interleaved(run["torch"], run["plain"], max(3, args.repeats // 3))
+    ours = turns({name: run[name] for name in ("ours", "plain")}, args.repeats, warm_up=1)
+    beside = turns({name: run[name] for name in ("torch", "plain")}, max(3, args.repeats // 3), warm_up=1)
     forward = {name: statistics.median(each) for name, each in forwards.items()}
-    reached = report(
-        f"pipe_split d={width}", mine, plain, reach=REACH, device=args.device, samples=args.samples, tokens=tokens,
-        exact=args.exact, apart=apart, forward_s=forward,
-    )  # fmt: skip
-    told = statistics.median(a / b for a, b in zip(others, beside, strict=True))
-    print(f"  torch's halves over plain {told:.3f}; forward {forward['ours'] / forward['plain']:.3f} of a plain one\n")
-    return reached
+    about = {"device": args.device, "samples": args.samples, "tokens": tokens, "exact": args.exact}
+    torchs = statistics.median(a / b for a, b in zip(beside["torch"], beside["plain"], strict=True))
+    found = {"apart": apart, "forward_s": forward, "torch_ratio": torchs}
+    row = compare(f"pipe_split d={width}", ours["ours"], ours["plain"], reach=REACH, **about, **found)
+    print(
+        f"  torch's halves over plain {torchs:.3f}; forward {forward['ours'] / forward['plain']:.3f} of a plain one\n"
+    )
+    return row
 
 
 def main() -> int:
     """Measure all widths."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__, repeats=60, quick={"repeats": 8, "passes": 2})
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--exact", action="store_true", help="the bits of plain accumulation")
-    parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--passes", type=int, default=3, help="forwards and backwards of one measurement")
     parser.add_argument("--samples", type=int, default=1)
-    parser.add_argument("--widths", type=lambda text: tuple(map(int, text.split(","))), default=None)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--widths", type=numbers, default=None)
     args = parser.parse_args()
-    if args.quick:
-        args.repeats, args.passes = 8, 2
     torch.set_num_threads(1)
     widths = args.widths or (CUDA_WIDTHS if args.device == "cuda" else CPU_WIDTHS)
-    reached = [compare(width, args) for width in widths]
-    return 0 if all(reached) else 1
+    return finish(args, "pipe split", [row_of(width, args) for width in widths])
 
 
 if __name__ == "__main__":

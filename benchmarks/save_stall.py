@@ -38,7 +38,10 @@ from muster.jobs.saving.schedule import Schedule
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.tensors.parts import Part
 from muster.jobs.tensors.snapshot import Snapshot
-from muster.jobs.train.state import DealtState
+from muster.jobs.train.parallel.layers import whole_layers
+from muster.jobs.train.parallel.replica import Replica
+from muster.jobs.train.parallel.state import Forms, ModelState
+from muster.jobs.train.profiling.clock import clock_for
 from muster.jobs.world.world import World
 
 GOAL_S, GOALS = 0.060, {"train": 1.5, "session": 1.2}
@@ -59,7 +62,7 @@ def build(megabytes: int) -> tuple[nn.Module, torch.optim.SGD]:
 class Ours:
     """Our saver, as the loop calls it at a step that saves."""
 
-    def __init__(self, folder: Path, state: DealtState, world: World) -> None:
+    def __init__(self, folder: Path, state: ModelState, world: World) -> None:
         run = RunDir(folder)
         run.attempt(0).path.mkdir(parents=True, exist_ok=True)
         settings, self.done, self.world = CheckpointSettings(every_steps=1, keep=2), 0, world
@@ -136,7 +139,8 @@ def measure_train(megabytes: int, repeats: int, folder: str) -> dict[str, list[f
     warnings.simplefilter("ignore")  # DCP's, about its own state
     world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     module, optimizer = build(megabytes)
-    state = DealtState(module, optimizer, rank=world.rank, ranks=world.size)
+    replica = Replica(module, world, clock_for(world.device))
+    state = ModelState(replica, optimizer, whole_layers(Forms(module), world), world, {})
     optimizer.step()
     ours = Ours(Path(folder) / "run", state, world)
     sides = {"ours": ours, "copy": Copy(state.parts()), "dcp": Dcp(Path(folder) / "dcp", module, optimizer)}

@@ -9,12 +9,13 @@ Counted is to be known within 1 %; where known is not best, that is a deviation 
     sudo .venv/bin/python benchmarks/wire_bytes.py [--size 10M] [--ranks 2,3,4]
 """
 
-import argparse
-import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from harness import Options, finish, table
 
 from muster.collectives_bench.known import LEAST_JUDGED, deviation
 from muster.collectives_bench.records import Block
@@ -37,41 +38,41 @@ def measure(size: str, ranks: str, folder: Path) -> list[Block]:
     return read_result([folder / "wire.json"]).blocks
 
 
+def row_of(block: Block) -> dict[str, Any] | None:
+    """Compare what was counted with what is known; a barrier has no payload, and no row."""
+    row: dict[str, Any] = {"operation": block.cell.operation, "place": block.cell.place, "n": block.world.ranks}
+    counted = block.wire
+    if block.state != "ok" or counted is None:
+        return {**row, "said": f"not counted: {block.state} {block.reason}", "reached": False}
+    if counted.best_bytes < LEAST_JUDGED:
+        return None
+    shares = (counted.sent_bytes, counted.known_bytes, counted.best_bytes)
+    row |= {key: each / block.nbytes for key, each in zip(("counted", "known", "best"), shares, strict=True)}
+    error = counted.sent_bytes / counted.known_bytes - 1
+    said = deviation(block.cell.operation, counted)
+    return {**row, "error": error, "said": said, "reached": abs(error) <= REACH}
+
+
 def main() -> int:
-    """Count, compare, print a table and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Count, compare, report."""
+    parser = Options(__doc__)
     parser.add_argument("--size", default="10M")
     parser.add_argument("--ranks", default="2,3,4")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wire-bytes-") as folder:
         blocks = measure(args.size, args.ranks, Path(folder))
-    rows, worst, missing = [], 0.0, []
+    blocks.sort(key=lambda each: (each.world.ranks, each.cell.operation))
+    rows = [row for block in blocks if (row := row_of(block)) is not None]
     print(f"# bytes on the wire / S, all ranks together, S = {args.size}, gloo\n")
-    print(f"{'operation':<24} {'place':<5} {'n':>2} {'counted':>9} {'known':>9} {'best':>9} {'error':>8}")
-    for block in sorted(blocks, key=lambda each: (each.world.ranks, each.cell.operation)):
-        where = (block.cell.operation, block.cell.place, block.world.ranks)
-        counted = block.wire
-        if block.state != "ok" or counted is None:
-            missing.append(f"{' '.join(map(str, where))}: {block.state} {block.reason}")
-            continue
-        if counted.best_bytes < LEAST_JUDGED:
-            continue  # a barrier has no payload
-        error = counted.sent_bytes / counted.known_bytes - 1
-        worst = max(worst, abs(error))
-        shares = [each / block.nbytes for each in (counted.sent_bytes, counted.known_bytes, counted.best_bytes)]
-        numbers = " ".join(f"{share:9.4f}" for share in shares)
-        said = deviation(block.cell.operation, counted)
-        print(f"{where[0]:<24} {where[1]:<5} {where[2]:>2} {numbers} {error:>8.2%}  {said}")
-        rows.append([*where, *(round(share, 5) for share in shares), said])
-    for line in missing:
-        print(f"not counted: {line}")
-    reached = bool(rows) and worst <= REACH and not missing
-    print(f"\nlargest error {worst:.3%}; reach <= {REACH:.0%}: {'yes' if reached else 'NO'}")
-    record = {"benchmark": "wire bytes", "reached": reached, "worst": worst, "reach": REACH, "size": args.size}
-    print(
-        json.dumps({**record, "columns": ["operation", "place", "n", "counted", "known", "best", "said"], "rows": rows})
-    )
-    return 0 if reached else 1
+    head = ["operation", "place", "n", "counted", "known", "best"]
+    lines = []
+    for row in rows:
+        cells = [f"{row[key]:.4f}" if isinstance(row.get(key), float) else str(row.get(key, "-")) for key in head]
+        lines.append([*cells, f"{row['error']:+.2%}" if "error" in row else "-", row["said"]])
+    table([*head, "error", ""], lines)
+    worst = max((abs(row["error"]) for row in rows if "error" in row), default=0.0)
+    print(f"\nlargest error {worst:.3%}; reach <= {REACH:.0%}")
+    return finish(args, "wire bytes", rows, worst=worst, reach=REACH, size=args.size)
 
 
 if __name__ == "__main__":

@@ -9,25 +9,29 @@
     bytes    payload that the interface of a rank's node sent in a step, the largest of all ranks, over the same
 
 The models have the parameters and units of VGG-11 and of a GPT of 5 M parameters, but layers that compute nothing, and
-plain SGD: a step is its communication, its copies, and sums of shards. PyTorch's sides (benchmarks/zero_sides.py) stand
-beside, with whole steps, and so does a step in which nothing is sent.
+plain SGD: a step is its communication, its copies, and sums of shards. PyTorch's sides (benchmarks/train_sides.py)
+stand beside, with whole steps, and so does a step in which nothing is sent.
 
     sudo .venv/bin/python benchmarks/zero_wire.py [--rate 1gbit] [--nodes 4] [--repeats 5] [--steps 3] [--quick]
     .venv/bin/python benchmarks/zero_wire.py --ranks 2 [--quick]          loopback: only to see that it runs
 
-Reach: time and bytes <= 1.10, of exact sums <= 1.15. About 4 minutes; `--quick` 1: VGG-11 alone, and none of PyTorch's.
+Reach: time and bytes <= 1.10, of exact sums <= 1.15. About 4 minutes; `--quick` 1.
 """
 
-import argparse
-import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
-from rank_processes import in_nodes, on_loopback
+import torch
+import torch.distributed as dist
+from harness import Options, finish, table, turns, verdict
+from ranks import most, on_ranks, place
+from torch import Tensor, nn
 
 NODES = 4
 LIMIT_S = 580.0
@@ -40,15 +44,65 @@ THEIRS = ("ddp", "zero, tuned", "fsdp2")
 ALONE = "alone"
 
 
+class _Silent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        """Hand on."""
+        ctx.gradients = gradients
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Hand on, with ones for every parameter."""
+        return (grad, None, *ctx.gradients)
+
+
+class Silent(nn.Module):
+    """A layer with parameters like some others that hands on its input; its gradients are ones, not written anew."""
+
+    def __init__(self, like: "list[nn.Parameter]") -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(each.detach().clone()) for each in like)
+        self.ones = [torch.ones_like(each) for each in like]  # no buffers: nobody need send them
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what was given; every parameter counts as used."""
+        result: Tensor = _Silent.apply(x, self.ones, *self.weights)
+        return result
+
+
+def silent(module: nn.Module) -> nn.Sequential:
+    """Build a block for each unit of a model, between what of the root comes before and after them."""
+    from train_sides import units_of
+
+    units = units_of(module)
+    inside = {id(each): number for number, unit in enumerate(units) for each in unit}
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    seen: set[int] = set()
+    for name, child in module.named_children():
+        if (number := inside.get(id(child))) is not None:
+            name, child = f"block{number + 1}", nn.ModuleList(units[number])
+        new = [each for each in child.parameters() if id(each) not in seen]
+        seen |= {id(each) for each in new}
+        if new:
+            layers[name] = Silent(new)
+    return nn.Sequential(layers)
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what the loss takes for a batch: two logits that no weight changes."""
+    while True:
+        yield torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)
+
+
 def measure(model: str, sides: Sequence[str], repeats: int, steps: int, *, tiny: bool = False) -> dict[str, Any]:
-    """Be one rank, in the default process group: return wall seconds of a step and bytes sent in it, by side."""
+    """Be one rank: return wall seconds of a step and bytes sent in it, by side."""
     from ddp_models import TASKS, TINY
-    from zero_sides import loop_of
-    from zero_silent import batches, silent
+    from train_sides import Loop
 
     module = (TINY if tiny else TASKS)[model].build()
     loops = {
-        side: loop_of(
+        side: Loop(
             OURS.get(side, side),
             silent(module),
             batches(),
@@ -59,16 +113,11 @@ def measure(model: str, sides: Sequence[str], repeats: int, steps: int, *, tiny:
     }
     for loop in loops.values():
         for _ in range(2):
-            loop.step()
-            loop.rest()
-    found: dict[str, dict[str, list[Any]]] = {side: {"steps": [], "bare": []} for side in loops}
-    for repeat in range(repeats):
-        for side in list(loops)[:: 1 if repeat % 2 == 0 else -1]:
-            found[side]["steps"].append(_block(loops[side], steps))
+            loop.block(1)
+    whole = turns({side: partial(_block, loop, steps) for side, loop in loops.items()}, repeats)
     weights = [loop.weights() for loop in loops.values()]
-    for repeat in range(repeats):
-        for side in [each for each in loops if each in OURS][:: 1 if repeat % 2 == 0 else -1]:
-            found[side]["bare"].append(_bare(loops[side]))
+    bare = turns({side: partial(_bare, loop) for side, loop in loops.items() if side in OURS}, repeats)
+    found = {side: {"steps": whole[side], "bare": bare.get(side, [])} for side in loops}
     nbytes = sum(each.nbytes for each in module.parameters())
     apart = max((each - weights[0]).abs().max().item() for each in weights)
     return {"nbytes": nbytes, "sides": found, "apart": apart}
@@ -76,84 +125,36 @@ def measure(model: str, sides: Sequence[str], repeats: int, steps: int, *, tiny:
 
 def _block(loop: Any, steps: int) -> tuple[float, float]:
     """Train a block of steps; return a step's wall seconds and bytes, each of the rank that has most."""
-    import torch.distributed as dist
-
     from muster.collectives_bench.ranks.wire import WireCounter
 
     counter = WireCounter(INTERFACES)
     dist.barrier()
     counter.start()
     began = perf_counter()
-    for _ in range(steps):
-        loop.step()
-    loop.rest()
+    loop.block(steps)
     seconds, sent = perf_counter() - began, counter.sent()
     if os.environ.get("GLOO_SOCKET_IFNAME") == "lo":  # all ranks share what is counted
         sent /= dist.get_world_size()
-    return _most(seconds) / steps, _most(sent) / steps
+    seconds, sent = most(seconds, sent)
+    return seconds / steps, sent / steps
 
 
 def _bare(loop: Any) -> float:
     """Return the seconds of a step of ours without what is no communication, as far as that can be told apart."""
-    import torch.distributed as dist
-
+    gathers = loop.side == "zero3"
     loop.optimizer.zero_grad()
-    if loop.stage < 3:
+    if not gathers:
         with loop.model.no_sync():
             loop.loss().backward()
     dist.barrier()
     began = perf_counter()
-    if loop.stage < 3:
+    if not gathers:
         loop.model.finish_gradient_synchronization()
     else:
         loop.loss().backward()
     loop.optimizer.step()
     loop.rest()
-    return _most(perf_counter() - began)
-
-
-def _most(value: float) -> float:
-    import torch
-    import torch.distributed as dist
-
-    shared = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(shared, dist.ReduceOp.MAX)
-    return shared.item()
-
-
-def rank_main(args: argparse.Namespace) -> None:
-    """Be one rank; rank 0 prints."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {model: measure(model, args.sides, args.repeats, args.steps) for model in args.models}
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def launch(args: argparse.Namespace) -> dict[str, Any]:
-    """Start fresh ranks, in the nodes of a box or on the loopback; return what they measured."""
-    sides = args.sides or [ALONE, *OURS, *(() if args.quick else THEIRS)]
-    arguments = [
-        "--repeats",
-        str(args.repeats),
-        "--steps",
-        str(args.steps),
-        "--models",
-        *args.models,
-        "--sides",
-        *sides,
-    ]
-    if args.ranks:
-        return dict(on_loopback(__file__, arguments, args.ranks, LIMIT_S))
-    from muster.cloudlab.box.control import box_up
-    from muster.cloudlab.box.spec import BoxSpec, parse_rate
-
-    with box_up(BoxSpec(name=f"zerowire{os.getpid()}", nodes=args.nodes, rate=parse_rate(args.rate))) as box:
-        return dict(in_nodes(box, __file__, arguments, LIMIT_S))
+    return most(perf_counter() - began)[0]
 
 
 def rows_of(model: str, found: dict[str, Any], ranks: int, bits_s: float | None) -> list[dict[str, Any]]:
@@ -173,50 +174,37 @@ def rows_of(model: str, found: dict[str, Any], ranks: int, bits_s: float | None)
     return rows
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the table."""
-    print(
-        f"{'':22} {'whole step':>10} {'communication':>14} {'x bound':>8} {'a rank sent':>12} {'x volume':>9}   reach"
-    )
-    for row in rows:
-        time, sent = (f"{row[key]:.3f}" if row[key] else "-" for key in ("time", "bytes"))
-        bare = f"{row['bare_s'] * 1e3:.0f} ms" if row["bare_s"] else "-"
-        verdict = f"<= {row['reach']:.2f}: {'yes' if row['reached'] else 'NO'}" if row["reach"] else "(beside)"
-        print(
-            f"{row['model']:8} {row['side']:13} {row['step_s'] * 1e3:7.0f} ms {bare:>14} {time:>8} "
-            f"{row['sent_bytes'] / 1e6:9.2f} MB {sent:>9}   {verdict}"
-        )
+def line_of(row: dict[str, Any]) -> list[str]:
+    """Write a row of the table."""
+    time, sent = (f"{row[key]:.3f}" if row[key] else "-" for key in ("time", "bytes"))
+    bare = f"{row['bare_s'] * 1e3:.0f} ms" if row["bare_s"] else "-"
+    measured = [f"{row['step_s'] * 1e3:.0f} ms", bare, time, f"{row['sent_bytes'] / 1e6:.2f} MB", sent]
+    return [row["model"], row["side"], *measured, verdict(row["reached"], row["reach"])]
 
 
 def main() -> int:
     """Measure, compare with the bounds, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    note = "3 repeats, VGG-11 alone, none of PyTorch's sides"
+    parser = Options(__doc__, repeats=5, quick={"repeats": 3, "models": ["vgg11"]}, note=note)
     parser.add_argument("--sides", nargs="+", choices=(ALONE, *OURS, *THEIRS), help="default: all")
     parser.add_argument("--ranks", type=int, help="on the loopback of this machine, without a box")
     parser.add_argument("--nodes", type=int, default=NODES)
     parser.add_argument("--rate", default="1gbit", help="of the box's links")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in a block")
-    parser.add_argument("--quick", action="store_true", help="3 repeats, VGG-11 alone, none of PyTorch's sides")
     args = parser.parse_args()
-    if args.quick:
-        args.repeats, args.models = 3, ["vgg11"]
-    if args.rank:
-        rank_main(args)
-        return 0
     from muster.cloudlab.box.spec import parse_rate
 
-    bits_s = None if args.ranks else parse_rate(args.rate)
-    found = launch(args)
-    rows = [row for model in found for row in rows_of(model, found[model], args.ranks or args.nodes, bits_s)]
-    show(rows)
-    reached = all(row["reached"] for row in rows)
-    print(f"reach: time and bytes <= {REACH:.2f}, exact <= {REACH_EXACT:.2f}: {'yes' if reached else 'NO'}")
-    record = {"benchmark": "zero wire", "reached": reached, "ranks": args.ranks or args.nodes, "rate": bits_s}
-    print(json.dumps({**record, "rows": rows}))
-    return 0 if reached else 1
+    sides = args.sides or [ALONE, *OURS, *(() if args.quick else THEIRS)]
+    bits_s, ranks = None if args.ranks else parse_rate(args.rate), args.ranks or args.nodes
+    rows = []
+    with place(args.ranks, args.rate, args.nodes) as there:
+        for model in args.models:
+            settings = {"model": model, "sides": sides, "repeats": args.repeats, "steps": args.steps}
+            rows += rows_of(model, on_ranks(measure, there, limit_s=LIMIT_S, **settings), ranks, bits_s)
+    head = ["", "", "whole step", "communication", "x bound", "a rank sent", "x volume", "reach"]
+    table(head, map(line_of, rows))
+    return finish(args, "zero wire", rows, ranks=ranks, rate=bits_s)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def run_rank(payload: Mapping[str, Any]) -> int:
     """Run a rank of a `train:` job with the fault in it."""
     from muster.jobs.hosts import ranks
     from muster.jobs.train import main
-    from muster.jobs.train.engine import DataParallelEngine, PipelineEngine
+    from muster.jobs.train.engine import Engine
 
     env = ranks.read(os.environ)
     bend = Bend.parse(os.environ[VARIABLE])
@@ -98,8 +98,7 @@ def run_rank(payload: Mapping[str, Any]) -> int:
         raise ValueError("a planted failure at import")
     if bend.what == "disagree":
         return main.run_rank(other_checkpoint(payload))
-    for engine in (DataParallelEngine, PipelineEngine):
-        engine.train_step = _bent(engine.train_step, bend)  # type: ignore[method-assign]
+    Engine.train_step = _bent(Engine.train_step, bend)  # type: ignore[method-assign]
     return main.run_rank(payload)
 
 

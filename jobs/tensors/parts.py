@@ -4,9 +4,9 @@ A part is a whole tensor, a box of it, or a flat range of its elements. Replicas
 every rank writes its share; a rank that owns only a range or some layers says so, and nobody deals.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -35,16 +35,15 @@ class Part:
     tensor: Tensor
 
 
-class HeldState(Protocol):
-    """What of the state one rank has, as parts."""
+def dtype_of(piece: Piece) -> torch.dtype:
+    """Return PyTorch's type of a stored tensor."""
+    return next(dtype for dtype, name in DTYPES.items() if name == piece.dtype)
 
-    def parts(self) -> list[Part]:
-        """List what it saves: all ranks together every part once."""
-        ...
 
-    def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
-        """List what it reads of a checkpoint's tensors, to be filled in place."""
-        ...
+def range_piece(name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, stop: int) -> Piece:
+    """Return elements [start, stop) of a tensor, in row-major order, as a piece."""
+    piece = whole(name, DTYPES[dtype], shape)
+    return piece if (start, stop) == (0, piece.elements) else replace(piece, flat=(start, stop))
 
 
 def whole_part(name: str, tensor: Tensor) -> Part:
@@ -82,8 +81,9 @@ def flat_part(part: Part, start: int, stop: int) -> Part:
     """Return elements [start, stop) of a whole tensor, in row-major order."""
     if (start, stop) == (0, part.piece.elements):
         return part
-    piece = Piece(part.piece.name, part.piece.dtype, part.piece.shape, box=None, flat=(start, stop))
-    return Part(piece, part.tensor.reshape(-1)[start:stop])  # a copy only where the tensor is not row-major
+    return Part(
+        replace(part.piece, flat=(start, stop)), part.tensor.reshape(-1)[start:stop]
+    )  # a copy only where the tensor is not row-major
 
 
 def _element(byte: int, size: int, elements: int) -> int:

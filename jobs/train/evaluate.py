@@ -43,7 +43,7 @@ class Evaluation:
 
 def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Evaluation | None:
     """Measure the model on the evaluation samples: a collective; None when there are none."""
-    engine.synchronize_buffers()
+    engine.model.synchronize_buffers()
     blocks = -(-data.eval_samples // BLOCK_SAMPLES)
     if blocks == 0:
         return None

@@ -12,22 +12,16 @@ Recording does not execute: the recorded step is replayed for the first time at 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.tensors.parts import Part
 from muster.jobs.train.loading import MicroInput, ShardInput
-from muster.jobs.train.memory.held import Held
 from muster.jobs.train.profiling.clock import Clock
-
-if TYPE_CHECKING:
-    from muster.jobs.train.engine import Engine
 
 EAGER_STEPS: Final = 3  # what is made lazily - optimizer state, compiled code, NCCL's connections - is there after them
 MOST_GRAPHS: Final = 4  # each keeps its own inputs; a plan has two forms of steps, seldom more
@@ -35,33 +29,32 @@ MOST_GRAPHS: Final = 4  # each keeps its own inputs; a plan has two forms of ste
 Form = tuple[Any, ...]
 
 
-class GraphedEngine:
-    """Another engine whose steps are recorded once and replayed."""
+Step = Callable[[int, Sequence[ShardInput]], list[Tensor]]
 
-    def __init__(self, engine: "Engine", clock: Clock, device: torch.device) -> None:
+
+class GraphedStep:
+    """A training step, called by its number and inputs, that is recorded once for each form and replayed."""
+
+    def __init__(self, step: Step, clock: Clock, device: torch.device) -> None:
         require_cuda(device)
-        self.engine = engine
+        self.step = step
         self.clock = clock
-        self.module: nn.Module = engine.module
-        self.optimizer: torch.optim.Optimizer = engine.optimizer
-        self.forms = engine.forms
-        self.scaler = engine.scaler
+        self.recorded: dict[Form, RecordedStep] = {}
         self._device = device
         # Steps before the recording run on its stream, too, so that what they make for a stream is made for this one.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._seen: Counter[Form] = Counter()
-        self._recorded: dict[Form, RecordedStep] = {}
 
-    def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+    def __call__(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Train on this rank's part of a global batch, from a graph when there is one for its form."""
         form = form_of(shards)
-        recorded = self._recorded.get(form)
+        recorded = self.recorded.get(form)
         if recorded is None:
-            if self._seen[form] < EAGER_STEPS or len(self._recorded) == MOST_GRAPHS:
+            if self._seen[form] < EAGER_STEPS or len(self.recorded) == MOST_GRAPHS:
                 self._seen[form] += 1
                 return self._eagerly(step, shards)
-            recorded = self._recorded[form] = self._record(step, shards)
+            recorded = self.recorded[form] = self._record(step, shards)
         losses = recorded.replay(shards)
         self.clock.lap("replay")
         return losses
@@ -70,73 +63,32 @@ class GraphedEngine:
         now = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(now)
         with torch.cuda.stream(self._stream):
-            losses = self.engine.train_step(step, shards)
+            losses = self.step(step, shards)
         now.wait_stream(self._stream)
         return losses
 
     def _record(self, step: int, shards: Sequence[ShardInput]) -> "RecordedStep":
         with self.clock.muted():
             try:
-                return RecordedStep(self.engine, step, shards, self._stream, self._pool)
+                return RecordedStep(self.step, step, shards, self._stream, self._pool)
             except RuntimeError as error:
                 raise RefusedError(
                     f"train.cuda_graph: the step could not be recorded: {error}; set cuda_graph: false, "
                     "or remove what asks the host within a step"
                 ) from error
 
-    def figures(self) -> dict[str, Tensor]:
-        """Return what else the row of the step just done shows."""
-        return self.engine.figures()
-
-    def predict(self, inputs: Tensor) -> Tensor:
-        """Run the model as evaluation does, eagerly."""
-        return self.engine.predict(inputs)
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """Copy the gradients of the last step."""
-        return self.engine.full_gradients()
-
-    def full_state(self) -> dict[str, Tensor]:
-        """Copy parameters and buffers."""
-        return self.engine.full_state()
-
-    def synchronize_buffers(self) -> None:
-        """Make every rank's buffers those that are saved and evaluated."""
-        self.engine.synchronize_buffers()
-
-    def held_state(self) -> list[Part]:
-        """List the parts of the state that this rank saves."""
-        return self.engine.held_state()
-
-    def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
-        """List the parts that this rank reads of a checkpoint's tensors; called before any step is recorded."""
-        assert not self._recorded, "a recorded step would go on with the optimizer state that was there before"
-        return self.engine.wanted_state(stored)
-
-    def held_tensors(self) -> Held:
-        """List what this rank holds now."""
-        return self.engine.held_tensors()
-
-    def refresh(self) -> None:
-        """Make use of what was read."""
-        self.engine.refresh()
-
-    def rehearse(self, shards: Sequence[ShardInput]) -> None:
-        """Let the first backward's lesson be learned."""
-        self.engine.rehearse(shards)
-
 
 class RecordedStep:
     """One step's graph, with the inputs that it reads and the losses that it leaves."""
 
     def __init__(
-        self, engine: "Engine", step: int, shards: Sequence[ShardInput], stream: torch.cuda.Stream, pool: Any
+        self, run: Step, step: int, shards: Sequence[ShardInput], stream: torch.cuda.Stream, pool: Any
     ) -> None:
         self.shards = [_own(shard) for shard in shards]
         self.graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog asks about events of earlier collectives from a thread of its own, which may go on.
         with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self.losses = engine.train_step(step, self.shards)
+            self.losses = run(step, self.shards)
 
     def replay(self, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Run the step on other inputs of the same form; return its losses as tensors of their own."""

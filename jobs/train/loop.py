@@ -27,7 +27,6 @@ from muster.jobs.train.metrics import Files, Metrics, Summary, Units
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import learning_rate, set_learning_rate
-from muster.jobs.train.pipeline import PipelineEngine
 from muster.jobs.train.profiling.clock import Clock, clock_for
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
 from muster.jobs.train.sampling import Plan, plan_of, total_steps
@@ -100,8 +99,8 @@ def train(
     """
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
-    if isinstance(trainer.engine, PipelineEngine):
-        trainer = replace(trainer, timeline=Recorder(trainer.engine, files.timeline))
+    if (stages := trainer.engine.stages) is not None:
+        trainer = replace(trainer, timeline=Recorder(stages, files.timeline))
     metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps, patient=saving.patient)
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
         with profiling:  # what it has to write waits until all is saved
@@ -159,7 +158,7 @@ def run_steps(
         profiling.step_done(done)
     if metrics.has_news:  # stopped between two log points
         soundness.hear(report_steps(metrics, screen, saving, replay, done, trainer.timeline).losses)
-    engine.synchronize_buffers()
+    engine.model.synchronize_buffers()
     return done
 
 

@@ -48,7 +48,7 @@ from muster.jobs.train.loading import move
 from muster.jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
 from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
-from muster.jobs.train.modes import needs_group
+from muster.jobs.train.parallel.syncs import needs_group
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
 from muster.jobs.train.restoring import restore
 from muster.jobs.train.soundness import NotFiniteError
@@ -291,7 +291,7 @@ def build_saver(
             world_size=trainer.world.size,
             parent=parent,
             losses=losses,
-            aliases=trainer.engine.forms.aliases,
+            aliases=trainer.engine.model.whole.aliases,
         )
 
     elapsed_s, failures = failures_so_far(start.run)

@@ -20,7 +20,6 @@ from muster.jobs.train.compare import gradient_bound
 from muster.jobs.train.data import Data
 from muster.jobs.train.loading import ShardInput, StepInput, Steps, move
 from muster.jobs.train.models import build_model
-from muster.jobs.train.modes import communication_dtype
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import (
     clip,
@@ -30,6 +29,7 @@ from muster.jobs.train.numerics.optim import (
     named_gradients,
     set_learning_rate,
 )
+from muster.jobs.train.parallel.syncs import communication_dtype
 from muster.jobs.train.rng.layer_seeds import LayerSeeds, forward_seed
 from muster.jobs.train.rounding import Rounding, Values
 from muster.jobs.train.sampling import Plan

@@ -46,5 +46,5 @@ def restore(
         for part in parts:
             fill(part, reader)
             page.own.beat()
-    engine.refresh()
+    engine.replica.refresh()
     return Loaded(manifest.step, folder.name, time.monotonic() - began_s)

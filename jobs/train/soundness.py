@@ -22,7 +22,7 @@ from torch import Tensor
 
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.numerics.scaling import Scaler
-from muster.jobs.train.state import MODEL
+from muster.jobs.train.parallel.state import MODEL
 from muster.jobs.world.world import World
 
 LOG_POINTS: Final = 3  # in a row without a single loss that is a number
@@ -93,7 +93,7 @@ def require_finite(engine: Engine, world: World, done: int) -> None:
     Raises:
         NotFiniteError: on every rank, if one has a parameter with an element that is no number.
     """
-    names = [piece.name for piece in engine.forms.pieces.values()]
+    names = [piece.name for piece in engine.model.whole.pieces.values()]
     places = {name: place for place, name in enumerate(names)}
     broken = [
         places[part.piece.name]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import append_line
 from muster.jobs.basics.terminal import warn
-from muster.jobs.train.pipeline import PipelineEngine
+from muster.jobs.train.parallel.stages import Stages
 from muster.jobs.world.world import World
 from muster.pipe.mesh import Mesh
 from muster.pipe.schedules.actions import Schedule
@@ -40,8 +40,8 @@ class NotRecording:
 class Recorder(NotRecording):
     """Gathers what all ranks did in the last step; rank 0 writes it."""
 
-    def __init__(self, engine: PipelineEngine, path: Path | None) -> None:
-        self.pipeline, self.group, self.world = engine.pipeline, engine.group, engine.world
+    def __init__(self, stages: Stages, path: Path | None) -> None:
+        self.pipeline, self.group, self.world = stages.pipeline, stages.group, stages.world
         self.path = path  # None: on other ranks, and where it could not be written
         self.offsets: list[Offset] = []
         self.recorded = 0

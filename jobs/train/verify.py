@@ -83,12 +83,12 @@ def run_mode(trainer: Trainer, setting: Setting, test_inputs: Tensor) -> Outcome
         set_learning_rate(engine.optimizer, setting.lr(step))
         batches.append(work.batch)
         losses.append(engine.train_step(step, work.shards))
-        whole = engine.full_gradients()
+        whole = engine.model.full_gradients()
         if trainer.world.rank == 0:
             gradients.append(whole)
-    engine.synchronize_buffers()
+    engine.model.synchronize_buffers()
     output = engine.predict(test_inputs)
-    return Outcome(global_losses(trainer.world, batches, losses), gradients, engine.full_state(), output)
+    return Outcome(global_losses(trainer.world, batches, losses), gradients, engine.model.full_state(), output)
 
 
 def judge(

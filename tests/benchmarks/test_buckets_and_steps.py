@@ -52,9 +52,9 @@ def test_exposed_is_what_the_slowest_rank_waits_and_first_steps_do_not_count(tmp
 def test_the_box_s_modes_are_predicted_from_a_profile_and_lie_above_their_links_alone():
     told = ddp_ladder.predicted(profile.link(1e9), Compute(0.1, 0.1))
     assert set(told) == set(ddp_ladder.MODES)
-    rows = ddp_ladder.rows_of(
-        "1gbit", 1e9, {mode: {"exposed": [1.0], "rank 0": [1.0], "backward": [0.1]} for mode in told}, told
-    )
+    times = {"exposed": [1.0], "rank 0": [1.0], "backward": [0.1]}
+    rows = [ddp_ladder.row_of("1gbit", 1e9, mode, times, told[mode]) for mode in told]
+    assert [row["reached"] for row in rows] == [abs(told[mode] - 1.0) <= 0.1 for mode in told]
     bounds = {row["mode"]: row["bound_s"] for row in rows}
     ring = dict.fromkeys(("allreduce", "flat", "overlap", "bucketed", "ddp"), 0.443)
     assert bounds == pytest.approx({"gather_scatter": 1.772, **ring}, abs=0.001)
@@ -72,7 +72,7 @@ def test_the_star_takes_as_many_times_as_long_as_there_are_nodes():
             ("100mbit", "allreduce", 5.0),
         )
     ]
-    assert ddp_ladder.star_over_ring(rows) == {"1gbit": 4.0}
+    assert ddp_ladder.star_over_ring(rows) == [{"rate": "1gbit", "star": 4.0, "reached": True}]
 
 
 def test_no_call_of_the_bench_takes_longer_than_its_limit():

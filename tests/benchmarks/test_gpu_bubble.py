@@ -29,21 +29,24 @@ def said(name: str, late_s: float = 0.0) -> dict[str, Any]:
     return {"say": "row", "row": {**row, "build_s": 1.0, "measure_s": 2.0, "loss": 11.0}}
 
 
-def test_every_cell_must_be_there_and_within_reach(capsys: pytest.CaptureFixture[str]) -> None:
+def reached(said: list[dict[str, Any]]) -> bool:
+    """Tell whether two cells of four GPUs are there and within reach."""
+    return all(row["reached"] for row in gpu_bubble.judged(said, 2))
+
+
+def test_every_cell_must_be_there_and_within_reach() -> None:
     good, bad = said("zb1p"), said("1f1b", late_s=0.01)
-    assert gpu_bubble.summary([good, said("1f1b")], 2, 4)["reached"]
-    assert "2 of 2, yes" in capsys.readouterr().out
-    assert not gpu_bubble.summary([good, bad], 2, 4)["reached"]
-    assert "1 of 2, NO" in capsys.readouterr().out
-    missing = gpu_bubble.summary([good], 2, 4)
-    assert (missing["reached"], missing["failed"][0]["why"]) == (False, "1 of 2 cells were measured")
     failed = {"say": "failed", "why": "ranks ended with [0, 1, 0, 0] within 240 s"}
-    assert gpu_bubble.summary([good, good, failed], 2, 4)["failed"] == [failed]
-    assert not gpu_bubble.summary([good, good, failed], 2, 4)["reached"]
+    assert reached([good, said("1f1b")])
+    assert not reached([good, bad])
+    assert not reached([good])
+    assert gpu_bubble.judged([good], 2)[-1]["why"] == "1 of 2 cells were measured"
+    assert not reached([good, good, failed])
+    assert gpu_bubble.judged([good, good, failed], 2)[-1] == {**failed, "reached": False}
 
 
 def test_a_row_is_told_with_what_its_actions_took(capsys: pytest.CaptureFixture[str]) -> None:
     gpu_bubble.tell(said("1f1b")["row"])
     told = capsys.readouterr().out
-    assert "gpu    4 ranks 1f1b         m 8" in told
+    assert "gpu  4 ranks  1f1b  m 8" in told
     assert "F 2.00 2.00 2.00 2.00  I 4.00 4.00 4.00 4.00  W 0.00" in told

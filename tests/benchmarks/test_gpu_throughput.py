@@ -2,6 +2,7 @@
 
 import gpu_throughput
 import pytest
+from gpu_pipes import worst_of
 from gpu_rows import ROWS, Row, side
 
 SPECS = (
@@ -59,8 +60,17 @@ def test_memory_is_compared_with_the_least_of_theirs_and_states_with_the_formula
         assert (found["ratios"]["zero3"], found["reached"]) == (ratio, True)
 
 
-def test_every_row_holds_one_side_of_ours_and_has_one_of_theirs() -> None:
-    for row in ROWS.values():
+def test_gradients_on_gpus_are_compared_parameter_by_parameter():
+    assert worst_of({"a": 1.0, "b": 2.2, "tiny": 9.0}, {"a": 1.0, "b": 2.0, "tiny": 1e-9}) == pytest.approx(0.1)
+    assert worst_of({"a": 1.0}, {"a": 1.0, "b": 1.0}) == float("inf")
+    assert worst_of({"a": float("nan")}, {"a": 1.0}) == float("inf")
+
+
+def test_every_row_holds_one_side_of_ours_and_has_one_of_theirs_and_claims_name_sides() -> None:
+    for name, row in ROWS.items():
+        names = [each["name"] for each in row.specs]
         assert sum(bool(each.get("held")) for each in row.specs) == 1
         assert any(each["kind"].startswith("torch") and not each.get("alone") for each in row.specs)
-        assert len({each["name"] for each in row.specs}) == len(row.specs)
+        assert len(set(names)) == len(names)
+        assert all({ours, other} <= set(names) for ours, other, _ in row.claims)
+        assert (row.microbatches > 0) == name.startswith("p-")

@@ -34,4 +34,4 @@ def test_a_side_that_leaves_weights_out_is_refused(monkeypatch):
     monkeypatch.setattr(WeightQueue, "run", lambda self, key: self.discard())
     args = SimpleNamespace(device="cpu", samples=1, exact=False, repeats=1, passes=1)
     with pytest.raises(SystemExit, match="gradients differ"):
-        pipe_split.compare(WIDTH, args)
+        pipe_split.row_of(WIDTH, args)

@@ -19,9 +19,10 @@ from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.session.state.leaves import Leaf, Leaves, is_dtensor
 from muster.jobs.session.state.modules import ModuleState
 from muster.jobs.session.state.objects import Registered
-from muster.jobs.session.state.stored import Stored, as_mapping, dtype_of
+from muster.jobs.session.state.stored import Stored, as_mapping
 from muster.jobs.session.state.trees import Encoder, decode
-from muster.jobs.tensors.parts import DTYPES
+from muster.jobs.tensors.modules import ON_HOST, room_for
+from muster.jobs.tensors.parts import DTYPES, dtype_of
 
 GROUPS: Final = "param_groups"
 NOT_SETTINGS: Final = {"params", "param_names"}
@@ -31,7 +32,6 @@ KERNELS: Final = {
     "capturable",
     "differentiable",
 }  # choices of this program, which are never restored
-ON_HOST: Final = {"step", "mu_product"}  # scalars that PyTorch keeps on the CPU
 MASTER: Final = "master"  # of muster.zero: the float32 copy of a 16-bit parameter
 
 
@@ -166,15 +166,12 @@ class OptimizerState(Registered):
 
     def _room(self, path: str, now: Any, parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
         """Return the tensor to fill: the existing one, or a new one like the optimizer's first step creates."""
-        dtype = dtype_of(piece)
-        if isinstance(now, Tensor) and (now.dtype, tuple(now.shape)) == (dtype, piece.shape):
+        if isinstance(now, Tensor) and (now.dtype, tuple(now.shape)) == (dtype_of(piece), piece.shape):
             return now
-        if piece.shape == tuple(parameter.shape) and key not in ON_HOST:
-            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        if piece.shape and is_dtensor(parameter):
+        is_like_it = piece.shape == tuple(parameter.shape) and key not in ON_HOST
+        if piece.shape and is_dtensor(parameter) and not is_like_it:
             raise RefusedError(
                 f"state: {path}: a state of shape {list(piece.shape)} cannot be restored beside a DTensor of shape "
                 f"{list(parameter.shape)}; run one step before the restore"
             )
-        on_host = key in ON_HOST and not (group.get("fused") or group.get("capturable"))
-        return torch.zeros(piece.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+        return room_for(parameter, key, piece, group)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.checkpoint.pieces import Piece, whole
 from muster.jobs.session.state.leaves import Leaf, Leaves
 from muster.jobs.session.state.modules import ModuleState, is_a
-from muster.jobs.session.state.optimizers import MASTER, ON_HOST, OptimizerState
+from muster.jobs.session.state.optimizers import MASTER, OptimizerState
 from muster.jobs.session.state.stored import Stored
 from muster.jobs.session.state.trees import Encoder, decode
-from muster.jobs.tensors.parts import DTYPES
+from muster.jobs.tensors.modules import ON_HOST, persistent_buffers
+from muster.jobs.tensors.parts import DTYPES, range_piece
 
 if TYPE_CHECKING:
     from muster.zero import ShardedOptimizer
@@ -150,17 +150,5 @@ class ShardedOptimizerState(OptimizerState):
 
 def leaf_of(name: str, held: "Held") -> Leaf:
     """Return a range that a rank holds as a leaf."""
-    piece = whole(name, DTYPES[held.tensor.dtype], held.shape)
-    if (held.start, held.stop) != (0, piece.elements):
-        piece = Piece(name, piece.dtype, held.shape, flat=(held.start, held.stop))
+    piece = range_piece(name, held.tensor.dtype, held.shape, held.start, held.stop)
     return Leaf(name, held.tensor, piece=piece, answers=held.answers)
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to a module's state, a shared one once."""
-    seen: set[int] = set()
-    for path, part in module.named_modules():
-        for key, buffer in part._buffers.items():
-            if buffer is not None and key not in part._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{path}.{key}".removeprefix("."), buffer

@@ -12,7 +12,7 @@ from muster.jobs.checkpoint.manifest import Manifest
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.session.state.leaves import Leaf
-from muster.jobs.tensors.parts import DTYPES, Part
+from muster.jobs.tensors.parts import Part, dtype_of
 from muster.jobs.tensors.reading import fill
 
 
@@ -80,11 +80,6 @@ class Stored:
         if live is None or (live.dtype, tuple(live.shape)) != (dtype, piece.shape):
             live = torch.empty(piece.shape, dtype=dtype, device=device if live is None else live.device)
         return self.fill(Leaf(name, live))
-
-
-def dtype_of(piece: Piece) -> torch.dtype:
-    """Return PyTorch's type of a stored tensor."""
-    return next(dtype for dtype, name in DTYPES.items() if name == piece.dtype)
 
 
 def _more(names: list[str]) -> str:

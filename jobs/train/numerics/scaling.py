@@ -67,7 +67,7 @@ class Scaler:
         Ranks of a `group` have the gradients together; with `exact` they clip by the same bits as one process.
         `counted` are those of them that no other rank counts; None: all.
         """
-        self.unscale(gradients, group)
+        self.unscale(gradients, group if self.agrees else None)
         if clip_norm is not None:
             clip(gradients, clip_norm, group, exact=exact, counted=counted)
         self.advance(optimizer)

@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from muster.jobs.basics.files import read_lines
 from support.live import LiveRun, wait_until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
@@ -72,6 +74,7 @@ def test_a_killed_rank_costs_nothing_but_time(kind: str, tmp_path: Path) -> None
     assert whole.end() == 0, whole.err
     hurt = start(tmp_path / "hurt", kind, ranks=2, pause_s=0.1)
     hurt.wait_for("saved")
+    wait_until(lambda: any(row["step"] > 6 for row in read_lines(hurt.run.metrics)), "steps that will be done again")
     os.kill(hurt.pid_of(1), signal.SIGKILL)
     assert hurt.end() == 0, hurt.err
     assert len(hurt.events("attempt")) == 2
@@ -86,8 +89,6 @@ def test_fsdp2_continues_on_one_gpu(tmp_path: Path) -> None:
     first.wait_for("saved")
     first.interrupt()
     assert first.end() != 0
-    import subprocess
-
     argv = [sys.executable, "-m", "muster", "resume", first.run.run_id, "--runs", str(first.root), "-n", "1"]
     again = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert again.returncode == 0, again.stderr

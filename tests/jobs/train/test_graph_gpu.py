@@ -12,12 +12,11 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.engine import Engine, build_engine
-from muster.jobs.train.graph import EAGER_STEPS, GraphedEngine
+from muster.jobs.train.graph import EAGER_STEPS
 from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import set_learning_rate
-from muster.jobs.train.pipeline import PipelineEngine
 from muster.jobs.train.profiling.clock import clock_for
 from muster.jobs.world.world import World
 from support.gpus import over
@@ -88,7 +87,7 @@ def differences(name: str, case: dict[str, Any], world: World) -> list[str]:
     eager, wanted = trained(case, world, cuda_graph=False)
     graphed, found = trained(case, world, cuda_graph=True)
     problems = [] if found == wanted else [f"losses {found} where {wanted} were wanted"]
-    if not isinstance(graphed, GraphedEngine) or len(graphed._recorded) != 2:
+    if graphed.graphed is None or len(graphed.graphed.recorded) != 2:
         problems.append("both forms of steps should have been recorded")
     left, right = eager.module.state_dict(), graphed.module.state_dict()
     problems += [key for key in left if not torch.equal(left[key], right[key])]
@@ -131,8 +130,8 @@ def pipeline_differences(mode: str, world: World) -> list[str]:
             found += [float(loss) for loss in engine.train_step(step, [work])]
     problems = [] if losses[0] == losses[1] else [f"losses {losses[1]} where {losses[0]} were wanted"]
     eager, recorded = engines
-    assert isinstance(recorded, PipelineEngine)
-    graphs = recorded.pipeline._graphs
+    assert recorded.stages is not None
+    graphs = recorded.stages.pipeline._graphs
     if graphs is None or not any(graphs._slots.values()):
         problems.append("forwards and backwards should have been recorded")
     wanted = eager.module.state_dict()

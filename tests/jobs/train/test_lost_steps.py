@@ -103,7 +103,7 @@ def trained(world: World, folder: str, what: str, steps: int, **settings: Any) -
         "rows": [row["step"] for row in rows],
         "skipped": [row["step"] for row in rows if row.get("skipped")],
         "saved": saves.saved,
-        "weights": {name: digest(each).hex() for name, each in trainer.engine.full_state().items()},
+        "weights": {name: digest(each).hex() for name, each in trainer.engine.model.full_state().items()},
     }
 
 

@@ -52,8 +52,8 @@ def spoilt(step: int, shards: Any, world: World) -> Any:
 
 
 def parameters(trainer: Trainer) -> dict[str, Tensor]:
-    trained = trainer.engine.forms.trained
-    return {name: each.clone() for name, each in trainer.engine.full_state().items() if name in trained}
+    trained = trainer.engine.model.whole.trained
+    return {name: each.clone() for name, each in trainer.engine.model.full_state().items() if name in trained}
 
 
 def left_out(world: World, folder: str) -> list[str]:

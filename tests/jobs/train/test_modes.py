@@ -12,8 +12,8 @@ from muster.jobs.spec.modes import MODES, PIPELINES, SHARDED, Sync
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer
-from muster.jobs.train.modes import WRAP
-from muster.jobs.train.replica import Replica, WrappedReplica
+from muster.jobs.train.parallel.replica import Replica, WrappedReplica
+from muster.jobs.train.parallel.syncs import SYNCS
 from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ PARAMETERS, BUCKETS = 22, 3  # of the tiny VGG: five convolutions with norms, th
 
 
 def test_every_way_to_synchronize_has_its_wrapper():
-    assert set(WRAP) == set(get_args(Sync))
+    assert {*SYNCS, "none", "fsdp"} == set(get_args(Sync))
 
 
 def build(world: World, settings: dict[str, Any]) -> Any:

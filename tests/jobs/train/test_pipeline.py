@@ -16,9 +16,11 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import ModelSettings
-from muster.jobs.train import pipeline as engine
 from muster.jobs.train import verify as verification
+from muster.jobs.train.engine import Engine
 from muster.jobs.train.models import build_model
+from muster.jobs.train.numerics import optim
+from muster.jobs.train.parallel.stages import Stages
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.world import World
 from muster.pipe.ties import Ties
@@ -154,12 +156,12 @@ def test_a_job_knows_the_layers_of_its_model_before_the_model_is_there(model):
 
 
 def _last_micro_batch_only() -> None:
-    real, calls = engine.PipelineEngine._loss, itertools.count(1)
+    real, calls = Stages._loss, itertools.count(1)
 
     def loss(self: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return real(self, logits, targets) * float(next(calls) % 3 == 0)
 
-    engine.PipelineEngine._loss = loss
+    Stages._loss = loss
 
 
 def _no_share_of_the_batch() -> None:
@@ -184,12 +186,12 @@ def _no_average() -> None:
 
 
 def _norm_of_one_rank() -> None:
-    real = engine.reproducible_norm
-    engine.reproducible_norm = lambda tensors, group, *, reduce: real(tensors, group, reduce=False)
+    real = optim.reproducible_norm
+    optim.reproducible_norm = lambda tensors, group, *, reduce: real(tensors, group, reduce=False)
 
 
 def _dropout_by_stage() -> None:
-    engine.PipelineEngine._seed_of = lambda self, microbatch, layer: microbatch
+    Stages._seed_of = lambda self, microbatch, layer: microbatch
 
 
 FAULTS = {
@@ -230,7 +232,7 @@ def test_a_norm_of_coarse_and_fine_gradients_is_as_coarse_as_the_coarsest(on_ran
 def failing(world: World, way: dict, late: bool = False) -> list:
     """Train until the second rank raises, in a forward or its last backward; tell what came of it on this rank."""
     trainer = _build(world, {**GPT, **way, "bucket_size_mb": 0.001})
-    steps, pipeline = trainer.own_steps(), trainer.engine.pipeline
+    steps, pipeline = trainer.own_steps(), trainer.engine.stages.pipeline
     trainer.engine.train_step(0, steps[0].shards)
 
     def raises(*_: object) -> None:
@@ -272,11 +274,11 @@ def breaking(world: World, folder: str) -> list:
     """Let rank 0 raise in the last backward of a third step that the last rank has ended; tell what every rank did."""
     told = dist.FileStore(f"{folder}/told", world.size)
     manifest = Path(folder, "checkpoints", "step-00000001.a000", "MANIFEST.json")
-    real, ended = engine.PipelineEngine.train_step, list[int]()
+    real, ended = Engine.train_step, list[int]()
 
-    def train_step(self: engine.PipelineEngine, step: int, shards: list) -> list:
+    def train_step(self: Engine, step: int, shards: list) -> list:
         def raises(_: object) -> None:
-            if self.pipeline.in_last_backward:
+            if self.stages.pipeline.in_last_backward:
                 told.wait(["ended"])
                 while not manifest.exists():  # a first save that nobody stops is complete
                     time.sleep(0.01)
@@ -290,7 +292,7 @@ def breaking(world: World, folder: str) -> list:
             told.set("ended", "")
         return losses
 
-    engine.PipelineEngine.train_step = train_step
+    Engine.train_step = train_step
     job = {**VGG, "mode": "1f1b", "steps": 3, "evaluate": False}
     try:
         attempt(world, folder, job, checkpoint={"every_steps": 1})

@@ -12,12 +12,11 @@ from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.numerics.optim import build_optimizer
+from muster.jobs.train.parallel.state import Forms, ModelState
 from muster.jobs.train.profiling.clock import PHASES
-from muster.jobs.train.shards import Forms
-from muster.jobs.train.stage_state import StageState
-from muster.jobs.train.state import DealtState
 from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline
+from support.held import held_state
 from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
 
 pytestmark = pytest.mark.slow
@@ -74,7 +73,7 @@ def slices() -> tuple[torch.nn.Sequential, Forms]:
     return model, Forms(model)
 
 
-def states(ranks: int = 1) -> list[StageState]:
+def states(ranks: int = 1) -> list[ModelState]:
     """Cut it behind the norm, for a pipeline or for some beside each other: two ranks each."""
     model, forms = slices()
     found = []
@@ -85,16 +84,17 @@ def states(ranks: int = 1) -> list[StageState]:
         for rank in range(ranks):
             optimizer = build_optimizer(module.parameters(), OptimizerSettings(name="adamw"))
             more = {"scaling/scale": torch.tensor(2.0)}
-            leads = pipe_rank == 0
-            found.append(StageState(module, optimizer, forms, rank=rank, ranks=ranks, leads=leads, more=more))
+            found.append(
+                held_state(module, optimizer, rank=rank, ranks=ranks, more=more, forms=forms, pipe_rank=pipe_rank)
+            )
     return found
 
 
-def whole_state() -> DealtState:
+def whole_state() -> ModelState:
     """Return the state of the same model on one process."""
     model, _ = slices()
     optimizer = build_optimizer(model.parameters(), OptimizerSettings(name="adamw"))
-    return DealtState(model, optimizer, rank=0, ranks=1, more={"scaling/scale": torch.tensor(2.0)})
+    return held_state(model, optimizer, more={"scaling/scale": torch.tensor(2.0)})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -110,14 +110,14 @@ def test_ranks_of_pipelines_save_every_element_once_under_the_names_of_one_proce
 def test_a_rank_reads_its_layers_and_its_copy_of_a_shared_weight_and_makes_what_state_is_stored():
     stored = {part.piece.name: part.piece for part in whole_state().parts()}
     last = states()[1]
-    for parameter in last.module.parameters():
+    for parameter in last.replica.module.parameters():
         last.optimizer.state.pop(parameter)
     found = {part.piece.name: part for part in last.wanted(stored)}
     of_optimizer = {
         f"optimizer/{name}/{key}" for name in ("0.weight", "2.bias") for key in ("step", "exp_avg", "exp_avg_sq")
     }
     assert set(found) == {"model/0.weight", "model/2.bias", "scaling/scale", *of_optimizer}
-    weight = dict(last.module.named_parameters())["2.weight"]
+    weight = dict(last.replica.module.named_parameters())["2.weight"]
     assert found["model/0.weight"].tensor.data_ptr() == weight.data_ptr()
     assert found["optimizer/0.weight/exp_avg"].tensor is not None
     assert last.optimizer.state[weight]["exp_avg"].shape == (3, 3)

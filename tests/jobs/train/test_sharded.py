@@ -17,10 +17,11 @@ from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.shards import Forms, SharedState
+from muster.jobs.train.parallel.state import Forms, ModelState
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
 from muster.zero.flat import Held
+from support.held import held_state
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +46,8 @@ def trained(world: World, modes: list[str]) -> dict[str, dict[str, str]]:
             for step in range(2):
                 trainer.clock.start()
                 trainer.engine.train_step(step, move(steps[step], world.device, trainer.dtype).shards)
-            trainer.engine.synchronize_buffers()
-            hashes = {name: digest(each).hex() for name, each in trainer.engine.full_state().items()}
+            trainer.engine.model.synchronize_buffers()
+            hashes = {name: digest(each).hex() for name, each in trainer.engine.model.full_state().items()}
             found[f"{mode} {settings.optimizer.name}"] = hashes
     return found
 
@@ -74,7 +75,7 @@ def weights_after(world: World, trains: list[dict], steps: int) -> list[dict[str
         batches = trainer.own_steps()
         for step in range(steps):
             trainer.engine.train_step(step, move(batches[step], world.device, trainer.dtype).shards)
-        found.append({name: each.flatten().tolist() for name, each in trainer.engine.full_state().items()})
+        found.append({name: each.flatten().tolist() for name, each in trainer.engine.model.full_state().items()})
     return found
 
 
@@ -114,7 +115,7 @@ def test_a_unit_is_cut_where_the_type_changes():
     assert of_one_dtype((conv.float(), norm)) == [(conv, norm)]
 
 
-def shared(rank: int) -> tuple[SharedState, dict[str, Piece]]:
+def shared(rank: int) -> tuple[ModelState, dict[str, Piece]]:
     """Share a small model out to two ranks by hand; also return what is stored of it."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     forms = Forms(model)
@@ -131,7 +132,7 @@ def shared(rank: int) -> tuple[SharedState, dict[str, Piece]]:
         return [*ours, *(Held(name, None, (2,), 0, 2, torch.zeros(2)) for name in whole)]
 
     more = {"scaling/scale": torch.tensor(2.0)}
-    state = SharedState(model, optimizer, forms, held, rank=rank, more=more)
+    state = held_state(model, optimizer, rank=rank, ranks=2, more=more, held=held)
     pieces = list(forms.pieces.values())
     pieces += [whole_part(f"model/{name}", buffer).piece for name, buffer in model.named_buffers()]
     pieces += [whole_part("optimizer/0.weight/exp_avg", torch.zeros(2, 3)).piece]

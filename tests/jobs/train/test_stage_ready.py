@@ -27,10 +27,10 @@ def one_step(world: World, jobs: dict[str, dict]) -> dict[str, tuple[list[str], 
         trainer = build_trainer(settings, open_data(settings), world)
         engine: Any = trainer.engine
         wrapper = engine.replica.wrapper
-        log = _logged(engine.pipeline, wrapper._reducer)
+        log = _logged(engine.stages.pipeline, wrapper._reducer)
         engine._advance = lambda: None  # gradients stay as they are
         engine.train_step(0, trainer.own_steps()[0].shards)
-        bits = b"".join(each.numpy().tobytes() for _, each in sorted(engine.full_gradients().items()))
+        bits = b"".join(each.numpy().tobytes() for _, each in sorted(engine.model.full_gradients().items()))
         found[name] = (log, [list(each) for each in wrapper._reducer.names], hashlib.sha256(bits).hexdigest())
     return found
 

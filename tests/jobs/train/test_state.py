@@ -14,7 +14,8 @@ from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings
 from muster.jobs.tensors.parts import Part, deal, flat_part, whole_part
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.state import DealtState, aliases, buffer_parts, optimizer_parts, parameter_parts, wanted_replica
+from muster.jobs.train.parallel.state import Forms, buffer_parts, optimizer_parts, parameter_parts
+from support.held import held_state
 
 SIZES = st.lists(st.integers(0, 50), max_size=8)
 
@@ -80,7 +81,7 @@ def test_an_optimizer_that_has_not_stepped_goes_on_bit_by_bit_from_parts(options
 
     fresh = small(dtype)
     resumed = build_optimizer(fresh.parameters(), options)
-    for part in wanted_replica(fresh, resumed, {name: piece for name, (piece, _) in saved.items()}):
+    for part in held_state(fresh, resumed).wanted({name: piece for name, (piece, _) in saved.items()}):
         part.tensor.copy_(saved[part.piece.name][1])
     for number in range(3, 6):
         step(model, optimizer, number)
@@ -108,8 +109,8 @@ def test_names_are_those_of_the_model_and_frozen_parameters_have_no_optimizer_st
 def test_a_tied_weight_is_saved_once_and_its_other_name_is_told():
     model = build_model(ModelSettings(name="gpt-nano"), vocabulary=16, seed=0)
     names = {part.piece.name.removeprefix("model/") for part in [*parameter_parts(model), *buffer_parts(model)]}
-    assert aliases(model) == {"head.weight": "embed.token.weight"}
-    assert names | set(aliases(model)) == set(model.state_dict())
+    assert Forms(model).aliases == {"head.weight": "embed.token.weight"}
+    assert names | set(Forms(model).aliases) == set(model.state_dict())
 
 
 def test_another_model_is_refused_by_name():
@@ -119,20 +120,20 @@ def test_another_model_is_refused_by_name():
     stored = {part.piece.name: part.piece for part in all_parts(model, optimizer)}
     smaller = {name: piece for name, piece in stored.items() if name != "model/0.bias"}
     with pytest.raises(RefusedError, match=r"of another model: 0\.bias is not in the checkpoint"):
-        wanted_replica(copy.deepcopy(model), optimizer, smaller)
+        held_state(copy.deepcopy(model), optimizer).wanted(smaller)
     other = dict(stored)
     other["model/0.bias"] = whole_part("model/0.bias", torch.zeros(8, dtype=torch.float64)).piece
     with pytest.raises(RefusedError, match=r"model/0\.bias is F64 \[8\] there, F32 \[8\] here"):
-        wanted_replica(model, optimizer, other)
+        held_state(model, optimizer).wanted(other)
     frozen = {**stored, "optimizer/2.bias/momentum_buffer": stored["model/2.bias"]}
     with pytest.raises(RefusedError, match=r"it has momentum_buffer of 2\.bias"):
-        wanted_replica(model, optimizer, frozen)
+        held_state(model, optimizer).wanted(frozen)
 
 
 def test_a_share_is_dealt_anew_when_the_optimizer_has_made_state_and_follows_the_tensors():
     model = small()
     lazy = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # ours make theirs at once
-    dealt = DealtState(model, lazy, rank=0, ranks=1)
+    dealt = held_state(model, lazy)
     before = dealt.parts()
     step(model, lazy, 0)
     after = dealt.parts()
@@ -149,10 +150,10 @@ def test_state_that_is_there_is_filled_where_it_is_and_what_is_not_is_made():
     step(model, optimizer, 0)
     stored = {part.piece.name: part.piece for part in all_parts(model, optimizer)}
     addresses = {id(value) for state in optimizer.state.values() for value in state.values()}
-    wanted_replica(model, optimizer, stored)
+    held_state(model, optimizer).wanted(stored)
     assert {id(value) for state in optimizer.state.values() for value in state.values()} == addresses
     lazy = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
-    names = {part.piece.name for part in wanted_replica(model, lazy, stored)}
+    names = {part.piece.name for part in held_state(model, lazy).wanted(stored)}
     assert names == set(stored)
     assert {part.piece.name for part in all_parts(model, lazy)} == set(stored)
 
@@ -161,18 +162,19 @@ def test_further_tensors_are_rank_0_s_to_save_and_every_rank_s_to_read():
     model = small()
     optimizer = build_optimizer(model.parameters(), SGD)
     more = {"scaling/scale": torch.tensor(4.0)}
-    shares = [DealtState(model, optimizer, rank=rank, ranks=2, more=more).parts() for rank in range(2)]
+    shares = [held_state(model, optimizer, rank=rank, ranks=2, more=more).parts() for rank in range(2)]
     holders = [rank for rank, parts in enumerate(shares) for part in parts if part.piece.name == "scaling/scale"]
     assert holders == [0]
     stored = {part.piece.name: part.piece for part in all_parts(model, optimizer)}
     stored["scaling/scale"] = whole_part("scaling/scale", more["scaling/scale"]).piece
-    assert wanted_replica(model, optimizer, stored, more)[-1].tensor.data_ptr() == more["scaling/scale"].data_ptr()
+    read = {part.piece.name: part.tensor for part in held_state(model, optimizer, more=more).wanted(stored)}
+    assert read["scaling/scale"].data_ptr() == more["scaling/scale"].data_ptr()
 
 
 def test_a_weight_that_is_not_row_major_is_followed_too():
     model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
     optimizer = build_optimizer(model.parameters(), OptimizerSettings(lr=0.1))
-    dealt = [DealtState(model, optimizer, rank=rank, ranks=2) for rank in range(2)]
+    dealt = [held_state(model, optimizer, rank=rank, ranks=2) for rank in range(2)]
     for each in dealt:
         each.parts()
     with torch.no_grad():

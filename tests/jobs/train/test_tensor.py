@@ -13,8 +13,8 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import reference
 from muster.jobs.train import verify as verification
 from muster.jobs.train.numerics import optim
-from muster.jobs.train.replica import LateReplica
-from muster.jobs.train.tensor_replica import TensorReplica
+from muster.jobs.train.parallel.parallelize import RankModel
+from muster.jobs.train.parallel.replica import LateReplica
 from muster.jobs.world.world import World
 from muster.pipe.tensor.region import Region
 
@@ -112,7 +112,7 @@ FAULTS = {
     "none": nullcontext,
     "one process draws as one": _patched(reference, "draw_as_split", lambda *_, **__: None),
     "sums of the backward are left out": _patched(Region, "begin_sum", _without_backward_sums),
-    "whole gradients are counted by every rank": _patched(TensorReplica, "counted", lambda self: None),
+    "whole gradients are counted by every rank": _patched(RankModel, "counted", lambda self: None),
     "every rank has a norm of its own": _patched(
         optim, "reproducible_norm", lambda tensors, *_, **__: reproducible_norm(tensors, reduce=False)
     ),

@@ -11,7 +11,7 @@ from muster.jobs.checkpoint.pieces import whole
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.tensors.parts import DTYPES, Part
-from muster.jobs.train.tensor_pieces import parts_of
+from muster.jobs.train.parallel.layers import parts_of
 from muster.pipe.tensor.slices import TensorSlice
 from support.checkpoints import Saved
 

@@ -43,7 +43,7 @@ def run(world: World, folder: str, settings: dict) -> str:
     own = Path(folder) / f"metrics-{world.rank:05d}.jsonl"
     files = Files(own, Path(folder) / "metrics.jsonl" if world.rank == 0 else None)
     train(trainer, files, Reporter({}), attempt=0)
-    return hashlib.sha256(b"".join(digest(each) for each in trainer.engine.full_state().values())).hexdigest()
+    return hashlib.sha256(b"".join(digest(each) for each in trainer.engine.model.full_state().values())).hexdigest()
 
 
 def rows(path: Path, evaluation: bool = False) -> list[dict]:

@@ -1,21 +1,20 @@
-"""A copy of the model whose state ranks share out: modes zero1, zero2 and zero3, by the `zero` library."""
+"""Layers whose state ranks share out: modes zero1, zero2 and zero3, by the `zero` library."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.tensors.parts import HeldState
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import make_state, recipe
+from muster.jobs.train.parallel.replica import WrappedReplica
 from muster.jobs.train.profiling.clock import Clock, Phase
-from muster.jobs.train.replica import WrappedReplica
-from muster.jobs.train.shards import Forms, SharedState
 from muster.jobs.world.world import World
 from muster.zero import ShardedOptimizer
 from muster.zero.flat import Held
+from muster.zero.layerwise import Layerwise
 from muster.zero.sharded import Sharded
 
 
@@ -45,18 +44,18 @@ class ShardedReplica(WrappedReplica):
     """A copy inside one of `zero`'s wrappers.
 
     Gradients are shared out in the last backward, parameters gathered while they are used: nothing is left for
-    `finish`, and what the rank waits in between counts as communication.
+    `finish`. With `marks_waits` what the rank waits in between counts as communication.
     """
 
     wrapper: Sharded
+    optimizer: ShardedOptimizer
+    shares_out = True
 
-    def __init__(self, wrapper: Sharded, forms: Forms, world: World, clock: Clock) -> None:
+    def __init__(self, wrapper: Sharded, world: World, clock: Clock, *, marks_waits: bool = True) -> None:
         super().__init__(wrapper, world, clock)
-        self.forms = forms
-        self.shard_group = world.group
-        self.optimizer: ShardedOptimizer | None = None
         self.waits = Waits(clock)
-        wrapper.on_wait = self.waits.hear
+        if marks_waits:
+            wrapper.on_wait = self.waits.hear
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the model through the wrapper."""
@@ -75,23 +74,34 @@ class ShardedReplica(WrappedReplica):
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's share of the mean gradients."""
-        assert self.optimizer is not None
         self.waits.phase = "optimizer"
         return self.optimizer.gradients()
 
     def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
         """Build what steps this rank's share; parameters of 16 bits in float32 copies."""
-        self.optimizer = sharded_optimizer(self.wrapper, numerics, settings)
+        trainable = [each for each in self.module.parameters() if each.requires_grad]
+        kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)
+        self.optimizer = self.wrapper.optimizer(kind, masters=True, **options)
+        make_state(self.optimizer.inner, settings.optimizer)
         return self.optimizer
 
-    def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
-        """Return this rank's share of the state."""
-        assert isinstance(optimizer, ShardedOptimizer)
+    def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
+        """Return the ranges of its share that belong to parameters which are chosen by name."""
+        return [
+            home.of(home.grad, at)
+            for home in self.wrapper.homes
+            if home.grad is not None
+            for at in home.slices
+            if chosen(home.names[at.tensor])
+        ]
 
-        def held() -> Sequence[Held]:
-            return [*self.wrapper.held_parameters(), *optimizer.held_state()]
+    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held]:
+        """List this rank's share of the state."""
+        return [*self.wrapper.held_parameters(), *self.optimizer.held_state()]
 
-        return SharedState(self.module, optimizer.inner, self.forms, held, rank=self.world.rank, more=more)
+    def settle(self) -> None:
+        """Wait for the parameters that are being gathered."""
+        self.wrapper.synchronize()
 
     def refresh(self) -> None:
         """Gather the parameters whose shares have been written; of 16 bits, the float32 copies count."""
@@ -113,21 +123,12 @@ class ShardedReplica(WrappedReplica):
             return super().full_parameters()
 
 
-def shares_of(wrapper: Sharded, chosen: Callable[[str], bool]) -> list[Tensor]:
-    """Return this rank's shares of the mean gradients of parameters that are chosen by name."""
-    return [
-        home.of(home.grad, at)
-        for home in wrapper.homes
-        if home.grad is not None
-        for at in home.slices
-        if chosen(home.names[at.tensor])
-    ]
+class LayerwiseReplica(ShardedReplica):
+    """A copy inside a `Layerwise`: every micro-batch's gradients are shared out, layer by layer."""
 
+    wrapper: Layerwise
 
-def sharded_optimizer(wrapper: Sharded, numerics: Numerics, settings: TrainSettings) -> ShardedOptimizer:
-    """Build the optimizer of a wrapper's shards, with its state made."""
-    trainable = [each for each in wrapper.module.parameters() if each.requires_grad]
-    kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)
-    optimizer = wrapper.optimizer(kind, masters=True, **options)
-    make_state(optimizer.inner, settings.optimizer)
-    return optimizer
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of a micro-batch to this rank's share."""
+        with self.waits.during("backward"):
+            self.wrapper.backward(loss)

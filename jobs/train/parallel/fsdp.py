@@ -4,7 +4,7 @@ Parameters become DTensors, of whose rows every rank has some. Used as its docum
 inside out, then the whole. The optimizer is an ordinary one, of a rank's rows: the fused SGD knows no DTensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any, cast
@@ -18,14 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from muster.ddp.base import broadcast
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.tensors.parts import HeldState
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradient_of, gradients_of
+from muster.jobs.train.parallel.replica import Replica
+from muster.jobs.train.parallel.sharded import Waits
+from muster.jobs.train.parallel.state import Forms
 from muster.jobs.train.profiling.clock import Clock
-from muster.jobs.train.replica import Replica
-from muster.jobs.train.sharded import Waits
-from muster.jobs.train.shards import Forms, SharedState
 from muster.jobs.world.world import World
 from muster.zero.flat import Held
 from muster.zero.scatter import all_gather, reduce_scatter
@@ -34,15 +33,15 @@ from muster.zero.scatter import all_gather, reduce_scatter
 class FsdpReplica(Replica):
     """A copy whose parameters, gradients and optimizer state PyTorch shares out by rows."""
 
-    def __init__(
-        self, module: nn.Module, world: World, clock: Clock, *, accumulate: str, reshard_after_forward: bool
-    ) -> None:
+    shares_out = True
+
+    def __init__(self, module: nn.Module, forms: Forms, world: World, clock: Clock, settings: TrainSettings) -> None:
         super().__init__(module, world, clock)
         assert world.group is not None
-        self.shard_group = world.group
-        self.forms = Forms(module)
+        self.forms = forms
         self.waits = Waits(clock)
-        self.adds_whole = accumulate == "local"
+        self.adds_whole = settings.accumulate == "local"
+        reshard_after_forward = settings.reshard_after_forward
         broadcast([*module.parameters(), *module.buffers()], world.group)
         mesh = DeviceMesh.from_group(world.group, world.device.type)
         for unit in units_of(module):
@@ -101,20 +100,16 @@ class FsdpReplica(Replica):
         """Build what steps this rank's rows."""
         return numerics.optimizer(self.rows.values(), settings.optimizer)
 
-    def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
-        """Return this rank's rows of the state."""
-
-        def held() -> Sequence[Held]:
-            own = [self._held(name, None, row) for name, row in self.rows.items()]
-            own += [
-                self._held(name, key, value)
-                for name, row in self.rows.items()
-                for key, value in sorted(optimizer.state.get(row, {}).items())
-                if isinstance(value, Tensor)
-            ]
-            return [each for each in own if each.start < each.stop]
-
-        return SharedState(self.module, optimizer, self.forms, held, rank=self.world.rank, more=more)
+    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held]:
+        """List this rank's rows of the state."""
+        own = [self._held(name, None, row) for name, row in self.rows.items()]
+        own += [
+            self._held(name, key, value)
+            for name, row in self.rows.items()
+            for key, value in sorted(optimizer.state.get(row, {}).items())
+            if isinstance(value, Tensor)
+        ]
+        return [each for each in own if each.start < each.stop]
 
     def _held(self, name: str, key: str | None, value: Tensor) -> Held:
         if value.dim() == 0:  # one number, the same on every rank

@@ -1,38 +1,37 @@
-"""How one rank holds the model of a data-parallel job, and what it does in a step. The engine sees only a `Replica`.
+"""How one rank holds the layers that it has, and how their gradients become the mean over the ranks that have the same.
 
 shard 0   F B  F B |  shard 1   F B  F B |          every backward but the last only accumulates
                    next_shard            finish      a late replica averages here
                                       ^-- an overlapped one in the last backward
 
-A replica knows how its gradients become the mean over ranks, and where they are then: whole on every rank, or shared
-out (`shard_group`). What is asked for whole - to compare it, to evaluate - is a collective.
+Gradients, parameters and the optimizer's state are whole on every such rank, or shared out (`shares_out`). What is
+asked for whole - to compare it, to evaluate - is a collective.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from muster.ddp.base import DataParallel
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.tensors.parts import HeldState
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradients_of, named_gradients
 from muster.jobs.train.profiling.clock import Clock
-from muster.jobs.train.state import DealtState
 from muster.jobs.world.world import World
+from muster.zero.flat import Held
 
 
 class Replica:
-    """One rank's copy of the model, alone: nothing is synchronized."""
+    """Layers that no other rank has: nothing is synchronized. `world` are the ranks that have the same."""
 
     learns_from_first = False  # True: the first backward decides in which order the later ones sum
-    shard_group: dist.ProcessGroup | None = None  # of ranks that have one gradient together; None: each has all of it
+    shares_out = False  # True: these ranks have one gradient together
+    wrapper: nn.Module | None = None
 
     def __init__(self, module: nn.Module, world: World, clock: Clock) -> None:
         self.module = module
@@ -65,22 +64,26 @@ class Replica:
         """Return what of the mean gradients this rank steps with, to be changed in place."""
         return gradients_of(self.module.parameters())
 
-    def counted(self) -> list[Tensor] | None:
-        """Return those of them that a norm over `shard_group` counts here; None: all."""
-        return None
+    def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
+        """Return those of them that belong to parameters which are chosen by name."""
+        return gradients_of(each for name, each in self.module.named_parameters() if chosen(name))
 
     # What it is made of ---------------------------------------------------------------------------------------------
 
     def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
         """Build what steps this rank's parameters."""
-        return numerics.optimizer(self.module.parameters(), settings.optimizer, capturable=settings.cuda_graph)
+        capturable = settings.cuda_graph and not settings.is_pipeline  # whose graphs are of actions, not of steps
+        return numerics.optimizer(self.module.parameters(), settings.optimizer, capturable=capturable)
 
-    def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
-        """Return what of the state this rank saves and reads; `more` are further tensors, the same on every rank."""
-        return DealtState(self.module, optimizer, rank=self.world.rank, ranks=self.world.size, more=more)
+    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held] | None:
+        """List the ranges of the state that this rank has; None: it has all of its module and optimizer whole."""
+        return None
+
+    def settle(self) -> None:
+        """Wait until the parameters are what was stepped."""
 
     def refresh(self) -> None:
-        """Make use of state that has been written into the tensors that `held` told: a collective."""
+        """Make use of state that has been written into the tensors that a checkpoint is read to: a collective."""
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model without gradients: every rank as often."""
@@ -98,6 +101,8 @@ class Replica:
 
 class WrappedReplica(Replica):
     """A copy inside a wrapper, which keeps gradients on this rank while it is asked to."""
+
+    wrapper: DataParallel | DistributedDataParallel
 
     def __init__(self, wrapper: DataParallel | DistributedDataParallel, world: World, clock: Clock) -> None:
         super().__init__(wrapper.module, world, clock)

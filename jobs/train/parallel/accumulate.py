@@ -1,0 +1,79 @@
+"""A step's forwards and backwards on a rank that has every layer: virtual rank by virtual rank, micro-batches in turn.
+
+Batch norm computes with each virtual rank's own statistics; the running statistics, which are saved and used by
+evaluation, are those of virtual rank 0 alone (what PyTorch's DDP saves).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.train.loading import MicroInput, ShardInput
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.numerics.scaling import Scaler
+from muster.jobs.train.parallel.replica import Replica
+from muster.jobs.train.rng.layer_seeds import forward_seed
+
+
+class Accumulation:
+    """Lets a replica add up the gradients of all that a rank reads in a step, and make the mean."""
+
+    def __init__(self, replica: Replica, numerics: Numerics, scaler: Scaler, settings: TrainSettings) -> None:
+        self.replica = replica
+        self.numerics = numerics
+        self.scaler = scaler
+        self.dropout_seed = settings.seed if settings.model.dropout > 0.0 else None
+        self.norms = [module for module in replica.module.modules() if isinstance(module, _NormBase)]
+        self.tracking = True
+
+    def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Forward and backward every shard, average the gradients; return each one's sum of losses."""
+        losses = [self._shard(step, shards[0], last=len(shards) == 1)]
+        for shard in shards[1:]:
+            self.replica.next_shard()
+            losses.append(self._shard(step, shard, last=shard is shards[-1]))
+        self.replica.finish()
+        return losses
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Run the model without gradients."""
+        return self.numerics.logits(self.replica.predict, inputs)
+
+    def rehearse(self, shards: Sequence[ShardInput]) -> None:
+        """Forward and backward once, where the first time changes in which order later ones sum."""
+        if self.replica.learns_from_first:
+            self._micro_batch(shards[0].micro_batches[0], last=True)
+
+    def _shard(self, step: int, shard: ShardInput, *, last: bool) -> Tensor:
+        self._track(shard.virtual_rank == 0)
+        total: Tensor | None = None
+        for index, micro in enumerate(shard.micro_batches):
+            if self.dropout_seed is not None:
+                torch.manual_seed(forward_seed(self.dropout_seed, step, shard.virtual_rank, index))
+            if last and index == len(shard.micro_batches) - 1:
+                loss = self._micro_batch(micro, last=True)
+            else:
+                with self.replica.accumulating():
+                    loss = self._micro_batch(micro, last=False)
+            summed = loss.detach().double() * micro.samples
+            total = summed if total is None else total + summed
+        assert total is not None
+        return total
+
+    def _micro_batch(self, micro: MicroInput, *, last: bool) -> Tensor:
+        """Add one micro-batch's gradients; return its mean loss."""
+        loss = self.numerics.loss(self.replica.forward, micro.inputs, micro.targets)
+        self.replica.clock.lap("forward")
+        counted = loss if micro.weight == 1.0 else loss * micro.weight
+        self.replica.backward(self.scaler.scaled(counted), last=last)
+        return loss
+
+    def _track(self, tracking: bool) -> None:
+        """Let batch norms update their running statistics, or only compute with the shard's own."""
+        if tracking != self.tracking:
+            self.tracking = tracking
+            for norm in self.norms:
+                norm.track_running_stats = tracking

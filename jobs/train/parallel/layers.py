@@ -1,0 +1,115 @@
+"""Which part of every layer a rank has, where layers are split over tensor ranks.
+
+    tensor rank 0   F B  step      both read the same batch, draw the same numbers where they have the same, and have
+    tensor rank 1   F B  step      the same loss; their gradients are those of one process, of the part that each has
+
+whole         names, types and shapes of the model's tensors: what checkpoints know
+local         of this rank's parts of them
+slices        where each part lies in the whole; nothing where layers are not split
+
+A checkpoint knows no tensor ranks: a part is a piece of a global tensor.
+
+up (32, 16), split along 0      rank 1 of 2: one range of row-major elements        [flat 256:512]
+down (16, 32), split along 1    rank 1 of 2: a box                                  [0:16,16:32]
+a flat range of that box        as ZeRO cuts one: at most three boxes of a matrix   [3:4,20:32] [4:9,16:32] [9:10,16:17]
+
+What tensor ranks have whole - norms, positions, some biases - has the same bits on all of them: the first one saves it
+and counts it in norms. One number for all of a parameter, as a step count is, the rank with its first element saves.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import DTYPES, Part
+from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.tensor_plan import split_gpt
+from muster.jobs.train.parallel.state import Forms, parameter_of
+from muster.jobs.world.world import World
+from muster.pipe.mesh import Groups
+from muster.pipe.tensor.slices import TensorSlice
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which part of every tensor of a model this rank has: `whole` are the model's forms before it was split.
+
+    `world` is that of the tensor ranks, which have all parts together; `local` are the forms of the parts.
+    """
+
+    whole: Forms
+    local: Forms
+    slices: Mapping[str, TensorSlice]
+    world: World
+
+    def slice_of(self, name: str) -> TensorSlice | None:
+        """Return where a parameter lies, by any of its names; None for what is no parameter, or not split."""
+        return self.slices.get(self.whole.aliases.get(name, name))
+
+    def answers(self, name: str) -> bool:
+        """True when this rank speaks for its part of a parameter among the tensor ranks."""
+        cut = self.slice_of(name)
+        return self.world.rank == 0 if cut is None else cut.answers
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """Put the ranks' parts of something like a parameter together: a collective of the tensor ranks."""
+        cut = self.slice_of(name)
+        if cut is None or cut.dimension is None:
+            return part
+        return torch.cat(self.world.gather(part.contiguous()), cut.dimension)
+
+    def local_piece(self, piece: Piece) -> Piece:
+        """Return a tensor of a checkpoint in the shape that this rank's part of it has."""
+        cut = self.slice_of(parameter_of(piece.name))
+        return piece if cut is None or piece.shape != cut.shape else replace(piece, shape=cut.local_shape)
+
+    def placed(self, part: Part, *, answering: bool) -> list[Part]:
+        """Return where a tensor of this rank, or a range of it, lies in the whole; `answering`: only if it saves it."""
+        cut = self.slice_of(parameter_of(part.piece.name))
+        if cut is None:
+            return [part] if self.world.rank == 0 or not answering else []
+        if part.piece.shape != cut.local_shape:
+            return [part] if cut.has_first or not answering else []
+        if answering and not cut.answers:
+            return []
+        return parts_of(part.piece.name, cut, part.tensor, part.piece.flat[0] if part.piece.flat else 0)
+
+
+def whole_layers(whole: Forms, world: World) -> Parts:
+    """Return the parts of a rank that has every layer whole."""
+    return Parts(whole, whole, {}, replace(world, rank=0, size=1, group=None, pipe=1, tensor=1))
+
+
+def split_layers(module: Stack, whole: Forms, world: World, groups: Groups, settings: TrainSettings) -> Parts:
+    """Split a model's layers over the tensor ranks, in place, and say what of it this rank has: a collective.
+
+    Raises:
+        ValueError: it is no GPT, or its heads, d_ff or vocabulary cannot be split over so many ranks.
+    """
+    split = split_gpt(module, groups.tensor, sequence_parallel=settings.sequence_parallel)
+    along = replace(world, rank=world.tensor_rank, size=world.tensor, group=groups.tensor, pipe=1, tensor=1)
+    return Parts(whole, Forms(module), split.slices, along)
+
+
+def parts_of(name: str, cut: TensorSlice, tensor: Tensor, start: int = 0) -> list[Part]:
+    """Return elements from `start` on, of this rank's part of a tensor flattened row by row, as parts that are views.
+
+    `name` is the checkpoint's ("model/...", "optimizer/..."), `tensor` holds them, flat or in the part's shape.
+
+    Raises:
+        ValueError: they are more than this rank's part has.
+    """
+    dtype, flat = DTYPES[tensor.dtype], tensor.detach().view(-1)
+    stop = start + flat.numel()
+    if cut.dimension is None and (start, stop) == (0, math.prod(cut.shape)):
+        return [Part(Piece(name, dtype, cut.shape), flat.view(cut.shape))]
+    boxes = cut.boxes(start, stop)
+    if cut.offset is not None:
+        return [Part(Piece(name, dtype, cut.shape, flat=(cut.offset + start, cut.offset + stop)), flat)]
+    pieces = [(begin - start, end - start, Piece(name, dtype, cut.shape, box=box)) for (begin, end), box in boxes]
+    return [Part(piece, flat[begin:end].view(piece.extent)) for begin, end, piece in pieces]

@@ -1,0 +1,156 @@
+"""From a model to what one rank has of it: `parallelize` reads downward, one degree of the split after the other.
+
+{data: 2, pipe: 2, tensor: 2, zero: 1}        8 ranks; this one:
+
+tensor   a part of every layer            layers.py     the ranks with the other parts exchange activations
+pipe     of those, a slice of the layers  stages.py     the ranks with the other slices send it activations
+data     gradients become the mean over the ranks that have the same parts of the same layers     replica.py
+zero     ... which share out the optimizer's state (1), the gradients (2), the parameters (3)     sharded.py, fsdp.py
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muster.ddp.base import broadcast
+from muster.jobs.spec.modes import Parallel
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.parallel.cutting import cuts_of
+from muster.jobs.train.parallel.layers import Parts, split_layers, whole_layers
+from muster.jobs.train.parallel.replica import Replica
+from muster.jobs.train.parallel.stages import Stages
+from muster.jobs.train.parallel.state import Forms, ModelState
+from muster.jobs.train.parallel.syncs import replica_of
+from muster.jobs.train.profiling.clock import Clock
+from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S, World
+from muster.pipe.mesh import Groups, Mesh
+from muster.pipe.schedules.tables import schedule
+
+TIMEOUT: Final = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """What one rank has of a model; the methods put something together that is whole nowhere, or belongs to no rank.
+
+    `parts` say which part of every layer it has, `stages` which layers (None: all); `replica` holds those and makes
+    the mean of their gradients.
+    """
+
+    parts: Parts
+    stages: Stages | None
+    replica: Replica
+    data_group: dist.ProcessGroup | None  # of ranks that have the same
+    norm_group: dist.ProcessGroup | None  # of ranks that have one gradient together; None: this one has all of it
+    world: World
+
+    @property
+    def module(self) -> nn.Module:
+        """The layers that this rank has."""
+        return self.replica.module
+
+    @property
+    def whole(self) -> Forms:
+        """The forms of the whole model."""
+        return self.parts.whole
+
+    def is_counted(self, name: str) -> bool:
+        """True where no earlier stage, and no earlier tensor rank, has the same parameter."""
+        return (self.stages is None or name not in self.stages.pipeline.tied) and self.parts.answers(name)
+
+    def counted(self) -> list[Tensor] | None:
+        """Return the gradients that a norm over `norm_group` counts on this rank; None: all that it steps with."""
+        is_split = self.stages is not None or self.world.tensor > 1
+        return self.replica.counted(self.is_counted) if is_split else None
+
+    def state(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> ModelState:
+        """Return what of the state this rank saves and reads; `more` are further tensors, the same on every rank."""
+        return ModelState(self.replica, optimizer, self.parts, self.world, more)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Copy the gradients that the last step was made with, whole, by name of parameter: a collective."""
+        own = self.replica.full_gradients()
+        if self.stages is not None:
+            pieces = [each for name, each in self.parts.local.pieces.items() if name in self.whole.trained]
+            own = self.stages.exchange(own, pieces)
+        return {name: self.parts.gather(name, each) for name, each in own.items()}
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Copy parameters and buffers, whole, by name: a collective.
+
+        Of a parameter that stages share every rank that has one returns its own.
+        """
+        buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        own = {**self.replica.full_parameters(), **buffers}
+        if self.stages is not None:
+            local = self.parts.local
+            found = self.stages.exchange(own, [*local.pieces.values(), *local.buffers])
+            own = found | {local.aliases[name]: each for name, each in own.items() if name in local.aliases}
+        return {name: self.parts.gather(name, each) for name, each in own.items()}
+
+    def synchronize_buffers(self) -> None:
+        """Deal out the buffers of data rank 0, which are those that are saved and evaluated: a collective."""
+        if self.data_group is not None:
+            broadcast(list(self.module.buffers()), self.data_group)
+
+
+def groups_of(world: World, split: Parallel) -> Groups | None:
+    """Make a rank's groups: a collective of all ranks; None where every rank has all layers whole."""
+    if world.group is None or not (split.schedule or split.tensor > 1):
+        return None
+    return Mesh(split.data, split.pipe, split.tensor).groups(world.group, TIMEOUT)
+
+
+def parallelize(
+    model: Stack,
+    split: Parallel,
+    groups: Groups | None,
+    settings: TrainSettings,
+    *,
+    world: World,
+    numerics: Numerics,
+    clock: Clock,
+) -> RankModel:
+    """Leave of a model, which all ranks have built alike, what this rank has of it: in place, and a collective.
+
+    Raises:
+        RefusedError: it cannot be cut so, or several ranks are to synchronize nothing.
+        ValueError: it is no GPT, or its heads, d_ff or vocabulary cannot be split over so many tensor ranks.
+    """
+    whole = Forms(model)
+    if split.schedule:  # layers are weighed while they are whole
+        table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
+        samples = -(-settings.batch_size // (split.data * split.microbatches))
+        cuts = cuts_of(settings, model, table.rank_of, samples, world)
+
+    parts = whole_layers(whole, world)
+    if groups is not None and split.tensor > 1:
+        parts = split_layers(model, whole, world, groups, settings)
+
+    module: nn.Module = model
+    stages = None
+    if split.schedule:
+        stages = Stages(model, table, cuts, settings, numerics, world, groups, clock)
+        module = stages.module
+
+    data = replace(
+        world,
+        rank=world.data_rank,
+        size=world.data_ranks,
+        group=world.group if groups is None else groups.data,
+        pipe=1,
+        tensor=1,
+    )
+    sync = "none" if stages is not None and split.data == 1 else split.sync
+    replica = replica_of(sync, module, parts.local, data, clock, settings, in_pipeline=stages is not None)
+
+    of_one_copy = None if groups is None else groups.model
+    norm_group = world.group if replica.shares_out else of_one_copy
+    return RankModel(parts, stages, replica, data.group, norm_group, world)

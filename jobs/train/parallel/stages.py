@@ -1,0 +1,199 @@
+"""One rank's slice of a model's layers: how a batch goes through it, and what of the model is on which rank.
+
+    batch ─ micro-batches ─ forwards and backwards in the schedule's order ─ shared weights ─ mean over pipelines
+                            `pipe.Pipeline`                                  added up
+
+Gradients are those of one process that takes the same micro-batches one after another (`reference.py`). Batch norm
+computes with each micro-batch's own statistics, and records those of all of them, in order. Dropout is keyed by layer
+(`layer_seeds.py`).
+
+    data rank 0   F B F B F B F B │     │          every data rank's pipeline has its own part of the batch;
+    data rank 1   F B F B F B F B │     │ step     gradients are averaged slice by slice: by sync bucketed and by ZeRO
+                              average              from the last micro-batch's backward on, by flat after it
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muster.ddp import FlatAllReduce
+from muster.ddp.reduced import Reduced
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import dtype_of
+from muster.jobs.train.loading import ShardInput
+from muster.jobs.train.models.stack import Stack, mean_loss
+from muster.jobs.train.models.tensor_plan import loss_of
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.numerics.scaling import Scaler
+from muster.jobs.train.parallel.ready import ReadyGradients
+from muster.jobs.train.parallel.replica import Replica
+from muster.jobs.train.parallel.state import MODEL
+from muster.jobs.train.profiling.clock import Clock, Phase
+from muster.jobs.train.rng.layer_seeds import layer_seed
+from muster.jobs.world.world import World
+from muster.pipe import Pipeline
+from muster.pipe.mesh import Groups
+from muster.pipe.schedules.actions import Action, Schedule
+from muster.pipe.schedules.cuts import Cuts
+from muster.pipe.schedules.messages import Step
+from muster.pipe.tensor.vocabulary import VocabularyLinear
+
+
+class Stages:
+    """The layers of one rank of a pipeline, `module`; their gradients' mean over pipelines is a replica's."""
+
+    def __init__(
+        self,
+        model: Stack,
+        table: Schedule,
+        cuts: Cuts,
+        settings: TrainSettings,
+        numerics: Numerics,
+        world: World,
+        groups: Groups | None,
+        clock: Clock,
+    ) -> None:
+        self.world = world
+        self.clock = clock
+        self.seed = settings.seed
+        self.group = None if groups is None else groups.pipe
+        stages = [sum(number >= cut for cut in cuts) - 1 for number in range(len(model))]
+        names = [name for name, _ in model.named_children()]
+        self.rank_of = {name: table.rank_of[stage] for name, stage in zip(names, stages, strict=True)}
+        self.at = (0, world.data_rank)  # step, virtual rank
+        self.of_all: float | None = None  # samples of all pipelines, where they have different numbers
+        self.loss_of = loss_of(model[-1]) if isinstance(model[-1], VocabularyLinear) else mean_loss
+        in_autocast(model, numerics)
+        self.pipeline = Pipeline(
+            model,
+            table,
+            loss=self._loss,
+            cuts=cuts,
+            process_group=self.group,
+            layerwise=settings.layerwise,
+            recompute=settings.activation_checkpointing,
+            exact=settings.exact,
+            cuda_graphs=settings.cuda_graph,
+        )
+        if settings.model.dropout > 0.0:
+            self.pipeline.hooks.seeds = self._seed_of
+        self.module: nn.Module = self.pipeline.module
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    def attach(self, replica: Replica, scaler: Scaler, shared: Mapping[str, str]) -> None:
+        """Take what makes the mean over pipelines, if there are several, and what scales losses; before the first step.
+
+        `shared` are further names of shared parameters, with the first ones.
+        """
+        self.replica, self.scaler = replica, scaler
+        self.ready: ReadyGradients | None = None  # None: all of it is averaged after the last backward
+        if isinstance(replica.wrapper, Reduced) and not isinstance(replica.wrapper, FlatAllReduce):
+            self.ready = ReadyGradients(self.pipeline, replica.wrapper, {*shared, *shared.values()})
+
+    def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Run a batch through the pipeline; return the sum of the losses of its samples, as the only shard's."""
+        (shard,) = shards
+        (batch,) = shard.micro_batches
+        scale = self.scaler.scaled(torch.ones((), dtype=torch.float64, device=self.world.device))
+        self.at, self.of_all = (step, shard.virtual_rank), None
+        if batch.weight != 1.0:
+            self.of_all = round(batch.samples * self.world.data_ranks / batch.weight) if batch.samples else math.inf
+        on_cpu = self.world.device.type == "cpu"  # elsewhere the host's times are not those of the device
+        with self._averaging():
+            self.pipeline.step(batch.inputs, batch.targets)
+            if on_cpu:
+                self.clock.laps_at((phase_of(span.step), span.end_s) for span in self.pipeline.spans)
+            self.clock.lap("communication" if on_cpu else "backward")
+        self.clock.lap("communication")
+        assert self.pipeline.loss_sum is not None
+        return [self.pipeline.loss_sum / scale if batch.samples else torch.zeros_like(scale)]
+
+    @contextmanager
+    def _averaging(self) -> Iterator[None]:
+        """Within it a batch goes through the pipeline; after it the gradients are the mean over pipelines."""
+        wrapper = self.replica.wrapper
+        if not isinstance(wrapper, Reduced):
+            yield
+            return
+        self.replica.settle()
+        with wrapper.no_sync():
+            yield
+            if self.ready is not None:
+                self.ready.row_is_over()
+        wrapper.finish_gradient_synchronization()
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = self.scaler.scaled(self.loss_of(logits, targets))
+        if self.of_all is None:
+            return loss
+        weighed: Tensor = _Weighed.apply(loss, len(targets) * self.world.data_ranks / self.of_all)  # type: ignore[no-untyped-call]
+        return weighed
+
+    def _seed_of(self, microbatch: int, layer: int) -> int:
+        return layer_seed(self.seed, *self.at, microbatch, layer)
+
+    # The model ------------------------------------------------------------------------------------------------------
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Run the model without gradients; every rank of the pipeline has what comes out."""
+        self.replica.settle()
+        return self.pipeline.evaluate(inputs)
+
+    def rehearse(self, shards: Sequence[ShardInput]) -> None:
+        """Do nothing: a first step teaches nothing."""
+
+    def exchange(self, own: Mapping[str, Tensor], pieces: Iterable[Piece]) -> dict[str, Tensor]:
+        """Return tensors of all ranks of the pipeline, each of which has its layers' in `own`: a collective."""
+        found = {}
+        for piece in pieces:
+            name = piece.name.removeprefix(MODEL)
+            source = self.world.rank_at(self.rank_of[name.partition(".")[0]])
+            if self.world.rank == source:
+                found[name] = own[name]
+            else:
+                found[name] = torch.empty(piece.shape, dtype=dtype_of(piece), device=self.world.device)
+            if self.group is not None:
+                dist.broadcast(found[name], source, group=self.group)
+        return found
+
+
+def in_autocast(model: Stack, numerics: Numerics) -> None:
+    """Let every layer compute as autocast says by itself: a backward runs between the forwards of a pipeline."""
+    if numerics.autocast is None:
+        return
+    for layer in model:
+        layer.forward = partial(_cast, numerics, layer)
+
+
+def _cast(numerics: Numerics, layer: nn.Module, x: Tensor) -> Tensor:
+    with numerics.forward():
+        y: Tensor = type(layer).forward(layer, x)  # looked up now: what splits a layer's backward changes its class
+    return y
+
+
+def phase_of(step: Step) -> Phase:
+    """Return which part of a rank's time a step of a schedule is counted in."""
+    if not isinstance(step, Action):
+        return "communication"
+    return "forward" if step.kind == "F" else "backward"
+
+
+class _Weighed(torch.autograd.Function):
+    """A loss as it is, whose gradient is what its samples count among those of all pipelines, and not in their own."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return torch.full_like(gradients[0], ctx.weight), None

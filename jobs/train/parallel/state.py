@@ -1,0 +1,228 @@
+"""What a rank saves and reads of a model and its optimizer, as parts of named tensors.
+
+Names are "model/<name>" and "optimizer/<name of the parameter>/<key>", those of the whole model, whatever ranks hold
+them: a checkpoint of any number of ranks, in any mode, has the same tensors, in other pieces.
+
+    whole on several ranks      dealt out: every rank writes a flat range of all bytes, and reads everything
+    shared out (ZeRO, fsdp)     block1.up (4, 6)    rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
+    a slice of the layers       rank 0  embed block1    rank 1  block2 norm head; a shared parameter by its first name
+    a part of every layer       each of these placed in the whole, as boxes (`layers.py`)
+"""
+
+import operator
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor, nn
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.checkpoint.pieces import Piece, whole
+from muster.jobs.tensors.modules import persistent_buffers, room_for
+from muster.jobs.tensors.parts import DTYPES, Part, deal, range_piece, whole_part
+from muster.jobs.train.parallel.replica import Replica
+from muster.jobs.world.world import World
+from muster.zero.flat import Held
+
+if TYPE_CHECKING:
+    from muster.jobs.train.parallel.layers import Parts
+
+MODEL: Final = "model/"
+OPTIMIZER: Final = "optimizer/"
+
+
+class Forms:
+    """A model's names, types and shapes, taken before it is shared out or cut: a rank then has some of it only."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.pieces = {
+            name: whole(MODEL + name, DTYPES[each.dtype], tuple(each.shape)) for name, each in module.named_parameters()
+        }
+        self.trained = {name for name, each in module.named_parameters() if each.requires_grad}
+        self.buffers = [part.piece for part in buffer_parts(module)]
+        first = {id(parameter): name for name, parameter in module.named_parameters()}
+        named = module.named_parameters(remove_duplicate=False)
+        # further names of shared parameters, each with the name that it is saved under
+        self.aliases = {name: first[id(each)] for name, each in named if first[id(each)] != name}
+
+
+class ModelState:
+    """What one rank saves and reads; `more` are further tensors, which all have.
+
+    To list a thousand tensors takes longer than to copy a small model, and would be part of every save's stall: the
+    list is made anew only when the optimizer has made state since.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        parts: "Parts",
+        world: World,
+        more: Mapping[str, Tensor],
+    ) -> None:
+        self.replica = replica
+        self.optimizer = optimizer
+        self.model = parts
+        self.more = more
+        self.leads = world.pipe_rank == 0  # the first stage's ranks save `more`
+        self.aliases = parts.whole.aliases  # what a stage has under such a name, the one with the first name saves
+        self._parts: list[Part] = []
+        self._listed: list[object] | None = None  # the optimizer's tensors, as they were when parts were listed
+
+    def parts(self) -> list[Part]:
+        """List what this rank saves: all ranks together every part once. The same list until the optimizer makes state.
+
+        The buffers are data rank 0's, whose running statistics count.
+        """
+        stepping = getattr(self.optimizer, "inner", self.optimizer)
+        now = [value for state in stepping.state.values() for value in state.values()]
+        if self._listed is None or len(now) != len(self._listed) or not all(map(operator.is_, now, self._listed)):
+            parts, stays = self._saved()
+            self._parts = [placed for part in parts for placed in self.model.placed(part, answering=True)]
+            self._listed = now if stays else None
+        return self._parts
+
+    def _saved(self) -> tuple[list[Part], bool]:
+        """List what this rank saves of its own layers, and whether the list holds until state is made."""
+        module, rank, ranks = self.replica.module, self.replica.world.rank, self.replica.world.size
+        own = [*buffer_parts(module), *(self._more() if self.leads else ())]
+        ranges = self.replica.ranges(self.optimizer)
+        if ranges is not None:
+            held = [part_of(each) for each in ranges if each.answers and each.name not in self.aliases]
+            return [*(own if rank == 0 else ()), *held], not any(each.lent for each in ranges)
+        every = [*parameter_parts(module), *optimizer_parts(module, self.optimizer)]
+        shared = [part for part in every if parameter_of(part.piece.name) not in self.aliases]
+        # A range of a tensor that is not row-major is a copy, which the next step would leave behind.
+        return deal(own, shared, rank=rank, ranks=ranks), all(part.tensor.is_contiguous() for part in shared)
+
+    def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """List what this rank reads of a checkpoint's tensors, to be filled in place.
+
+        Raises:
+            RefusedError: the checkpoint is of another model; on every rank, whatever it has.
+        """
+        forms = self.model.whole
+        model = [*forms.pieces.values(), *forms.buffers]
+        require_same_names([piece.name for piece in model], stored)
+        require_trained(stored, forms.trained)
+        local = {name: self.model.local_piece(piece) for name, piece in stored.items()}
+        own = [*buffer_parts(self.replica.module), *(part for part in self._more() if part.piece.name in stored)]
+        own += map(self._named, self._read(local))
+        parts = [placed for part in own for placed in self.model.placed(part, answering=False)]
+        for piece in (*model, *(part.piece for part in parts)):
+            require_same_form(piece, stored[piece.name])
+        return parts
+
+    def _read(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """List the parameters of this rank's layers and the stored state of their optimizer, by this rank's names."""
+        module, ranges = self.replica.module, self.replica.ranges(self.optimizer)
+        if ranges is not None:
+            return [part for part in map(part_of, ranges) if self._named(part).piece.name in stored]
+        here = {self.aliases.get(name, name): name for name, _ in module.named_parameters()}
+        own = {
+            named_as(name, here[parameter_of(name)]): piece
+            for name, piece in stored.items()
+            if name.startswith(OPTIMIZER) and parameter_of(name) in here
+        }
+        return [*parameter_parts(module), *stored_optimizer(module, self.optimizer, own)]
+
+    def _named(self, part: Part) -> Part:
+        """Give a part the name that the whole model has for it."""
+        first = self.aliases.get(parameter_of(part.piece.name))
+        return (
+            part if first is None else replace(part, piece=replace(part.piece, name=named_as(part.piece.name, first)))
+        )
+
+    def _more(self) -> list[Part]:
+        return [whole_part(name, tensor) for name, tensor in self.more.items()]
+
+
+def parameter_of(name: str) -> str:
+    """Return the parameter or buffer that a name of a checkpoint speaks of."""
+    if name.startswith(OPTIMIZER):
+        return name.removeprefix(OPTIMIZER).rpartition("/")[0]
+    return name.removeprefix(MODEL)
+
+
+def named_as(name: str, parameter: str) -> str:
+    """Return what is stored under a name, as that of another parameter."""
+    return f"{OPTIMIZER}{parameter}/{name.rpartition('/')[2]}" if name.startswith(OPTIMIZER) else MODEL + parameter
+
+
+def part_of(held: Held) -> Part:
+    """Return a range that a rank holds as a part of a logical tensor."""
+    name = MODEL + held.name if held.key is None else f"{OPTIMIZER}{held.name}/{held.key}"
+    piece = range_piece(name, held.tensor.dtype, held.shape, held.start, held.stop)
+    return Part(piece, held.tensor.detach().view(piece.extent))
+
+
+def buffer_parts(module: nn.Module) -> list[Part]:
+    """List the buffers that belong to the state, in the model's order; a shared one once."""
+    return [whole_part(MODEL + name, buffer) for name, buffer in persistent_buffers(module)]
+
+
+def parameter_parts(module: nn.Module) -> list[Part]:
+    """List the parameters, frozen ones too, in the model's order; a shared one once."""
+    return [whole_part(MODEL + name, parameter) for name, parameter in module.named_parameters()]
+
+
+def optimizer_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
+    """List what the optimizer keeps of each parameter by now: before its first step that is nothing."""
+    return [
+        whole_part(f"{OPTIMIZER}{name}/{key}", value)
+        for name, parameter in module.named_parameters()
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor)
+    ]
+
+
+def stored_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Piece]) -> list[Part]:
+    """List stored state of an optimizer; what is not there yet is made, empty, as a first step would."""
+    options = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+    by_name = dict(module.named_parameters())
+    parts = []
+    for name, piece in stored.items():
+        parameter, key = by_name[parameter_of(name)], name.rpartition("/")[2]
+        state = optimizer.state[parameter]
+        if key not in state:
+            state[key] = room_for(parameter, key, piece, options[id(parameter)])
+        parts.append(whole_part(name, state[key]))
+    return parts
+
+
+def require_same_names(wanted: Iterable[str], stored: Mapping[str, Piece]) -> None:
+    """Compare the names of a model's parameters and buffers with the stored ones.
+
+    Raises:
+        RefusedError: they differ.
+    """
+    if other := sorted({name for name in stored if name.startswith(MODEL)} ^ set(wanted)):
+        side = "only in the checkpoint" if other[0] in stored else "not in the checkpoint"
+        raise RefusedError(f"the checkpoint is of another model: {other[0].removeprefix(MODEL)} is {side}; check model")
+
+
+def require_trained(stored: Iterable[str], trained: Container[str]) -> None:
+    """Check that the stored state of an optimizer belongs to parameters that this model trains.
+
+    Raises:
+        RefusedError: some does not.
+    """
+    for name in stored:
+        if name.startswith(OPTIMIZER) and parameter_of(name) not in trained:
+            of = f"{name.rpartition('/')[2]} of {parameter_of(name)}"
+            raise RefusedError(f"the checkpoint is of another model: it has {of}; check model")
+
+
+def require_same_form(wanted: Piece, found: Piece) -> None:
+    """Compare a tensor's type and shape with the stored one's.
+
+    Raises:
+        RefusedError: they differ.
+    """
+    if (wanted.dtype, wanted.shape) != (found.dtype, found.shape):
+        raise RefusedError(
+            f"the checkpoint is of another model: {wanted.name} is {found.dtype} {list(found.shape)} there, "
+            f"{wanted.dtype} {list(wanted.shape)} here; check model and precision"
+        )
