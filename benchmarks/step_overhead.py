@@ -15,6 +15,7 @@ held to reach: at most 1.02 of the bare loop's; of a session 1.01 for VGG-11, an
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import sys
@@ -24,36 +25,44 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from ddp_models import TASKS, TINY, Task
 from harness import Options, by_clock, compare, finish, ratio_of, turns
 from ranks import on_ranks, timed, under_muster
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data, open_data
 from muster.jobs.train.loop import Trainer, build_trainer, run_steps
 from muster.jobs.train.metrics import Files, Metrics, Summary, Units
+from muster.jobs.train.models import build_model
+from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.screen import Screen
 from muster.jobs.world.world import World
 
 Times = dict[str, list[tuple[float, float]]]
 GOALS = {"single": 1.02, "ddp": 1.02, "vgg11": 1.01, "gpt-5ms": 1.05}
 STEPS = {"single": 10, "ddp": 10, "vgg11": 12, "gpt-5ms": 300}  # of a block: the ranks of a session meet in each
+GPT_5MS = Task(GptShape("gpt-5ms", 64, 256, 2, 4, context=32), 2)
 LOOP_WARM_UP, SESSION_WARM_UP = 1, 2  # blocks of each side
 
 
 class TimedMetrics(Metrics):
-    """Our metrics, with the time that they take."""
+    """Our metrics, with the time that it takes to keep a step and to write what is kept."""
 
     spent_s = 0.0
 
     def record(self, *arguments: Any, **keywords: Any) -> None:
-        """Keep a step."""
         began = perf_counter()
         super().record(*arguments, **keywords)
         self.spent_s += perf_counter() - began
 
     def report(self, *arguments: Any) -> Summary:
-        """Write what is kept."""
         began = perf_counter()
         summary = super().report(*arguments)
         self.spent_s += perf_counter() - began
@@ -76,41 +85,48 @@ class Ours:
             run_steps(self.trainer, self.metrics, screen, steps)
 
 
-def bare_loop(settings: TrainSettings, data: Data, world: World) -> Callable[[int], None]:
-    """Return a block of what a user writes by hand, given its steps."""
-    import torch
-    from torch import nn
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+) -> Callable[[], tuple[torch.Tensor, int]]:
+    """Return what a user writes by hand: a step, which returns its loss and how many samples or tokens it took."""
 
-    from muster.jobs.train.models import build_model
-    from muster.jobs.train.numerics.optim import build_optimizer
+    def step() -> tuple[torch.Tensor, int]:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), targets.numel()
 
-    each = settings.batch_size // world.size
+    return step
+
+
+def bare_step(settings: TrainSettings, data: Data, world: World) -> Callable[[], object]:
+    """Return a step by hand on the batches of our loop."""
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        each = settings.batch_size // world.size
+        for first in itertools.count(world.rank * each, settings.batch_size):
+            yield data.train_batch(torch.arange(first, first + each) % data.train_samples, 0)
+
     model: nn.Module = build_model(settings.model, vocabulary=data.vocabulary, seed=settings.seed)
     if world.size > 1:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
-    optimizer = build_optimizer(model.parameters(), settings.optimizer)
-    first = world.rank * each
+        model = distributed(model)
+    return step_of(model, build_optimizer(model.parameters(), settings.optimizer), batches())
 
-    def block(steps: int) -> None:
-        nonlocal first
-        for _ in range(steps):
-            index = torch.arange(first, first + each)
-            first += settings.batch_size
-            inputs, targets = data.train_batch(index % data.train_samples, 0)
-            optimizer.zero_grad()
-            cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
-            optimizer.step()
 
-    return block
+def distributed(model: nn.Module) -> nn.Module:
+    """Return PyTorch's DDP of a model, as our modes have it."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+
+
+def block_of(step: Callable[[], object], steps: int) -> Callable[[], tuple[float, float]]:
+    """Return the measurement of a block of steps."""
+    return lambda: timed(lambda: [step() for _ in range(steps)])
 
 
 def measure_loop(steps: int, repeats: int, **train: Any) -> tuple[Times, float]:
     """Measure as a rank our loop and the bare one; return their times and the metrics' share of our steps."""
-    import torch
-    import torch.distributed as dist
-
     size = dist.get_world_size()
     world = World(dist.get_rank(), size, dist.group.WORLD if size > 1 else None, torch.device("cpu"))
     optimizer = {"name": "sgd", "lr": 1e-3, "momentum": 0.9}
@@ -119,42 +135,13 @@ def measure_loop(steps: int, repeats: int, **train: Any) -> tuple[Times, float]:
     data = open_data(settings)
     # The step lines are written, and read by nobody.
     with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as null, contextlib.redirect_stdout(null):
-        ours, bare = Ours(build_trainer(settings, data, world), Path(folder)), bare_loop(settings, data, world)
-        blocks = {"ours": lambda: timed(lambda: ours.block(steps)), "bare": lambda: timed(lambda: bare(steps))}
+        ours = Ours(build_trainer(settings, data, world), Path(folder))
+        bare = block_of(bare_step(settings, data, world), steps)
+        blocks = {"ours": lambda: timed(lambda: ours.block(steps)), "bare": bare}
         turns(blocks, LOOP_WARM_UP)
         ours.metrics.spent_s = 0.0
         times = turns(blocks, repeats)
     return times, ours.metrics.spent_s / sum(wall for _, wall in times["ours"])
-
-
-def step_of(name: str, rank: int, tiny: bool) -> tuple[Callable[[], tuple[object, int]], dict[str, object]]:
-    """Return a training step, which returns its loss and how many samples or tokens it took, and what to register."""
-    import torch
-    from ddp_models import TASKS, TINY, Task
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
-
-    from muster.jobs.models.shapes import GptShape
-
-    small = Task(GptShape("gpt-5ms", 64, 256, 2, 4, context=32), 2)
-    task = {**(TINY if tiny else TASKS), "gpt-5ms": small}[name]
-    model = DistributedDataParallel(task.build(), gradient_as_bucket_view=True, forward_sync_buffers=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    batches = task.batches(rank)
-    held = [next(batches) for _ in range(8)]  # so that no side waits for data
-    place = 0
-
-    def step() -> tuple[object, int]:
-        nonlocal place
-        inputs, targets = held[place]
-        place = (place + 1) % len(held)
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss.detach(), targets.numel()
-
-    return step, {"model": model, "optimizer": optimizer}
 
 
 def measure_session(name: str, steps: int, repeats: int, tiny: bool) -> Times:
@@ -162,25 +149,23 @@ def measure_session(name: str, steps: int, repeats: int, tiny: bool) -> Times:
     import muster
 
     run = muster.session()
-    step, objects = step_of(name, run.rank, tiny)
-    state = run.state(**objects, sampler=run.sampler(1_000_000, 8), best=0.0)
+    task = {**(TINY if tiny else TASKS), "gpt-5ms": GPT_5MS}[name]
+    model = distributed(task.build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    held = itertools.cycle(list(itertools.islice(task.batches(run.rank), 8)))  # so that no side waits for data
+    step = step_of(model, optimizer, held)
+    state = run.state(model=model, optimizer=optimizer, sampler=run.sampler(1_000_000, 8), best=0.0)
     total = (SESSION_WARM_UP + repeats) * steps
     session_steps: Iterator[int] = run.steps(total, state)
 
-    def session() -> None:
-        for _ in range(steps):
-            next(session_steps)
-            loss, amount = step()
-            run.log(loss=loss, tokens=amount)
+    def session_step() -> None:
+        next(session_steps)
+        loss, amount = step()
+        run.log(loss=loss, tokens=amount)
 
-    def bare() -> None:
-        for _ in range(steps):
-            step()
-
-    blocks = {"session": session, "bare": bare, "again": bare}
-    times = turns(
-        {side: lambda block=block: timed(block) for side, block in blocks.items()}, repeats, warm_up=SESSION_WARM_UP
-    )
+    sides = {"session": session_step, "bare": step, "again": step}
+    blocks = {side: block_of(each, steps) for side, each in sides.items()}
+    times = turns(blocks, repeats, warm_up=SESSION_WARM_UP)
     if next(session_steps, None) is not None:
         raise SystemExit(f"the session's loop did not end after {total} steps")
     return times

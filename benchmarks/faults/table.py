@@ -1,6 +1,6 @@
 """Rows before text: what a fault is, what came of it, and the table and JSON of all."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +102,7 @@ class Row:
             **{name: getattr(fault, name) for name in ("number", "name", "inject", "where")},
             "expected": asdict(fault.expected),
             **asdict(self.outcome),
-            "passed": not self.failures,
+            "reached": not self.failures,
             "failures": self.failures,
             "seconds": round(self.seconds, 2),
         }
@@ -123,13 +123,6 @@ def line(row: Row) -> str:
     )
     more = [*row.failures, *(f"({note})" for note in found.notes)]
     return "\n".join([text, *(f"{'':>5}{each}" for each in more)])
-
-
-def summary(rows: Sequence[Row], absent: Sequence[Absent]) -> list[str]:
-    """Return the lines below the table."""
-    lines = [f"not injected: {each.number} {each.name}: {each.reason}" for each in absent]
-    failed = sum(bool(row.failures) for row in rows)
-    return [*lines, f"{len(rows)} faults injected, {len(rows) - failed} as expected, {failed} not"]
 
 
 def _seconds(value: float | None) -> str:
