@@ -19,38 +19,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 VARIABLE = "BENCHMARK_BEND"
 FOREVER_S = 100_000
 
 
-@dataclass(frozen=True)
-class Bend:
-    """One fault: what, on which rank (None: all), at which loop index, in which attempts (None: all)."""
+class Bend(NamedTuple):
+    """One fault: what, on which rank, at which loop index, in which attempts (`all`, or numbers with commas)."""
 
     what: str
-    rank: int | None
-    step: int
-    attempts: tuple[int, ...] | None
-
-    @classmethod
-    def parse(cls, text: str) -> "Bend":
-        """Read `WHAT:RANK:STEP:ATTEMPTS`."""
-        what, rank, step, attempts = text.split(":")
-        if what not in ACTS and what not in EARLY:
-            raise ValueError(f"{text!r}: {what!r} is none of {', '.join([*ACTS, *EARLY])}")
-        return cls(
-            what,
-            None if rank == "all" else int(rank),
-            int(step),
-            None if attempts == "all" else tuple(int(each) for each in attempts.split(",")),
-        )
+    rank: str
+    step: str
+    attempts: str
 
     def is_for(self, rank: int, attempt: int) -> bool:
         """Say whether a rank of an attempt has it."""
-        return self.rank in (None, rank) and (self.attempts is None or attempt in self.attempts)
+        return self.rank in ("all", str(rank)) and (self.attempts == "all" or str(attempt) in self.attempts.split(","))
 
 
 def _raise(engine: Any) -> None:
@@ -81,7 +66,6 @@ def _skip(engine: Any) -> None:
 
 
 ACTS: dict[str, Callable[[Any], None]] = {"raise": _raise, "absent": _absent, "gil": _gil, "nan": _nan, "skip": _skip}
-EARLY = ("import", "disagree")
 
 
 def run_rank(payload: Mapping[str, Any]) -> int:
@@ -91,7 +75,7 @@ def run_rank(payload: Mapping[str, Any]) -> int:
     from muster.jobs.train.engine import Engine
 
     env = ranks.read(os.environ)
-    bend = Bend.parse(os.environ[VARIABLE])
+    bend = Bend(*os.environ[VARIABLE].split(":"))
     if not bend.is_for(env.rank, env.attempt):
         return main.run_rank(payload)
     if bend.what == "import":
@@ -104,7 +88,7 @@ def run_rank(payload: Mapping[str, Any]) -> int:
 
 def _bent(whole: Callable[..., Any], bend: Bend) -> Callable[..., Any]:
     def train_step(self: Any, step: int, shards: Sequence[Any]) -> Any:
-        if step == bend.step:
+        if step == int(bend.step):
             print(f"bent: {bend.what} at step {step}, {time.time()!r}", file=sys.stderr, flush=True)
             ACTS[bend.what](self)
         return whole(self, step, shards)
@@ -120,7 +104,6 @@ def other_checkpoint(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Be `muster`, with one row of its table of kinds changed."""
-    Bend.parse(sys.argv[1])
     os.environ[VARIABLE] = sys.argv[1]
     from muster.launch.cli import main as muster
     from muster.launch.common.kinds import BY_KEY

@@ -111,14 +111,12 @@ def test_the_table_says_what_was_wrong_below_a_row() -> None:
     assert [each.record()["reached"] for each in (good, bad)] == [True, False]
 
 
-def test_a_bend_is_read_and_meets_its_rank_and_attempts() -> None:
-    bend = Bend.parse("raise:1:24:0,2")
+def test_a_bend_meets_its_rank_and_attempts() -> None:
+    bend = Bend("raise", "1", "24", "0,2")
 
     assert [bend.is_for(1, attempt) for attempt in range(3)] == [True, False, True]
     assert not bend.is_for(0, 0)
-    assert Bend.parse("nan:all:3:all").is_for(7, 9)
-    with pytest.raises(ValueError, match="'melt' is none of raise, absent"):
-        Bend.parse("melt:1:2:0")
+    assert Bend("nan", "all", "3", "all").is_for(7, 9)
 
 
 def test_states_are_equal_only_with_the_same_names_and_bytes() -> None:
