@@ -199,7 +199,7 @@ def train_row(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
 def session_row(ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """Compare a session's save with a copy."""
     settings = {"megabytes": args.megabytes, "repeats": args.repeats}
-    found = under_muster(measure_session, ranks, "checkpoint.every_steps=1", **settings)
+    found = under_muster(measure_session, ranks, "checkpoint.every_steps=1", "start_timeout_s=600", **settings)
     name = f"stall of a session's save, {args.megabytes} MB, {ranks} rank(s), against a copy of the same bytes"
     by = by_clock(found["ours"], found["copy"])
     more = {"ranks": ranks, "share_mb": found["share_mb"], "cpu": by["cpu"]}

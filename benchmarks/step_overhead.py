@@ -184,7 +184,8 @@ def session_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Compare a session around a DDP loop with the loop."""
     steps = args.steps or STEPS[name]
     settings = {"name": name, "steps": steps, "repeats": args.repeats, "tiny": args.tiny}
-    times = under_muster(measure_session, 2, "checkpoint.every_steps=1000000000", **settings)
+    job = ("checkpoint.every_steps=1000000000", "start_timeout_s=600")
+    times = under_muster(measure_session, 2, *job, **settings)
     noise = ratio_of([cpu for cpu, _ in times["again"]], [cpu for cpu, _ in times["bare"]])["ratio"]
     title = f"{name}: a session around a DDP loop, 2 ranks"
     return row_of(title, times["session"], times["bare"], steps, GOALS[name], bare_again=noise)
