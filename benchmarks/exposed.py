@@ -147,8 +147,11 @@ def measure_ddp(buckets: Sequence[float], repeats: int, *, samples: int | None =
         alone = statistics.median(probe.communication() for _ in range(5))
         if samples is None:
             samples = samples_for(alone, probe.backward)
-        sides = {"exposed": partial(probe.exposed, samples), "communication": probe.communication}
-        sides["backward"] = partial(probe.backward, samples)
+        sides: dict[str, Callable[[], float]] = {
+            "exposed": partial(probe.exposed, samples),
+            "communication": probe.communication,
+            "backward": partial(probe.backward, samples),
+        }
         probe.exposed(samples)
         times = turns(sides, repeats)
         rows.append({"bucket_mb": size, "buckets": len(probe.messages), "samples": samples, **times})
@@ -170,7 +173,7 @@ def _averaging(schedule: str, repeats: int, microbatches: int, job: dict[str, An
 
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
-    from muster.jobs.train.loading import move
+    from muster.jobs.train.data.loading import move
     from muster.jobs.train.loop import build_trainer
     from muster.jobs.world.world import World
 

@@ -22,13 +22,13 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pipe_bubble
 import torch
 import torch.distributed as dist
+from gpu_stage import Stage
 from harness import Options, finish
 from ranks import hear, say
 from torch import nn
@@ -40,25 +40,15 @@ RECORDS = "records.jsonl.gz"
 DIGITS = 7  # of a second
 
 
-class Rank:
+class Rank(Stage):
     """One rank among the others, with the model that all cells cut."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         from gpu_sides import Scene, build_model
 
+        super().__init__(smoke=order["smoke"], limit_s=60.0)
         self.order = order
-        self.smoke: bool = order["smoke"]
-        self.number, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.device = torch.device("cpu") if self.smoke else torch.device("cuda", self.number)
-        limit = timedelta(seconds=60)
-        if self.smoke:
-            torch.set_num_threads(1)  # ranks share the cores
-            dist.init_process_group("gloo", timeout=limit)
-        else:
-            torch.cuda.set_device(self.device)
-            dist.init_process_group("nccl", device_id=self.device, timeout=limit)
-        self.control = dist.new_group(backend="gloo")  # whose messages wait for no GPU
-        self.scene = Scene(MODEL, SAMPLES, self.number, self.ranks, self.device, self.smoke, microbatches=1)
+        self.scene = Scene(MODEL, SAMPLES, self.rank, self.ranks, self.device, self.smoke, microbatches=1)
         layers = nn.Sequential(OrderedDict(build_model(self.scene).named_children()))
         self.layers = layers.to(torch.float32 if self.smoke else torch.bfloat16)
 
@@ -82,8 +72,7 @@ class Rank:
         offsets, records, loss = clock_offsets(self.control), [], float("nan")
         for step in range(warm_up + self.order["steps"]):
             pipeline.module.zero_grad(set_to_none=True)
-            if not self.smoke:
-                torch.cuda.synchronize()
+            self.synchronize()
             dist.barrier(self.control)
             loss = float(pipeline.step(inputs, targets))
             found = gather(pipeline.spans, self.control, offsets)
@@ -127,8 +116,7 @@ def _short(*seconds: float) -> list[float]:
 def rank_main(**order: Any) -> None:
     """Be one rank of all cells."""
     rank = Rank(order)
-    device = "cpu" if rank.smoke else torch.cuda.get_device_name()
-    say("ready", ranks=rank.ranks, torch=torch.__version__, device=device)
+    say("ready", ranks=rank.ranks, torch=torch.__version__, device=rank.device_name)
     warm_up = FIRST_WARM_UP
     for name, microbatches in itertools.product(order["schedules"], order["microbatches"]):
         rank.cell(name, microbatches, warm_up)

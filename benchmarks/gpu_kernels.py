@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from muster.jobs.trace.intervals import difference, length, union
+
 TOP = 14  # kernels that are told by name
 NO_KERNEL = re.compile("^(nccl:|##|Optimizer|DistributedDataParallel|ProfilerStep|Torch-Compiled)")
 KINDS = {  # the first that fits
@@ -19,7 +21,6 @@ KINDS = {  # the first that fits
     "generated": "triton",
     "reduction": "reduce",
 }
-Spans = list[tuple[float, float]]
 
 
 def kernels_of(run: Callable[[], Any]) -> list[tuple[str, float, float, int]]:
@@ -44,27 +45,6 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), "elementwise")
 
 
-def union(spans: Spans) -> Spans:
-    """Join spans that touch."""
-    joined: list[list[float]] = []
-    for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1][1] = max(joined[-1][1], end)
-        else:
-            joined.append([start, end])
-    return [(start, end) for start, end in joined]
-
-
-def length(spans: Spans) -> float:
-    """Add up spans that do not touch."""
-    return sum(end - start for start, end in spans)
-
-
-def outside(spans: Spans, others: Spans) -> float:
-    """Return how much of some spans lies in none of the others."""
-    return length(union([*spans, *others])) - length(union(others))
-
-
 def account(kernels: list[tuple[str, float, float, int]], steps: int) -> dict[str, Any]:
     """Add up kernels, in milliseconds a step."""
     kinds: dict[str, float] = defaultdict(float)
@@ -80,7 +60,7 @@ def account(kernels: list[tuple[str, float, float, int]], steps: int) -> dict[st
         "span": span / steps,
         "computing": length(compute) / steps,
         "communicating": length(wire) / steps,
-        "exposed": outside(wire, compute) / steps,
+        "exposed": length(difference(wire, compute)) / steps,
         "idle": (span - length(union([*wire, *compute]))) / steps,
         "kernels": len(kernels) / steps,
         "kinds": {kind: round(spent, 3) for kind, spent in sorted(kinds.items(), key=lambda each: -each[1])},

@@ -7,14 +7,13 @@ Rank 0 prints one line of JSON for everything that happens, so that a row that d
 """
 
 import gc
-import os
 import statistics
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
+import gpu_stage
 import torch
 import torch.distributed as dist
 from gpu_pipes import NORMS_WITHIN, PipeRunner, distances, known_loss
@@ -31,31 +30,18 @@ PROFILED_STEPS = 4
 CEILING = 8192
 
 
-class Stage:
-    """One rank among the others: says what happened, and agrees on it."""
+class Stage(gpu_stage.Stage):
+    """One rank of a row."""
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
-        self.control = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+    def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__(smoke=bool(order["smoke"]))
+        where = (self.rank, self.ranks, self.device, self.smoke)
+        self.scene = Scene(order["model"], order["batch"], *where, bool(order["stock"]), order["microbatches"])
         self.began_s = time.monotonic()
 
     def say(self, what: str, **more: Any) -> None:
         """Print one line of JSON on rank 0, with the seconds since the ranks have met."""
         say(what, at_s=round(time.monotonic() - self.began_s, 1), **more)
-
-    def all(self, value: float) -> list[float]:
-        """Tell every rank's number to all."""
-        mine = torch.tensor([value], dtype=torch.float64)
-        if self.control is None:
-            return [float(mine)]
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine, group=self.control)
-        return [float(each) for each in gathered]
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.scene.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def timed(self, work: Callable[[], None]) -> float:
         """Return the seconds of some work on this rank's device."""
@@ -114,32 +100,15 @@ def rank_main(order: dict[str, Any]) -> None:
     """Be one rank of one row; `order` is what `gpu_throughput.attempt` asks for."""
     from torch import _dynamo
 
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    smoke = bool(order["smoke"])
-    device = torch.device("cpu") if smoke else torch.device("cuda", rank)
-    if not smoke:
-        torch.cuda.set_device(device)
-    limit = timedelta(seconds=300)
-    if smoke:
-        torch.set_num_threads(1)  # ranks share the cores
-        dist.init_process_group("gloo", timeout=limit)
-    else:
-        dist.init_process_group("nccl", device_id=device, timeout=limit)
     if hasattr(_dynamo.config, "recompile_limit"):
         _dynamo.config.recompile_limit = 64
-    scene = Scene(
-        order["model"], order["batch"], rank, ranks, device, smoke, bool(order["stock"]), order["microbatches"]
-    )
-    stage = Stage(scene)
+    stage = Stage(order)
+    smoke = stage.smoke
     pairs = ("options", "numerics")
     specs = [Spec(**each | {key: tuple(map(tuple, each[key])) for key in pairs}) for each in order["specs"]]
-    stage.say(
-        "ready", units=scene.units, torch=torch.__version__, device="cpu" if smoke else torch.cuda.get_device_name()
-    )
-    if order["what"] == "memory":
-        measure_memory(stage, specs)
-    elif order["what"] == "states":
-        measure_states(stage, specs)
+    stage.say("ready", units=stage.scene.units, torch=torch.__version__, device=stage.device_name)
+    if order["what"] != "speed":
+        measure_bytes(stage, specs, order["what"])
     else:
         if order["ceiling"] and not smoke:
             stage.say("ceiling", **ceilings(stage))
@@ -226,53 +195,40 @@ def steps_for(step_ms: float, block_s: float) -> int:
     return max(3, min(2000, round(block_s * 1e3 / max(step_ms, 1e-3))))
 
 
-def measure_memory(stage: Stage, specs: list[Spec]) -> None:
-    """Say each side's peak from before the wrap until after some steps, without what was there before."""
-    batches = batches_of(stage.scene)
+def measure_bytes(stage: Stage, specs: list[Spec], what: str) -> None:
+    """Say each side's peak from before the wrap until after some steps, without what was there before.
+
+    `states`: what it holds between two steps instead, beside the formula, and its losses.
+    """
+    batches, smoke = batches_of(stage.scene), stage.scene.smoke
     for spec in specs:
         gc.collect()
-        if not stage.scene.smoke:
+        if not smoke:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        before = 0 if stage.scene.smoke else torch.cuda.memory_allocated()
+        before = 0 if smoke else torch.cuda.memory_allocated()
         try:
             runner = Runner(spec, stage, batches)
-            runner.run(MEMORY_STEPS)
+            losses = runner.losses(MEMORY_STEPS) if what == "states" else [runner.run(MEMORY_STEPS)]
+            if what == "states":
+                assert isinstance(runner.side, LoopSide)
+                runner.side.optimizer.zero_grad()
             stage.synchronize()
         except Exception as error:
             traceback.print_exc()
             stage.say("failed", side=spec.name, why=str(error), memory="OutOfMemory" in str(error))
             return
-        # What a graph has freed it uses again, though it counts as free: such a side has what it reserved.
-        most = (
-            torch.cuda.max_memory_reserved if dict(spec.options).get("cuda_graphs") else torch.cuda.max_memory_allocated
-        )
-        peak = 1 if stage.scene.smoke else most() - before
-        stage.say("memory", side=spec.name, peak_bytes=max(stage.all(peak)), before_bytes=before)
-        del runner
-
-
-def measure_states(stage: Stage, specs: list[Spec]) -> None:
-    """Say what each side holds between two steps, beside the formula, and that its losses are numbers."""
-    batches = batches_of(stage.scene)
-    for spec in specs:
-        gc.collect()
-        before = 0 if stage.scene.smoke else torch.cuda.memory_allocated()
-        try:
-            runner = Runner(spec, stage, batches)
-            found = runner.losses(MEMORY_STEPS)
-            assert isinstance(runner.side, LoopSide)
-            runner.side.optimizer.zero_grad()
-            stage.synchronize()
-        except Exception as error:
-            traceback.print_exc()
-            stage.say("failed", side=spec.name, why=str(error), memory="OutOfMemory" in str(error))
-            return
-        gc.collect()
-        formula = elements_of(stage.scene) * STATE_BYTES[spec.precision] / stage.scene.ranks
-        held = formula if stage.scene.smoke else torch.cuda.memory_allocated() - before
-        stage.say("built", side=spec.name, losses=found)
-        stage.say("memory", side=spec.name, peak_bytes=max(stage.all(held)), formula_bytes=formula, before_bytes=before)
+        more = {}
+        if what == "states":
+            gc.collect()
+            stage.say("built", side=spec.name, losses=losses)
+            formula = elements_of(stage.scene) * STATE_BYTES[spec.precision] / stage.scene.ranks
+            held, more = formula if smoke else torch.cuda.memory_allocated() - before, {"formula_bytes": formula}
+        else:
+            # What a graph has freed it uses again, though it counts as free: such a side has what it reserved.
+            kind = "reserved" if dict(spec.options).get("cuda_graphs") else "allocated"
+            held = 1 if smoke else getattr(torch.cuda, f"max_memory_{kind}")() - before
+        stage.say("memory", side=spec.name, peak_bytes=max(stage.all(held)), before_bytes=before, **more)
         del runner
 
 

@@ -3,9 +3,15 @@
     torch      the loop that people write: autocast, PyTorch's DistributedDataParallel, fused optimizer
     bucketed   the same loop with our BucketedDDP in its place
     engine     our training engine, as a job file would set it up
-    zero1 ... torch fsdp, pipe, torch pipe    sharded: gpu_sharded.py; in stages: gpu_pipes.py
+    zero1, zero2, zero3   our ShardedDataParallel and its optimizer; with pure_bf16 its shards have float32 masters
+    torch zero            PyTorch's DistributedDataParallel and ZeroRedundancyOptimizer, which broadcasts parameters
+                          where they lie
+    torch fsdp            PyTorch's fully_shard of every block and of the whole; pure_bf16 means float32 parameters that
+                          are gathered in bfloat16 (MixedPrecisionPolicy), with gradients that are summed in `reduce`
+    pipe, torch pipe      in stages: gpu_pipes.py
 
-All sides of a row begin with the same weights and see the same batches, so their losses can be compared.
+All are given fused optimizers; blocks are the units of sharding. All sides of a row begin with the same weights and see
+the same batches, so their losses can be compared.
 """
 
 import re
@@ -18,15 +24,17 @@ from types import FunctionType
 from typing import Any
 
 import gpu_pipes
-import gpu_sharded
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
-from train_sides import torch_ddp, zero_redundancy
+from train_sides import STAGES, fully_sharded, torch_ddp, zero_redundancy
+
+from muster.ddp import BucketedDDP
+from muster.zero import ShardedDataParallel
 
 BATCHES = 4  # different ones, in turn
-BROADCAST_IN_PLACE = {"parameters_as_bucket_view": True}  # of ZeroRedundancyOptimizer
 LEARNING_RATE = {"gpt": 3e-4, "vgg": 0.01}
 ANCHOR = {"context": 1024, "vocabulary": 50304, "tied": False, "bias": True, "norm": "layer"}
 STOCK = {"context": 128, "vocabulary": 256, "tied": True, "bias": False, "norm": "rms"}
@@ -38,7 +46,7 @@ class Spec:
     """One side: what it is called and how it is put together."""
 
     name: str
-    kind: str  # torch, bucketed, engine, or one of gpu_sharded.py or gpu_pipes.py
+    kind: str  # of those above
     precision: str = "bf16"  # fp32, bf16 (autocast), pure_bf16 (weights too; the engine keeps fp32 masters)
     compiled: str = ""  # "", whole, inside (DDP compiled around the model, split at its buckets), blocks
     graph: bool = False
@@ -181,7 +189,7 @@ class LoopSide(Side):
     def __init__(self, spec: Spec, scene: Scene) -> None:
         # Not our own class of model: only its layers.
         model = nn.Sequential(OrderedDict(build_model(scene).named_children()))
-        if spec.precision == "pure_bf16" and not gpu_sharded.keeps_float32(spec.kind):
+        if spec.precision == "pure_bf16" and spec.kind != "torch fsdp":  # which makes bfloat16 of them itself
             model = model.to(torch.bfloat16)
         self.dtype = torch.bfloat16 if spec.precision == "pure_bf16" else torch.float32
         compiler = compile_for(scene)
@@ -195,12 +203,23 @@ class LoopSide(Side):
 
     def _wrapped(self, spec: Spec, model: nn.Module, with_loss: nn.Module, scene: Scene) -> tuple[nn.Module, Any]:
         kind, settings = optimizer_of(scene)
-        if scene.ranks > 1 and (spec.kind in gpu_sharded.OURS or spec.kind in gpu_sharded.THEIRS):
-            bf16 = spec.precision == "pure_bf16"
-            if spec.kind == "torch zero":  # its options are of the wrapper
-                return wrap(spec, with_loss, scene), zero_redundancy(model, kind, **BROADCAST_IN_PLACE, **settings)
-            return gpu_sharded.wrap_sharded(spec.kind, with_loss, kind, settings, bf16=bf16, **dict(spec.options))
+        options: dict[str, Any] = dict(spec.options)
+        if scene.ranks > 1 and spec.kind in STAGES:
+            sharded = ShardedDataParallel(with_loss, stage=STAGES[spec.kind], units=blocks_of(with_loss), **options)  # type: ignore[arg-type]
+            return sharded, sharded.optimizer(kind, **settings)
+        if scene.ranks > 1 and spec.kind == "torch fsdp":
+            reduce = getattr(torch, options.pop("reduce", "bfloat16"))
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce) if spec.precision == "pure_bf16" else None
+            fully_sharded(
+                with_loss,
+                [[each] for each in blocks_of(with_loss)],
+                mp_policy=policy or MixedPrecisionPolicy(),
+                **options,
+            )
+            return with_loss, kind(with_loss.parameters(), **settings)
         wrapped = with_loss if scene.ranks == 1 else wrap(spec, with_loss, scene)
+        if scene.ranks > 1 and spec.kind == "torch zero":  # its options are of the wrapper
+            return wrapped, zero_redundancy(model, kind, parameters_as_bucket_view=True, **settings)
         return wrapped, kind(model.parameters(), **settings)
 
     def step(self, index: int, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -218,12 +237,17 @@ class LoopSide(Side):
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
 
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """List the blocks of a GPT; of another model there are none."""
+    return [each for name, each in module.named_modules() if name.rpartition(".")[2].startswith("block")]
+
+
 def compile_for(scene: Scene) -> Callable[[Any], Any]:
     """Return how this row compiles; a smoke run only goes through the motions."""
     return lambda what: torch.compile(what, dynamic=False, backend="eager" if scene.smoke else "inductor")
 
 
-def optimizer_of(scene: Scene) -> tuple[gpu_sharded.Kind, dict[str, Any]]:
+def optimizer_of(scene: Scene) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the fused optimizer that fits the model, and its settings."""
     if scene.is_gpt:
         adamw = {"lr": LEARNING_RATE["gpt"], "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -234,8 +258,6 @@ def optimizer_of(scene: Scene) -> tuple[gpu_sharded.Kind, dict[str, Any]]:
 def wrap(spec: Spec, module: nn.Module, scene: Scene) -> nn.Module:
     """Put a module into PyTorch's wrapper or ours."""
     if spec.kind == "bucketed":
-        from muster.ddp import BucketedDDP
-
         ours: dict[str, Any] = dict(spec.options)
         return BucketedDDP(module, dist.group.WORLD, **ours)
     ids = [scene.device.index] if scene.device.type == "cuda" else None
@@ -267,7 +289,7 @@ class EngineSide(Side):
 
     def step(self, index: int, inputs: Tensor, targets: Tensor) -> Tensor:
         """Train once."""
-        from muster.jobs.train.loading import MicroInput, ShardInput
+        from muster.jobs.train.data.loading import MicroInput, ShardInput
 
         if inputs.is_floating_point():
             inputs = inputs.to(self.dtype)

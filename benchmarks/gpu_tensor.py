@@ -18,7 +18,6 @@ as its slowest rank does; a ratio is the median over turns.
 
 import gc
 import json
-import os
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_stage
 import torch
 import torch.distributed as dist
 from gpu_kernels import account, kernels_of, text_of
@@ -58,16 +58,12 @@ WITHIN = 0.02  # norms of results in bf16
 SEQUENCE_OF = {"ours sequence": 1, "ours batch": 0}
 
 
-class Stage:
-    """This rank among the others: where it computes, and what rank 0 says."""
+class Stage(gpu_stage.Stage):
+    """This rank among the others, with what all sides are given."""
 
     def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__(smoke=order["smoke"])
         self.order = order
-        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.device = torch.device("cpu" if order["smoke"] else f"cuda:{os.environ['LOCAL_RANK']}")
-        if not order["smoke"]:
-            torch.cuda.set_device(self.device)
-        dist.init_process_group("gloo" if order["smoke"] else "nccl", device_id=None if order["smoke"] else self.device)
         self.mesh = DeviceMesh(self.device.type, list(range(self.ranks)))
         shape = {**(SMOKE if order["smoke"] else {**SHAPE, "layers": order["layers"]})}
         self.shape = GptShape("blocks", **shape, norm=order["norm"], bias=not order["no_bias"], tied=False)
@@ -80,14 +76,7 @@ class Stage:
 
     def slowest(self, number: float) -> float:
         """Return the largest of the ranks' numbers."""
-        found = torch.tensor(number, device=self.device, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.item()
-
-    def synchronize(self) -> None:
-        """Wait for the GPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        return max(self.all(number))
 
     def timed(self, run: Callable[[], Any]) -> float:
         """Return the milliseconds that the slowest rank takes."""

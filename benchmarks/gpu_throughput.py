@@ -170,11 +170,11 @@ def summary(row: Row, result: dict[str, Any]) -> dict[str, Any]:
     units = next((said["units"] for said in result["said"] if said["say"] == "ready"), None)
     best = fastest(samples, theirs - own)
     ones = {side: next((each for each in alone if (each in theirs) == (side in theirs)), None) for side in samples}
-    ratios = {side: times_as_fast(samples, side, best) for side in samples.keys() - own}
-    scaling = {side: times_as_fast(samples, side, ones[side]) for side in samples.keys() - alone}
-    lines = [cells_of(side, each, units, ratios.get(side), scaling.get(side)) for side, each in samples.items()]
+    fast = {side: times_as_fast(samples, side, best) for side in samples.keys() - own}
+    scale = {side: times_as_fast(samples, side, ones[side]) for side in samples.keys() - alone}
+    lines = [cells_of(side, each, units, fast.get(side), scale.get(side)) for side, each in samples.items()]
     table(["  side", "ms a step", "min", "max", "units/s/GPU", "x torch", "x alone"], lines)
-    ratios, scaling = ({side: each for side, each in found.items() if each is not None} for found in (ratios, scaling))
+    ratios, scaling = ({side: each for side, each in found.items() if each is not None} for found in (fast, scale))
     found = held & ratios.keys()
     reached = bool(found) and all(ratios[side] >= row.reach for side in found)
     print(f"  reach {row.reach} x {best}: {'yes' if reached else 'NO'}", flush=True)

@@ -164,15 +164,13 @@ def command(argv: Sequence[str], *, until: str = "", env: Mapping[str, str] | No
     before, began = _cpu_of_children(), perf_counter()
     lines, stopped = [], None
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            argv, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(env or {})}
-        )
-        for line in process.stdout or ():
-            lines.append(line)
-            if until and stopped is None and line.startswith(until):
-                stopped = perf_counter()
-        code = process.wait()
-        ended = perf_counter()
+        environment = {**os.environ, **(env or {})}
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
+            for line in process.stdout or ():
+                lines.append(line)
+                if until and stopped is None and line.startswith(until):
+                    stopped = perf_counter()
+        ended, code = perf_counter(), process.returncode
         while reap:
             try:
                 os.wait()

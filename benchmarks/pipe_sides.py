@@ -31,7 +31,6 @@ TORCH_KINDS = {  # PyTorch's class and its stages a rank
     "torch zbv": ("ScheduleZBVZeroBubble", 2),
 }
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb1p": 1, "zbv": 2}  # ours, stages a rank
-Gradients = dict[str, Tensor]
 
 
 class Side(Protocol):

@@ -139,6 +139,7 @@ def hear(
             yield {"say": "failed", "why": why or f"ranks ended with {codes}"}
     finally:
         _end(ranks, 0.0)
+        pipe.close()
 
 
 def say(what: str, **more: Any) -> None:

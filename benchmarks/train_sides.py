@@ -15,7 +15,7 @@ A unit is a block of GPT, or a convolution of VGG with its norm; what is left be
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def wrapped(
     if side == "fsdp2":
         # DTensor has no fused SGD.
         fast = {"foreach": True} if kind is torch.optim.SGD else {"fused": True}
-        fully_sharded(module)
+        fully_sharded(module, units_of(module))
         return module, kind(module.parameters(), **fast, **options)
     if side == "zero, defaults":
         plain = DistributedDataParallel(module)
@@ -119,14 +119,14 @@ def torch_ddp(module: nn.Module, *, buffers: bool, **options: Any) -> nn.Module:
     return DistributedDataParallel(module, gradient_as_bucket_view=True, **off, **options)
 
 
-def fully_sharded(module: nn.Module) -> None:
+def fully_sharded(module: nn.Module, units: Sequence[Sequence[nn.Module]], **options: Any) -> None:
     """Shard every unit, then the rest, in place."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard  # 2 s
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for unit in (*map(list, units_of(module)), module):
-        fully_shard(unit, mesh=mesh)
+    mesh = init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
+    for unit in (*map(list, units), module):
+        fully_shard(unit, mesh=mesh, **options)
 
 
 def zero_redundancy(module: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> Any:

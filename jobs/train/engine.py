@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.tensors.parts import Part
-from muster.jobs.train.graph import GraphedStep, require_cuda
-from muster.jobs.train.loading import ShardInput
+from muster.jobs.train.data.loading import ShardInput
+from muster.jobs.train.graph import GraphedSteps, require_cuda
 from muster.jobs.train.memory.held import Held, tensors_of
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.numerics import Numerics
@@ -45,7 +45,7 @@ class Engine:
         # A pipeline's graphs are of its actions, not of whole steps.
         self.graphed = None
         if settings.cuda_graph and self.stages is None:
-            self.graphed = GraphedStep(self._step, clock, model.world.device)
+            self.graphed = GraphedSteps(clock, model.world.device)
 
     @property
     def module(self) -> nn.Module:
@@ -57,7 +57,9 @@ class Engine:
 
         Returns one float64 scalar per virtual rank of this rank: the sum over its samples of their loss.
         """
-        return self._step(step, shards) if self.graphed is None else self.graphed(step, shards)
+        if self.graphed is None:
+            return self._step(step, shards)
+        return self.graphed.run(self._step, step, shards)
 
     def _step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         self.optimizer.zero_grad(set_to_none=True)

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from muster.jobs.node import page
 from muster.jobs.train.data import Data
+from muster.jobs.train.data.loading import move_inputs
 from muster.jobs.train.engine import Engine
-from muster.jobs.train.loading import move_inputs
 from muster.jobs.world.world import World, add_in_order
 
 BLOCK_SAMPLES: Final = 64

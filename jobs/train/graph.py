@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.train.loading import MicroInput, ShardInput
+from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.profiling.clock import Clock
 
 EAGER_STEPS: Final = 3  # what is made lazily - optimizer state, compiled code, NCCL's connections - is there after them
@@ -32,12 +32,14 @@ Form = tuple[Any, ...]
 Step = Callable[[int, Sequence[ShardInput]], list[Tensor]]
 
 
-class GraphedStep:
-    """A training step, called by its number and inputs, that is recorded once for each form and replayed."""
+class GraphedSteps:
+    """Runs training steps, each recorded once for its form and then replayed.
 
-    def __init__(self, step: Step, clock: Clock, device: torch.device) -> None:
+    It does not know its engine: NCCL destroys no group that a recorded graph has, and a cycle would keep the graph.
+    """
+
+    def __init__(self, clock: Clock, device: torch.device) -> None:
         require_cuda(device)
-        self.step = step
         self.clock = clock
         self.recorded: dict[Form, RecordedStep] = {}
         self._device = device
@@ -46,31 +48,31 @@ class GraphedStep:
         self._pool = torch.cuda.graph_pool_handle()
         self._seen: Counter[Form] = Counter()
 
-    def __call__(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Train on this rank's part of a global batch, from a graph when there is one for its form."""
+    def run(self, work: Step, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Do a step's work on this rank's part of a global batch, from a graph when there is one for its form."""
         form = form_of(shards)
         recorded = self.recorded.get(form)
         if recorded is None:
             if self._seen[form] < EAGER_STEPS or len(self.recorded) == MOST_GRAPHS:
                 self._seen[form] += 1
-                return self._eagerly(step, shards)
-            recorded = self.recorded[form] = self._record(step, shards)
+                return self._eagerly(work, step, shards)
+            recorded = self.recorded[form] = self._record(work, step, shards)
         losses = recorded.replay(shards)
         self.clock.lap("replay")
         return losses
 
-    def _eagerly(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+    def _eagerly(self, work: Step, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         now = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(now)
         with torch.cuda.stream(self._stream):
-            losses = self.step(step, shards)
+            losses = work(step, shards)
         now.wait_stream(self._stream)
         return losses
 
-    def _record(self, step: int, shards: Sequence[ShardInput]) -> "RecordedStep":
+    def _record(self, work: Step, step: int, shards: Sequence[ShardInput]) -> "RecordedStep":
         with self.clock.muted():
             try:
-                return RecordedStep(self.step, step, shards, self._stream, self._pool)
+                return RecordedStep(work, step, shards, self._stream, self._pool)
             except RuntimeError as error:
                 raise RefusedError(
                     f"train.cuda_graph: the step could not be recorded: {error}; set cuda_graph: false, "
@@ -82,13 +84,13 @@ class RecordedStep:
     """One step's graph, with the inputs that it reads and the losses that it leaves."""
 
     def __init__(
-        self, run: Step, step: int, shards: Sequence[ShardInput], stream: torch.cuda.Stream, pool: Any
+        self, work: Step, step: int, shards: Sequence[ShardInput], stream: torch.cuda.Stream, pool: Any
     ) -> None:
         self.shards = [_own(shard) for shard in shards]
         self.graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog asks about events of earlier collectives from a thread of its own, which may go on.
         with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self.losses = run(step, self.shards)
+            self.losses = work(step, self.shards)
 
     def replay(self, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Run the step on other inputs of the same form; return its losses as tensors of their own."""

@@ -11,7 +11,7 @@ import torch
 from muster.jobs.spec.kept import DATA, KEPT, RANDOMNESS, kept_settings
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data
-from muster.jobs.train.sampling import Plan
+from muster.jobs.train.data.sampling import Plan
 
 
 def kept_of(settings: TrainSettings, data: Data, plan: Plan) -> dict[str, Any]:

@@ -20,16 +20,16 @@ from muster.jobs.saving.replay import Replay
 from muster.jobs.saving.saver import NotSaving
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data
+from muster.jobs.train.data.loading import Steps, move, read_steps
+from muster.jobs.train.data.sampling import Plan, plan_of, total_steps
 from muster.jobs.train.engine import Engine, build_engine
 from muster.jobs.train.evaluate import evaluate
-from muster.jobs.train.loading import Steps, move, read_steps
 from muster.jobs.train.metrics import Files, Metrics, Summary, Units
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import learning_rate, set_learning_rate
 from muster.jobs.train.profiling.clock import Clock, clock_for
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
-from muster.jobs.train.sampling import Plan, plan_of, total_steps
 from muster.jobs.train.screen import Screen
 from muster.jobs.train.soundness import Soundness, require_finite
 from muster.jobs.train.timeline import NotRecording, Recorder

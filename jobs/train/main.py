@@ -43,8 +43,8 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.tensors.parts import Part
 from muster.jobs.tensors.snapshot import Snapshot
 from muster.jobs.train.data import Data, open_data, require_batch
+from muster.jobs.train.data.loading import move
 from muster.jobs.train.identity import kept_of, meta_of
-from muster.jobs.train.loading import move
 from muster.jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
 from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files

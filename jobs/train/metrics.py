@@ -24,8 +24,8 @@ from torch import Tensor
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.basics.terminal import warn
+from muster.jobs.train.data.sampling import GlobalBatch
 from muster.jobs.train.profiling.clock import Clock, StepTimes
-from muster.jobs.train.sampling import GlobalBatch
 from muster.jobs.world.world import World, add_in_order
 
 FLUSH_S: Final = 1.0

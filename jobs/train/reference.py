@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.compare import gradient_bound
 from muster.jobs.train.data import Data
-from muster.jobs.train.loading import ShardInput, StepInput, Steps, move
+from muster.jobs.train.data.loading import ShardInput, StepInput, Steps, move
+from muster.jobs.train.data.sampling import Plan
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import (
@@ -32,7 +33,6 @@ from muster.jobs.train.numerics.optim import (
 from muster.jobs.train.parallel.syncs import communication_dtype
 from muster.jobs.train.rng.layer_seeds import LayerSeeds, forward_seed
 from muster.jobs.train.rounding import Rounding, Values
-from muster.jobs.train.sampling import Plan
 from muster.jobs.train.tensor_draws import draw_as_split
 from muster.jobs.world.world import add_in_order
 from muster.pipe.run import part_lengths

@@ -16,8 +16,8 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.resume import Loaded, Resume
 from muster.jobs.spec.kept import KEPT, require_kept
 from muster.jobs.tensors.reading import PATIENCE_S, fill, same_manifest
+from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.engine import Engine
-from muster.jobs.train.loading import ShardInput
 from muster.jobs.world.world import World
 
 

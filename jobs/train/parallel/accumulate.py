@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.loading import MicroInput, ShardInput
+from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.parallel.replica import Replica

@@ -27,7 +27,7 @@ from muster.ddp.reduced import Reduced
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.tensors.parts import dtype_of
-from muster.jobs.train.loading import ShardInput
+from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.models.stack import Stack, mean_loss
 from muster.jobs.train.models.tensor_plan import loss_of
 from muster.jobs.train.numerics import Numerics

@@ -7,8 +7,8 @@ import torch
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.train_fields import OptimizerSettings
-from muster.jobs.train.graph import GraphedStep, form_of
-from muster.jobs.train.loading import MicroInput, ShardInput
+from muster.jobs.train.data.loading import MicroInput, ShardInput
+from muster.jobs.train.graph import GraphedSteps, form_of
 from muster.jobs.train.numerics.optim import build_optimizer, set_learning_rate
 from muster.jobs.train.profiling.clock import PHASES, Clock
 
@@ -41,7 +41,7 @@ def test_what_a_recorded_step_cannot_change_makes_another_form() -> None:
 
 def test_a_rank_without_a_cuda_device_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"train\.cuda_graph: this rank computes on cpu; set device: cuda"):
-        GraphedStep(None, None, torch.device("cpu"))  # type: ignore[arg-type]
+        GraphedSteps(None, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def test_marks_of_a_recording_are_left_out_and_a_replayed_step_has_a_phase_of_its_own() -> None:

@@ -11,9 +11,9 @@ import torch
 from muster.jobs.basics.files import read_lines
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.engine import Engine, build_engine
 from muster.jobs.train.graph import EAGER_STEPS
-from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import set_learning_rate

@@ -9,7 +9,7 @@ from muster.ddp.checks import gather_json
 from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loading import move
+from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.parallel.sharded import LayerwiseReplica
 from muster.jobs.world.world import World

@@ -12,7 +12,7 @@ from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loading import move
+from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import NotFiniteError, Soundness

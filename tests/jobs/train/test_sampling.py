@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.sampling import Plan, part, plan_of, total_steps
+from muster.jobs.train.data.sampling import Plan, part, plan_of, total_steps
 
 
 @st.composite

@@ -11,7 +11,7 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.tensors.parts import whole_part
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loading import move
+from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.units import of_one_dtype, units_of

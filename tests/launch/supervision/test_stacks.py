@@ -19,7 +19,7 @@ ALL_REDUCE = [
 ]
 BARRIER = [f"{TORCH}/distributed/distributed_c10d.py:5024 barrier", "/repo/jobs/saving/saver.py:40 finish"]
 BACKWARD = [f"{TORCH}/autograd/graph.py:857 _engine_run_backward", "/repo/jobs/train/engine.py:80 backward"]
-READS = ["/repo/jobs/train/loading.py:31 read", "/repo/jobs/train/loop.py:70 run_steps"]
+READS = ["/repo/jobs/train/data/loading.py:31 read", "/repo/jobs/train/loop.py:70 run_steps"]
 SLEEPS = ["/home/her/model.py:12 forward"]
 QUEUE = ["/usr/lib/python3.11/threading.py:327 wait", "/usr/lib/python3.11/queue.py:171 get"]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from muster.jobs.models.shapes import POOL, GptShape, VggShape
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.engine import Engine, build_engine
-from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import Stack, plain_loss
 from muster.jobs.train.models.vgg import build_vgg

@@ -13,7 +13,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.shapes import POOL, GptShape, VggShape
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loading import move
+from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import Stack

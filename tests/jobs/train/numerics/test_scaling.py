@@ -77,7 +77,7 @@ def overflow(world: World, mode: str, accumulate: int) -> list:
     """Train 4 steps in fp16; on the last rank, in step 1, the last micro-batch's gradient has an infinity."""
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
-    from muster.jobs.train.loading import move
+    from muster.jobs.train.data.loading import move
     from muster.jobs.train.loop import build_trainer
     from muster.jobs.train.verify import digest
 

@@ -136,8 +136,8 @@ def test_types_of_each_layer_are_told_in_place_of_times(on_ranks, tmp_path):
 
 def step_and_engine(world: World, precision: str) -> list[bool]:
     """Do a timed step, and a step of the engine that trains, from the same weights on the same batch."""
+    from muster.jobs.train.data.loading import MicroInput, ShardInput
     from muster.jobs.train.engine import build_engine
-    from muster.jobs.train.loading import MicroInput, ShardInput
     from muster.jobs.train.models import build_model
     from muster.jobs.train.numerics import numerics_of
     from muster.jobs.train.profiling.clock import clock_for

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from muster.jobs.train.sampling import GlobalBatch, Plan
+from muster.jobs.train.data.sampling import GlobalBatch, Plan
 
 if TYPE_CHECKING:
     from muster.jobs.train.data import Data
