@@ -21,7 +21,6 @@ that others took. Of 50 comparisons 5 % are two.
 """
 
 import argparse
-import json
 import os
 import random
 import socket
@@ -34,18 +33,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+from harness import Options, finish, table, verdict
 
-from muster.collectives_bench.records import Block, Result  # noqa: E402
-from muster.collectives_bench.results.compare import Comparison, comparison  # noqa: E402
-from muster.collectives_bench.results.files import read_result  # noqa: E402
-from muster.collectives_bench.results.rows import rows_of  # noqa: E402
-from muster.collectives_bench.settings import BenchSettings  # noqa: E402
-from muster.jobs.hosts.ranks import RankEnv  # noqa: E402
+from muster.collectives_bench.records import Block, Result
+from muster.collectives_bench.results.compare import Comparison, comparison
+from muster.collectives_bench.results.files import read_result
+from muster.collectives_bench.results.rows import rows_of
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.hosts.ranks import RankEnv
 
 ARMS = {"A": 1.0, "A'": 1.0, "+10": 1.10, "+25": 1.25}
 FALSE_REACH, FOUND_REACH = 0.05, {"+10": 0.95, "+25": 1.0}
+WORDS = ("worse", "better", "same", "no verdict")
 RANKS = 2
 QUICK_MINUTES = 2.5
 
@@ -189,56 +188,36 @@ def noise(equals: Sequence[Sequence[Block]]) -> dict[str, float]:
     return {"spread_of_three": statistics.median(spreads), "foreign": statistics.median(shares) if shares else -1.0}
 
 
-def report(found: Sequence[dict[str, Comparison]], machine: dict[str, float], seconds: float, launches: int) -> bool:
-    """Print the rates and one line of JSON; say whether all are in reach."""
-    count = len(found)
-    answers = {arm: Counter(each[arm].verdict for each in found) for arm in list(ARMS)[1:]}
-    ratios = {arm: statistics.median(each[arm].together.ratio or 1.0 for each in found) for arm in answers}
-    rows = {
-        arm: sum(each[arm].count("worse") for each in found) / sum(len(each[arm].rows) for each in found)
-        for arm in answers
-    }
-    print(f"{count} comparisons of {launches} launches each, {seconds:.0f} s; launches of A spread by", end=" ")
-    print(f"{machine['spread_of_three']:.0%} (of three), foreign load {machine['foreign']:.0%}")
-    print(f"  {'A against':12}{'worse':>8}{'better':>8}{'same':>8}{'no verdict':>12}{'rows worse':>12}{'ratio':>8}")
-    for arm, each in answers.items():
-        shares = "".join(f"{each[word] / count:>{width}.0%}" for word, width in COLUMNS)
-        print(f"  {arm:12}{shares}{rows[arm]:>12.0%}{ratios[arm]:>8.3f}")
-    false = (answers["A'"]["worse"] + answers["A'"]["better"]) / count
-    reached = {"false": false <= FALSE_REACH}
-    print(f"  false verdicts {false:.0%}, reach <= {FALSE_REACH:.0%}: {'yes' if reached['false'] else 'NO'}")
-    for arm, reach in FOUND_REACH.items():
-        rate = answers[arm]["worse"] / count
-        reached[arm] = rate >= reach
-        print(f"  {arm} % found {rate:.0%}, reach >= {reach:.0%}: {'yes' if reached[arm] else 'NO'}")
-    record = {
-        "benchmark": "a_a_compare",
-        "reached": all(reached.values()),
-        "comparisons": count,
-        "launches": launches,
-        "seconds": seconds,
-        "false": false,
-        "answers": answers,
-        "rows_worse": rows,
-        "ratios": ratios,
-        **machine,
-        "cores": os.cpu_count(),
-    }
-    print(json.dumps(record))
-    return all(reached.values())
-
-
-COLUMNS = (("worse", 8), ("better", 8), ("same", 8), ("no verdict", 12))
+def rows_from(found: Sequence[dict[str, Comparison]], launches: int) -> list[dict[str, object]]:
+    """Print how often each arm was judged how; return a row for each, held to its reach."""
+    rows, cells = [], []
+    for arm in list(ARMS)[1:]:
+        answers = Counter(each[arm].verdict for each in found)
+        share = {word: answers[word] / len(found) for word in WORDS}
+        worse = sum(each[arm].count("worse") for each in found) / sum(len(each[arm].rows) for each in found)
+        ratio = statistics.median(each[arm].together.ratio or 1.0 for each in found)
+        if arm in FOUND_REACH:
+            reached = share["worse"] >= FOUND_REACH[arm]
+            said = f"found {verdict(reached, FOUND_REACH[arm], '>=')}"
+        else:
+            reached = share["worse"] + share["better"] <= FALSE_REACH
+            said = f"false {verdict(reached, FALSE_REACH)}"
+        cells.append([arm, *(f"{share[word]:.0%}" for word in WORDS), f"{worse:.0%}", f"{ratio:.3f}", said])
+        rows.append(
+            {"name": f"A against {arm}", "reached": reached, "answers": answers, "rows_worse": worse, "ratio": ratio}
+        )
+    print(f"{len(found)} comparisons of {launches} launches each")
+    table(["A against", *WORDS, "rows worse", "ratio", "reach"], cells)
+    return rows
 
 
 def main() -> int:
     """Measure, compare, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__, quick={"minutes": QUICK_MINUTES})
     parser.add_argument("--comparisons", type=int, default=50)
     parser.add_argument("--launches", type=int, default=32, help="of each arm in a comparison")
     parser.add_argument("--inject", choices=("spin", "clock"), default="spin", help="how calls are made slower")
     parser.add_argument("--minutes", type=float, default=24.0, help="begin no comparison that would end after this")
-    parser.add_argument("--quick", action="store_true", help="as many comparisons as 2.5 minutes allow")
     parser.add_argument("--keep", type=Path, help="a folder for the records of all launches")
     parser.add_argument("--from", dest="recorded", type=Path, help="judge a folder that was kept, measure nothing")
     args = parser.parse_args()
@@ -247,13 +226,14 @@ def main() -> int:
         if args.recorded:
             paths = sorted(args.recorded.glob("comparison-*.jsonl"))
         else:
-            limit_s = 60 * (QUICK_MINUTES if args.quick else args.minutes)
-            paths = measured(args.keep or Path(folder), args, limit_s)
+            paths = measured(args.keep or Path(folder), args, 60 * args.minutes)
         arms = [arms_of(path) for path in paths]
-    seconds = time.monotonic() - started
-    launches = len({block.launch for block in arms[0]["A"]})
     machine = noise([each["A"] for each in arms])
-    return 0 if report([compared(each) for each in arms], machine, seconds, launches) else 1
+    print(f"launches of A spread by {machine['spread_of_three']:.0%} (of three), foreign load {machine['foreign']:.0%}")
+    launches = len({block.launch for block in arms[0]["A"]})
+    rows = rows_from([compared(each) for each in arms], launches)
+    facts = {"comparisons": len(arms), "launches": launches, "seconds": time.monotonic() - started, **machine}
+    return finish(args, "a_a_compare", rows, **facts)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,15 @@ What a collective beside a backward takes from its cores is not in the model: wi
     sudo .venv/bin/python benchmarks/bucket_size.py --box 1gbit                            four nodes of a box
 """
 
-import argparse
-import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from rank_processes import in_nodes, on_loopback
+from harness import Options, finish, turns
+from ranks import most, on_ranks, place
 
 from muster.collectives_bench.cost import buckets, curves, heldout
 from muster.collectives_bench.cost.buckets import MB, Lanes
@@ -36,22 +35,16 @@ REACH = {"same launch": 0.03, "stored": 0.10}
 LIMIT_S = 900
 
 
-def rank_main(rounds: int, backwards: dict[str, Sequence[Any]]) -> None:
-    """Be one rank: measure single all-reduces, then every size under every backward; rank 0 prints it."""
+def measure(rounds: int, backwards: dict[str, Sequence[Any]]) -> dict[str, Any]:
+    """Time single all-reduces and bucketed backwards as a rank."""
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     gradients = torch.ones(TOTAL // 4)
 
-    def slowest(run: Callable[[], None]) -> float:
+    def slowest(run: Callable[[], object]) -> float:
         dist.barrier()
-        began = time.perf_counter()
-        run()
-        took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        return took.item()
+        return most(_took(run))[0]
 
     def single(size: int) -> None:
         work = dist.all_reduce(gradients[: size // 4], async_op=True)
@@ -70,29 +63,21 @@ def rank_main(rounds: int, backwards: dict[str, Sequence[Any]]) -> None:
         for work in works:
             work.wait()
 
+    def sweep(run: Callable[[int], None], repeats: int) -> dict[str, list[float]]:
+        return turns({str(size): partial(slowest, partial(run, size)) for size in SIZES}, repeats, warm_up=1)
+
     hosts: list[float] = []  # how long starting an all-reduce took, while one before it may be under way
-    singles: dict[int, list[float]] = {size: [] for size in SIZES}
-    measured: dict[str, dict[int, list[float]]] = {}
     for _ in range(SINGLES // 4):
         slowest(lambda: step(4 * MB, lambda: time.sleep(1e-4)))
     host_s = statistics.mean(sorted(hosts)[: len(hosts) * 9 // 10])  # but for the ticks of a scheduler
-    for repeat in range(-1, SINGLES):
-        for size in SIZES:
-            took = slowest(lambda size=size: single(size))
-            singles[size] += [took] if repeat >= 0 else []
-    alone = {}
+    singles = sweep(single, SINGLES)
+    alone, measured = {}, {}
     for name, (kind, seconds) in backwards.items():
         part = _part(kind, seconds / PARTS)
         alone[name] = statistics.median(slowest(lambda part=part: [part() for _ in range(PARTS)]) for _ in range(5))
-        times = measured[name] = {size: [] for size in SIZES}
-        for repeat in range(-1, rounds):
-            gradients.fill_(1.0)
-            for size in SIZES if repeat % 2 else SIZES[::-1]:
-                took = slowest(lambda size=size, part=part: step(size, part))
-                times[size] += [took] if repeat >= 0 else []
-    if dist.get_rank() == 0:
-        print(json.dumps({"singles": singles, "host": host_s, "measured": measured, "alone": alone}))
-    dist.destroy_process_group()
+        gradients.fill_(1.0)
+        measured[name] = sweep(partial(step, part=part), rounds)
+    return {"singles": singles, "host": host_s, "measured": measured, "alone": alone}
 
 
 def _part(kind: str, seconds: float) -> Callable[[], None]:
@@ -116,18 +101,6 @@ def _took(run: Callable[[], Any]) -> float:
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
-
-
-def launch(args: argparse.Namespace) -> Any:
-    """Start fresh ranks, here or in a box, and return what rank 0 measured."""
-    arguments = ["--rounds", str(args.rounds)]
-    if args.box is None:
-        return on_loopback(__file__, arguments, 2, LIMIT_S)
-    from muster.cloudlab.box.control import box_up
-    from muster.cloudlab.box.spec import BoxSpec, parse_rate
-
-    with box_up(BoxSpec(name=f"buckets{os.getpid()}", nodes=4, rate=parse_rate(args.box))) as box:
-        return in_nodes(box, __file__, [*arguments, "--box", args.box], LIMIT_S)
 
 
 def fitted(singles: dict[str, list[float]]) -> curves.Fitted:
@@ -169,46 +142,41 @@ def show(row: dict[str, Any]) -> None:
     print(f"            predicted {row['predicted_ms']} ms")
 
 
-def verdict(rows: Sequence[dict[str, Any]], how: str, kind: str) -> bool:
-    """Print the regret of one fit under one kind of backward; say whether its median is in reach."""
+def judge(rows: Sequence[dict[str, Any]], how: str, kind: str) -> dict[str, Any]:
+    """Print the regret of one fit under one kind of backward; return the row, held to reach by its median."""
     regrets = [row["regret"] for row in rows if row["fit"] == how and row["backward"].startswith(kind)]
     middle = statistics.median(regrets)
+    reached = middle <= REACH[how]
     print(
         f"{how}, {kind}: regret {100 * middle:.1f} % (median of {len(regrets)}; largest {100 * max(regrets):.1f} %); "
-        f"reach <= {100 * REACH[how]:.0f} %: {'yes' if middle <= REACH[how] else 'NO'}"
+        f"reach <= {100 * REACH[how]:.0f} %: {'yes' if reached else 'NO'}"
     )
-    return middle <= REACH[how]
+    return {"name": f"{how}, {kind}", "reach": REACH[how], "reached": reached, "regret": middle, "regrets": regrets}
 
 
 def main() -> int:
     """Measure launches, compare each with its own fit and with the one before, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser = Options(__doc__, quick={"rounds": 3, "launches": 2})
     parser.add_argument("--box", metavar="RATE", help="four nodes of a box, such as 1gbit")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--launches", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="two launches of three rounds")
     args = parser.parse_args()
-    if args.quick:
-        args.rounds, args.launches = 3, 2
-    if args.rank:
-        rank_main(args.rounds, IN_BOX if args.box else BACKWARDS)
-        return 0
-    launches = [launch(args) for _ in range(args.launches)]
+    settings = {"rounds": args.rounds, "backwards": IN_BOX if args.box else BACKWARDS}
+    launches = []
+    for _ in range(args.launches):  # fresh ranks each time
+        with place(None if args.box else 2, args.box or "") as where:
+            launches.append(on_ranks(measure, where, limit_s=LIMIT_S, **settings))
     fits = [fitted(found["singles"]) for found in launches]
-    rows = []
+    choices = []
     for number, found in enumerate(launches):
         for backward in found["measured"]:
-            rows.append(compare(found, fits[number], backward, "same launch"))
-            rows.append(compare(found, fits[number - 1], backward, "stored"))
-    for row in rows:
-        show(row)
-    reached = [verdict(rows, how, kind) for how in REACH for kind in ("sleep", "work")]
-    curves = [{"line": fit.line.model_dump(), "is_line": not fit.points} for fit in fits]
-    print(
-        json.dumps({"benchmark": "bucket size", "box": args.box, "rows": rows, "fits": curves, "reached": all(reached)})
-    )
-    return 0 if all(reached) else 1
+            choices.append(compare(found, fits[number], backward, "same launch"))
+            choices.append(compare(found, fits[number - 1], backward, "stored"))
+    for choice in choices:
+        show(choice)
+    rows = [judge(choices, how, kind) for how in REACH for kind in ("sleep", "work")]
+    lines = [{"line": fit.line.model_dump(), "is_line": not fit.points} for fit in fits]
+    return finish(args, "bucket size", rows, box=args.box, choices=choices, fits=lines)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The fault matrix: hurt a running job in every way that this machine allows, and compare its end with an unhurt run's.
 
     sudo .venv/bin/python benchmarks/chaos.py [--quick] [--only PATTERN] [--box NAME] [--json FILE]
+    .venv/bin/python benchmarks/chaos.py --only 'random kills' [--kills 20] [--seed 0]
 
 Every row starts a training of its own, hurts it by real means (signals, full and failing disks, changed files, links
 cut), waits for its end, and says: detected in, resumed in (to the first new step), work lost, the weights and the
@@ -8,8 +9,6 @@ optimizer's state equal to the uninterrupted run's bit for bit, exit code and cl
 (`sudo muster box up`); what mounts needs root. `--quick` is the part that needs neither a box nor two minutes.
 """
 
-import argparse
-import json
 import os
 import platform
 import re
@@ -23,7 +22,8 @@ from faults.bench import Bench
 from faults.live import WaitedInVainError
 from faults.matrix import ABSENT, FAULTS
 from faults.state import NoStateError
-from faults.table import BOX, HEAD, UNITS, Absent, Fault, Outcome, Row, line, summary
+from faults.table import BOX, HEAD, UNITS, Absent, Fault, Outcome, Row, line
+from harness import Options, finish
 
 
 def chosen(
@@ -55,12 +55,12 @@ def strike(fault: Fault, bench: Bench, *, timed: bool = True) -> Row:
 
 
 def main() -> int:
-    """Run the rows, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only the rows that are quick and need no box")
+    """Run the rows, print the table, write the record."""
+    parser = Options(__doc__, quick={}, note="only the rows that are quick and need no box")
     parser.add_argument("--only", default="", metavar="PATTERN", help="only rows whose number and name fit this")
     parser.add_argument("--box", default="", metavar="NAME", help="a box of four nodes that is up")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows there")
+    parser.add_argument("--kills", type=int, default=20, help="how often the row `random kills` kills somebody")
+    parser.add_argument("--seed", type=int, default=0, help="of that row")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all run folders there")
     args = parser.parse_args()
     faults, left = chosen(FAULTS, quick=args.quick, only=args.only, box=args.box, root=os.geteuid() == 0)
@@ -69,24 +69,15 @@ def main() -> int:
     rows = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as text:
-        bench = Bench(args.keep or Path(text), box=args.box, keep=args.keep is not None)
+        keep, seed = args.keep is not None, args.seed
+        bench = Bench(args.keep or Path(text), box=args.box, keep=keep, kills=args.kills, seed=seed)
         for fault in faults:
             rows.append(strike(fault, bench))
             print(line(rows[-1]), flush=True)
-    print("\n".join(summary(rows, absent)))
-    record = {
-        "benchmark": "chaos",
-        "rows": [row.record() for row in rows],
-        "absent": [vars(each) for each in absent],
-        "seconds": round(time.monotonic() - began, 1),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-    }
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-    passed = sum(not row.failures for row in rows)
-    print(json.dumps({"benchmark": "chaos", "rows": len(rows), "passed": passed, "seconds": record["seconds"]}))
-    return 0 if passed == len(rows) else 1
+    for each in absent:
+        print(f"not injected: {each.number} {each.name}: {each.reason}")
+    facts = {"seconds": round(time.monotonic() - began, 1), "kernel": platform.release(), "seed": seed}
+    return finish(args, "chaos", [row.record() for row in rows], absent=[vars(each) for each in absent], **facts)
 
 
 if __name__ == "__main__":

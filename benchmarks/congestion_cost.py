@@ -8,28 +8,25 @@ all_reduce and 2.2x on a send of 100 MB when it was first measured.
     sudo .venv/bin/python benchmarks/congestion_cost.py [--quick] [--one bbr] [--other reno] [--turns 4]
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+from harness import Options, finish, turns
+from ranks import BOX_PORT, QUIET, ROOT
 
-from muster.collectives_bench.results.causes import findings  # noqa: E402
-from muster.collectives_bench.results.compare import comparison  # noqa: E402
-from muster.collectives_bench.results.files import read_result  # noqa: E402
-from muster.collectives_bench.results.rows import rows_of  # noqa: E402
-from muster.collectives_bench.sizes import size_text  # noqa: E402
+from muster.collectives_bench.results.causes import findings
+from muster.collectives_bench.results.compare import comparison
+from muster.collectives_bench.results.files import read_result
+from muster.collectives_bench.results.rows import rows_of
+from muster.collectives_bench.sizes import size_text
 
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 RANKS = 2
-PORT = 29411
 LIMIT_S = 120
-OTHERS = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns of addresses without a name server
 # In a new namespace: its loopback up, its own setting, then two ranks; `wait` gives each one's code.
 SCRIPT = """
 ip link set lo up && sysctl -qw net.ipv4.tcp_congestion_control="$1" || exit 1
@@ -40,37 +37,36 @@ wait $other
 """
 
 
-def run(control: str, out: Path, sizes: str, launches: int) -> None:
-    """Run one job under a congestion control."""
+def run(control: str, folder: Path, sizes: str, launches: int) -> Path:
+    """Run one job under a congestion control; return its records."""
+    out = folder / f"{len(list(folder.iterdir()))}-{control}.jsonl"
     world = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
     options = ["--operation", "all_reduce,send_recv,broadcast", "--sizes", sizes, "--launches", str(launches)]
     subprocess.run(
         ["unshare", "--net", "sh", "-c", SCRIPT, "sh", control, str(out), sys.executable, *options, "--check", "false"],
-        env={**os.environ, **world, **OTHERS, "MASTER_PORT": str(PORT), "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, **world, **QUIET, "MASTER_PORT": str(BOX_PORT), "PYTHONPATH": str(ROOT)},
         check=True,
         timeout=LIMIT_S,
     )
+    return out
 
 
 def main() -> int:
     """Measure both in turns, compare, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__, quick={"sizes": "1M,4M"}, note="small sizes, a minute")
+    parser.set_defaults(sizes="1M,10M,100M")
     parser.add_argument("--one", default="bbr")
     parser.add_argument("--other", default="reno")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--launches", type=int, default=2, help="of each turn: neighbours in time are compared")
-    parser.add_argument("--quick", action="store_true", help="small sizes, a minute")
     args = parser.parse_args()
     known = AVAILABLE.read_text().split()
     if missing := {args.one, args.other} - set(known):
         parser.error(f"this kernel has {', '.join(known)}, and no {', '.join(sorted(missing))}; try modprobe tcp_bbr")
-    paths: dict[str, list[Path]] = {args.one: [], args.other: []}
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(args.turns):
-            for control in (args.other, args.one) if turn % 2 == 0 else (args.one, args.other):
-                path = Path(folder) / f"{turn}-{control}.jsonl"
-                run(control, path, "1M,4M" if args.quick else "1M,10M,100M", args.launches)
-                paths[control].append(path)
+        controls = (args.other, args.one)
+        sides = {each: partial(run, each, Path(folder), args.sizes, args.launches) for each in controls}
+        paths = turns(sides, args.turns)
         before, after = (rows_of(read_result(paths[control])) for control in (args.other, args.one))
         told = [each.text for each in findings(read_result([*paths[args.one], *paths[args.other]])) if each.measured]
     found = comparison(before, after)
@@ -81,9 +77,12 @@ def main() -> int:
         print(f"  {name:22}{numbers}{row.verdict}: {row.why}")
     for text in told:
         print(f"  {text}")
-    rows = {f"{row.cell.operation}/{row.nbytes}": row.ratio for row in found.rows if row.cell}
-    print(json.dumps({"benchmark": "congestion_cost", "one": args.one, "other": args.other, "ratios": rows}))
-    return 0
+    rows = [
+        {"name": f"{row.cell.operation}/{row.nbytes}", "reached": True, "ratio": row.ratio}
+        for row in found.rows
+        if row.cell
+    ]
+    return finish(args, "congestion_cost", rows, one=args.one, other=args.other)
 
 
 if __name__ == "__main__":

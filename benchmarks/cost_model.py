@@ -19,25 +19,22 @@ where there are three. On a busy machine the loopback's numbers say little: a la
 
 import argparse
 import contextlib
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from bench_result import muster_bench
+from harness import Options, finish
+from ranks import place
 
-from muster.collectives_bench.cost.curves import Errors  # noqa: E402
-from muster.collectives_bench.cost.fit import curves_of, series_of  # noqa: E402
-from muster.collectives_bench.cost.heldout import Pair, errors_of  # noqa: E402
-from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of  # noqa: E402
-from muster.collectives_bench.records import Result  # noqa: E402
-from muster.collectives_bench.results.files import read_result  # noqa: E402
-from muster.collectives_bench.results.rows import rows_of  # noqa: E402
+from muster.collectives_bench.cost.curves import Errors
+from muster.collectives_bench.cost.fit import curves_of, series_of
+from muster.collectives_bench.cost.heldout import Pair, errors_of
+from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
+from muster.collectives_bench.records import Result
+from muster.collectives_bench.results.files import read_result
+from muster.collectives_bench.results.rows import rows_of
 
 OPERATIONS: Final = "all_reduce,all_gather,reduce_scatter,broadcast,reduce,gather,scatter,all_to_all,send_recv"
 GPU_OPERATIONS: Final = "all_reduce,all_gather,reduce_scatter,broadcast,reduce,all_to_all,send_recv"
@@ -57,19 +54,18 @@ WORDS: Final = {True: "yes", False: "NO", None: "not measured"}
 
 def main() -> int:
     """Measure or read, hold out, and print; 1 where something is out of reach."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__, quick={}, note="three operations at five sizes, two launches")
     parser.add_argument("where", nargs="+", help="loopback, box, gpu, or result files")
-    parser.add_argument("--quick", action="store_true", help="three operations at five sizes, two launches")
     parser.add_argument("--launches", type=int, help="default: 5, or 3 in a box and on GPUs; 2 with --quick")
     parser.add_argument("--sizes", help="others than usual")
     parser.add_argument("--operations", help="others than usual, with commas")
     parser.add_argument("--worlds", default=WORLDS, help=f"ranks or nodes (default: {WORLDS})")
-    parser.add_argument("--keep", metavar="FILE.json", help="keep what was measured there")
+    parser.add_argument("--keep", type=Path, metavar="FILE.json", help="keep what was measured there")
     parser.add_argument("--reach", choices=("loopback", "box", "gpu"), help="whose reach holds for FILE (default: box)")
     args = parser.parse_args()
     where = args.where[0] if len(args.where) == 1 and args.where[0] in SIZES else "file"
     result = read_result([Path(each) for each in args.where]) if where == "file" else measured(where, args)
-    return report(result, where, args.reach or (where if where != "file" else "box"))
+    return report(result, where, args.reach or (where if where != "file" else "box"), args)
 
 
 def measured(where: str, args: argparse.Namespace) -> Result:
@@ -79,31 +75,20 @@ def measured(where: str, args: argparse.Namespace) -> Result:
     )
     sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)[where]
     launches = str(args.launches or (2 if args.quick else LAUNCHES[where]))
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cost-model-")))
-        out = Path(args.keep).resolve() if args.keep else folder / "result.json"
-        argv = [sys.executable, "-m", "muster", "bench", operations, "--sizes", sizes, "--launches", launches]
-        argv += ["--block-s", str(BLOCK_S[where]), "--runs", str(folder), "--out", str(out)]
-        argv += stack.enter_context(place(where, args.worlds))
-        # 1 is the verdict on a bad row; the rest has been measured all the same.
-        code = subprocess.run(argv, cwd=ROOT, stdout=sys.stderr, timeout=LIMIT_S, check=False).returncode
-        if code not in (0, 1) or not out.is_file():
-            raise SystemExit(f"muster bench ended with {code}")
-        return read_result([out])
+    with options_of(where, args.worlds) as options:
+        options += [operations, "--sizes", sizes, "--launches", launches, "--block-s", str(BLOCK_S[where])]
+        return muster_bench(*options, limit_s=LIMIT_S, keep=args.keep)
 
 
 @contextlib.contextmanager
-def place(where: str, worlds: str) -> Iterator[list[str]]:
+def options_of(where: str, worlds: str) -> Iterator[list[str]]:
     """Give the options that say where the ranks are; a box lives as long as they are used."""
     if where == "loopback":
         yield ["--backend", "gloo", "--device", "cpu", "-n", worlds]
     elif where == "gpu":
         yield ["--backend", "nccl", "--device", "cuda", "-n", fitting(worlds, visible_gpus())]
     else:
-        from muster.cloudlab.box.control import box_up
-        from muster.cloudlab.box.spec import BoxSpec
-
-        with box_up(BoxSpec(name=f"cost{os.getpid()}", nodes=4, rate=10**9)) as box:
+        with place(None, "1gbit") as box:
             yield ["--backend", "gloo", "-N", worlds, "-n", "1", "--hosts", f"box:{box.state.spec.name}"]
 
 
@@ -129,8 +114,8 @@ def fitting(worlds: str, gpus: int) -> str:
     return ",".join(map(str, found))
 
 
-def report(result: Result, where: str, reach: str) -> int:
-    """Print the held-out errors by operation and world, and all together."""
+def report(result: Result, where: str, reach: str, args: argparse.Namespace) -> int:
+    """Print the held-out errors by operation and world, and all together; 1 where something is out of reach."""
     known = curves_of([each for each in series_of(rows_of(result)) if each.is_enough and not each.key.back_to_back], 0)
     sizes = [pair for each in known for pair in each.left_out]
     print(f"{where}: {len(known)} curves; held-out sizes")
@@ -152,21 +137,24 @@ def report(result: Result, where: str, reach: str) -> int:
     reached = verdicts(reach, errors_of(sizes), errors_of(everywhere), largest)
     for text, is_reached in reached.items():
         print(f"  reach: {text}: {WORDS[is_reached]}")
-    failed = False in reached.values()
-    record: dict[str, Any] = {
-        "benchmark": f"cost model, {where}",
-        "held_out_sizes": plain(errors_of(sizes)),
-        "held_out_worlds": plain(errors_of(everywhere)),
-        "largest_world": plain(largest),
-        "operations": {name: plain(errors_of(pairs)) for name, pairs in by_operation.items()},
-        "coverage_90": inside,
-        "kinds": {kind: sum(each.curve.kind == kind for each in known) for kind in {each.curve.kind for each in known}},
-        "reached": False if failed else None if None in reached.values() else True,
-        "not_measured": [text for text, is_reached in reached.items() if is_reached is None],
-        "cores": os.cpu_count(),
-    }
-    print(json.dumps(record))
-    return 1 if failed else 0
+    # What cannot be measured is neither reached nor missed: the record says which.
+    rows = [{"name": text, "reached": is_reached} for text, is_reached in reached.items() if is_reached is not None]
+    not_measured = [text for text, is_reached in reached.items() if is_reached is None]
+    unknown = {"reached": None} if not_measured and False not in reached.values() else {}
+    kinds = {kind: sum(each.curve.kind == kind for each in known) for kind in {each.curve.kind for each in known}}
+    return finish(
+        args,
+        f"cost model, {where}",
+        rows,
+        **unknown,
+        not_measured=not_measured,
+        held_out_sizes=plain(errors_of(sizes)),
+        held_out_worlds=plain(errors_of(everywhere)),
+        largest_world=plain(largest),
+        operations={name: plain(errors_of(pairs)) for name, pairs in by_operation.items()},
+        coverage_90=inside,
+        kinds=kinds,
+    )
 
 
 def held_out_worlds(result: Result, known: list[Known]) -> dict[tuple[int, int], list[Pair]]:

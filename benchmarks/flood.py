@@ -4,10 +4,9 @@ The connections hold still, send garbage, send lines without an end, or send a b
 they are closed. Everything is on loopback, and bounded. Compared are runs with the flood and runs without: the seconds
 until the ranks of the first attempt are started, the supervisor's peak memory, and what it prints.
 
-    .venv/bin/python benchmarks/flood.py [--repeats 3] [--connections 2000]
+    .venv/bin/python benchmarks/flood.py [--repeats 3] [--connections 2000] [--json FILE]
 """
 
-import argparse
 import json
 import os
 import selectors
@@ -19,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from pairs import interleaved, report
+from harness import Options, compare, finish, turns
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.files import read_lines
@@ -74,8 +73,7 @@ def flood(port: int, connections: int) -> None:
             key.fileobj.close()  # type: ignore[union-attr]
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """What one run cost."""
 
     start_s: float
@@ -84,8 +82,14 @@ class Outcome:
     code: int
 
 
-def run(folder: Path, *, connections: int) -> Outcome:
+def run(connections: int) -> Outcome:
     """Do one run, with a flood of so many connections, or none."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_in(Path(folder), connections)
+
+
+def run_in(folder: Path, connections: int) -> Outcome:
+    """Do one run in an empty folder."""
     signal.alarm(int(2 * LIMIT_S))  # nothing here may wait for ever
     job, runs = folder / "job.yaml", folder / "runs"
     job.write_text(JOB)
@@ -99,7 +103,6 @@ def run(folder: Path, *, connections: int) -> Outcome:
     if connections and flooding == 0:
         flood(port, connections)
         os._exit(0)
-    before = {each.run_id for each in list_runs(runs)}
     began = time.time()
     with tempfile.TemporaryFile() as said:
         # A line begins with `cd FOLDER && VARIABLE=…`; exec: the process that we start is the supervisor.
@@ -114,7 +117,7 @@ def run(folder: Path, *, connections: int) -> Outcome:
         text = said.read()
     if flooding:
         os.waitpid(flooding, 0)
-    made = next(each for each in list_runs(runs) if each.run_id not in before)
+    (made,) = list_runs(runs)
     started = [row["time"] for row in read_lines(made.events) if row["event"] == "started" and row["attempt"] == 0]
     if supervisor.returncode:
         print(text.decode(errors="replace"), file=sys.stderr)
@@ -123,29 +126,21 @@ def run(folder: Path, *, connections: int) -> Outcome:
 
 def main() -> int:
     """Measure, report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = Options(__doc__, repeats=3, quick={"repeats": 1, "connections": 200})
     parser.add_argument("--connections", type=int, default=2000)
     args = parser.parse_args()
-    flooded: list[Outcome] = []
-    calm: list[Outcome] = []
-
-    def measured(kept: list[Outcome], connections: int) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            outcome = run(Path(folder), connections=connections)
-        kept.append(outcome)
-        return outcome.start_s
-
-    mine, others = interleaved(
-        lambda: measured(flooded, args.connections), lambda: measured(calm, 0), repeats=args.repeats
-    )
+    sides = {"flooded": lambda: run(args.connections), "calm": lambda: run(0)}
+    found = turns(sides, args.repeats, warm_up=1)
+    flooded, calm = found["flooded"], found["calm"]
     codes = [each.code for each in flooded + calm]
     more_mib = max(each.peak_mib for each in flooded) - statistics.median(each.peak_mib for each in calm)
-    most_lines = max(each.lines for each in flooded)
-    near = report("start of a flooded run", mine, others, reach=REACH, codes=codes, mib=more_mib, lines=most_lines)
+    lines = max(each.lines for each in flooded)
+    times = ([each.start_s for each in side] for side in (flooded, calm))
+    row = compare("start of a flooded run", *times, reach=REACH, codes=codes, mib=more_mib, lines=lines)
     print(f"  exit codes {codes} (reach: all 0)")
-    print(f"  memory {more_mib:+.0f} MiB (reach {REACH_MIB}), {most_lines} lines printed (reach {REACH_LINES})")
-    return 0 if near and not any(codes) and more_mib <= REACH_MIB and most_lines <= REACH_LINES else 1
+    print(f"  memory {more_mib:+.0f} MiB (reach {REACH_MIB}), {lines} lines printed (reach {REACH_LINES})")
+    row["reached"] &= not any(codes) and more_mib <= REACH_MIB and lines <= REACH_LINES
+    return finish(args, "flood", [row])
 
 
 if __name__ == "__main__":

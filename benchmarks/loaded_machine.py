@@ -7,8 +7,6 @@ pretend nodes start one after the other, because a start is when the most is imp
 run that fails, every second attempt, and every node that was given up is a false verdict.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from pathlib import Path
 from faults.bench import Bench
 from faults.live import Live
 from faults.work import job
+from harness import Options, finish
 
 START_S = 600.0  # on such a machine it takes long
 BURN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
@@ -43,7 +42,7 @@ def short_run(bench: Bench) -> list[str]:
 def soak(bench: Bench, minutes: float) -> tuple[int, list[str], list[str]]:
     """Train in the box while short runs come and go; return their number, what went wrong, and the warnings."""
     until, runs, wrong = time.monotonic() + 60 * minutes, 0, []
-    live = bench.start(job(nodes=4, steps=10**7, start_timeout_s=START_S), "--hosts", f"box:{bench.box}", "--on", "ssh")
+    live = bench.start_in_box(job(nodes=4, steps=10**7, start_timeout_s=START_S))
     try:
         while time.monotonic() < until and live.process.poll() is None:
             runs, wrong = runs + 1, wrong + short_run(bench)
@@ -57,7 +56,7 @@ def soak(bench: Bench, minutes: float) -> tuple[int, list[str], list[str]]:
 
 def main() -> int:
     """Load the machine, soak, report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Options(__doc__, quick={"minutes": 2.0})
     parser.add_argument("--box", default="box", help="the name of a box of four nodes that is up")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--load", type=int, default=30, help="processes that never pause")
@@ -71,9 +70,8 @@ def main() -> int:
             burner.kill()
             burner.wait()
     print("\n".join([*wrong, f"{len(wrong)} false verdicts in {args.minutes:g} minutes, {runs} short runs"]))
-    found = {"minutes": args.minutes, "load": args.load, "runs": runs, "wrong": wrong, "warnings": warnings}
-    print(json.dumps({"benchmark": "loaded machine", **found}))
-    return 1 if wrong else 0
+    row = {"name": "false verdicts", "reached": not wrong, "wrong": wrong, "runs": runs, "warnings": warnings}
+    return finish(args, "loaded machine", [row], minutes=args.minutes, load=args.load)
 
 
 if __name__ == "__main__":

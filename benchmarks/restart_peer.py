@@ -1,4 +1,4 @@
-"""What restart_time.py starts under torchrun: the same model on the same batches, saved and resumed as people do.
+"""What failover.py starts under torchrun: the same model on the same batches, saved and resumed as people do.
 
     torchrun --nproc_per_node 4 --max-restarts 3 restart_peer.py FOLDER STEPS EVERY
 

@@ -12,10 +12,7 @@ the command, over ssh, with its records read back.
     sudo .venv/bin/python benchmarks/slow_links.py [--quick] [--rate 1gbit] [--share 0.75] [--launches 3] [--seed 0]
 """
 
-import argparse
 import itertools
-import json
-import os
 import random
 import subprocess
 import sys
@@ -24,8 +21,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from muster.cloudlab.box.control import Box, box_up
-from muster.cloudlab.box.spec import BoxSpec, parse_rate, rate_text
+from harness import Options, finish
+from ranks import place
+
+from muster.cloudlab.box.control import Box
+from muster.cloudlab.box.spec import parse_rate, rate_text
 from muster.collectives_bench.results.files import read_result
 from muster.collectives_bench.results.slow import Findings, slow
 
@@ -89,9 +89,8 @@ def is_right(case: Case, found: Findings) -> tuple[bool, int]:
 
 
 def main() -> int:
-    """Try every case; print what was named, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="four cases: two slow nodes, a slow pair, a healthy box")
+    """Try every case; print what was named."""
+    parser = Options(__doc__, quick={}, note="four cases: two slow nodes, a slow pair, a healthy box")
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--share", type=float, default=0.75, help="what a slow link has of the rate")
     parser.add_argument("--launches", type=int, default=3)
@@ -100,32 +99,28 @@ def main() -> int:
     rate = parse_rate(args.rate)
     if rate is None:
         parser.error("--rate none: nothing would be slower")
+    slow_rate = round(rate * args.share)
     cases = cases_of(10, 4, args.seed)
     if args.quick:
         cases = [Case("node", (0,)), Case("pair", (1, 3)), Case("healthy"), Case("node", (2,))]
     rows = []
-    with (
-        box_up(BoxSpec(name=f"slow{os.getpid()}", nodes=NODES, rate=rate)) as box,
-        tempfile.TemporaryDirectory(prefix="slow-links-") as folder,
-    ):
+    with place(None, args.rate, NODES) as box, tempfile.TemporaryDirectory(prefix="slow-links-") as folder:
         for number, case in enumerate(cases):
             started = time.monotonic()
-            shape(box, case, (rate, round(rate * args.share)))
+            shape(box, case, (rate, slow_rate))
             found = measure(box, args.launches, args.seed + number, Path(folder) / "runs")
             right, others = is_right(case, found)
             seconds = time.monotonic() - started
             word = "right" if right and not others else "WRONG"
             print(f"{case.text:<10} {word}  noise ±{found.noise:.1%}  {seconds:.1f} s  {'; '.join(found.lines())}")
             named = [[each.kind, list(each.nodes), each.direction, round(each.ratio, 4)] for each in found.slow]
-            rows.append({"case": case.text, "right": right, "others": others, "noise": found.noise, "named": named})
-    ill = [row for row in rows if row["case"] != "healthy"]
-    named_right, false = sum(bool(row["right"]) for row in ill), sum(int(str(row["others"])) for row in rows)
+            judged = {"reached": right and not others, "right": right, "others": others}
+            rows.append({"name": case.text, **judged, "noise": found.noise, "named": named})
+    ill = [row for row in rows if row["name"] != "healthy"]
+    named_right, false = sum(row["right"] for row in ill), sum(row["others"] for row in rows)
     print(f"{named_right} of {len(ill)} slow nodes and pairs named, {false} false names, {len(rows)} cases")
-    reached = named_right == len(ill) and not false
-    slow_text = rate_text(round(rate * args.share))
-    record = {"benchmark": "slow links", "reached": reached, "named": named_right, "of": len(ill), "false": false}
-    print(json.dumps({**record, "rate": args.rate, "slow": slow_text, "launches": args.launches, "cases": rows}))
-    return 0 if reached else 1
+    settings = {"rate": args.rate, "slow": rate_text(slow_rate), "launches": args.launches}
+    return finish(args, "slow links", rows, named=named_right, of=len(ill), false=false, **settings)
 
 
 if __name__ == "__main__":

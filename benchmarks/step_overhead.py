@@ -1,33 +1,40 @@
-"""What our loop and its metrics add to a step: blocks of our steps against blocks of a bare PyTorch loop's.
+"""What Muster adds to a training step: blocks of steps with it against blocks of a bare PyTorch loop's.
 
-    .venv/bin/python benchmarks/step_overhead.py [--model vgg11] [--data digits] [--steps 10] [--rounds 9]
+    single, ddp        our loop and its metrics (`train:`), one rank and DDP on two, against a loop as a user writes it,
+                       on the same batches with the same model, data and optimizer
+    vgg11, gpt-5ms     a session around a user's DDP loop, 2 ranks under `muster run`: model, optimizer and sampler
+                       registered, loss and tokens logged, the ranks meet; no save is due. `again` is the bare loop once
+                       more: what its ratio differs from 1 by is noise
 
-Both loops run in the same processes on the same batches with the same model, data and optimizer, for `single` and for
-`ddp` on two ranks, in the order A B B A of blocks of steps. A ratio compares the two A with the two B of a round; the
-median over rounds is printed for wall time and for CPU time (the one to trust on a shared machine), then one JSON
-line. Goal: at most 1.02.
+Sides take turns in the same processes, A B B A or A B C C B A. CPU time is the one to trust on a shared machine, and
+held to reach: at most 1.02 of the bare loop's; of a session 1.01 for VGG-11, and 1.05 for a GPT with steps of about
+5 ms. What a save costs is measured by save_stall.py.
+
+    .venv/bin/python benchmarks/step_overhead.py [single ddp vgg11 gpt-5ms] [--repeats 15] [--json FILE]
 """
 
 import argparse
-import json
+import contextlib
+import itertools
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ddp_models import TASKS, TINY, Task
+from harness import Options, by_clock, compare, finish, ratio_of, turns
+from ranks import on_ranks, timed, under_muster
 from torch import nn
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data, open_data
@@ -38,24 +45,26 @@ from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.screen import Screen
 from muster.jobs.world.world import World
 
-GOAL = 1.02
+Times = dict[str, list[tuple[float, float]]]
+GOALS = {"single": 1.02, "ddp": 1.02, "vgg11": 1.01, "gpt-5ms": 1.05}
+STEPS = {"single": 10, "ddp": 10, "vgg11": 12, "gpt-5ms": 300}  # of a block: the ranks of a session meet in each
+GPT_5MS = Task(GptShape("gpt-5ms", 64, 256, 2, 4, context=32), 2)
+LOOP_WARM_UP, SESSION_WARM_UP = 1, 2  # blocks of each side
 
 
 class TimedMetrics(Metrics):
-    """Our metrics, with the time that they take."""
+    """Our metrics, with the time that it takes to keep a step and to write what is kept."""
 
     spent_s = 0.0
 
     def record(self, *arguments: Any, **keywords: Any) -> None:
-        """Keep a step."""
         began = perf_counter()
         super().record(*arguments, **keywords)
         self.spent_s += perf_counter() - began
 
-    def report(self) -> Summary:
-        """Write what is kept."""
+    def report(self, *arguments: Any) -> Summary:
         began = perf_counter()
-        summary = super().report()
+        summary = super().report(*arguments)
         self.spent_s += perf_counter() - began
         return summary
 
@@ -64,9 +73,8 @@ class Ours:
     """Our loop, paused between blocks: its data iterator asks to be let on."""
 
     def __init__(self, trainer: Trainer, folder: Path) -> None:
-        files = Files(folder / f"metrics-{trainer.world.rank}.jsonl", folder / "metrics.jsonl")
-        if trainer.world.rank:
-            files = Files(files.own, None)
+        own = folder / f"metrics-{trainer.world.rank}.jsonl"
+        files = Files(own, None if trainer.world.rank else folder / "metrics.jsonl")
         self.trainer = trainer
         units = Units(trainer.data.unit, trainer.data.units_per_sample)
         self.metrics = TimedMetrics(files, trainer.world, trainer.clock, units, attempt=0, steps=1)
@@ -77,141 +85,137 @@ class Ours:
             run_steps(self.trainer, self.metrics, screen, steps)
 
 
-class Bare:
-    """What a user writes by hand."""
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
+) -> Callable[[], tuple[torch.Tensor, int]]:
+    """Return what a user writes by hand: a step, which returns its loss and how many samples or tokens it took."""
 
-    def __init__(self, settings: TrainSettings, data: Data, world: World) -> None:
-        self.data, self.world, self.each = data, world, settings.batch_size // world.size
-        model = build_model(settings.model, vocabulary=data.vocabulary, seed=settings.seed)
-        self.model: nn.Module = model
-        if world.size > 1:
-            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
-        self.optimizer = build_optimizer(self.model.parameters(), settings.optimizer)
-        self.batches = self._batches()
+    def step() -> tuple[torch.Tensor, int]:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), targets.numel()
 
-    def _batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        first = 0
-        while True:
-            index = torch.arange(first, first + self.each) + self.world.rank * self.each
-            yield self.data.train_batch(index % self.data.train_samples, 0)
-            first += self.each * self.world.size
-
-    def block(self, steps: int) -> None:
-        """Train a block of steps."""
-        for _ in range(steps):
-            inputs, targets = next(self.batches)
-            self.optimizer.zero_grad()
-            outputs = self.model(inputs)
-            loss = functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-            loss.backward()
-            self.optimizer.step()
+    return step
 
 
-def measure(args: argparse.Namespace, world: World) -> tuple[list[tuple[float, float]], float]:
-    """Return the ratios ours / bare of wall and of CPU time for each round, and the metrics' share of our steps."""
-    settings = TrainSettings.model_validate(
-        {
-            "model": args.model,
-            "data": args.data,
-            "mode": "single" if world.size == 1 else "ddp",
-            "batch_size": args.batch_size,
-            "epochs": 1000,
-            "evaluate": False,
-            "optimizer": {"name": "sgd", "lr": 1e-3, "momentum": 0.9},
-        }
-    )
+def bare_step(settings: TrainSettings, data: Data, world: World) -> Callable[[], object]:
+    """Return a step by hand on the batches of our loop."""
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        each = settings.batch_size // world.size
+        for first in itertools.count(world.rank * each, settings.batch_size):
+            yield data.train_batch(torch.arange(first, first + each) % data.train_samples, 0)
+
+    model: nn.Module = build_model(settings.model, vocabulary=data.vocabulary, seed=settings.seed)
+    if world.size > 1:
+        model = distributed(model)
+    return step_of(model, build_optimizer(model.parameters(), settings.optimizer), batches())
+
+
+def distributed(model: nn.Module) -> nn.Module:
+    """Return PyTorch's DDP of a model, as our modes have it."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
+
+
+def block_of(step: Callable[[], object], steps: int) -> Callable[[], tuple[float, float]]:
+    """Return the measurement of a block of steps."""
+    return lambda: timed(lambda: [step() for _ in range(steps)])
+
+
+def measure_loop(steps: int, repeats: int, **train: Any) -> tuple[Times, float]:
+    """Measure as a rank our loop and the bare one; return their times and the metrics' share of our steps."""
+    size = dist.get_world_size()
+    world = World(dist.get_rank(), size, dist.group.WORLD if size > 1 else None, torch.device("cpu"))
+    optimizer = {"name": "sgd", "lr": 1e-3, "momentum": 0.9}
+    more = {"mode": "ddp" if size > 1 else "single", "epochs": 1000, "evaluate": False, "optimizer": optimizer}
+    settings = TrainSettings.model_validate(train | more)
     data = open_data(settings)
-    with tempfile.TemporaryDirectory() as folder:
+    # The step lines are written, and read by nobody.
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as null, contextlib.redirect_stdout(null):
         ours = Ours(build_trainer(settings, data, world), Path(folder))
-        bare = Bare(settings, data, world)
-        for loop in (ours, bare):
-            timed(loop.block, 3, world)
-        ratios, ours_s, ours.metrics.spent_s = [], 0.0, 0.0
-        for _ in range(args.rounds):
-            first, second, third, fourth = (timed(x.block, args.steps, world) for x in (ours, bare, bare, ours))
-            wall, cpu = ((first[i] + fourth[i]) / (second[i] + third[i]) for i in range(2))
-            ratios.append((wall, cpu))
-            ours_s += first[0] + fourth[0]
-    return ratios, ours.metrics.spent_s / ours_s
+        bare = block_of(bare_step(settings, data, world), steps)
+        blocks = {"ours": lambda: timed(lambda: ours.block(steps)), "bare": bare}
+        turns(blocks, LOOP_WARM_UP)
+        ours.metrics.spent_s = 0.0
+        times = turns(blocks, repeats)
+    return times, ours.metrics.spent_s / sum(wall for _, wall in times["ours"])
 
 
-def timed(block: Callable[[int], None], steps: int, world: World) -> tuple[float, float]:
-    """Return the wall and the CPU seconds of a block; ranks begin together."""
-    if world.group is not None:
-        dist.barrier()
-    began, cpu_began = perf_counter(), process_time()
-    block(steps)
-    return perf_counter() - began, process_time() - cpu_began
+def measure_session(name: str, steps: int, repeats: int, tiny: bool) -> Times:
+    """Measure as a rank a session around a loop, and the loop without it, twice."""
+    import muster
+
+    run = muster.session()
+    task = {**(TINY if tiny else TASKS), "gpt-5ms": GPT_5MS}[name]
+    model = distributed(task.build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    held = itertools.cycle(list(itertools.islice(task.batches(run.rank), 8)))  # so that no side waits for data
+    step = step_of(model, optimizer, held)
+    state = run.state(model=model, optimizer=optimizer, sampler=run.sampler(1_000_000, 8), best=0.0)
+    total = (SESSION_WARM_UP + repeats) * steps
+    session_steps: Iterator[int] = run.steps(total, state)
+
+    def session_step() -> None:
+        next(session_steps)
+        loss, amount = step()
+        run.log(loss=loss, tokens=amount)
+
+    sides = {"session": session_step, "bare": step, "again": step}
+    blocks = {side: block_of(each, steps) for side, each in sides.items()}
+    times = turns(blocks, repeats, warm_up=SESSION_WARM_UP)
+    if next(session_steps, None) is not None:
+        raise SystemExit(f"the session's loop did not end after {total} steps")
+    return times
 
 
-def rank_main(args: argparse.Namespace) -> None:
-    """Measure as one rank; rank 0 prints the ratios."""
-    torch.set_num_threads(1)
-    world = World(args.rank, args.ranks, None, torch.device("cpu"))
-    if args.ranks > 1:
-        store = dist.TCPStore("127.0.0.1", args.port, args.ranks, args.rank == 0, timedelta(seconds=60))
-        dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.ranks)
-        world = World(args.rank, args.ranks, dist.group.WORLD, world.device)
-    talk = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the step lines are written, and read by nobody
-    measured = measure(args, world)
-    if args.rank == 0:
-        os.write(talk, json.dumps(measured).encode())
-    if args.ranks > 1:
-        dist.destroy_process_group()
+def loop_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare our loop with a bare one."""
+    ranks, steps = 1 if name == "single" else 2, args.steps or STEPS[name]
+    train = {"model": args.model, "data": args.data, "batch_size": args.batch_size}
+    times, share = on_ranks(measure_loop, ranks, steps=steps, repeats=args.repeats, **train)
+    title = f"{name}: our loop, {args.model}, {ranks} rank(s)"
+    return row_of(title, times["ours"], times["bare"], steps, GOALS[name], metrics_share=share)
 
 
-def start(args: argparse.Namespace, ranks: int) -> tuple[list[list[float]], float]:
-    """Run the ranks of one comparison; return rank 0's ratios and share."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, __file__, *sys.argv[1:], "--ranks", str(ranks), "--port", str(port)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen([*command, "--rank", str(rank)], stdout=subprocess.PIPE, env=environment)
-        for rank in range(ranks)
-    ]
-    try:
-        output = [process.communicate(timeout=600)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    ratios, share = json.loads(output[0])
-    return ratios, share
+def session_row(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Compare a session around a DDP loop with the loop."""
+    steps = args.steps or STEPS[name]
+    settings = {"name": name, "steps": steps, "repeats": args.repeats, "tiny": args.tiny}
+    job = ("checkpoint.every_steps=1000000000", "start_timeout_s=600")
+    times = under_muster(measure_session, 2, *job, **settings)
+    noise = ratio_of([cpu for cpu, _ in times["again"]], [cpu for cpu, _ in times["bare"]])["ratio"]
+    title = f"{name}: a session around a DDP loop, 2 ranks"
+    return row_of(title, times["session"], times["bare"], steps, GOALS[name], bare_again=noise)
 
 
-def main() -> None:
-    """Compare both modes, print the ratios and a JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="vgg11")
+def row_of(title: str, ours: Any, bare: Any, steps: int, goal: float, **more: float) -> dict[str, Any]:
+    """Print and return a row, held to its goal by CPU time."""
+    found = by_clock(ours, bare, steps)
+    cpu, wall = found["cpu"], found["wall"]
+    more |= {"wall_ratio": wall["ratio"], "wall_s": statistics.median(wall["theirs"])}
+    row = compare(f"{title}, CPU time of a step", cpu["ours"], cpu["theirs"], reach=goal, steps=steps, **more)
+    print(", ".join(f"{name} {value:.4f}" for name, value in more.items()))
+    return row
+
+
+def main() -> int:
+    """Measure every row that was asked for."""
+    parser = Options(__doc__, repeats=15, quick={"repeats": 3})
+    parser.add_argument("what", nargs="*", choices=[*GOALS, "all"], default="all", help="rows, by default all")
+    parser.add_argument("--model", default="vgg11", help="of our loop")
     parser.add_argument("--data", default="digits")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=10, help="steps in a block")
-    parser.add_argument("--rounds", type=int, default=9)
-    for internal in ("--rank", "--ranks", "--port"):
-        parser.add_argument(internal, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=0, help="steps of a block")
+    parser.add_argument("--tiny", action="store_true", help="a smaller VGG in the session, to try the script")
     args = parser.parse_args()
-    if args.rank is not None:
-        rank_main(args)
-        return
-    record: dict[str, object] = {"benchmark": "step_overhead", "goal": GOAL, "model": args.model}
-    for mode, ranks in (("single", 1), ("ddp", 2)):
-        ratios, share = start(args, ranks)
-        wall, cpu = zip(*ratios, strict=True)
-        record[mode] = {
-            "metrics_share": round(share, 5),
-            "wall_ratio": round(statistics.median(wall), 4),
-            "cpu_ratio": round(statistics.median(cpu), 4),
-            "wall_ratios": [round(each, 4) for each in wall],
-            "cpu_ratios": [round(each, 4) for each in cpu],
-        }
-        print(
-            f"{mode:>6}  {ranks} rank(s)  ours / bare: wall {statistics.median(wall):.3f}  "
-            f"cpu {statistics.median(cpu):.3f}  (goal {GOAL}); metrics {100 * share:.2f} % of a step (goal 1)"
-        )
-    print(json.dumps(record))
+    rows = []
+    for name in GOALS if "all" in args.what else args.what:
+        rows.append((loop_row if name in ("single", "ddp") else session_row)(name, args))
+    return finish(args, "step_overhead", rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

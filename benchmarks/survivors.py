@@ -1,90 +1,140 @@
-"""SIGKILL of `muster run` at a random moment: how many processes of the run are left 5 s later, and when the last went.
+"""What runs leave behind: processes that live on 5 s after the end. One belongs to a run when its environment says so.
 
-Two jobs in turn: training with data-loader children, and a program that ignores HUP, INT and TERM and starts a
-child in a session of its own. A process belongs to the run when the environment that it was started with says so.
+sigkill   SIGKILL of `muster run` at a random moment, of two jobs in turn: training with data-loader children, and a
+          program that ignores HUP, INT and TERM and starts a child in a session of its own (stubborn.py)
+cycles    starts and stops with 4 runs sharing the nodes of a box, each a real `muster run --on ssh` of a program
+          whose ranks meet at the store and then sleep; it is stopped at a random moment after they have met.
+          A port failure is any run whose ranks do not meet
 
-    .venv/bin/python benchmarks/survivors.py [--times 50]
+.venv/bin/python benchmarks/survivors.py sigkill [--times 50] [--seed 0] [--json FILE]
+sudo .venv/bin/python benchmarks/survivors.py cycles [--times 200] [--box NAME]
 """
 
 import argparse
 import json
 import random
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+from faults.bench import in_box
+from faults.live import Live, WaitedInVainError, start
+from harness import Options, finish
 
 from muster.launch.common.processes import of_run
 
-JOBS = {
-    "training": """
+Row = dict[str, Any]
+LANES = 4
+MEET_S = 60.0
+LIMIT_S = 5.0
+TIMES = {"sigkill": 50, "cycles": 200}
+# A store client and nothing else: torch's import would be most of the cycle.
+PROGRAM = """
+import os, socket, time
+with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=20):
+    print("met", flush=True)
+    time.sleep(1000)
+"""
+TRAINING = """
 name: training
 nodes: 2
 train: {model: vgg11, data: digits, mode: ddp, batch_size: 32, epochs: 50, loader_workers: 2}
-""",
-    "stubborn": """
-name: stubborn
-nodes: 2
-ranks_per_node: 2
-command: [{python}, {script}]
-""",
-}
-LIMIT_S = 5.0
+"""
 
 
-def kill_once(job: Path, folder: Path, wait_s: float) -> tuple[int, int, float]:
-    """Start a job, kill its supervisor after a while; return processes before, left after 5 s, seconds to none."""
-    runs = folder / f"runs-{time.monotonic_ns()}"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "muster", "run", str(job), "--runs", str(runs)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    while not runs.is_dir() or not any(runs.iterdir()):
-        time.sleep(0.01)
-    time.sleep(wait_s)
-    run_id = next(runs.iterdir()).name
-    before = len(of_run(run_id))
-    process.kill()
-    process.wait()
-    killed = time.monotonic()
-    while (left := len(of_run(run_id))) and time.monotonic() - killed < LIMIT_S:
+def program(name: str, nodes: int, *command: str) -> str:
+    """Return a job of two ranks a node."""
+    described = {"name": name, "nodes": nodes, "ranks_per_node": 2, "grace_s": 1, "command": [sys.executable, *command]}
+    return json.dumps(described)
+
+
+JOBS = {"training": TRAINING, "stubborn": program("stubborn", 2, str(Path(__file__).with_name("stubborn.py")))}
+
+
+def survivors(live: Live) -> dict[str, Any]:
+    """Wait until nothing of a run is left, or 5 s; return how many are left, and the seconds."""
+    run_id, ended = live.run.run_id, time.monotonic()
+    while (left := len(of_run(run_id))) and time.monotonic() - ended < LIMIT_S:
         time.sleep(0.02)
-    return before, left, time.monotonic() - killed
+    return {"left": left, "gone_s": round(time.monotonic() - ended, 3)}
+
+
+def sigkill(folder: Path, number: int, wait_s: float, box: str) -> Row:
+    """Start a job, kill its supervisor after a while, and count."""
+    name = list(JOBS)[number % len(JOBS)]
+    live = start(folder, JOBS[name])
+    run_id = live.run.run_id
+    time.sleep(wait_s)
+    before = len(of_run(run_id))
+    live.process.kill()
+    live.process.wait()
+    row: Row = {"name": name, "before": before, **survivors(live)}
+    return row | {"reached": not row["left"]}
+
+
+def cycle(folder: Path, number: int, wait_s: float, box: str) -> Row:
+    """Start a run, wait until all ranks have met, stop it, and look for what is left."""
+    live = start(folder, program("cycle", 4, "-c", PROGRAM), *in_box(box))
+
+    def all_met() -> bool:
+        outs = list(live.root.glob("*/attempt-000/rank-*.out"))
+        return len(outs) == 8 and all("met" in out.read_text() for out in outs)
+
+    try:
+        live.wait("the ranks to meet", all_met, MEET_S)
+        met = True
+    except WaitedInVainError:
+        met = False
+    time.sleep(wait_s)
+    live.process.send_signal(signal.SIGINT)
+    code = live.process.wait(timeout=60)
+    found = survivors(live)
+    message = next((row.get("message") for row in live.attempts()), None)
+    name = f"cycle {number}"
+    return {"name": name, "met": met, "code": code, **found, "message": message, "reached": met and not found["left"]}
+
+
+def all_of(args: argparse.Namespace, folder: Path) -> list[Row]:
+    """Do one thing so many times; print each row."""
+    do, lanes, longest_s = (sigkill, 1, 4.0) if args.what == "sigkill" else (cycle, LANES, 1.0)
+    moments, rows = random.Random(args.seed), []
+    with ThreadPoolExecutor(lanes) as pool:
+        work = [
+            pool.submit(do, folder / str(number), number, moments.uniform(0.0, longest_s), args.box)
+            for number in range(args.times or TIMES[args.what])
+        ]
+        for each in work:
+            rows.append(each.result())
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print what came of all."""
+    gone = [row["gone_s"] for row in rows]
+    print(f"{sum(not row['left'] for row in rows)} of {len(rows)} left nothing after {LIMIT_S:g} s; ", end="")
+    print(f"all gone after {statistics.median(gone):.2f} s (median), {max(gone):.2f} s (slowest); ", end="")
+    print(f"{sum(not row.get('met', True) for row in rows)} did not meet")
 
 
 def main() -> int:
-    """Kill, count, report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=50)
+    """Kill or stop, count, report."""
+    parser = Options(__doc__, quick={"times": 4})
+    parser.add_argument("what", choices=TIMES)
+    parser.add_argument("--times", type=int, help="default: 50; 200 cycles")
+    parser.add_argument("--box", default="cycles", help="the name of a box that is up")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    moments = random.Random(args.seed)
-    rows = []
     with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        for name, body in JOBS.items():
-            script = json.dumps(str(Path(__file__).with_name("stubborn.py")))
-            filled = body.replace("{python}", json.dumps(sys.executable)).replace("{script}", script)
-            (folder / f"{name}.yaml").write_text(filled)
-        for time_number in range(args.times):
-            name = list(JOBS)[time_number % len(JOBS)]
-            before, left, gone_s = kill_once(folder / f"{name}.yaml", folder, moments.uniform(0.0, 4.0))
-            rows.append({"job": name, "before": before, "left": left, "gone_s": round(gone_s, 3)})
-            print(
-                f"{time_number + 1:>3}  {name:<9} {before:>3} processes, {left} left after {gone_s:.2f} s", flush=True
-            )
-    clean = sum(row["left"] == 0 for row in rows)
-    slowest = max(row["gone_s"] for row in rows)
-    median = statistics.median(row["gone_s"] for row in rows)
-    print(
-        f"clean {clean} of {len(rows)}; all gone after {median:.2f} s (median), {slowest:.2f} s (slowest); "
-        "reach: all within 5 s"
-    )
-    print(json.dumps({"benchmark": "survivors of SIGKILL", "clean": clean, "times": len(rows), "rows": rows}))
-    return 0 if clean == len(rows) else 1
+        rows = all_of(args, Path(text))
+    report(rows)
+    return finish(args, f"survivors of {args.what}", rows)
 
 
 if __name__ == "__main__":

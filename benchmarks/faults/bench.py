@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from faults.live import Live, resume, start
+from faults.live import Live, start
 from faults.state import NoStateError, digest, tensors
 from faults.table import Outcome
 
-# What tells of a failure; the supervisor's own later doings follow one of these.
 KILLED = -9
 REFERENCE_S = 240.0
+# What tells of a failure; the supervisor's own later doings follow one of these.
 TELLING = frozenset({"exited", "hang", "gone", "stopping", "draining", "missed", "attempt_ended", "ended"})
 
 
@@ -24,6 +24,8 @@ class Bench:
     folder: Path
     box: str = ""
     keep: bool = False
+    kills: int = 20  # of `random kills`
+    seed: int = 0
     made: int = 0
     references: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
@@ -38,10 +40,14 @@ class Bench:
         """Start a run in a folder of its own."""
         return start(self.place(), text, *arguments, **options)
 
+    def start_in_box(self, text: str) -> Live:
+        """Start a run on the nodes of the box."""
+        return self.start(text, *in_box(self.box))
+
     def reference(self, text: str, *arguments: str) -> dict[str, bytes]:
         """Return the tensors at the end of the uninterrupted run of a job, made once."""
         if text not in self.references:
-            live = start(self.place(), text, *arguments)
+            live = self.start(text, *arguments)
             code = live.end(REFERENCE_S)
             if code != 0:
                 raise NoStateError(f"the uninterrupted run ended with {code}: {live.last_words()}")
@@ -60,8 +66,7 @@ class Bench:
         act: Callable[[Live], float | None],
         *,
         ready: Callable[[Live], object] = lambda live: live.wait_step(24),
-        then: Callable[[Live, int], Live | None] = lambda live, code: None,
-        reference: str | None = None,
+        then: Callable[[Live], Live | None] = lambda live: None,
         arguments: Sequence[str] = (),
         deadline_s: float = 90.0,
         **options: Any,
@@ -70,9 +75,9 @@ class Bench:
 
         A supervisor that `act` killed has no code: then the run started again gives it. `act` may return the time (unix
         seconds) of the fault itself. `then` may start the run again after its end: the verdict stays the first one's,
-        the state is what the last one made. `reference` is the job to compare with, if it is not the same.
+        the state is what the last one made.
         """
-        wanted = self.reference(reference or text)
+        wanted = self.reference(text, *arguments)
         live = self.start(text, *arguments, **options)
         try:
             ready(live)
@@ -80,36 +85,24 @@ class Bench:
             began = time.time()
             at = act(live) or began
             code = live.end(deadline_s)
-            again = then(live, code)
+            killed = code == KILLED
+            again = then(live)
             if again is not None:
                 live = again
                 final = live.end(deadline_s)
-            killed = code == KILLED
-            outcome = measured(live.events()[seen:], live.attempts(), at=at, before=before, killed=killed)
-            outcome = replace(
-                outcome, code=final if killed and again else code, attempts=len(live.run.attempt_numbers())
-            )
-            if again is not None and final != 0:
-                outcome = replace(outcome, wrong=(f"went on, and ended with {final}: {live.last_words()}",))
-            return replace(outcome, **judged(live, wanted))
+                if final:
+                    live.wrong.append(f"went on, and ended with {final}: {live.last_words()}")
+                code = final if killed else code
+            times = measured(live.events()[seen:], live.attempts(), at=at, before=before, killed=killed)
+            return replace(times, code=code, attempts=len(live.run.attempt_numbers()), **judged(live, wanted))
         finally:
             live.kill()
             self.remove(live)
 
 
-def killed_then_resumed(
-    act: Callable[[Live], None] = lambda live: None, *, arguments: Sequence[str] = (), **options: Any
-) -> tuple[Callable[[Live], float], Callable[[Live, int], Live]]:
-    """Return `act` and `then` of a run whose supervisor is killed; `act` works on the run folder before it goes on."""
-    at: list[float] = []
-
-    def kill(live: Live) -> float:
-        at.append(time.time())
-        live.kill()
-        act(live)
-        return at[0]
-
-    return kill, lambda live, code: resume(live, *arguments, **options)
+def in_box(name: str) -> tuple[str, ...]:
+    """Return the options of a run on the nodes of a box."""
+    return ("--hosts", f"box:{name}", "--on", "ssh")
 
 
 def measured(
@@ -134,9 +127,10 @@ def measured(
 
 
 def judged(live: Live, wanted: Mapping[str, bytes]) -> dict[str, Any]:
-    """Compare the end's tensors with the uninterrupted run's."""
+    """Compare the end's tensors with the uninterrupted run's; return it with what the row has noted."""
+    notes, equal = tuple(live.notes), False
     try:
-        found = tensors(live.run)
+        equal = digest(tensors(live.run)) == digest(wanted)
     except NoStateError as error:
-        return {"equal": False, "notes": (str(error),)}
-    return {"equal": digest(found) == digest(wanted)}
+        notes += (str(error),)
+    return {"equal": equal, "notes": notes, "wrong": tuple(live.wrong)}

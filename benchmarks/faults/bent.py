@@ -1,10 +1,11 @@
 """Faults inside of a rank, put there from outside: the supervisor's table of kinds names our entry instead of its own.
 
-    python benchmarks/faults/bent.py WHAT:RANK:STEP:ATTEMPTS run JOB.yaml ...
+    python -I ROOT/muster/launch/boot.py muster.bent WHAT:RANK:STEP:ATTEMPTS run JOB.yaml ...
 
 is `muster run JOB.yaml ...` in which rank RANK (or `all`) does WHAT when it begins loop index STEP, in the attempts
-given (`0`, `0,1`, `all`). The product knows nothing of this: entry and hook are set in our own processes, and the text
-travels in the environment that the local transport hands on.
+given (`0`, `0,1`, `all`). ROOT holds links to the whole package, and one to this file. The product knows nothing of
+this: entry and hook are set in our own processes, and the text travels in the environment that the local transport
+hands on.
 
     raise     a ValueError                         absent   sleeps in Python and never enters the step's collective
     import    a ValueError before it has joined    gil      sleeps in C and keeps the interpreter's lock
@@ -18,38 +19,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 VARIABLE = "BENCHMARK_BEND"
 FOREVER_S = 100_000
 
 
-@dataclass(frozen=True)
-class Bend:
-    """One fault: what, on which rank (None: all), at which loop index, in which attempts (None: all)."""
+class Bend(NamedTuple):
+    """One fault: what, on which rank, at which loop index, in which attempts (`all`, or numbers with commas)."""
 
     what: str
-    rank: int | None
-    step: int
-    attempts: tuple[int, ...] | None
-
-    @classmethod
-    def parse(cls, text: str) -> "Bend":
-        """Read `WHAT:RANK:STEP:ATTEMPTS`."""
-        what, rank, step, attempts = text.split(":")
-        if what not in ACTS and what not in EARLY:
-            raise ValueError(f"{text!r}: {what!r} is none of {', '.join([*ACTS, *EARLY])}")
-        return cls(
-            what,
-            None if rank == "all" else int(rank),
-            int(step),
-            None if attempts == "all" else tuple(int(each) for each in attempts.split(",")),
-        )
+    rank: str
+    step: str
+    attempts: str
 
     def is_for(self, rank: int, attempt: int) -> bool:
         """Say whether a rank of an attempt has it."""
-        return self.rank in (None, rank) and (self.attempts is None or attempt in self.attempts)
+        return self.rank in ("all", str(rank)) and (self.attempts == "all" or str(attempt) in self.attempts.split(","))
 
 
 def _raise(engine: Any) -> None:
@@ -80,31 +66,29 @@ def _skip(engine: Any) -> None:
 
 
 ACTS: dict[str, Callable[[Any], None]] = {"raise": _raise, "absent": _absent, "gil": _gil, "nan": _nan, "skip": _skip}
-EARLY = ("import", "disagree")
 
 
 def run_rank(payload: Mapping[str, Any]) -> int:
     """Run a rank of a `train:` job with the fault in it."""
     from muster.jobs.hosts import ranks
     from muster.jobs.train import main
-    from muster.jobs.train.engine import DataParallelEngine, PipelineEngine
+    from muster.jobs.train.engine import Engine
 
     env = ranks.read(os.environ)
-    bend = Bend.parse(os.environ[VARIABLE])
+    bend = Bend(*os.environ[VARIABLE].split(":"))
     if not bend.is_for(env.rank, env.attempt):
         return main.run_rank(payload)
     if bend.what == "import":
         raise ValueError("a planted failure at import")
     if bend.what == "disagree":
         return main.run_rank(other_checkpoint(payload))
-    for engine in (DataParallelEngine, PipelineEngine):
-        engine.train_step = _bent(engine.train_step, bend)  # type: ignore[method-assign]
+    Engine.train_step = _bent(Engine.train_step, bend)  # type: ignore[method-assign]
     return main.run_rank(payload)
 
 
 def _bent(whole: Callable[..., Any], bend: Bend) -> Callable[..., Any]:
     def train_step(self: Any, step: int, shards: Sequence[Any]) -> Any:
-        if step == bend.step:
+        if step == int(bend.step):
             print(f"bent: {bend.what} at step {step}, {time.time()!r}", file=sys.stderr, flush=True)
             ACTS[bend.what](self)
         return whole(self, step, shards)
@@ -120,12 +104,11 @@ def other_checkpoint(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Be `muster`, with one row of its table of kinds changed."""
-    Bend.parse(sys.argv[1])
     os.environ[VARIABLE] = sys.argv[1]
     from muster.launch.cli import main as muster
     from muster.launch.common.kinds import BY_KEY
 
-    object.__setattr__(BY_KEY["train"], "entry", "benchmarks.faults.bent:run_rank")
+    object.__setattr__(BY_KEY["train"], "entry", "muster.bent:run_rank")
     return muster(sys.argv[2:])
 
 

@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from faults.bench import Bench, killed_then_resumed
-from faults.live import Live, read_json, signal_all
+from faults.bench import Bench
+from faults.damage import Damage, file_of, flip, generation, hole, missing, truncate
+from faults.live import Live, resume, signal_all
 from faults.table import Expected, Fault, Outcome
 from faults.work import job
 from muster.jobs.basics import exits
@@ -29,31 +31,46 @@ REFUSED_S = 5.0
 HUGE = (1 << 62).to_bytes(8, "little")
 
 
-def changed(change: Callable[[CheckpointDir], None], *, to_previous: bool = True) -> Callable[[Bench], Outcome]:
-    """Return a row's run; `to_previous`: the changed one must not be used, but the one before it."""
+def changed(change: Callable[[CheckpointDir, Path], None], *, to_previous: bool = True) -> Callable[[Bench], Outcome]:
+    """Return a row's run whose newest checkpoint is changed; `to_previous`: the one before it has to be used.
+
+    `change` is given a path that nothing may be made at: what an enemy has planted must not be executed.
+    """
 
     def run(bench: Bench) -> Outcome:
+        mark = bench.folder / "executed"
         names: list[str] = []
 
         def act(live: Live) -> None:
-            found = live.committed()
-            names.extend(each.name for each in found[-2:])
-            change(CheckpointDir(found[-1]))
+            live.kill()
+            found = live.committed()[-2:]
+            names.extend(each.name for each in found)
+            change(CheckpointDir(found[-1]), mark)
 
-        kill, then = killed_then_resumed(act)
-        chosen: list[str | None] = []
-
-        def then_look(live: Live, code: int) -> Live:
-            again = then(live, code)
-            chosen.append(again.wait_event("resuming", attempt=again.first_attempt)["checkpoint"])
+        def then(live: Live) -> Live:
+            again = resume(live)
+            chosen = again.wait_event("resuming", attempt=again.first_attempt)["checkpoint"]
+            if chosen != names[0 if to_previous else 1]:
+                live.wrong.append(f"went on from {chosen}; newest {names[1]}, before it {names[0]}")
             return again
 
-        outcome = bench.hurt(PLAIN, kill, ready=lambda live: live.wait_committed(3), then=then_look)
-        wanted = names[0] if to_previous else names[1]
-        wrong = () if chosen == [wanted] else (f"went on from {chosen}, wanted {wanted}; newest {names[1]}",)
-        return replace(outcome, wrong=(*outcome.wrong, *wrong))
+        outcome = bench.hurt(PLAIN, act, ready=lambda live: live.wait_committed(3), then=then)
+        if mark.exists():
+            mark.rmdir()
+            return replace(outcome, wrong=(*outcome.wrong, "what was planted has been executed"))
+        return outcome
 
     return run
+
+
+def damaged(which: str, damage: Damage, *, to_previous: bool = True) -> Callable[[Bench], Outcome]:
+    """Return a row's run: one file of the newest checkpoint is damaged."""
+
+    def change(folder: CheckpointDir, mark: Path) -> None:
+        before = CheckpointDir(sorted(folder.path.parent.glob("step-*/MANIFEST.json"))[-2].parent)
+        damage(file_of(folder, which), file_of(before, which), random.Random(which))
+
+    return changed(change, to_previous=to_previous)
 
 
 def newest_of_a_living_run(bench: Bench) -> Outcome:
@@ -63,7 +80,8 @@ def newest_of_a_living_run(bench: Bench) -> Outcome:
         pids = live.ranks()
         signal_all(list(pids.values()), signal.SIGSTOP)
         time.sleep(0.5)  # a save in flight is committed or not, but does not move on any more
-        flip(CheckpointDir(live.committed()[-1]))
+        shard = CheckpointDir(live.committed()[-1]).shard(0)
+        flip(shard, shard, random.Random(0))
         began = time.time()
         signal_all([pids[1]], signal.SIGKILL)
         signal_all(list(pids.values()), signal.SIGCONT)
@@ -74,86 +92,46 @@ def newest_of_a_living_run(bench: Bench) -> Outcome:
 
 def killed_in_saves(bench: Bench) -> Outcome:
     """Kill all ranks and their helpers three times, each time at a random moment of a save."""
-    text = job(every=3, steps=120, restart={"max": 8})
     moments = random.Random(10)
 
     def act(live: Live) -> float:
-        began = time.time()
         for attempt in range(3):
             live.wait_event("saved", attempt=attempt)
-            pids = live.ranks(attempt)
-            helpers = [helper for pid in pids.values() for helper in live.writers(pid)]
+            pids = [*live.ranks(attempt).values(), *live.helpers()]
             time.sleep(moments.uniform(0.0, 0.1))
             began = time.time()
-            signal_all([*pids.values(), *helpers], signal.SIGKILL)
+            signal_all(pids, signal.SIGKILL)
             live.wait_event("first_step", attempt=attempt + 1)
         return began
 
+    text = job(every=3, steps=120, restart={"max": 8})
     return bench.hurt(text, act, ready=lambda live: live.wait_event("saved"))
 
 
 def told_differently(bench: Bench) -> Outcome:
     """Tell rank 1 of another checkpoint than the others: refused within five seconds, and no step is done."""
-    kill, then = killed_then_resumed(bend="disagree:1:0:all")
-    seen: list[str] = []
-    wrong: list[str] = []
     codes: list[int] = []
 
-    def then_look(live: Live, code: int) -> None:
-        again = then(live, code)
+    def then(live: Live) -> None:
+        again = resume(live, bend="disagree:1:0:all")
         codes.append(again.end())
-        joined = again.wait_event("joined", attempt=again.first_attempt)["time"]
-        ended = again.wait_event("attempt_ended", attempt=again.first_attempt)["time"]
-        seen.append(f"refused {ended - joined:.2f} s after the ranks had met")
+        joined, ended = (
+            again.wait_event(name, attempt=again.first_attempt)["time"] for name in ("joined", "attempt_ended")
+        )
+        live.notes.append(f"refused {ended - joined:.2f} s after the ranks had met")
         if ended - joined > REFUSED_S:
-            wrong.append(f"refused only after {ended - joined:.1f} s")
+            live.wrong.append(f"refused only after {ended - joined:.1f} s")
         if again.events("first_step", attempt=again.first_attempt):
-            wrong.append("a step was done")
+            live.wrong.append("a step was done")
 
-    outcome = bench.hurt(PLAIN, kill, ready=lambda live: live.wait_committed(2), then=then_look)
-    return replace(outcome, code=codes[0], notes=tuple(seen), wrong=tuple(wrong), equal=None)
+    outcome = bench.hurt(PLAIN, Live.kill, ready=lambda live: live.wait_committed(2), then=then)
+    return replace(outcome, code=codes[0], equal=None)
 
 
 # How a checkpoint is changed ------------------------------------------------------------------------------------------
 
 
-def flip(folder: CheckpointDir, at: float = 0.7) -> None:
-    """Change one bit of rank 0's shard."""
-    path = folder.shard(0)
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * at)] ^= 1
-    path.write_bytes(data)
-
-
-def _truncate(folder: CheckpointDir) -> None:
-    os.truncate(folder.shard(0), folder.shard(0).stat().st_size - 1)
-
-
-def _zero_hole(folder: CheckpointDir) -> None:
-    path = folder.shard(0)
-    data = bytearray(path.read_bytes())
-    middle = len(data) // 2
-    data[middle : middle + 4096] = bytes(len(data[middle : middle + 4096]))
-    path.write_bytes(data)
-
-
-def _remove_shard(folder: CheckpointDir) -> None:
-    folder.shard(0).unlink()
-
-
-def _other_generation(folder: CheckpointDir) -> None:
-    """Put a shard of the checkpoint before in its place: as whole as can be, and of another step."""
-    before = sorted(folder.path.parent.glob("step-*"))[-2]
-    shutil.copy(CheckpointDir(before).shard(0), folder.shard(0))
-
-
-def _flip_manifest(folder: CheckpointDir) -> None:
-    data = bytearray(folder.manifest.read_bytes())
-    data[len(data) // 2] ^= 1
-    folder.manifest.write_bytes(data)
-
-
-def _uncommit(folder: CheckpointDir) -> None:
+def _uncommit(folder: CheckpointDir, mark: Path) -> None:
     """Leave what a leader leaves that dies after the last `.ok`."""
     folder.manifest.unlink()
     folder.verified.unlink(missing_ok=True)
@@ -169,24 +147,6 @@ class Planted:
         return os.mkdir, (str(self.mark),)
 
 
-def planted(change: Callable[[CheckpointDir, Path], None], *, to_previous: bool = True) -> Callable[[Bench], Outcome]:
-    """Return a row's run whose checkpoint comes from an enemy; nothing may be executed or written elsewhere."""
-
-    def run(bench: Bench) -> Outcome:
-        mark = bench.folder / "executed"
-
-        def change_it(folder: CheckpointDir) -> None:
-            change(folder, mark)
-
-        outcome = changed(change_it, to_previous=to_previous)(bench)
-        if mark.exists():
-            mark.rmdir()
-            return replace(outcome, wrong=(*outcome.wrong, "what was planted has been executed"))
-        return outcome
-
-    return run
-
-
 def _plant_pickles(folder: CheckpointDir, mark: Path) -> None:
     """Lay pickles beside the shards, and one in the place of a shard, with a manifest that fits."""
     data = pickle.dumps(Planted(mark))
@@ -198,19 +158,14 @@ def _plant_pickles(folder: CheckpointDir, mark: Path) -> None:
 
 def _point_outside(folder: CheckpointDir, mark: Path) -> None:
     """Let the manifest, sealed as ours, name a file outside."""
-    outside = folder.path.parent.parent / "outside.safetensors"
-    shutil.copy(folder.shard(0), outside)
-    body = read_json(folder.manifest)["body"]
-    body["files"][0]["file"] = "../../outside.safetensors"
-    folder.manifest.write_bytes(sealed.seal(body))
-    folder.verified.unlink(missing_ok=True)
+    shutil.copy(folder.shard(0), _outside(folder))
+    _seal_manifest(folder, {"file": f"../../{_outside(folder).name}"})
 
 
 def _link_outside(folder: CheckpointDir, mark: Path) -> None:
     """Put a symbolic link in the place of a shard, to the same bytes."""
-    outside = folder.path.parent.parent / "outside.safetensors"
-    folder.shard(0).rename(outside)
-    folder.shard(0).symlink_to(outside)
+    folder.shard(0).rename(_outside(folder))
+    folder.shard(0).symlink_to(_outside(folder))
 
 
 def _huge_header(folder: CheckpointDir, mark: Path) -> None:
@@ -220,38 +175,45 @@ def _huge_header(folder: CheckpointDir, mark: Path) -> None:
     _seal_again(folder)
 
 
+def _outside(folder: CheckpointDir) -> Path:
+    return folder.path.parent.parent / "outside.safetensors"
+
+
 def _seal_again(folder: CheckpointDir) -> None:
     """Make the hashes of the `.ok` and the manifest those of the changed shard."""
     data = folder.shard(0).read_bytes()
     truth = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    manifest = read_json(folder.manifest)["body"]
-    manifest["files"][0] |= truth
-    folder.manifest.write_bytes(sealed.seal(manifest))
+    _seal_manifest(folder, truth)
     ok = json.loads(folder.ok(0).read_text())
     folder.ok(0).write_bytes(sealed.seal({**ok.get("body", ok), **truth}))
+
+
+def _seal_manifest(folder: CheckpointDir, told: dict[str, Any]) -> None:
+    """Let the manifest, sealed as ours, tell something else of the first shard."""
+    body = json.loads(folder.manifest.read_text())["body"]
+    body["files"][0] |= told
+    folder.manifest.write_bytes(sealed.seal(body))
     folder.verified.unlink(missing_ok=True)
 
 
-FROM_PREVIOUS = Expected(attempts=2)
-AS_IT_IS = Expected(attempts=2)
+TWO = Expected(attempts=2)
 
 FAULTS = (
     Fault(10, "all ranks killed in saves, 3 times", "kill -9 ranks and helpers", Expected(attempts=4),
           killed_in_saves, quick=True),
-    Fault(11, "leader died after the last .ok", "manifest removed", AS_IT_IS, changed(_uncommit, to_previous=False),
+    Fault(11, "leader died after the last .ok", "manifest removed", TWO, changed(_uncommit, to_previous=False),
           quick=True),
-    Fault(12, "one bit flipped", "newest shard", FROM_PREVIOUS, changed(flip), quick=True),
-    Fault(12, "one bit flipped, run alive", "newest shard; kill -9 rank 1", Expected(attempts=2),
-          newest_of_a_living_run),
-    Fault(12, "one bit of the manifest flipped", "newest manifest", AS_IT_IS, changed(_flip_manifest)),
-    Fault(12, "shard cut short", "truncate", FROM_PREVIOUS, changed(_truncate)),
-    Fault(12, "hole of zeros", "4 KB of a shard", FROM_PREVIOUS, changed(_zero_hole)),
-    Fault(12, "shard missing", "rm", FROM_PREVIOUS, changed(_remove_shard)),
-    Fault(12, "shard of another generation", "cp", FROM_PREVIOUS, changed(_other_generation), quick=True),
+    Fault(12, "one bit flipped", "newest shard", TWO, damaged("shard(0)", flip), quick=True),
+    Fault(12, "one bit flipped, run alive", "newest shard; kill -9 rank 1", TWO, newest_of_a_living_run),
+    Fault(12, "one bit of the manifest flipped", "newest manifest", TWO, damaged("manifest", flip)),
+    Fault(12, "shard cut short", "truncate", TWO, damaged("shard(0)", truncate)),
+    Fault(12, "hole of zeros", "4 KB of a shard", TWO, damaged("shard(0)", hole)),
+    Fault(12, "shard missing", "rm", TWO, damaged("shard(0)", missing)),
+    Fault(12, "shard of another generation", "cp", TWO, damaged("shard(0)", generation), quick=True),
     Fault(17, "ranks told different checkpoints", "rank 1's start data", Expected(code=exits.REFUSED, equal=None),
           told_differently),
-    Fault(22, "pickles planted", "beside the shards and as one", FROM_PREVIOUS, planted(_plant_pickles), quick=True),
-    Fault(22, "manifest names ../../ file", "sealed manifest", FROM_PREVIOUS, planted(_point_outside)),
-    Fault(22, "shard is a symbolic link", "ln -s", FROM_PREVIOUS, planted(_link_outside)),
-    Fault(22, "header of 2^62 bytes", "sealed manifest", FROM_PREVIOUS, planted(_huge_header)),
+    Fault(22, "pickles planted", "beside the shards and as one", TWO, changed(_plant_pickles), quick=True),
+    Fault(22, "manifest names ../../ file", "sealed manifest", TWO, changed(_point_outside)),
+    Fault(22, "shard is a symbolic link", "ln -s", TWO, changed(_link_outside)),
+    Fault(22, "header of 2^62 bytes", "sealed manifest", TWO, changed(_huge_header)),
 )  # fmt: skip

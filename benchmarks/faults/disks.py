@@ -27,6 +27,7 @@ class Disk:
         self.point = point
         self.size_mb = size_mb
         self.image = image  # an ext4 in this file; without one, a tmpfs
+        self.filler = point / "somebody-elses-file"
         self._frozen = False
 
     def __enter__(self) -> "Disk":
@@ -51,25 +52,23 @@ class Disk:
         else:
             call("mount", "-o", "loop", str(self.image), str(self.point))
 
-    def unmount(self) -> None:
-        """Unmount it as soon as nobody holds it."""
-        argv = ["umount", str(self.point)]
-        wait_for("the unmount", lambda: subprocess.run(argv, capture_output=True, check=False).returncode == 0, 20.0)
+    def remount(self) -> None:
+        """Unmount it as soon as nobody holds it, and mount it again."""
+        _when_free("umount", str(self.point))
+        self.mount()
 
     def fill(self, *, leave_bytes: int) -> Path:
         """Let a file grow until so much is left; return it."""
-        path = self.point / "somebody-elses-file"
-        with path.open("ab") as file:
+        with self.filler.open("ab") as file:
             room = shutil.disk_usage(self.point).free - leave_bytes
             if room > 0:
                 with suppress(OSError):  # somebody else was faster
                     os.posix_fallocate(file.fileno(), file.tell(), room)
-        return path
+        return self.filler
 
     def make_readonly(self) -> None:
         """Remount it read-only, as ext4 does by itself after an error; waits for a moment without open writers."""
-        argv = ["mount", "-o", "remount,ro", str(self.point)]
-        wait_for("the remount", lambda: subprocess.run(argv, capture_output=True, check=False).returncode == 0, 20.0)
+        _when_free("mount", "-o", "remount,ro", str(self.point))
 
     def make_writable(self) -> None:
         """Remount it as it was."""
@@ -96,6 +95,11 @@ class Disk:
             fcntl.ioctl(descriptor, number, argument)
         finally:
             os.close(descriptor)
+
+
+def _when_free(*argv: str) -> None:
+    """Run a tool of the system's until it succeeds."""
+    wait_for(argv[0], lambda: subprocess.run(argv, capture_output=True, check=False).returncode == 0, 20.0)
 
 
 def call(*argv: str, check: bool = True) -> None:

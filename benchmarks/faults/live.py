@@ -1,23 +1,27 @@
 """A run that is about to be hurt: a `muster` of its own process, what it writes, and its processes."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from muster.jobs.basics import boot
 from muster.jobs.basics.files import read_lines
+from muster.jobs.machine import linux
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
 
 DEADLINE_S = 90.0
 POLL_S = 0.003
+LEAST_STEPS = 10  # that training does while something else stands still
 BENT = Path(__file__).with_name("bent.py")
+AGENT, WARM = b"muster.launch.agent", b"muster.jobs.node.warm"
 T = TypeVar("T")
 
 
@@ -41,81 +45,72 @@ def wait_for(what: str, condition: Callable[[], T | None], deadline_s: float = D
 
 @dataclass
 class Live:
-    """A started `muster run` or `muster resume`, and its run folder."""
+    """A started `muster run` or `muster resume`, its run folder, and what a row of the matrix finds out about it."""
 
     process: "subprocess.Popen[bytes]"
     root: Path
     said: Path  # its standard error
     first_attempt: int = 0  # of this supervisor
+    notes: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
     @property
     def run(self) -> RunDir:
         """The run folder; waits for it."""
-
-        def found() -> Path | None:
-            entries = list(self.root.iterdir()) if self.root.is_dir() else []
-            return next((each for each in entries if (each / "events.jsonl").is_file()), None)
-
-        if self.process.poll() is None or found() is None:
-            return RunDir(wait_for(f"a run folder in {self.root}", found))
-        return RunDir(found() or self.root)
+        found = wait_for(f"a run folder in {self.root}", lambda: next(self.root.glob("*/events.jsonl"), None))
+        return RunDir(found.parent)
 
     # What it has written --------------------------------------------------------------------------------------------
 
+    def wait(self, what: str, condition: Callable[[], T | None], deadline_s: float = DEADLINE_S) -> T:
+        """Return what a condition gives as soon as it is true.
+
+        Raises:
+            WaitedInVainError: the deadline has passed, or the run has ended.
+        """
+
+        def found() -> T | None:
+            has_ended = self.process.poll() is not None
+            value = condition()
+            if has_ended and not value:
+                raise WaitedInVainError(f"{what}: the run has ended; {self.last_words()}")
+            return value
+
+        return wait_for(what, found, deadline_s)
+
     def events(self, name: str | None = None, *, attempt: int | None = None) -> list[dict[str, Any]]:
         """Return its events, of one name and attempt if they are given."""
-        rows = read_lines(self.run.events)
         return [
             row
-            for row in rows
-            if (name is None or row["event"] == name) and (attempt is None or row.get("attempt") == attempt)
+            for row in read_lines(self.run.events)
+            if name in (None, row["event"]) and attempt in (None, row.get("attempt"))
         ]
 
     def wait_event(self, name: str, *, attempt: int | None = None, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
         """Return the first event of a name (and attempt) as soon as there is one."""
-
-        def found() -> dict[str, Any] | None:
-            rows = self.events(name, attempt=attempt)
-            if not rows and self.process.poll() is not None:
-                raise WaitedInVainError(f"{name} of attempt {attempt}: the run has ended; {self.last_words()}")
-            return rows[0] if rows else None
-
-        return wait_for(f"the event {name} of attempt {attempt}", found, deadline_s)
+        what = f"the event {name} of attempt {attempt}"
+        return self.wait(what, lambda: self.events(name, attempt=attempt), deadline_s)[0]
 
     def steps(self, attempt: int | None = None) -> int:
         """Return the newest step that the run's metrics have, of an attempt or of any."""
-        rows = read_lines(self.run.metrics) if self.run.metrics.exists() else []
+        rows = read_lines(self.run.metrics)
         return max((row["step"] for row in rows if attempt in (None, row["attempt"])), default=0)
 
-    def wait_step(self, step: int, attempt: int | None = None) -> int:
+    def wait_step(self, step: int, attempt: int | None = None) -> None:
         """Return when a step is in the metrics."""
-
-        def reached() -> int | None:
-            if self.process.poll() is not None:
-                raise WaitedInVainError(f"step {step}: the run has ended; {self.last_words()}")
-            done = self.steps(attempt)
-            return done if done >= step else None
-
-        return wait_for(f"step {step}", reached)
+        self.wait(f"step {step}", lambda: self.steps(attempt) >= step)
 
     def committed(self) -> list[Path]:
         """List the checkpoints that have a manifest, by step and attempt."""
         return sorted(each.parent for each in self.run.checkpoints.glob("step-*/MANIFEST.json"))
 
-    def wait_committed(self, count: int) -> list[Path]:
-        """Return the checkpoints when there are as many."""
-
-        def enough() -> list[Path] | None:
-            if self.process.poll() is not None:
-                raise WaitedInVainError(f"{count} checkpoints: the run has ended; {self.last_words()}")
-            found = self.committed()
-            return found if len(found) >= count else None
-
-        return wait_for(f"{count} checkpoints", enough)
+    def wait_committed(self, count: int) -> None:
+        """Return when there are as many checkpoints."""
+        self.wait(f"{count} checkpoints", lambda: len(self.committed()) >= count)
 
     def attempts(self) -> list[dict[str, Any]]:
         """Return the rows of attempts.jsonl."""
-        return list(read_lines(self.run.attempts)) if self.run.attempts.exists() else []
+        return list(read_lines(self.run.attempts))
 
     def last_words(self) -> str:
         """Return the end of what it said."""
@@ -127,45 +122,38 @@ class Live:
     def ranks(self, attempt: int | None = None) -> dict[int, int]:
         """Return pid by rank, once all nodes of an attempt (the newest) have started theirs."""
         self.wait_event("attempt", attempt=attempt)
-        newest = self.events("attempt")[-1]["attempt"] if attempt is None else attempt
+        begun = self.events("attempt", attempt=attempt)[-1]
 
         def all_started() -> dict[int, int] | None:
-            size = self.events("attempt", attempt=newest)[-1]["world_size"]
-            rows = self.events("started", attempt=newest)
+            rows = self.events("started", attempt=begun["attempt"])
             pids = {int(rank): int(pid) for row in rows for rank, pid in row["ranks"]}
-            return pids if len(pids) == size else None
+            return pids if len(pids) == begun["world_size"] else None
 
-        return wait_for(f"the ranks of attempt {newest}", all_started)
+        return wait_for(f"the ranks of attempt {begun['attempt']}", all_started)
 
     def agents(self) -> list[int]:
         """List the pids of a local run's agents, in node order; an agent carries no run id, for it serves attempts."""
-        found = [pid for pid in children(self.process.pid) if b"muster.launch.agent" in arguments_of(pid)]
+        found = [pid for pid in children(self.process.pid) if AGENT in arguments_of(pid)]
         return sorted(found, key=lambda pid: int(arguments_of(pid).rpartition(b"--node\0")[2].partition(b"\0")[0]))
 
     def keepers(self) -> list[int]:
         """List the keepers: children of a warm process."""
-        found = self.tree()
-        warm = [pid for pid in found if b"muster.jobs.node.warm" in arguments_of(pid)]
+        warm = {pid for pid in processes.of_run(self.run.run_id) if WARM in arguments_of(pid)}
         # A fork has its parent's arguments: the warm process is the one whose parent is no warm process.
-        roots = [pid for pid in warm if b"muster.jobs.node.warm" not in arguments_of(parent(pid))]
-        return [pid for pid in warm if parent(pid) in roots]
+        roots = warm - {child for pid in warm for child in children(pid)}
+        return sorted(child for root in roots for child in children(root) if child in warm)
 
     def store(self) -> int:
         """Return the store: a keeper's child that is no rank."""
-        ranks = set(self.ranks().values())
-        keepers = set(self.keepers())
-        found = [pid for pid in self.tree() if parent(pid) in keepers and pid not in ranks]
+        ranks = self.ranks().values()
+        found = [pid for keeper in self.keepers() for pid in children(keeper) if pid not in ranks]
         if not found:
             raise WaitedInVainError("no store process found below the keepers")
         return found[0]
 
-    def writers(self, rank_pid: int) -> list[int]:
-        """List the processes below a rank: the helper that writes its checkpoints, its data loaders."""
-        return [pid for pid in self.tree() if parent(pid) == rank_pid]
-
-    def tree(self) -> list[int]:
-        """List every process of the run but its supervisor."""
-        return [pid for pid in processes.of_run(self.run.run_id) if pid != self.process.pid]
+    def helpers(self) -> list[int]:
+        """List the processes below the ranks, which write their checkpoints."""
+        return [helper for pid in self.ranks().values() for helper in children(pid)]
 
     # Its end --------------------------------------------------------------------------------------------------------
 
@@ -182,51 +170,38 @@ class Live:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        try:
-            run_id = self.run.run_id
-        except WaitedInVainError:
-            return  # it never made a folder: nothing was started
-        try:
-            wait_for("the run's processes to go", lambda: not processes.of_run(run_id), 20.0)
-        except WaitedInVainError:
-            processes.kill_run(run_id, term_s=0.0)  # frozen ones cannot go by themselves
-            raise
+        for path in self.root.glob("*/events.jsonl"):  # without one, nothing was started
+            run_id = RunDir(path.parent).run_id
+            try:
+                wait_for("the run's processes to go", partial(_has_gone, run_id), 20.0)
+            except WaitedInVainError:
+                processes.kill_run(run_id, term_s=0.0)  # frozen ones cannot go by themselves
+                raise
 
 
-def start(
-    folder: Path,
-    text: str,
-    *arguments: str,
-    env: Mapping[str, str] | None = None,
-    bend: str = "",
-    runs: Path | None = None,
-) -> Live:
-    """Start `muster run` of a job's text; `bend` is a fault inside of the ranks (bent.py)."""
+def start(folder: Path, text: str, *arguments: str, runs: Path | None = None, **options: Any) -> Live:
+    """Start `muster run` of a job's text; `options` are those of `_muster`."""
     folder.mkdir(parents=True, exist_ok=True)
-    job = folder / "job.yaml"
+    job, said = folder / "job.yaml", folder / "said.txt"
     job.write_text(text)
     root = runs or folder / "runs"
-    said = folder / "said.txt"
-    return Live(_muster("run", [str(job), "--runs", str(root), *arguments], said, env, bend), root, said)
+    return Live(_muster("run", [str(job), "--runs", str(root), *arguments], said, **options), root, said)
 
 
-def resume(live: Live, *arguments: str, env: Mapping[str, str] | None = None, bend: str = "") -> Live:
+def resume(live: Live, *arguments: str, **options: Any) -> Live:
     """Start `muster resume` of a run whose supervisor has ended."""
     first = 1 + max(live.run.attempt_numbers(), default=-1)
-    given = [live.run.run_id, "--runs", str(live.root), *arguments]
-    return Live(_muster("resume", given, live.said, env, bend), live.root, live.said, first)
-
-
-def muster(*arguments: str, timeout_s: float = 60.0) -> "subprocess.CompletedProcess[str]":
-    """Call a `muster` command and wait for it."""
-    argv = [sys.executable, "-m", "muster", *arguments]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
+    process = _muster("resume", [live.run.run_id, "--runs", str(live.root), *arguments], live.said, **options)
+    return Live(process, live.root, live.said, first, live.notes, live.wrong)
 
 
 def _muster(
-    verb: str, arguments: Sequence[str], said: Path, env: Mapping[str, str] | None, bend: str
+    verb: str, arguments: Sequence[str], said: Path, *, env: Mapping[str, str] | None = None, bend: str = ""
 ) -> "subprocess.Popen[bytes]":
-    argv = [sys.executable, str(BENT), bend] if bend else [sys.executable, "-m", "muster"]
+    """Start a `muster` command; `bend` is a fault inside of the ranks (bent.py)."""
+    argv = [sys.executable, "-m", "muster"]
+    if bend:
+        argv = [*boot.module_argv(sys.executable, "muster.bent", str(_bent_root(said.parent))), bend]
     with said.open("ab") as errors:
         return subprocess.Popen(
             [*argv, verb, *arguments],
@@ -238,28 +213,52 @@ def _muster(
         )
 
 
+def _bent_root(folder: Path) -> Path:
+    """Return a root of code that has bent.py in its package: processes of ours import nothing from anywhere else."""
+    root = folder / "code"
+    if not root.exists():
+        (root / "muster").mkdir(parents=True)
+        for each in Path(boot.CODE_ROOT, "muster").iterdir():
+            (root / "muster" / each.name).symlink_to(each.resolve())
+        (root / "muster" / BENT.name).symlink_to(BENT)
+    return root
+
+
+def box(*words: str) -> None:
+    """Call `muster box`.
+
+    Raises:
+        WaitedInVainError: it refused.
+    """
+    argv = [sys.executable, "-m", "muster", "box", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        raise WaitedInVainError(f"muster box {' '.join(words)}: {done.stderr.strip()[-300:]}")
+
+
 def signal_all(pids: Sequence[int], number: signal.Signals) -> None:
     """Signal processes; one that has just gone is no matter."""
     for pid in pids:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+        linux.kill_quietly(pid, number)
 
 
-def parent(pid: int) -> int:
-    """Return a process's parent; 0 when it has gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[1])
+def _has_gone(run_id: str) -> bool:
+    return not processes.of_run(run_id)
+
+
+def trains_on(live: Live, seconds: float, while_stands: str) -> None:
+    """Note how many steps are trained in some seconds; few are wrong."""
+    first = live.steps()
+    time.sleep(seconds)
+    noted = f"{live.steps() - first} steps while {while_stands} stood"
+    live.notes.append(noted)
+    if live.steps() - first <= LEAST_STEPS:
+        live.wrong.append(f"only {noted}: training waited")
 
 
 def children(pid: int) -> list[int]:
     """List a process's children."""
-    every = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return [each for each in every if parent(each) == pid]
+    return linux.all_children().get(pid, [])
 
 
 def arguments_of(pid: int) -> bytes:
@@ -268,17 +267,3 @@ def arguments_of(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def read_rank_lines(live: Live, mark: str) -> list[float]:
-    """Return the times at the end of the lines with which ranks say, on standard error, that they are bent."""
-    found = []
-    for path in live.run.path.glob("attempt-*/rank-*.err"):
-        lines = [line for line in path.read_text(errors="replace").splitlines() if line.startswith(mark)]
-        found += [float(line.rpartition(", ")[2]) for line in lines]
-    return found
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file."""
-    return json.loads(path.read_text())

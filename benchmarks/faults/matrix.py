@@ -1,11 +1,11 @@
 """All rows, and what cannot be injected here."""
 
-from faults import contents, nodes, processes, resumes, storage
+from faults import contents, kills, nodes, processes, resumes, storage
 from faults.table import Absent, Fault
 
 FAULTS: tuple[Fault, ...] = tuple(
     sorted(
-        (*processes.FAULTS, *nodes.FAULTS, *contents.FAULTS, *storage.FAULTS, *resumes.FAULTS),
+        (fault for rows in (processes, nodes, kills, contents, storage, resumes) for fault in rows.FAULTS),
         key=lambda fault: fault.number,  # stable: rows of one number keep their order
     )
 )

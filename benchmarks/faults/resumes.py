@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from faults.bench import Bench, killed_then_resumed
+from faults.bench import Bench
 from faults.disks import call
-from faults.live import Live, resume, signal_all
+from faults.live import Live, resume, signal_all, wait_for
 from faults.state import largest_difference, last_step, tensors
 from faults.table import Expected, Fault, Outcome
 from faults.work import MODEL, job
@@ -28,11 +28,7 @@ LONG_BYTES = 8
 def on_other_ranks(*sizes: int, virtual_ranks: int = 4) -> Callable[[Bench], Outcome]:
     """Return a row's run: the supervisor is killed, and the run resumed on another number of ranks, again and again."""
     text = job(nodes=1, ranks=2, train={"virtual_ranks": virtual_ranks}, steps=90)
-
-    def run(bench: Bench) -> Outcome:
-        return bench.hurt(text, _kill, then=_resumed_on(sizes, killed=True))
-
-    return run
+    return lambda bench: bench.hurt(text, Live.kill, then=lambda live: _resumed_on(live, sizes))
 
 
 def in_float64(bench: Bench) -> Outcome:
@@ -47,37 +43,31 @@ def in_float64(bench: Bench) -> Outcome:
         "mode": "ddp",
         "model": {**MODEL, "dropout": 0},
     }
-    train_text = job(nodes=1, ranks=2, train=train, steps=90)
-    found: list[float] = []
-    wanted = bench.reference(train_text)
+    text = job(nodes=1, ranks=2, train=train, steps=90)
+    wanted = bench.reference(text)
 
-    def then(live: Live, code: int) -> Live:
-        last = _resumed_on((1, 4), killed=True)(live, code)
+    def then(live: Live) -> Live:
+        last = _resumed_on(live, (1, 4))
         last.end()
-        found.append(largest_difference(tensors(last.run), wanted))
+        found = largest_difference(tensors(last.run), wanted)
+        live.notes.append(f"largest difference {found:.2g}")
+        if found > CLOSE:
+            live.wrong.append(f"largest difference {found:.2g}, at most {CLOSE:g}")
         return last
 
-    outcome = bench.hurt(train_text, _kill, then=then)
-    wrong = () if found[0] <= CLOSE else (f"largest difference {found[0]:.2g}, at most {CLOSE:g}",)
-    return replace(outcome, equal=None, notes=(f"largest difference {found[0]:.2g}",), wrong=(*outcome.wrong, *wrong))
+    return replace(bench.hurt(text, Live.kill, then=then), equal=None)
 
 
-def _resumed_on(sizes: Sequence[int], *, killed: bool) -> Callable[[Live, int], Live]:
+def _resumed_on(live: Live, sizes: Sequence[int]) -> Live:
     """Resume on each number of ranks; all but the last are killed after ten new steps."""
-
-    def then(live: Live, code: int) -> Live:
-        for size in sizes:
-            done = live.steps()
-            live = resume(live, "--ranks-per-node", str(size))
-            live.wait_event("first_step", attempt=live.first_attempt)
-            if size is not sizes[-1] or len(sizes) == 1:
-                if len(sizes) == 1:
-                    break
-                live.wait_step(done + 10, live.first_attempt)
-                live.kill()
-        return live
-
-    return then
+    for number, size in enumerate(sizes, start=1):
+        done = live.steps()
+        live = resume(live, "--ranks-per-node", str(size))
+        live.wait_event("first_step", attempt=live.first_attempt)
+        if number < len(sizes):
+            live.wait_step(done + 10, live.first_attempt)
+            live.kill()
+    return live
 
 
 # Drains ---------------------------------------------------------------------------------------------
@@ -88,39 +78,31 @@ def drained(
 ) -> Callable[[Bench], Outcome]:
     """Return a row's run: the supervisor is told to stop, then the run is resumed."""
 
-    def run(bench: Bench) -> Outcome:
-        notes: list[str] = []
-
-        def act(live: Live) -> float:
-            if frozen_rank:
-                signal_all([live.ranks()[1]], signal.SIGSTOP)
-            began = time.time()
+    def act(live: Live) -> float:
+        if frozen_rank:
+            signal_all([live.ranks()[1]], signal.SIGSTOP)
+        began = time.time()
+        live.process.send_signal(number)
+        if twice:
+            live.wait_event("draining")
             live.process.send_signal(number)
-            if twice:
-                live.wait_event("draining")
-                live.process.send_signal(number)
-            return began
+        return began
 
-        def then(live: Live, code: int) -> Live:
-            notes.append(f"trained to {live.steps()}, saved {last_step(live.run)}")
-            return resume(live)
+    def then(live: Live) -> Live:
+        live.notes.append(f"trained to {live.steps()}, saved {last_step(live.run)}")
+        return resume(live)
 
-        outcome = bench.hurt(job(steps=200), act, ready=ready, then=then)
-        return replace(outcome, notes=(*outcome.notes, *notes))
-
-    return run
+    return lambda bench: bench.hurt(job(steps=200), act, ready=ready, then=then)
 
 
 def failing(what: str, step: int, attempts: str, rank: str = "1") -> Callable[[Bench], Outcome]:
     """Return a row's run: a rank fails by itself, in all the attempts given."""
-
-    def run(bench: Bench) -> Outcome:
-        def act(live: Live) -> float:
-            return float(live.wait_event("exited", attempt=0)["time"])
-
-        return bench.hurt(PLAIN, act, ready=lambda live: live.ranks(0), bend=f"{what}:{rank}:{step}:{attempts}")
-
-    return run
+    return lambda bench: bench.hurt(
+        PLAIN,
+        lambda live: float(live.wait_event("exited", attempt=0)["time"]),
+        ready=lambda live: live.ranks(0),
+        bend=f"{what}:{rank}:{step}:{attempts}",
+    )
 
 
 def not_a_number(bench: Bench) -> Outcome:
@@ -181,26 +163,15 @@ def ports_taken(bench: Bench) -> Outcome:
     return outcome if left else replace(outcome, wrong=(*outcome.wrong, "a stranger's file in /dev/shm was removed"))
 
 
-def _kill(live: Live) -> float:
-    kill, _ = killed_then_resumed()
-    return kill(live)
+def _in_step(live: Live) -> None:
+    live.wait_step(24)
 
 
-def _in_step(live: Live) -> object:
-    return live.wait_step(24)
-
-
-def _in_save(live: Live) -> object:
+def _in_save(live: Live) -> None:
     """Wait for a checkpoint that is being written."""
-    from faults.live import wait_for
-
     live.wait_committed(1)
-
-    def unfinished() -> bool:
-        folders = live.run.checkpoints.glob("step-*")
-        return any(not (each / "MANIFEST.json").exists() for each in folders)
-
-    return wait_for("a save in flight", unfinished)
+    folders = live.run.checkpoints
+    wait_for("a save in flight", lambda: any(not (each / "MANIFEST.json").exists() for each in folders.glob("step-*")))
 
 
 DRAINED = Expected(code=exits.STOPPED, attempts=2, detect_s=0.5)

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Mapping
 
 from muster.jobs.basics.errors import MusterError
+from muster.jobs.checkpoint.manifest import Manifest
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.checkpoint.verify import verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
@@ -13,6 +14,18 @@ from muster.jobs.runfolder.rundir import RunDir
 
 class NoStateError(Exception):
     """A run has no checkpoint that could be compared."""
+
+
+def contents(folder: CheckpointDir, manifest: Manifest) -> dict[str, bytes]:
+    """Return the bytes of every tensor of a checkpoint."""
+    found = {}
+    with Reader(folder, manifest) as reader:
+        for name in reader.names():
+            piece = reader.piece(name)
+            buffer = bytearray(piece.nbytes)
+            reader.read_into(piece, buffer)
+            found[name] = bytes(buffer)
+    return found
 
 
 def last_checkpoint(run: RunDir) -> CheckpointDir:
@@ -35,17 +48,9 @@ def tensors(run: RunDir) -> dict[str, bytes]:
     """
     folder = last_checkpoint(run)
     try:
-        manifest = verify(folder)
-        with Reader(folder, manifest) as reader:
-            found = {}
-            for name in reader.names():
-                piece = reader.piece(name)
-                buffer = bytearray(piece.nbytes)
-                reader.read_into(piece, buffer)
-                found[name] = bytes(buffer)
+        return contents(folder, verify(folder))
     except MusterError as error:
         raise NoStateError(str(error)) from error
-    return found
 
 
 def last_step(run: RunDir) -> int:

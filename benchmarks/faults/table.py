@@ -1,6 +1,6 @@
 """Rows before text: what a fault is, what came of it, and the table and JSON of all."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -98,12 +98,11 @@ class Row:
     def record(self) -> Mapping[str, Any]:
         """Return the row of the JSON."""
         fault = self.fault
-        head = {"number": fault.number, "name": fault.name, "inject": fault.inject, "where": fault.where}
         return {
-            **head,
+            **{name: getattr(fault, name) for name in ("number", "name", "inject", "where")},
             "expected": asdict(fault.expected),
             **asdict(self.outcome),
-            "passed": not self.failures,
+            "reached": not self.failures,
             "failures": self.failures,
             "seconds": round(self.seconds, 2),
         }
@@ -124,13 +123,6 @@ def line(row: Row) -> str:
     )
     more = [*row.failures, *(f"({note})" for note in found.notes)]
     return "\n".join([text, *(f"{'':>5}{each}" for each in more)])
-
-
-def summary(rows: Sequence[Row], absent: Sequence[Absent]) -> list[str]:
-    """Return the lines below the table."""
-    lines = [f"not injected: {each.number} {each.name}: {each.reason}" for each in absent]
-    failed = sum(bool(row.failures) for row in rows)
-    return [*lines, f"{len(rows)} faults injected, {len(rows) - failed} as expected, {failed} not"]
 
 
 def _seconds(value: float | None) -> str:

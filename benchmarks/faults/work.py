@@ -13,7 +13,6 @@ def job(
     steps: int = 100,
     every: int = 10,
     train: dict[str, Any] | None = None,
-    checkpoint: dict[str, Any] | None = None,
     restart: dict[str, Any] | None = None,
     **keys: Any,
 ) -> str:
@@ -36,7 +35,7 @@ def job(
             "optimizer": {"name": "adamw", "lr": 1e-3},
             **(train or {}),
         },
-        "checkpoint": {"every_steps": every, **(checkpoint or {})},
+        "checkpoint": {"every_steps": every},
         "restart": {"max": 5, "min_nodes": 1, "backoff": 0.1, **(restart or {})},
         **keys,
     }

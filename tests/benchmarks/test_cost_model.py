@@ -1,6 +1,7 @@
 """The cost model's benchmark on drawn clusters: what it prints, and when it says that something is out of reach."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import cost_model
@@ -16,7 +17,7 @@ OPERATIONS = ("all_reduce", "broadcast", "all_to_all")
 
 
 def printed(result: Result, reach: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str], dict[str, object]]:
-    code = cost_model.report(result, "drawn", reach)
+    code = cost_model.report(result, "drawn", reach, Namespace(json=None))
     lines = capsys.readouterr().out.splitlines()
     return code, lines, json.loads(lines[-1])
 

@@ -1,12 +1,19 @@
-"""A stub for benchmarks/thousand_nodes.py: one process that is a thousand agents, each on a connection of its own.
+"""What `starts.py thousand` runs: a real supervisor of a thousand nodes, and the stub that is all of their agents.
 
-python thousand_stub.py ADDRESS:PORT NODES RANKS_PER_NODE CODE        (the secret comes in MUSTER_SECRET)
+    python thousand.py supervise JOB RUNS NODES RANKS_PER_NODE
+    python thousand.py agents ADDRESS:PORT NODES RANKS_PER_NODE CODE        (the secret comes in MUSTER_SECRET)
+
+The stub is one process with a connection for each node, which speaks the agents' protocol.
 """
 
+import argparse
 import asyncio
+import json
 import os
+import resource
 import sys
 import time
+from dataclasses import replace
 
 from muster.launch.agent import DIAL_PAUSE_S
 from muster.launch.wire.channel import START_BYTES
@@ -105,11 +112,42 @@ async def agent(node: int, ranks: int, dialled: str, code: str) -> None:
                 tell(*life(message, ranks, now))
 
 
-async def main() -> None:
+async def agents(dialled: str, nodes: int, ranks: int, code: str) -> None:
     """Be all agents."""
-    nodes, ranks, code = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    await asyncio.gather(*(agent(node, ranks, sys.argv[1], code) for node in range(nodes)))
+    await asyncio.gather(*(agent(node, ranks, dialled, code) for node in range(nodes)))
+
+
+def supervise(job: str, runs: str, nodes: int, ranks: int) -> int:
+    """Run the job against the stub, in this process."""
+    from muster.launch.commands import run
+    from muster.launch.common.fingerprint import fingerprint
+    from muster.launch.common.options import given
+    from muster.launch.submit.prepare import prepare
+    from muster.launch.submit.request import Request
+    from muster.launch.submit.start import write_run
+    from muster.launch.supervision.console import Console
+    from muster.launch.supervision.supervisor import Supervisor
+    from muster.launch.transports.dialled import Dialled, Starter
+
+    parser = argparse.ArgumentParser()
+    run.configure(parser)
+    args = parser.parse_args([job, "--runs", runs, "-w", f"stub[0000-{nodes - 1:04d}]", "--on", "pdsh"])
+    prepared = prepare(given(args, Request))
+    write_run(prepared)
+
+    def argv(connect: str) -> list[str]:
+        return [sys.executable, __file__, "agents", connect, str(nodes), str(ranks), fingerprint()]
+
+    transport = Dialled("stub", nodes, run=prepared.context.run, starter=Starter(argv=argv), towards="127.0.0.1")
+    context = replace(prepared.context, remote=True)
+    code = asyncio.run(Supervisor(context, transport, Console(quiet=True)).run()).code
+    print(json.dumps({"memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+    return code
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    what, where, *words = sys.argv[1:]
+    if what == "agents":
+        asyncio.run(agents(where, int(words[0]), int(words[1]), words[2]))
+    else:
+        sys.exit(supervise(where, words[0], int(words[1]), int(words[2])))
