@@ -45,7 +45,7 @@ class Ledger:
         header = Header(
             name=self.name,
             world=self.company.world,
-            settings=self.settings.model_dump(mode="json"),
+            settings=self.settings,
             hosts=self.company.hosts,
             torch=torch.__version__,
             nccl=nccl_version() if self.company.world.backend == "nccl" else "",

@@ -3,7 +3,7 @@
     group     what is measured
     control   gloo, beside it: barriers, and the ranks' times
 
-What it tells its conductor (`forked.py`), of which only rank 0's is more than how far it is:
+What it tells its conductor, of which only rank 0's is more than how far it is:
 {"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}; of pairs {"meet": two nodes or null} and, round by
 round, {"pairs": [Pair, with all its samples so far]}.
 """

@@ -7,7 +7,6 @@ from muster.collectives_bench.plan import cells_of, order_of
 from muster.collectives_bench.records import Block, Cell, Header, Pair
 from muster.collectives_bench.results.files import FORMAT
 from muster.collectives_bench.results.table import cell_text, way_of, world_text
-from muster.collectives_bench.settings import BenchSettings
 from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
@@ -52,9 +51,8 @@ class CollectivesView:
 
     def _take(self, record: Record) -> None:
         if isinstance(record, Header):
-            settings = BenchSettings.model_validate(record.settings)
-            self.header, self.launches = record, settings.launches
-            self.cells = [] if settings.pairs else cells_of(settings, record.world.ranks)
+            self.header, self.launches = record, record.settings.launches
+            self.cells = [] if record.settings.pairs else cells_of(record.settings, record.world.ranks)
         elif isinstance(record, Block):
             self.blocks.append(record)
             self._done.setdefault(record.launch, set()).add(record.cell)
@@ -95,7 +93,7 @@ class CollectivesView:
         if self.header is None or self.is_over:
             return None
         done = self._done.get(self.launch, set())
-        order = order_of(self.cells, self.launch, int(self.header.settings.get("seed", 0)))
+        order = order_of(self.cells, self.launch, self.header.settings.seed)
         return next((self.cells[index] for index in order if self.cells[index] not in done), None)
 
     def median_us(self, cell: Cell) -> float | None:
