@@ -31,13 +31,15 @@ def parse_size(text: str | float) -> int:
 
 
 def parse_sizes(text: str | float) -> list[int]:
-    """Return the sizes that a word stands for: a size, a list by name, or a range FROM:TO[:FACTOR] (factor 2).
+    """Return the sizes that words stand for, with commas between: a size, a list by name, a range FROM:TO[:FACTOR].
 
     Raises:
         ValueError: it is none of these.
     """
     if not isinstance(text, str):  # of a job file: 1e9 is a float there
         return [parse_size(text)]
+    if "," in text:
+        return [size for word in text.split(",") for size in parse_sizes(word.strip())]
     if text in LISTS:
         return list(LISTS[text])
     if ":" not in text:

@@ -1,7 +1,7 @@
 """The conductor: what a rank's own process does. It forks a player for each launch, watches it, and never joins in.
 
     conductors               rank 0's leads: it says what is played, judges what went wrong, writes the file
-    TRY/order                the leader's: {"launch": n, "cells": [...]}, or null: it is over
+    TRY/order                the leader's: an `Order`, or null: it is over
     TRY/trouble              anybody's: a player has failed or stands still; everybody's is ended
     TRY/ending/RANK          how that rank's player ended; the leader waits for all, then says what comes next
     leaving/RANK             that rank has been asked to end, by SIGTERM
@@ -95,8 +95,7 @@ class Conductor:
                 self._number += 1
                 self._tries += 1
                 order = Order(self._number, launch, tuple(agenda.left), ledger.failed_pairs)
-                said = {"launch": launch, "cells": order.cells, "without": order.without}
-                self.company.say(f"{self._number}/order", said)
+                self.company.say(f"{self._number}/order", asdict(order))
                 endings = self._endings(ledger, order, self._perform(order))
                 if any(each.how != "done" for each in endings):
                     self._write_failure(ledger, endings)
@@ -166,10 +165,7 @@ class Conductor:
         self._number += 1
         self._wait(key := f"{self._number}/order", time.monotonic() + NEXT_ORDER_S)
         said = self.company.hear(key, ENDINGS_S)
-        if said is None:
-            return None
-        without = tuple((one, other) for one, other in said["without"])
-        return Order(self._number, said["launch"], tuple(said["cells"]), without)
+        return None if said is None else Order(**said)
 
     def _wait(self, key: str, deadline: float) -> None:
         """Wait for a value until then (monotonic seconds); errors as `Company.hear`, and `Leaving`."""

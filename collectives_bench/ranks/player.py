@@ -46,8 +46,8 @@ class Order:
 
     number: int
     launch: int
-    cells: tuple[int, ...]
-    without: tuple[tuple[int, int], ...] = ()  # pairs of nodes that have failed in this launch
+    cells: Sequence[int]
+    without: Sequence[Sequence[int]] = ()  # pairs of nodes that have failed in this launch
 
 
 class Stage:
@@ -130,7 +130,7 @@ class Stage:
         reason = memory.refusal(cell, nbytes, ranks=(self.size, here), memory_share=share)
         if reason is None and self.device.type == "cuda":
             reason = memory.gpu_refusal(cell, nbytes, ranks=self.size, memory_share=share)
-        return memory.agreed_refusal(reason, self.voices.group)
+        return next((each for each in self.voices.told(reason) if each), None)  # the same on all ranks
 
     def _measure(self, cell: Cell, nbytes: int, call: Call) -> Block:
         sampler, parts = self.sampler, call.parts

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from muster.collectives_bench.results import stats
 from muster.collectives_bench.settings import BenchSettings
 
 Run = Callable[[], None]
+Told = TypeVar("Told")
 
 WARM_UP_S: Final = 0.5
 AGREE: Final = 0.2  # two successive calls that differ by less than this are warm
@@ -75,6 +76,13 @@ class Voices:
         dist.all_gather(everybody, own, group=self.group)
         rows: list[list[float]] = [each.tolist() for each in everybody]
         return rows
+
+    def told(self, mine: Told) -> list[Told]:
+        """Return what every rank tells, in rank order: any value, for where no time is measured."""
+        self.beat()
+        everybody = [mine] * self.size
+        dist.all_gather_object(everybody, mine, group=self.group)
+        return everybody
 
 
 class HostClock:

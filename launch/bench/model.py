@@ -1,7 +1,7 @@
 """`muster bench model`: time models alone - forward, backward, whole steps - on this machine or on a cluster's node."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, get_args
@@ -10,7 +10,7 @@ from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.files import read_timings, write_csv, write_timings
-from muster.jobs.timing.settings import ALL, NAMES, Pass, TimingSettings
+from muster.jobs.timing.settings import NAMES, Pass, TimingSettings
 from muster.jobs.timing.table import report_lines, verdict
 from muster.launch.bench import choices
 from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
@@ -28,30 +28,33 @@ code is 1 where a row failed, or none has a time.
 """
 
 
-def _each_of(what: str, valid: Sequence[str], text: str) -> list[str]:
-    """Read words that must stand in a table, with the nearest one that does in the error."""
-    for word in (words := word_list(text)):
-        if word not in valid:
-            raise ValueError(unknown(what, word, tuple(valid)))
-    return words
+def _each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return what reads words that must stand in a table, with the nearest one that does in the error."""
 
+    def read(text: str) -> list[str]:
+        if wrong := [word for word in word_list(text) if word not in valid]:
+            raise ValueError(unknown(what, wrong[0], tuple(valid)))
+        return word_list(text)
 
-def _models(text: str) -> list[str]:
-    return _each_of("model", (ALL, *NAMES), text)
-
-
-def _passes(text: str) -> list[str]:
-    return _each_of("pass", get_args(Pass), text)
-
-
-def _precisions(text: str) -> list[str]:
-    return _each_of("precision", get_args(Precision), text)
+    return read
 
 
 CHOICES: Final = (
-    Choice("--model", "model", _models, "NAME,NAME", "gpt-small, vgg11, ...; one row each; or all"),
-    Choice("--pass", "passes", _passes, "PASS,PASS", "forward, backward (with the forward), step (all; default: each)"),
-    Choice("--precision", "precision", _precisions, "P,P", "fp32 (default), bf16, fp16, pure_bf16, fp64"),
+    Choice("--model", "model", word_list, "NAME,NAME", "gpt-small, vgg11, ...; one row each; or all"),
+    Choice(
+        "--pass",
+        "passes",
+        _each_of("pass", get_args(Pass)),
+        "PASS,PASS",
+        "forward, backward (with the forward), step (all; default: each)",
+    ),
+    Choice(
+        "--precision",
+        "precision",
+        _each_of("precision", get_args(Precision)),
+        "P,P",
+        "fp32 (default), bf16, fp16, pure_bf16, fp64",
+    ),
     Choice("--warmup", "warmup", whole, "N", "steps before those that count, shown apart (default: 1)"),
     Choice("--steps", "steps", whole, "N", "steps that are timed (default: 5)"),
     Choice("--batch", "batch", whole, "N", "samples (default: 16)"),
