@@ -60,10 +60,11 @@ def run_operation(settings: BenchSettings, start_timeout_s: float) -> int:
     assert settings.is_hello
 
     def work(reporter: Reporter) -> int:
+        env = ranks.read(os.environ)
         reporter.arrived()
         dist.init_process_group("gloo", timeout=timedelta(seconds=start_timeout_s))
         reporter.joined()
-        return 0 if hello(ranks.read(os.environ)) else FAILED
+        return 0 if hello(env) else FAILED
 
     return guarded(work)
 

@@ -42,9 +42,10 @@ class ModelView:
         from rich.console import Group
         from rich.text import Text
 
-        timing = gather(self._records)
-        if timing is None:
+        found = gather(self._records)
+        if found is None:
             return None
+        (timing,) = found.timings
         cases, done = timing.header.settings.cases(), len(timing.rows)
         lines = [*heading(timing.header), *(table(timing.rows) if timing.rows else [])]
         if done < len(cases):

@@ -72,7 +72,8 @@ def test_a_rank_whose_variables_nobody_set_and_an_unknown_operation_are_said_in_
     started = [bench(None), bench(RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1), "--operation", "helo")]
     (_, unset), (_, unknown) = [rank.communicate(timeout=50) for rank in started]
     assert [rank.returncode for rank in started] == [78, 2]
-    assert unset == ("muster: environment: RANK is not set; start this through muster, torchrun, srun or mpirun\n")
+    assert unset.startswith("muster: environment: RANK is not set; ")
+    assert unset.count("\n") == 1
     assert unknown.splitlines()[-1].startswith(
         "python -m muster.collectives_bench: error: argument --operation: unknown operation 'helo'; "
         "did you mean 'hello'?"
@@ -110,8 +111,7 @@ def test_a_rank_that_loses_another_reports_that_it_is_a_victim(error, peer: bool
     monkeypatch.setenv("MUSTER_STATUS_FD", ranks.descriptor_text(writing))
     monkeypatch.setattr(run, "hello", fail)
     monkeypatch.setattr(run.dist, "init_process_group", lambda *_, **__: None)
-    with pytest.raises(type(error)):
-        run.run_operation(BenchSettings(operation=["hello"]), 1.0)
+    assert run.run_operation(BenchSettings(operation=["hello"]), 1.0) == 1
     os.close(writing)
     with os.fdopen(reading) as pipe:
         reports = [json.loads(line) for line in pipe]

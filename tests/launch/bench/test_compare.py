@@ -218,11 +218,9 @@ def test_shown_as_json_a_result_reads_back_as_itself(files, capsys) -> None:
 
 
 def test_a_file_that_cannot_be_written_does_not_take_the_report_with_it(tmp_path: Path, capsys) -> None:
-    run = RunDir(tmp_path / "run")
-    write_lines(run.attempt(0).bench, result())
-    args = argparse.Namespace(out=str(tmp_path / "gone" / "r.json"), plot=None, json=False)
+    args = argparse.Namespace(out=str(tmp_path / "gone" / "r.json"), json=False)
     with pytest.raises(RunFolderError) as raised:
-        report.deliver([run], args)
+        report.of_collectives(result()).deliver(args)
     assert str(raised.value).startswith(f"--out: {tmp_path}/gone/r.json: there is no folder ")
     assert str(raised.value).endswith("; choose another place, for the runs keep what was measured")
     assert capsys.readouterr().out.splitlines()[-1] == "# verdict: OK"
