@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ from muster.jobs.basics.errors import MusterError, RefusedError, UsageError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.bench import choices, report, words
 from muster.launch.bench.live import CollectivesView
+from muster.launch.bench.report import say
 from muster.launch.bench.watching import BenchConsole, View, watching
 from muster.launch.common.options import given
 from muster.launch.common.program_words import COMMAND_LINE
@@ -187,8 +187,3 @@ def has_rows(run: RunDir) -> bool:
     """Say whether a run has measured something."""
     files = [run.attempt(number).bench for number in run.attempt_numbers()]
     return any(Path(file).is_file() and file.stat().st_size for file in files)
-
-
-def say(text: str) -> None:
-    """Say one thing of ours, beside the data on standard output."""
-    print(text, file=sys.stderr, flush=True)
