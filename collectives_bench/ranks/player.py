@@ -62,7 +62,7 @@ class Stage:
         started = time.perf_counter()
         self.group, control = self._groups()
         self.voices = Voices(control, page.beat)
-        self.init_s = max(each[0] for each in self.voices.gather([time.perf_counter() - started]))
+        self.init_s = self.voices.largest(time.perf_counter() - started)
         backend = company.world.backend
         clock: Clock = HostClock(self.voices, self.device)
         if backend == "nccl":
@@ -162,7 +162,7 @@ class Stage:
             samples_us=samples_us,
             wire=counted,
             memory=Memory(
-                buffers_bytes=self._largest(call.buffers_bytes),
+                buffers_bytes=round(self.voices.largest(call.buffers_bytes)),
                 hidden_bytes=hidden,
                 of="cuda" if self.device.type == "cuda" else "rss",
             ),
@@ -174,7 +174,7 @@ class Stage:
             call.run()
             return None
         hidden = memory.hidden_bytes(call.run, nbytes, self.device)
-        largest = self._largest(-1 if hidden is None else hidden)
+        largest = round(self.voices.largest(-1 if hidden is None else hidden))
         return largest if largest >= 0 else None
 
     def _count_the_wire(self, cell: Cell, nbytes: int, call: Call) -> Wire | None:
@@ -191,9 +191,6 @@ class Stage:
     def _wrong(self, call: Call) -> int:
         self.voices.beat()
         return call.wrong() if self.settings.check else 0
-
-    def _largest(self, mine: float) -> int:
-        return round(max(each[0] for each in self.voices.gather([mine])))
 
     def block(self, cell: Cell, nbytes: int, **found: Any) -> Block:
         """Make the record of a cell in this launch."""

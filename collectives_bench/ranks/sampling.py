@@ -77,6 +77,10 @@ class Voices:
         rows: list[list[float]] = [each.tolist() for each in everybody]
         return rows
 
+    def largest(self, mine: float) -> float:
+        """Return the largest number of all ranks."""
+        return max(each[0] for each in self.gather([mine]))
+
     def told(self, mine: Told) -> list[Told]:
         """Return what every rank tells, in rank order: any value, for where no time is measured."""
         self.beat()
@@ -189,21 +193,18 @@ class Sampler:
         """Return the time of a call in a loop without pauses, in microseconds."""
         budget_us = (1 - LATENCY_SHARE) * self.settings.block_s * US
         calls = max(LEAST_BACK_TO_BACK, min(MOST_BACK_TO_BACK, int(budget_us / max(each_us, 1.0))))
-        return self._slowest(self.clock.loop(run, calls))
+        return self.voices.largest(self.clock.loop(run, calls))
 
     def host(self, run: Run) -> float | None:
         """Return the time until a call returns to Python on the slowest rank, in microseconds; None: the call's own."""
         mine = self.clock.host(run, MOST_IN_BATCH)
-        return None if mine is None else self._slowest(mine)
+        return None if mine is None else self.voices.largest(mine)
 
     def _one(self, run: Run) -> float:
-        return self._in_time(self._slowest(self.clock.loop(run, 1)))
+        return self._in_time(self.voices.largest(self.clock.loop(run, 1)))
 
     def _in_time(self, slowest_us: float) -> float:
         if slowest_us > self.settings.timeout_s * US:
             took, limit = f"{slowest_us / US:.3g} s", f"{self.settings.timeout_s:g} s"
             raise TooSlowError(f"a call took {took} on the slowest rank, longer than {limit} (timeout_s)")
         return slowest_us
-
-    def _slowest(self, mine: float) -> float:
-        return max(each[0] for each in self.voices.gather([mine]))

@@ -11,7 +11,7 @@ from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.recorded import End
-from muster.launch.bench.watching import NewestRecords
+from muster.launch.bench.watching import View
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -21,15 +21,14 @@ STATE_STYLE: Final = {"ok": "", "wrong": "bold red", "failed": "red", "timeout":
 COLUMN: Final = 11  # characters of a size's column
 
 
-class CollectivesView:
-    """A run of a `bench:` job (`watching.View`): what is done, what is under way, the medians so far."""
+class CollectivesView(View):
+    """A run of a `bench:` job: what is done, what is under way, the medians so far."""
 
     def __init__(self, run: RunDir) -> None:
-        self.run = run
-        self._records = NewestRecords(run, FORMAT)
-        self._forget()
+        super().__init__(run, FORMAT)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin without records."""
         self.header: Header | None = None
         self.cells: list[Cell] = []
         self.launches = 0
@@ -40,16 +39,8 @@ class CollectivesView:
         self._medians: dict[Cell, list[float]] = {}
         self._done: dict[int, set[Cell]] = {}
 
-    def poll(self) -> list[Record]:
-        """Take in what came since the last call, and return it; a new attempt begins anew."""
-        is_new, records = self._records.poll()
-        if is_new:
-            self._forget()
-        for record in records:
-            self._take(record)
-        return records
-
-    def _take(self, record: Record) -> None:
+    def take(self, record: Record) -> None:
+        """Take in a record."""
         if isinstance(record, Header):
             self.header, self.launches = record, record.settings.launches
             self.cells = [] if record.settings.pairs else cells_of(record.settings, record.world.ranks)
