@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from muster.collectives_bench.ranks.company import Company
 from muster.collectives_bench.ranks.sampling import Voices
 from muster.collectives_bench.records import Pair, Timing
-from muster.collectives_bench.results.stats import median, timing
+from muster.collectives_bench.results.stats import timing
 from muster.collectives_bench.rounds import orders
 from muster.collectives_bench.settings import BenchSettings
 from muster.ddp.primitives import begin, wait

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -140,7 +141,7 @@ class Stage:
         warm_up_calls = sampler.warm_up(call.run, first_us)
         samples = sampler.latency(call.run)
         samples_us = [round(each / parts, DIGITS) for each in samples.slowest]
-        back_to_back_us = sampler.back_to_back(call.run, stats.median(samples.slowest))
+        back_to_back_us = sampler.back_to_back(call.run, median(samples.slowest))
         host_us = sampler.host(call.run)
         counted = self._count_the_wire(cell, nbytes, call)
         call.fill()

@@ -184,7 +184,7 @@ class Sampler:
             left_s = LATENCY_SHARE * settings.block_s - spent_s
             if left_s <= 0 or stats.is_precise(slowest, settings.precision):
                 break
-            each_s = stats.median(slowest) / US + self.clock.pause_s
+            each_s = median(slowest) / US + self.clock.pause_s
             count = max(1, min(MOST_IN_BATCH, int(min(BATCH_S, left_s) / each_s)))
             count = min(count, settings.most_samples - len(slowest))
         return Samples(slowest, by_rank)

@@ -10,6 +10,7 @@ Order Statistics, 7.1). With five samples or fewer even the smallest and the lar
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from statistics import median
 
 from muster.collectives_bench.records import Timing
 
@@ -50,11 +51,6 @@ def quantile(values: Sequence[float], share: float) -> float:
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median: the middle value, or the mean of the two in the middle."""
-    return quantile(values, 0.5)
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
