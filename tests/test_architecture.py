@@ -298,12 +298,30 @@ def test_no_module_at_the_root_shadows_the_standard_library() -> None:
 
 
 def test_design_names_no_file_that_is_gone_and_calls_none_unbuilt_that_is_there() -> None:
-    built = design().replace(not_built(), "")
+    built = design().replace(not_built(), "").replace(reading_order(), "")
     named = re.compile(r"`((?:[\w.-]+/)+[\w.-]*\w)`")
     gone = {path for path in named.findall(built) if not (REPOSITORY / path).exists()}
     assert gone == set()
     there = {path for path in named.findall(not_built()) if (REPOSITORY / path).exists()}
     assert there == set()
+
+
+def reading_order() -> str:
+    """Return the table of what to read in each package."""
+    return design().partition("| package | in reading order |\n|---|---|\n")[2].partition("\n\n")[0]
+
+
+def test_the_reading_order_names_files_that_are_there() -> None:
+    gone, packages = [], set()
+    for row in reading_order().splitlines():
+        head, files = row.strip("| ").split(" | ")
+        homes = re.findall(r"`([\w/]+)/`", head)
+        packages |= {home.partition("/")[0] for home in homes}
+        for name in re.findall(r"`([\w/]+)`", files):
+            path = name if len(homes) > 1 else f"{homes[0]}/{name}"
+            gone += [] if (REPOSITORY / f"{path}.py").is_file() else [path]
+    assert gone == []
+    assert packages == set(PACKAGES)
 
 
 def test_muster_holds_a_link_to_every_package_and_nothing_is_imported_by_a_bare_name() -> None:

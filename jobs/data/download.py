@@ -39,7 +39,7 @@ def download(url: str, path: Path, md5: str, progress: Progress = lambda done, t
         failures = 0 if _size(part) > best else failures + 1
         best = max(best, _size(part))
         if failures == TRIES_WITHOUT_PROGRESS:
-            kept = f" ({best} bytes are kept)" if best else ""
+            kept = f" ({_size(part)} bytes are kept)" if _size(part) else ""
             raise UnreachableError(f"{url}: {reason}; check the network and run this again to go on{kept}")
     found = md5_of(part)
     if found != md5:

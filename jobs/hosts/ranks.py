@@ -45,6 +45,7 @@ VARIABLES: Final[Mapping[str, str]] = {
     "agent_store": "TORCHELASTIC_USE_AGENT_STORE",
 }
 PASS_FLAGS: Final = "pass --rank, --num-nodes and --master-ip"
+THROUGH_A_LAUNCHER: Final = "start this through muster, torchrun, srun or mpirun"
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,8 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
     text = environ.get(name)
     if text is None:
         if default is None:
-            raise RefusedError(
-                f"environment: {name} is not set; {PASS_FLAGS}, or start this through muster or torchrun"
-            )
+            advice = THROUGH_A_LAUNCHER if name in VARIABLES.values() else PASS_FLAGS
+            raise RefusedError(f"environment: {name} is not set; {advice}")
         return default
     if not (text.isascii() and text.isdecimal()):
         raise RefusedError(f"environment: {name} must be a whole number, got {text!r}")

@@ -69,7 +69,7 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
     except Exception as error:  # a broken torch raises OSError or RuntimeError as well
         broken = f"{sys.executable}: {error}; run ./setup.sh, or name an interpreter that has it in the site file"
         for each in sockets:
-            each.sendall((json.dumps({"broken": broken}) + "\n").encode())
+            each.sendall((json.dumps({"broken": broken, "code": exits.REFUSED}) + "\n").encode())
             each.shutdown(socket.SHUT_WR)
             each.settimeout(HEARD_S)
         for each in sockets:

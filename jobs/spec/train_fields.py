@@ -1,5 +1,7 @@
 """The keys of a `train:` section, typed: a model, its data, how the work is split, in which numbers, for how long."""
 
+from collections.abc import Collection
+from itertools import chain
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -17,12 +19,12 @@ DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "pure_bf16"]
 
 
-def one_of(what: str, valid: tuple[str, ...]) -> AfterValidator:
-    """Return the check that a text is one of a table's names."""
+def one_of(what: str, *tables: Collection[str]) -> AfterValidator:
+    """Return the check that a text is a name of one of some tables, as they are when it is asked."""
 
     def check(name: str) -> str:
-        if name not in valid:
-            raise ValueError(unknown(what, name, valid))
+        if not any(name in table for table in tables):
+            raise ValueError(unknown(what, name, tuple(chain(*tables))))
         return name
 
     return AfterValidator(check)
@@ -31,7 +33,7 @@ def one_of(what: str, valid: tuple[str, ...]) -> AfterValidator:
 class ModelSettings(Strict):
     """A model: a named row of `jobs/models/shapes.py`, with overrides, or a GPT given by its four sizes."""
 
-    name: Annotated[str, one_of("model", (*VGG_SHAPES, *GPT_SHAPES))] | None = None
+    name: Annotated[str, one_of("model", VGG_SHAPES, GPT_SHAPES)] | None = None
     d_model: Positive | None = None
     d_ff: Positive | None = None
     layers: Positive | None = None
@@ -107,7 +109,7 @@ class TrainFields(Strict):
 
     model: ModelSettings
     data: DataSettings
-    mode: Annotated[str, one_of("mode", tuple(MODES))] = "ddp"
+    mode: Annotated[str, one_of("mode", MODES)] = "ddp"
     parallel: ParallelSettings | None = None
     batch_size: Positive = Field(64, description="global: the same whatever the number of ranks")
     epochs: Positive | None = None

@@ -229,7 +229,8 @@ def test_a_keeper_whose_import_hangs_dies_with_its_warm_process(make_warm) -> No
 
 def test_a_single_keeper_that_cannot_import_says_so_and_ends_with_its_warm_process(make_warm) -> None:
     warm = make_warm(preload="nosuchmodule")
-    assert "No module named 'nosuchmodule'" in warm.next("broken")["broken"]
+    broken = warm.next("broken")
+    assert ("No module named 'nosuchmodule'" in broken["broken"], broken["code"]) == (True, 78)
     warm.agents[0].shutdown(socket.SHUT_RDWR)
     assert warm.process.wait(timeout=DEADLINE_S) == 0
     assert warm.left() == []

@@ -60,7 +60,7 @@ def start(folder: Path, kind: str, *, ranks: int, pause_s: float = 0.0) -> LiveR
     program.write_text(PROGRAM)
     command = json.dumps([sys.executable, str(program), kind, str(STEPS), str(pause_s)])
     env = "{CUBLAS_WORKSPACE_CONFIG: ':4096:8'}"
-    text = f"ranks_per_node: {ranks}\ncheckpoint: {{every_steps: 5}}\nrestart: {{}}\nenv: {env}\ncommand: {command}\n"
+    text = f"ranks_per_node: {ranks}\ncheckpoint: {{every_steps: 15}}\nrestart: {{}}\nenv: {env}\ncommand: {command}\n"
     return LiveRun(folder, text)
 
 
@@ -74,7 +74,7 @@ def test_a_killed_rank_costs_nothing_but_time(kind: str, tmp_path: Path) -> None
     assert whole.end() == 0, whole.err
     hurt = start(tmp_path / "hurt", kind, ranks=2, pause_s=0.1)
     hurt.wait_for("saved")
-    wait_until(lambda: any(row["step"] > 6 for row in read_lines(hurt.run.metrics)), "steps that will be done again")
+    wait_until(lambda: any(row["step"] > 16 for row in read_lines(hurt.run.metrics)), "steps that will be done again")
     os.kill(hurt.pid_of(1), signal.SIGKILL)
     assert hurt.end() == 0, hurt.err
     assert len(hurt.events("attempt")) == 2
