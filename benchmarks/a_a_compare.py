@@ -164,7 +164,7 @@ def arms_of(path: Path) -> dict[str, list[Block]]:
     """Read one comparison's launches and sort them by arm."""
     arms: dict[str, list[Block]] = {arm: [] for arm in ARMS}
     result = read_result([path])
-    seed = int(result.headers[0].settings["seed"])
+    seed = result.headers[0].settings.seed
     for block in result.blocks:
         arms[arm_of(block.launch, seed)].append(block)
     return arms

@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from harness import Options, finish
@@ -64,7 +65,6 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     from muster.collectives_bench.ranks.operations import prepare
     from muster.collectives_bench.ranks.sampling import Sampler, Voices
     from muster.collectives_bench.records import Cell
-    from muster.collectives_bench.results import stats
     from muster.collectives_bench.settings import BenchSettings
 
     group = dist.group.WORLD
@@ -82,7 +82,7 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     wrong = torch.tensor(call.wrong())
     dist.all_reduce(wrong, group=control)
     sampler.warm_up(call.run, first_us)
-    single_us = stats.median(sampler.latency(call.run).slowest)
+    single_us = median(sampler.latency(call.run).slowest)
     bare_us, loop_us = [bare_loop(bare, calls, voices)], []
     for repeat in range(REPEATS):  # bare, ours, ours, bare, bare, ...: what drifts meets both
         for ours in (True, False) if repeat % 2 == 0 else (False, True):

@@ -10,12 +10,13 @@ cell in one launch.
 The time of a call is that of the slowest rank. Times are in microseconds, sizes in bytes.
 """
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
+from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.words import unknown
 from muster.jobs.spec.strict import NonNegative, Strict, UnixTime
 
@@ -169,7 +170,7 @@ class Header(Strict):
     version: int = VERSION
     name: str
     world: World
-    settings: dict[str, Any]  # BenchSettings
+    settings: BenchSettings
     hosts: list[HostFacts]
     torch: str
     nccl: str = ""

@@ -16,7 +16,7 @@ LISTS: Final[dict[str, tuple[int, ...]]] = {
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?(?:e\d{1,2})?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: str | float) -> int:
     """Return a size in bytes.
 
     Raises:
@@ -30,14 +30,16 @@ def parse_size(text: str | int) -> int:
     return _in_range(round(float(match[1]) * UNITS[match[2].upper()]), str(text))
 
 
-def parse_sizes(text: str | int) -> list[int]:
-    """Return the sizes that a word stands for: a size, a list by name, or a range FROM:TO[:FACTOR] (factor 2).
+def parse_sizes(text: str | float) -> list[int]:
+    """Return the sizes that words stand for, with commas between: a size, a list by name, a range FROM:TO[:FACTOR].
 
     Raises:
         ValueError: it is none of these.
     """
-    if isinstance(text, int):
+    if not isinstance(text, str):  # of a job file: 1e9 is a float there
         return [parse_size(text)]
+    if "," in text:
+        return [size for word in text.split(",") for size in parse_sizes(word.strip())]
     if text in LISTS:
         return list(LISTS[text])
     if ":" not in text:

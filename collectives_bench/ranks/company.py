@@ -59,8 +59,8 @@ class Company:
 
     @property
     def prefix(self) -> str:
-        """What the keys of `store` begin with, for who dials it anew."""
-        return prefix_of(self.env)
+        """What the keys of `store` begin with, for who dials it anew: `connect` has put the attempt's before ours."""
+        return f"muster/attempt-{self.env.attempt}/{PREFIX}"
 
     def companions(self, rank: int) -> list[int]:
         """List the ranks that share a machine's cores and memory with `rank`, itself among them."""
@@ -132,11 +132,6 @@ class Company:
         if self.env.rank == 0:
             with suppress(StartTimeoutError):  # one that has died after its last word
                 self.hear_all("parted", timeout_s)
-
-
-def prefix_of(env: RankEnv) -> str:
-    """Return the keys' prefix; `connect` has put the attempt's before ours."""
-    return f"muster/attempt-{env.attempt}/{PREFIX}"
 
 
 def check_torch(settings: BenchSettings) -> None:

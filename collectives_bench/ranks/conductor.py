@@ -1,7 +1,7 @@
 """The conductor: what a rank's own process does. It forks a player for each launch, watches it, and never joins in.
 
     conductors               rank 0's leads: it says what is played, judges what went wrong, writes the file
-    TRY/order                the leader's: {"launch": n, "cells": [...]}, or null: it is over
+    TRY/order                the leader's: an `Order`, or null: it is over
     TRY/trouble              anybody's: a player has failed or stands still; everybody's is ended
     TRY/ending/RANK          how that rank's player ended; the leader waits for all, then says what comes next
     leaving/RANK             that rank has been asked to end, by SIGTERM
@@ -24,14 +24,14 @@ from typing import Any, Final, NoReturn
 
 from muster.collectives_bench.ranks.agenda import Agenda, Skipped
 from muster.collectives_bench.ranks.company import Company
-from muster.collectives_bench.ranks.forked import Ending, Player
-from muster.collectives_bench.ranks.judge import judge, pair_culprit
+from muster.collectives_bench.ranks.judge import Ending, judge, pair_culprit
 from muster.collectives_bench.ranks.ledger import Ledger
 from muster.collectives_bench.ranks.player import LEAST_INIT_S, Order, play
 from muster.collectives_bench.records import Cell, State
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.errors import StartTimeoutError
 from muster.jobs.basics.words import spell_ranks
+from muster.jobs.world.forked import Forked
 
 POLL_S: Final = 0.2
 VICTIM_S: Final = 1.0  # for a player to notice by itself that another one has failed
@@ -61,6 +61,7 @@ class Conductor:
         self._number = 0
         self._tries = 0  # of this launch
         self._at: int | None = None  # the cell that our player entered last
+        self._pair: tuple[int, int] | None = None  # of nodes, which it measured last
         self._is_asked_to_end = False
 
     def run(self) -> None:
@@ -94,8 +95,7 @@ class Conductor:
                 self._number += 1
                 self._tries += 1
                 order = Order(self._number, launch, tuple(agenda.left), ledger.failed_pairs)
-                said = {"launch": launch, "cells": order.cells, "without": order.without}
-                self.company.say(f"{self._number}/order", said)
+                self.company.say(f"{self._number}/order", asdict(order))
                 endings = self._endings(ledger, order, self._perform(order))
                 if any(each.how != "done" for each in endings):
                     self._write_failure(ledger, endings)
@@ -165,10 +165,7 @@ class Conductor:
         self._number += 1
         self._wait(key := f"{self._number}/order", time.monotonic() + NEXT_ORDER_S)
         said = self.company.hear(key, ENDINGS_S)
-        if said is None:
-            return None
-        without = tuple((one, other) for one, other in said["without"])
-        return Order(self._number, said["launch"], tuple(said["cells"]), without)
+        return None if said is None else Order(**said)
 
     def _wait(self, key: str, deadline: float) -> None:
         """Wait for a value until then (monotonic seconds); errors as `Company.hear`, and `Leaving`."""
@@ -217,30 +214,31 @@ class Conductor:
     def _perform(self, order: Order) -> Ending:
         """Have a player play; return how it ended, after the others have been told of a failure."""
         trouble = f"{order.number}/trouble"
-        player = Player(lambda tell, page: play(self.company, self.settings, self.cells, order, tell, page))
+        player = Forked(lambda tell, page: play(self.company, self.settings, self.cells, order, tell, page))
         watch = Watch(self.settings.timeout_s)
-        self._at = None
-        end_at, silent = float("inf"), False
-        while (messages := player.told(POLL_S)) is not None:
-            for message in messages:
-                self._note(message)
+        self._at = self._pair = None
+        end_at = float("inf")
+
+        def is_over() -> bool:
+            nonlocal end_at
             self._check_leaving()
             now = time.monotonic()
             if end_at == float("inf") and self.company.has_been_said(trouble):
                 end_at = now + (CAUSE_S if self.company.hear(trouble, ENDINGS_S)["explained"] else VICTIM_S)
-            if now >= end_at or watch.is_stalled(player, now):
-                silent = True
-                break
-        ending = player.end(self.rank, silent=silent)
+            return now >= end_at or watch.is_stalled(player.page.beats, now, has_begun=self._at is not None)
+
+        ended = player.followed(self._note, is_over, POLL_S)
+        ending = Ending(rank=self.rank, cell=self._at, pair=self._pair, **asdict(ended))
         self._check_leaving()  # who is asked to end is so with its player: that is no failure
         if ending.how != "done" and end_at == float("inf"):
             self.company.say(trouble, {"explained": ending.is_cause})
         return ending
 
     def _note(self, message: dict[str, Any]) -> None:
+        self._at = message.get("enter", self._at)
+        self._pair = message.get("meet", self._pair)
         if self.ledger is None:
             return
-        self._at = message.get("enter", self._at)
         if "ready" in message:
             self.ledger.header(message["ready"])
         elif "block" in message:
@@ -262,9 +260,8 @@ class Watch:
         self._beats = -1
         self._since = time.monotonic()
 
-    def is_stalled(self, player: Player, now: float) -> bool:
+    def is_stalled(self, beats: int, now: float, *, has_begun: bool) -> bool:
         """True when its last call is over its time; `now` in monotonic seconds."""
-        beats = player.page.beats
         if beats != self._beats:
             self._beats, self._since = beats, now
-        return now - self._since > (self.limit_s if player.cell is not None else self.first_limit_s)
+        return now - self._since > (self.limit_s if has_begun else self.first_limit_s)

@@ -11,12 +11,13 @@ from typing import Any, Final
 import torch
 from pydantic import ValidationError
 
-from muster.collectives_bench.ranks.run import Task, complain, conduct, run_operation
+from muster.collectives_bench.ranks.run import Task, conduct, run_operation
 from muster.collectives_bench.settings import HELLO, BenchSettings
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.hosts.detect import Flags, detect
 from muster.jobs.machine import network
+from muster.jobs.world.guard import complain
 from muster.jobs.world.world import GLOO_INTERFACES
 
 NCCL_INTERFACES: Final = "NCCL_SOCKET_IFNAME"

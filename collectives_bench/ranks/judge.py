@@ -11,7 +11,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from muster.collectives_bench.ranks.forked import Ending
+from muster.jobs.world.forked import Ended
+
+
+@dataclass(frozen=True)
+class Ending(Ended):
+    """How one rank's player ended, as its conductor saw it; conductors exchange it as JSON."""
+
+    rank: int = 0
+    cell: int | None = None  # it was at
+    pair: tuple[int, int] | None = None  # of nodes, which it measured last
+
+    @property
+    def is_cause(self) -> bool:
+        """True when it failed for a reason of its own."""
+        return self.how in ("raised", "died") and not self.lost
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks.company import Company
-from muster.collectives_bench.records import Block, Cell, Header, Pair, State
+from muster.collectives_bench.ranks.pairs import pair_record
+from muster.collectives_bench.records import Block, Cell, Header, State
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.timing.recorded import End
@@ -45,7 +46,7 @@ class Ledger:
         header = Header(
             name=self.name,
             world=self.company.world,
-            settings=self.settings.model_dump(mode="json"),
+            settings=self.settings,
             hosts=self.company.hosts,
             torch=torch.__version__,
             nccl=nccl_version() if self.company.world.backend == "nccl" else "",
@@ -95,20 +96,10 @@ class Ledger:
 
     def end_pairs(self, launch: int, reason: str = "", state: State = "failed") -> None:
         """Write all pairs of a launch; those that were not measured in it for `reason`."""
-        names = {each.node: each.host for each in self.company.hosts}
-        for one, other in combinations(range(self.company.world.nodes), 2):
-            missing = Pair(
-                launch=launch,
-                world=self.company.world,
-                nodes=(one, other),
-                hosts=(names.get(one, f"node {one}"), names.get(other, f"node {other}")),
-                nbytes=self.settings.pair_bytes,
-                state=state,
-                reason=reason,
-                time=time.time(),
-            )
-            record = self._pairs.get((one, other)) or missing.model_dump(mode="json")
-            self.add({**record, **self._failed_pairs.get((one, other), {})})
+        for pair in combinations(range(self.company.world.nodes), 2):
+            missing = pair_record(self.company, launch, pair, self.settings.pair_bytes, state=state, reason=reason)
+            record = self._pairs.get(pair) or missing.model_dump(mode="json")
+            self.add({**record, **self._failed_pairs.get(pair, {})})
         self._pairs.clear()
         self._failed_pairs.clear()
 

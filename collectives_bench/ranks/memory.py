@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
-import torch.distributed as dist
 
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.known import SEGMENT
@@ -22,7 +21,6 @@ from muster.jobs.machine import free, resident
 LEAST_MEASURED: Final = 32 * 2**20
 RANK_SLACK: Final = 16 * 2**20  # of each rank: the stacks of a library's threads, its lists, the pieces of a check
 CUDA_SLACK: Final = 512 * 2**20  # of each GPU: the buffers that NCCL makes when ranks first meet in an operation
-REASON_BYTES: Final = 512
 
 Share = Callable[[int, int], float]  # (S, ranks) -> bytes
 
@@ -119,17 +117,6 @@ def gpu_refusal(cell: Cell, nbytes: int, *, ranks: int, memory_share: float) -> 
     free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch keeps it and would use it again
     needed = needed_bytes(cell, nbytes, ranks, backend="nccl") + CUDA_SLACK
     return _too_much(needed, free_bytes, memory_share, "this GPU")
-
-
-def agreed_refusal(reason: str | None, control: dist.ProcessGroup) -> str | None:
-    """Return the reason of the lowest rank that has one, the same on all ranks, which all call it; else None."""
-    text = (reason or "").encode()[:REASON_BYTES]
-    own = torch.zeros(REASON_BYTES, dtype=torch.uint8)
-    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    texts = [torch.empty_like(own) for _ in range(control.size())]
-    dist.all_gather(texts, own, group=control)
-    reasons = (bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in texts)
-    return next((each for each in reasons if each), None)
 
 
 def _too_much(needed: int, free_bytes: int, share: float, where: str) -> str | None:

@@ -16,7 +16,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from statistics import median
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from muster.collectives_bench.ranks.company import Company
 from muster.collectives_bench.ranks.sampling import Voices
 from muster.collectives_bench.records import Pair, Timing
-from muster.collectives_bench.results.stats import median, timing
+from muster.collectives_bench.results.stats import timing
 from muster.collectives_bench.rounds import orders
 from muster.collectives_bench.settings import BenchSettings
 from muster.ddp.primitives import begin, wait
@@ -38,7 +39,6 @@ NOTE_BYTES: Final = 8
 US: Final = 1e6
 LEAST_US: Final = 0.01  # a time that is less than the latency is nothing but noise
 DIGITS: Final = 3
-FIELDS: Final = tuple(Timing.model_fields)
 
 Link = tuple[int, int]  # two nodes
 
@@ -53,7 +53,11 @@ class PairGame:
     voices: Voices
 
     def play(
-        self, launch: int, *, without: Collection[Link] = (), meets: Callable[[Link | None], None] = lambda _: None
+        self,
+        launch: int,
+        *,
+        without: Collection[Sequence[int]] = (),
+        meets: Callable[[Link | None], None] = lambda _: None,
     ) -> Iterator[list[Pair]]:
         """Measure every pair but those `without`; yield after each round its pairs, with all their samples so far.
 
@@ -79,22 +83,21 @@ class PairGame:
                 self.voices.barrier()
                 if mine is not None:
                     here.meet(mine, players, leads=env.rank == players[mine[0]])
-                heard = _gather(here, mine, self.voices)
+                heard = self.voices.told(_measured(here, mine))
                 yield [self._record(launch, pair, heard[players[pair[0]]], heard[players[pair[1]]]) for pair in pairs]
 
-    def _record(self, launch: int, pair: Link, first: "_Heard", second: "_Heard") -> Pair:
-        names = {each.node: each.host for each in self.company.hosts}
-        return Pair(
-            launch=launch,
-            world=self.company.world,
-            nodes=pair,
-            hosts=(names.get(pair[0], f"node {pair[0]}"), names.get(pair[1], f"node {pair[1]}")),
-            nbytes=self.settings.pair_bytes,
-            latency=first.latency,
-            there=first.sent,
-            back=second.sent,
-            time=time.time(),
-        )
+    def _record(self, launch: int, pair: Link, first: Sequence[Timing | None], second: Sequence[Timing | None]) -> Pair:
+        times = {"latency": first[0], "there": first[1], "back": second[1]}
+        return pair_record(self.company, launch, pair, self.settings.pair_bytes, **times)
+
+
+def pair_record(company: Company, launch: int, pair: Link, nbytes: int, **found: Any) -> Pair:
+    """Return the record of two nodes in a launch, with what was found of them."""
+    names = {each.node: each.host for each in company.hosts}
+    one, other = (names.get(node, f"node {node}") for node in pair)
+    return Pair(
+        launch=launch, world=company.world, nodes=pair, hosts=(one, other), nbytes=nbytes, time=time.time(), **found
+    )
 
 
 @dataclass
@@ -172,26 +175,10 @@ class _Player:
             torch.cuda.synchronize(self.device)
 
 
-@dataclass(frozen=True)
-class _Heard:
-    """What one rank has measured with the node that it met last."""
-
-    latency: Timing | None
-    sent: Timing | None
-
-
-def _gather(here: _Player, pair: Link | None, voices: Voices) -> list[_Heard]:
-    """Return what every rank has measured with its partner of this round, in rank order."""
-    own: list[float] = []
+def _measured(here: _Player, pair: Link | None) -> list[Timing | None]:
+    """Return what a rank has measured with its partner of this round: latency, and what it sent."""
+    found = []
     for measured in (here.latency_us, here.sent_us):
         samples = [each for node in pair or () for each in measured.get(node, ())]  # there are none with itself
-        found = timing([round(each, DIGITS) for each in samples]) if samples else None
-        own += [float(getattr(found, name)) if found is not None else 0.0 for name in FIELDS]
-    width = len(FIELDS)
-    return [_Heard(_timing(row[:width]), _timing(row[width:])) for row in voices.gather(own)]
-
-
-def _timing(values: Sequence[float]) -> Timing | None:
-    named = dict(zip(FIELDS, values, strict=True))
-    count = int(named.pop("n"))
-    return Timing(n=count, **named) if count else None
+        found.append(timing([round(each, DIGITS) for each in samples]) if samples else None)
+    return found

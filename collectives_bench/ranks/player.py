@@ -3,7 +3,7 @@
     group     what is measured
     control   gloo, beside it: barriers, and the ranks' times
 
-What it tells its conductor (`forked.py`), of which only rank 0's is more than how far it is:
+What it tells its conductor, of which only rank 0's is more than how far it is:
 {"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}; of pairs {"meet": two nodes or null} and, round by
 round, {"pairs": [Pair, with all its samples so far]}.
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from statistics import median
 from typing import Any, Final
 
 import torch
@@ -46,8 +47,8 @@ class Order:
 
     number: int
     launch: int
-    cells: tuple[int, ...]
-    without: tuple[tuple[int, int], ...] = ()  # pairs of nodes that have failed in this launch
+    cells: Sequence[int]
+    without: Sequence[Sequence[int]] = ()  # pairs of nodes that have failed in this launch
 
 
 class Stage:
@@ -62,7 +63,7 @@ class Stage:
         started = time.perf_counter()
         self.group, control = self._groups()
         self.voices = Voices(control, page.beat)
-        self.init_s = max(each[0] for each in self.voices.gather([time.perf_counter() - started]))
+        self.init_s = self.voices.largest(time.perf_counter() - started)
         backend = company.world.backend
         clock: Clock = HostClock(self.voices, self.device)
         if backend == "nccl":
@@ -130,7 +131,7 @@ class Stage:
         reason = memory.refusal(cell, nbytes, ranks=(self.size, here), memory_share=share)
         if reason is None and self.device.type == "cuda":
             reason = memory.gpu_refusal(cell, nbytes, ranks=self.size, memory_share=share)
-        return memory.agreed_refusal(reason, self.voices.group)
+        return next((each for each in self.voices.told(reason) if each), None)  # the same on all ranks
 
     def _measure(self, cell: Cell, nbytes: int, call: Call) -> Block:
         sampler, parts = self.sampler, call.parts
@@ -140,7 +141,7 @@ class Stage:
         warm_up_calls = sampler.warm_up(call.run, first_us)
         samples = sampler.latency(call.run)
         samples_us = [round(each / parts, DIGITS) for each in samples.slowest]
-        back_to_back_us = sampler.back_to_back(call.run, stats.median(samples.slowest))
+        back_to_back_us = sampler.back_to_back(call.run, median(samples.slowest))
         host_us = sampler.host(call.run)
         counted = self._count_the_wire(cell, nbytes, call)
         call.fill()
@@ -162,7 +163,7 @@ class Stage:
             samples_us=samples_us,
             wire=counted,
             memory=Memory(
-                buffers_bytes=self._largest(call.buffers_bytes),
+                buffers_bytes=round(self.voices.largest(call.buffers_bytes)),
                 hidden_bytes=hidden,
                 of="cuda" if self.device.type == "cuda" else "rss",
             ),
@@ -174,7 +175,7 @@ class Stage:
             call.run()
             return None
         hidden = memory.hidden_bytes(call.run, nbytes, self.device)
-        largest = self._largest(-1 if hidden is None else hidden)
+        largest = round(self.voices.largest(-1 if hidden is None else hidden))
         return largest if largest >= 0 else None
 
     def _count_the_wire(self, cell: Cell, nbytes: int, call: Call) -> Wire | None:
@@ -191,9 +192,6 @@ class Stage:
     def _wrong(self, call: Call) -> int:
         self.voices.beat()
         return call.wrong() if self.settings.check else 0
-
-    def _largest(self, mine: float) -> int:
-        return round(max(each[0] for each in self.voices.gather([mine])))
 
     def block(self, cell: Cell, nbytes: int, **found: Any) -> Block:
         """Make the record of a cell in this launch."""

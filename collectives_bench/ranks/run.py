@@ -1,13 +1,9 @@
 """What a rank of a `bench:` job runs: hello, or a conductor of launches (`conductor.py`)."""
 
-import faulthandler
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,18 +20,14 @@ from muster.collectives_bench.records import Cell
 from muster.collectives_bench.results.files import read_result
 from muster.collectives_bench.results.report import report_lines
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.basics.errors import MusterError, StartTimeoutError
-from muster.jobs.basics.files import folder_error
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import ranks
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
-from muster.jobs.world.failures import is_lost_connection
+from muster.jobs.world.guard import FAILED, complain, guarded, make_own_folder, measured, show_stacks
 
-FAILED: Final = 1
-STANDARD_ERROR: Final = 2
 FAREWELL_S: Final = 10.0
 PAIRS: Final = Cell(operation="pairs", dtype="fp32", asked_bytes=0, place="out")  # all of them at once
 
@@ -53,7 +45,7 @@ class Task:
 
 def run_rank(payload: dict[str, Any]) -> int:
     """Run one rank of a `bench:` job in a fork of the warm process; return the exit code."""
-    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
+    show_stacks()
     settings = BenchSettings.model_validate(payload["job"]["settings"])
     job = Job.model_validate({**payload["job"], "settings": settings})  # keys left unset have their defaults there
     if settings.is_hello:
@@ -66,18 +58,15 @@ def run_rank(payload: dict[str, Any]) -> int:
 def run_operation(settings: BenchSettings, start_timeout_s: float) -> int:
     """Meet the other ranks, run hello, and return 0 if its result was right."""
     assert settings.is_hello
-    env = ranks.read(os.environ)
-    reporter = Reporter(os.environ)
-    reporter.arrived()
-    try:
+
+    def work(reporter: Reporter) -> int:
+        env = ranks.read(os.environ)
+        reporter.arrived()
         dist.init_process_group("gloo", timeout=timedelta(seconds=start_timeout_s))
         reporter.joined()
-        right = hello(env)
-    except Exception as error:
-        reporter.failed(error, peer=is_lost_connection(error))  # a victim must not be taken for the culprit
-        raise
-    dist.destroy_process_group()
-    return 0 if right else FAILED
+        return 0 if hello(env) else FAILED
+
+    return guarded(work)
 
 
 def conduct(task: Task) -> int:
@@ -90,47 +79,17 @@ def conduct(task: Task) -> int:
         cells = [PAIRS] if settings.pairs else cells_of(settings, env.world_size)
         ledger = None
         if env.rank == 0:
-            try:
-                task.path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise folder_error(task.path.parent, error) from error
+            make_own_folder(task.path.parent)
             ledger = Ledger(task.path, company, settings, name=task.name, say=complain)
         Conductor(company, settings, cells, ledger).run()
         company.part(FAREWELL_S)
         if ledger is None:
             return 0
         print("\n".join(report_lines(read_result([task.path]))), flush=True)
-        if not ledger.bad:
-            return 0
-        total = sum(ledger.states.values())
-        bad = (
-            f"{ledger.bad} of {counted(total, 'record')} failed or were wrong; their reasons stand in {task.path.name}"
-        )
-        complain(f"muster: {bad}")
-        reporter.failed(MusterError(bad), peer=False)
-        return FAILED
+        total = counted(sum(ledger.states.values()), "record")
+        return measured(reporter, f"{ledger.bad} of {total} failed or were wrong" if ledger.bad else "", task.path)
 
     return guarded(work)
-
-
-def guarded(work: Callable[[Reporter], int]) -> int:
-    """Do a rank's work; turn its end into a report, a message on standard error and an exit code."""
-    reporter = Reporter(os.environ)
-    try:
-        return work(reporter)
-    except MusterError as error:
-        reporter.failed(error, peer=isinstance(error, StartTimeoutError))
-        complain(f"muster: {error}")
-        return error.exit_code
-    except Exception as error:
-        reporter.failed(error, peer=is_lost_connection(error))  # a victim must not be taken for the culprit
-        raise
-
-
-def complain(text: str) -> None:
-    """Print on standard error, where that is possible."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def hello(env: RankEnv) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from muster.collectives_bench.results import stats
 from muster.collectives_bench.settings import BenchSettings
 
 Run = Callable[[], None]
+Told = TypeVar("Told")
 
 WARM_UP_S: Final = 0.5
 AGREE: Final = 0.2  # two successive calls that differ by less than this are warm
@@ -75,6 +76,17 @@ class Voices:
         dist.all_gather(everybody, own, group=self.group)
         rows: list[list[float]] = [each.tolist() for each in everybody]
         return rows
+
+    def largest(self, mine: float) -> float:
+        """Return the largest number of all ranks."""
+        return max(each[0] for each in self.gather([mine]))
+
+    def told(self, mine: Told) -> list[Told]:
+        """Return what every rank tells, in rank order: any value, for where no time is measured."""
+        self.beat()
+        everybody = [mine] * self.size
+        dist.all_gather_object(everybody, mine, group=self.group)
+        return everybody
 
 
 class HostClock:
@@ -172,7 +184,7 @@ class Sampler:
             left_s = LATENCY_SHARE * settings.block_s - spent_s
             if left_s <= 0 or stats.is_precise(slowest, settings.precision):
                 break
-            each_s = stats.median(slowest) / US + self.clock.pause_s
+            each_s = median(slowest) / US + self.clock.pause_s
             count = max(1, min(MOST_IN_BATCH, int(min(BATCH_S, left_s) / each_s)))
             count = min(count, settings.most_samples - len(slowest))
         return Samples(slowest, by_rank)
@@ -181,21 +193,18 @@ class Sampler:
         """Return the time of a call in a loop without pauses, in microseconds."""
         budget_us = (1 - LATENCY_SHARE) * self.settings.block_s * US
         calls = max(LEAST_BACK_TO_BACK, min(MOST_BACK_TO_BACK, int(budget_us / max(each_us, 1.0))))
-        return self._slowest(self.clock.loop(run, calls))
+        return self.voices.largest(self.clock.loop(run, calls))
 
     def host(self, run: Run) -> float | None:
         """Return the time until a call returns to Python on the slowest rank, in microseconds; None: the call's own."""
         mine = self.clock.host(run, MOST_IN_BATCH)
-        return None if mine is None else self._slowest(mine)
+        return None if mine is None else self.voices.largest(mine)
 
     def _one(self, run: Run) -> float:
-        return self._in_time(self._slowest(self.clock.loop(run, 1)))
+        return self._in_time(self.voices.largest(self.clock.loop(run, 1)))
 
     def _in_time(self, slowest_us: float) -> float:
         if slowest_us > self.settings.timeout_s * US:
             took, limit = f"{slowest_us / US:.3g} s", f"{self.settings.timeout_s:g} s"
             raise TooSlowError(f"a call took {took} on the slowest rank, longer than {limit} (timeout_s)")
         return slowest_us
-
-    def _slowest(self, mine: float) -> float:
-        return max(each[0] for each in self.voices.gather([mine]))

@@ -1,6 +1,6 @@
 """What calls cost beside time, as text: the bytes that interfaces sent, against the formulas, and hidden memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
@@ -8,13 +8,33 @@ from muster.collectives_bench.known import LEAST_JUDGED, deviation
 from muster.collectives_bench.records import Wire, World
 from muster.collectives_bench.results.table import way_of, world_text
 from muster.collectives_bench.sizes import size_text
+from muster.jobs.timing.columns import Column, cells, headings
 
 if TYPE_CHECKING:
     from muster.collectives_bench.results.rows import Row
 
-WIDTHS: Final = (25, 10, 10, 12, 12, 12, 9)
-NAMES: Final = ("operation", "size", "place", "sent / S", "known / S", "best / S", "off")
-UNITS: Final = ("", "", "", "measured", "of this", "possible", "(%)")
+
+def _over_size(value: "Callable[[Row], float | None]") -> "Callable[[Row], str]":
+    return lambda row: "-" if (found := value(row)) is None else f"{found / row.nbytes:.2f}"
+
+
+LABELS: Final[tuple[Column, ...]] = (
+    ("operation", "", 25, lambda row: row.cell.operation),
+    ("size", "", 10, lambda row: size_text(row.nbytes)),
+    ("place", "", 10, lambda row: way_of(row.cell)),
+)
+SENT: Final[tuple[Column, ...]] = (
+    *LABELS,
+    ("sent / S", "measured", 12, _over_size(lambda row: row.wire.sent_bytes if row.wire else None)),
+    ("known / S", "of this", 12, _over_size(lambda row: row.wire.known_bytes if row.wire else None)),
+    ("best / S", "possible", 12, _over_size(lambda row: row.wire.best_bytes if row.wire else None)),
+    ("off", "(%)", 9, lambda row: _off(row.wire)),
+)
+HELD: Final[tuple[Column, ...]] = (
+    *LABELS,
+    ("buffers", "(S)", 12, _over_size(lambda row: row.buffers_bytes)),
+    ("hidden", "(S)", 12, _over_size(lambda row: row.hidden_bytes)),
+)
 
 
 def lines(rows: "Sequence[Row]") -> list[str]:
@@ -23,12 +43,13 @@ def lines(rows: "Sequence[Row]") -> list[str]:
     `known` is what this library's algorithm sends, `best` what the best one would; `off` is sent against known.
     """
     found = []
-    counted = [row for row in rows if row.wire is not None and row.nbytes]
-    for world, group in groupby(counted, key=lambda row: row.world):
+    counted = [(row, row.wire) for row in rows if row.wire is not None and row.nbytes]
+    for world, group in groupby(counted, key=lambda each: each[0].world):
         of_world = list(group)
-        interfaces = sorted({name for row in of_world if row.wire is not None for name in row.wire.interfaces})
+        interfaces = sorted({name for _, wire in of_world for name in wire.interfaces})
         found += ["#", f"# bytes that all ranks together sent ({', '.join(interfaces)}), over S · {world_text(world)}"]
-        found += [_join("#", NAMES), _join("#", UNITS), *map(_line, of_world)]
+        found += headings(SENT, "")
+        found += [f"{cells(SENT, row)}  {_verdict(row.cell.operation, wire)}" for row, wire in of_world]
     return found
 
 
@@ -40,28 +61,12 @@ def memory(rows: "Sequence[Row]") -> list[str]:
             largest[row.world, row.cell.operation, row.cell.dtype, way_of(row.cell)] = row  # rows come by size
     if not largest:
         return []
-    found = ["#", "# memory of a rank, the largest, over S"]
-    found += [_join("#", ("operation", "size", "place", "buffers", "hidden"))]
-    for row in largest.values():
-        shares = ["-" if each is None else f"{each / row.nbytes:.2f}" for each in (row.buffers_bytes, row.hidden_bytes)]
-        cells = (row.cell.operation, size_text(row.nbytes), way_of(row.cell), *shares)
-        found.append(_join(" ", cells))
-    return found
+    head = ["#", "# memory of a rank, the largest, over S", *headings(HELD, "")]
+    return [*head, *(cells(HELD, row) for row in largest.values())]
 
 
-def _line(row: "Row") -> str:
-    wire = row.wire
-    assert wire is not None
-    off = wire.sent_bytes / wire.known_bytes - 1 if wire.known_bytes else None
-    values = [f"{each / row.nbytes:.2f}" for each in (wire.sent_bytes, wire.known_bytes, wire.best_bytes)]
-    cells = (
-        row.cell.operation,
-        size_text(row.nbytes),
-        way_of(row.cell),
-        *values,
-        "-" if off is None else f"{round(off * 100, 1) + 0.0:+.1f}",
-    )
-    return f"{_join(' ', cells)}  {_verdict(row.cell.operation, wire)}"
+def _off(wire: Wire) -> str:
+    return f"{round((wire.sent_bytes / wire.known_bytes - 1) * 100, 1) + 0.0:+.1f}" if wire.known_bytes else "-"
 
 
 def _verdict(operation: str, wire: Wire) -> str:
@@ -69,8 +74,3 @@ def _verdict(operation: str, wire: Wire) -> str:
     if wire.best_bytes < LEAST_JUDGED:
         return f"not judged below {size_text(LEAST_JUDGED)}: headers count"
     return deviation(operation, wire) or "as the formula"
-
-
-def _join(start: str, cells: Sequence[str]) -> str:
-    text = "".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=False))
-    return f"{start}{text[1:]}"

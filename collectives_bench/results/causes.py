@@ -7,12 +7,12 @@ and that do not, blocks with and without foreign load); otherwise it is one that
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
 from typing import Final
 
 from muster.collectives_bench.records import Block, Header, HostFacts, Result
 from muster.collectives_bench.results.compare import Verdict, comparison
 from muster.collectives_bench.results.rows import Row, rows_of
-from muster.collectives_bench.results.stats import median
 from muster.collectives_bench.results.symptoms import SYMPTOMS, Finding
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import counted

@@ -26,13 +26,13 @@ false, 10 % found in 5 to 11 %, 25 % in 35 to 47 %, 50 % in 82 to 98 %. benchmar
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Final, Literal
 
 from muster.collectives_bench.records import Cell, World
 from muster.collectives_bench.results.rows import FOREIGN_LIMIT, Row
 from muster.collectives_bench.results.shift import Shift, student_quantile, unpaired_ranks
 from muster.collectives_bench.results.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, together, values_of
-from muster.collectives_bench.results.stats import median
 from muster.jobs.basics.errors import RefusedError
 
 ALPHA: Final = 0.02  # of any false verdict in a comparison

@@ -15,6 +15,17 @@ from muster.jobs.basics.errors import JobFileError
 from muster.jobs.timing.recorded import End, Format, write, write_table
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+def gather(records: Sequence[BaseModel]) -> Result:
+    """Put the records of a run together."""
+    return Result(
+        headers=[each for each in records if isinstance(each, Header)],
+        blocks=[each for each in records if isinstance(each, Block)],
+        pairs=[each for each in records if isinstance(each, Pair)],
+    )
+
+
 FORMAT: Final[Format[Any, Result]] = Format(
     "muster bench",
     "muster_bench",
@@ -22,6 +33,7 @@ FORMAT: Final[Format[Any, Result]] = Format(
     "header",
     {"header": Header, "block": Block, "pair": Pair, "end": End},
     Result,
+    gather,
 )
 
 
@@ -30,25 +42,14 @@ def read_result(paths: Sequence[Path]) -> Result:
 
     Errors as `jobs.timing.recorded.Format.read`.
     """
-    found = [_read(path) for path in paths]
+    found = [FORMAT.read(path) for path in paths]
+    if nothing := [path for path, each in zip(paths, found, strict=True) if each == Result()]:
+        raise JobFileError(f"{nothing[0]}: holds no records; name a result of muster bench")
     return Result(
         headers=_once([header for result in found for header in result.headers]),
         blocks=_once([block for result in found for block in result.blocks]),
         pairs=_once([pair for result in found for pair in result.pairs]),
     )
-
-
-def _read(path: Path) -> Result:
-    result = FORMAT.read(path)
-    if not isinstance(result, Result):
-        result = Result(
-            headers=[each for each in result if isinstance(each, Header)],
-            blocks=[each for each in result if isinstance(each, Block)],
-            pairs=[each for each in result if isinstance(each, Pair)],
-        )
-    if not (result.headers or result.blocks or result.pairs):
-        raise JobFileError(f"{path}: holds no records; name a result of muster bench")
-    return result
 
 
 def write_result(result: Result, path: Path) -> None:

@@ -1,10 +1,10 @@
 """Pairs of nodes as text: bandwidth from each node to each other, latency between them, hosts behind the numbers."""
 
 from collections.abc import Sequence
+from statistics import median
 from typing import Final
 
 from muster.collectives_bench.records import Pair, Timing
-from muster.collectives_bench.results.stats import median
 from muster.collectives_bench.results.table import number, world_text
 from muster.collectives_bench.sizes import size_text
 

@@ -4,11 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from pydantic import ValidationError
-
 from muster.collectives_bench.plan import cells_of
-from muster.collectives_bench.records import Cell, Header, Result, World
-from muster.collectives_bench.settings import BenchSettings
+from muster.collectives_bench.records import Cell, Result, World
 from muster.jobs.basics.errors import JobFileError
 from muster.jobs.basics.words import counted
 
@@ -37,11 +34,14 @@ class Missing:
 
 
 def missing(result: Result) -> Missing:
-    """Hold a result against the settings in its headers; errors as `settings_of`."""
+    """Hold a result against the settings in its headers.
+
+    Raises:
+        JobFileError: they ask for more than any run would.
+    """
     asked: Counter[Key] = Counter()
     for header in result.headers:
-        settings = settings_of(header)
-        world = header.world
+        settings, world = header.settings, header.world
         cells = [] if settings.pairs else cells_of(settings, world.ranks)
         if settings.launches * max(len(cells), 1) > MOST_BLOCKS:
             raise JobFileError(
@@ -60,19 +60,3 @@ def missing(result: Result) -> Missing:
     }
     never_begun = {(world, cell) for world, _, cell in asked} - begun
     return Missing(sum(asked.values()), sum(counts.values()), len(never_begun))
-
-
-def settings_of(header: Header) -> BenchSettings:
-    """Return what was asked for.
-
-    Raises:
-        JobFileError: its settings are none of ours.
-    """
-    try:
-        return BenchSettings.model_validate(header.settings)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise JobFileError(
-            f"header of {header.name}: settings: {where}: {first['msg'].lower()}; measure anew"
-        ) from error

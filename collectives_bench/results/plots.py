@@ -69,7 +69,7 @@ def plot(rows: "Sequence[Row]", path: Path) -> None:
         for line in panels:
             _name_values(line[0])
         _legend(figure, panels, ways, confidence=min(row.confidence for row in drawn))
-        _save(figure, path)
+        save(figure, path)
 
 
 def way_of(row: "Row") -> str:
@@ -150,7 +150,8 @@ def _legend(figure: Any, panels: Any, ways: Sequence[str], *, confidence: float)
     figure.legend([handles[way] for way in named], named, loc="outside right upper", title=title, frameon=False)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; its suffix says what kind. Errors as `plot`."""
     kind, drawn = path.suffix.lower(), io.BytesIO()
     figure.savefig(drawn, format=kind.removeprefix("."), dpi=120, metadata=NO_DATES[kind])
     write_bytes(path, drawn.getvalue())

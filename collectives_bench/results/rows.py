@@ -11,11 +11,12 @@ launch has its own calls' interval and the flag `one launch`.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Final
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.records import Block, Cell, Result, State, Timing, Wire, World
-from muster.collectives_bench.results.stats import CONFIDENCE, confidence_of, median, median_interval, quantile, spread
+from muster.collectives_bench.results.stats import CONFIDENCE, confidence_of, median_interval, quantile, spread
 
 FOREIGN_LIMIT: Final = 0.05  # of all cores' time, taken by others: from here on a row is flagged
 STEAL_LIMIT: Final = 0.02

@@ -18,9 +18,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
-
-from muster.collectives_bench.results.stats import median
+from statistics import NormalDist, median
 
 EXACT = 60  # launches: beyond, the normal approximation is as good (within 1 % of the level at 0.001)
 

@@ -4,11 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Final
 
 from muster.collectives_bench.results.rows import Row
 from muster.collectives_bench.results.shift import Mean, Shift, paired_mean, paired_ranks, unpaired_mean, unpaired_ranks
-from muster.collectives_bench.results.stats import median
 
 LEAST_LAUNCHES: Final = 3
 LEAST_PAIRS: Final = 5  # of fewer, two results one after the other could look like neighbours

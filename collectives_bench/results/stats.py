@@ -10,6 +10,7 @@ Order Statistics, 7.1). With five samples or fewer even the smallest and the lar
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from statistics import median
 
 from muster.collectives_bench.records import Timing
 
@@ -24,13 +25,13 @@ def timing(samples_us: Sequence[float]) -> Timing:
     """
     assert samples_us, "a block without samples has no timing"
     ordered = sorted(samples_us)
-    low, high = _ordered_interval(ordered, CONFIDENCE)
+    low, high = median_interval(ordered)
     return Timing(
         n=len(ordered),
         min_us=ordered[0],
-        p50_us=_ordered_quantile(ordered, 0.5),
-        p95_us=_ordered_quantile(ordered, 0.95),
-        p99_us=_ordered_quantile(ordered, 0.99),
+        p50_us=quantile(ordered, 0.5),
+        p95_us=quantile(ordered, 0.95),
+        p99_us=quantile(ordered, 0.99),
         max_us=ordered[-1],
         mean_us=math.fsum(ordered) / len(ordered),
         low_us=low,
@@ -45,12 +46,11 @@ def quantile(values: Sequence[float], share: float) -> float:
     largest value: a p99 wants a hundred samples.
     """
     assert values, "nothing has no quantiles"
-    return _ordered_quantile(sorted(values), share)
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median: the middle value, or the mean of the two in the middle."""
-    return quantile(values, 0.5)
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -59,7 +59,8 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     With too few values for it, the smallest and the largest: then `confidence_of(n)` is below what was asked.
     """
     assert values, "nothing has no median"
-    return _ordered_interval(sorted(values), confidence)
+    ordered, low = sorted(values), _low_place(len(values), confidence)
+    return ordered[low - 1], ordered[-low]
 
 
 def confidence_of(n: int, confidence: float = CONFIDENCE) -> float:
@@ -77,9 +78,8 @@ def is_precise(samples: Sequence[float], precision: float) -> bool:
     """
     if len(samples) < LEAST_SAMPLES:
         return False
-    ordered = sorted(samples)
-    low, high = _ordered_interval(ordered, CONFIDENCE)
-    return high - low <= 2 * precision * _ordered_quantile(ordered, 0.5)
+    low, high = median_interval(samples)
+    return high - low <= 2 * precision * median(samples)
 
 
 def spread(values: Sequence[float]) -> float:
@@ -88,18 +88,6 @@ def spread(values: Sequence[float]) -> float:
     if len(values) < 2 or mean == 0:
         return 0.0
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)) / mean
-
-
-def _ordered_quantile(ordered: Sequence[float], share: float) -> float:
-    place = (len(ordered) - 1) * share
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def _ordered_interval(ordered: Sequence[float], confidence: float) -> tuple[float, float]:
-    low = _low_place(len(ordered), confidence)
-    return ordered[low - 1], ordered[-low]
 
 
 @lru_cache(maxsize=4096)

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 from muster.collectives_bench.records import Block, Cell, Header, Result, World
 from muster.collectives_bench.results.rows import FOREIGN_LIMIT, STEAL_LIMIT, SYMMETRIC, Row
-from muster.collectives_bench.results.stats import median, quantile
+from muster.collectives_bench.results.stats import quantile
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.basics.words import counted
 

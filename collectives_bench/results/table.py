@@ -84,12 +84,9 @@ def header(header: Header) -> list[str]:
     world, settings = header.world, header.settings
     nccl = f" · nccl {header.nccl}" if header.nccl else ""
     lines = [f"# {header.name}: {world_text(world)} · torch {header.torch}{nccl} · {utc(header.time)}"]
-    shown = []
-    for name, unit in (("launches", ""), ("block_s", " s"), ("timeout_s", " s"), ("precision", ""), ("seed", "")):
-        if name in settings:
-            shown.append(f"{name.removesuffix('_s')} {settings[name]:g}{unit}")
-    if shown:
-        lines.append(f"# settings: {', '.join(shown)}, check {'yes' if settings.get('check', True) else 'no'}")
+    shown = f"launches {settings.launches}, block {settings.block_s:g} s, timeout {settings.timeout_s:g} s, "
+    shown += f"precision {settings.precision:g}, seed {settings.seed}, check {'yes' if settings.check else 'no'}"
+    lines.append(f"# settings: {shown}")
     lines += [f"# {_host(host)}" for host in header.hosts]
     if header.init_s is not None:
         lines.append(f"# the group was made within {header.init_s:.2f} s (first launch)")

@@ -4,13 +4,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.errors import JobFileError, NotFoundError
+from muster.jobs.basics.errors import NotFoundError
 from muster.jobs.basics.files import write_text
 from muster.jobs.basics.reading import open_file, parse_json
 from muster.jobs.timing.recorded import End, Format, newest, write_table
 from muster.jobs.timing.records import VERSION, Dtypes, Header, Peak, Timed, Timing, Timings
 
 Record = Header | Peak | Timed | Dtypes | End
+
+
+def gather(records: Sequence[Record]) -> Timings | None:
+    """Put the records of one run together; None before its header."""
+    header = next((each for each in records if isinstance(each, Header)), None)
+    if header is None:
+        return None
+    timing = Timing(
+        header=header,
+        peaks=[each for each in records if isinstance(each, Peak)],
+        rows=[each for each in records if isinstance(each, Timed)],
+        dtypes=[each for each in records if isinstance(each, Dtypes)],
+        is_over=any(isinstance(each, End) for each in records),
+    )
+    return Timings(timings=[timing])
+
+
 FORMAT: Final[Format[Any, Timings]] = Format(
     "muster bench model",
     "muster_timing",
@@ -18,6 +35,7 @@ FORMAT: Final[Format[Any, Timings]] = Format(
     "timing",
     {"timing": Header, "peak": Peak, "timed": Timed, "dtypes": Dtypes, "end": End},
     Timings,
+    gather,
 )
 MARK: Final = b'"muster_timing"'
 MARKED_BYTES: Final = 4096  # the mark stands in the beginning of a file of ours
@@ -39,31 +57,7 @@ def is_timing(path: Path) -> bool:
 
 def read_timings(paths: Sequence[Path]) -> Timings:
     """Read runs or files, and return all that they hold as one; errors as `Format.read`."""
-    return Timings(timings=[timing for path in paths for timing in _read(path)])
-
-
-def _read(path: Path) -> list[Timing]:
-    found = FORMAT.read(path)
-    if isinstance(found, Timings):
-        return found.timings
-    timing = gather(found)
-    if timing is None:
-        raise JobFileError(f"{path}: says nothing of what was timed; name a run of muster bench model")
-    return [timing]
-
-
-def gather(records: Sequence[Record]) -> Timing | None:
-    """Put the records of one run together; None before its header."""
-    header = next((each for each in records if isinstance(each, Header)), None)
-    if header is None:
-        return None
-    return Timing(
-        header=header,
-        peaks=[each for each in records if isinstance(each, Peak)],
-        rows=[each for each in records if isinstance(each, Timed)],
-        dtypes=[each for each in records if isinstance(each, Dtypes)],
-        is_over=any(isinstance(each, End) for each in records),
-    )
+    return Timings(timings=[timing for path in paths for timing in FORMAT.read(path).timings])
 
 
 def write_timings(timings: Timings, path: Path) -> None:
@@ -82,7 +76,7 @@ def _of(name: str) -> Callable[[Timing, Timed], Any]:
 
 
 def _summary(name: str) -> Callable[[Timing, Timed], Any]:
-    return lambda timing, row: getattr(row.summary, name) if row.summary is not None else None
+    return lambda timing, row: getattr(row.summary, name, None)
 
 
 COLUMNS: Final[dict[str, Callable[[Timing, Timed], Any]]] = {

@@ -9,7 +9,7 @@ Nothing that is read is trusted.
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeVar
@@ -47,6 +47,7 @@ class Format(Generic[Record, Whole]):
     header: str  # the record that says which version a file of lines has
     records: Mapping[str, type[Record]]
     whole: type[Whole]
+    gather: Callable[[Sequence[Record]], Whole | None]  # None: they say nothing
 
     def parse(self, line: bytes) -> Record | None:
         """Read one line; None for one that is no record of ours (of a newer Muster, or torn)."""
@@ -55,12 +56,12 @@ class Format(Generic[Record, Whole]):
         except (ValueError, KeyError, TypeError):  # pydantic's errors are ValueErrors
             return None
 
-    def read(self, path: Path) -> list[Record] | Whole:
-        """Read a run or a file: the records of its lines, or the whole result that it is.
+    def read(self, path: Path) -> Whole:
+        """Read a run or a file, as records or as the whole result that it is.
 
         Raises:
             RunFolderError: there is no such file, or nothing measured in the folder.
-            JobFileError: it is not a result, is damaged, or was written by another version.
+            JobFileError: it is not a result, is empty or damaged, or was written by another version.
         """
         file = newest(path) if path.is_dir() else path
         try:
@@ -70,7 +71,10 @@ class Format(Generic[Record, Whole]):
             raise kind(f"{file}: {error.strerror}; name a run of {self.command}, or a file that it wrote") from error
         except ValueError as error:
             raise JobFileError(f"{error}; name a result of {self.command}") from error
-        return self._lines(file, data) if self._is_lines(data) else self._whole(file, data)
+        found = self.gather(self._lines(file, data)) if self._is_lines(data) else self._whole(file, data)
+        if found is None:
+            raise JobFileError(f"{path}: says nothing of what was measured; name a run of {self.command}")
+        return found
 
     def _is_lines(self, data: bytes) -> bool:
         """Say whether the first line is a record by itself, and not the begin of a whole result, or all of one."""

@@ -27,8 +27,9 @@ from muster.jobs.spec.job import Job, JobKind
 from muster.jobs.spec.load import load_job
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.direct_run import begin_attempt, share_start
-from muster.jobs.train.main import complain, guarded, join_group, make_deterministic, settings_of, train_in
+from muster.jobs.train.main import join_group, make_deterministic, settings_of, train_in
 from muster.jobs.train.parallel.syncs import needs_group
+from muster.jobs.world.guard import complain, guarded
 from muster.jobs.world.meeting import connect, meet
 from muster.jobs.world.world import GLOO_INTERFACES, World, choose_device
 

@@ -4,29 +4,21 @@
 same calls when somebody else started the ranks.
 """
 
-import errno
-import faulthandler
 import hashlib
 import os
-import signal
 import socket
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from muster.ddp.malloc import keep_freed_memory
 from muster.jobs.basics import exits
-from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError
-from muster.jobs.basics.files import folder_error
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import ranks
 from muster.jobs.hosts.ranks import RankEnv
@@ -51,14 +43,9 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.parallel.syncs import needs_group
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
 from muster.jobs.train.restoring import restore
-from muster.jobs.train.soundness import NotFiniteError
-from muster.jobs.world.failures import is_lost_connection
+from muster.jobs.world.guard import guarded, make_own_folder, show_stacks
 from muster.jobs.world.meeting import connect, meet
 from muster.jobs.world.world import Peer, World, choose_device, open_world, require_equal, this_peer
-
-FAILED: Final = 1
-STANDARD_ERROR: Final = 2
-DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def run_rank(payload: Mapping[str, Any]) -> int:
@@ -67,7 +54,7 @@ def run_rank(payload: Mapping[str, Any]) -> int:
     `payload` is {"job": the job as JSON, unset keys left out; "saving": whether checkpoints are made; "resume": null
     or {"checkpoint": folder name, "step": n, "sha256": its manifest's}}.
     """
-    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
+    show_stacks()
 
     def work(reporter: Reporter) -> int:
         env = ranks.read(os.environ)
@@ -78,35 +65,6 @@ def run_rank(payload: Mapping[str, Any]) -> int:
         return train_in(start, job, join(job, env, reporter), reporter)
 
     return guarded(work)
-
-
-def guarded(work: Callable[[Reporter], int]) -> int:
-    """Run a rank's work; turn its end into a report, a message on standard error and an exit code."""
-    reporter = Reporter(os.environ)
-    try:
-        code = work(reporter)
-    except MusterError as error:
-        reporter.failed(error, peer=isinstance(error, StartTimeoutError))
-        complain(f"muster: {error}")
-        return error.exit_code
-    except NotFiniteError as error:  # a trace would tell nothing
-        reporter.failed(error, peer=False)
-        complain(f"muster: {error}")
-        return FAILED
-    except Exception as error:
-        full = isinstance(error, OSError) and error.errno in DISK_ERRORS  # a print met it before a row did
-        reporter.failed(error, peer=is_lost_connection(error))
-        complain(traceback.format_exc().rstrip("\n"))
-        return exits.STORAGE if full else FAILED
-    if dist.is_initialized():  # not after a failure: it may wait for a dead peer, and the process ends without it
-        dist.destroy_process_group()
-    return code
-
-
-def complain(text: str) -> None:
-    """Print on standard error, where that is possible."""
-    with suppress(OSError):  # it may lie on the very disk whose being full is to be told; the exit code still is
-        print(text, file=sys.stderr, flush=True)
 
 
 def job_of(dumped: Mapping[str, Any]) -> Job:
@@ -194,10 +152,7 @@ def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
     """
     keep_freed_memory()
     folder = start.run.attempt(start.attempt)
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)  # a node without the shared folder keeps its own part
-    except OSError as error:
-        raise folder_error(folder.path, error) from error
+    make_own_folder(folder.path)
     data = open_same_data(job, world)
     if world.rank == 0:
         print(describe(job, data, world), flush=True)

@@ -20,6 +20,7 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.parallel.state import MODEL
@@ -29,7 +30,7 @@ LOG_POINTS: Final = 3  # in a row without a single loss that is a number
 ADVICE: Final = "lower train.optimizer.lr, or set train.clip_norm"
 
 
-class NotFiniteError(ArithmeticError):
+class NotFiniteError(MusterError):
     """Training has come to losses or weights that are no numbers."""
 
 

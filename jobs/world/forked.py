@@ -42,8 +42,6 @@ NOISE: Final = re.compile(r"^(\[W|frame #|Exception raised from|\s*$)")  # of C+
 
 Tell = Callable[[dict[str, Any]], None]
 Work = Callable[[Tell, Page], None]
-
-
 How = Literal["done", "raised", "died", "silent"]
 
 
@@ -81,6 +79,18 @@ class Forked:
             _become(work, parent, writing, self)
         os.close(writing)
 
+    def followed(self, hear: Tell, is_over: Callable[[], bool], poll_s: float) -> Ended:
+        """Hear all it tells until it ends, or is killed because its time `is_over`; bury it, and say how it ended.
+
+        `is_over` is asked every `poll_s`, or more often; what was told before is heard.
+        """
+        while (messages := self.told(poll_s)) is not None:
+            for message in messages:
+                hear(message)
+            if is_over():
+                return self.buried(silent=True)
+        return self.buried(silent=False)
+
     def told(self, timeout_s: float) -> list[dict[str, Any]] | None:
         """Wait for what it tells, at most so long; None once it will tell no more, for it has ended."""
         if not select.select([self._pipe], [], [], timeout_s)[0]:
@@ -90,13 +100,9 @@ class Forked:
             return None
         messages = [json.loads(line) for line in self._lines.of(data)]
         for message in messages:
-            self.note(message)
             self.error = message.get("raised", self.error)
             self.is_done = self.is_done or "done" in message
         return messages
-
-    def note(self, message: dict[str, Any]) -> None:
-        """Take in what it tells, in the order in which it does; for subclasses."""
 
     def buried(self, *, silent: bool) -> Ended:
         """Bury it, killed first if it is `silent`; say how it ended. Its standard error goes to this process's."""
@@ -114,10 +120,10 @@ class Forked:
         code = os.waitstatus_to_exitcode(status)
         if self.error is not None:
             return replace(made, how="raised", **self.error)
+        if self.is_done and (silent or code == 0):
+            return made
         if silent:
             return replace(made, how="silent", message=where, stopped=stopped)
-        if self.is_done and code == 0:
-            return made
         how = f"was killed by {linux.signal_name(-code)}" if code < 0 else f"ended with code {code}"
         said = f"{how}; last words: {words}" if words else how
         # An abort is how C++ ends on an error that nobody catches, NCCL's watchdog on a lost peer too.

@@ -7,12 +7,11 @@ from muster.collectives_bench.plan import cells_of, order_of
 from muster.collectives_bench.records import Block, Cell, Header, Pair
 from muster.collectives_bench.results.files import FORMAT
 from muster.collectives_bench.results.table import cell_text, way_of, world_text
-from muster.collectives_bench.settings import BenchSettings
 from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.recorded import End
-from muster.launch.bench.watching import NewestRecords
+from muster.launch.bench.watching import View
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -22,15 +21,14 @@ STATE_STYLE: Final = {"ok": "", "wrong": "bold red", "failed": "red", "timeout":
 COLUMN: Final = 11  # characters of a size's column
 
 
-class CollectivesView:
-    """A run of a `bench:` job (`watching.View`): what is done, what is under way, the medians so far."""
+class CollectivesView(View):
+    """A run of a `bench:` job: what is done, what is under way, the medians so far."""
 
     def __init__(self, run: RunDir) -> None:
-        self.run = run
-        self._records = NewestRecords(run, FORMAT)
-        self._forget()
+        super().__init__(run, FORMAT)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin without records."""
         self.header: Header | None = None
         self.cells: list[Cell] = []
         self.launches = 0
@@ -41,20 +39,11 @@ class CollectivesView:
         self._medians: dict[Cell, list[float]] = {}
         self._done: dict[int, set[Cell]] = {}
 
-    def poll(self) -> list[Record]:
-        """Take in what came since the last call, and return it; a new attempt begins anew."""
-        is_new, records = self._records.poll()
-        if is_new:
-            self._forget()
-        for record in records:
-            self._take(record)
-        return records
-
-    def _take(self, record: Record) -> None:
+    def take(self, record: Record) -> None:
+        """Take in a record."""
         if isinstance(record, Header):
-            settings = BenchSettings.model_validate(record.settings)
-            self.header, self.launches = record, settings.launches
-            self.cells = [] if settings.pairs else cells_of(settings, record.world.ranks)
+            self.header, self.launches = record, record.settings.launches
+            self.cells = [] if record.settings.pairs else cells_of(record.settings, record.world.ranks)
         elif isinstance(record, Block):
             self.blocks.append(record)
             self._done.setdefault(record.launch, set()).add(record.cell)
@@ -95,7 +84,7 @@ class CollectivesView:
         if self.header is None or self.is_over:
             return None
         done = self._done.get(self.launch, set())
-        order = order_of(self.cells, self.launch, int(self.header.settings.get("seed", 0)))
+        order = order_of(self.cells, self.launch, self.header.settings.seed)
         return next((self.cells[index] for index in order if self.cells[index] not in done), None)
 
     def median_us(self, cell: Cell) -> float | None:
@@ -108,89 +97,77 @@ class CollectivesView:
         return self._states.get(cell, "")
 
     def line_of(self, record: Record) -> str | None:
-        """Return the plain line that a record is worth."""
-        return line_of(record, self)
+        """Return the plain line that a record is worth: what begins, what fails, and the end of each launch."""
+        if isinstance(record, Header):
+            what = counted(len(self.cells), "cell") if self.cells else "pairs"
+            launches = f"{self.launches} launch{'es' * (self.launches != 1)}"
+            return f"measuring {what} in {launches}: {world_text(record.world)}"
+        if isinstance(record, Block):
+            return self._of_block(record)
+        if isinstance(record, Pair):
+            return self._of_pair(record)
+        return None
+
+    def _of_block(self, block: Block) -> str | None:
+        if block.state != "ok":
+            rank = f", rank {block.rank}" if block.rank is not None else ""
+            return f"{cell_text(block.cell)}: {block.state} in launch {block.launch + 1}{rank}: {block.reason}"
+        alike = [each for each in self.blocks if each.launch == block.launch]
+        if alike[-1] is not block or len({each.cell for each in alike}) < len(self.cells):
+            return None
+        failed = sum(each.state != "ok" for each in alike)
+        ending = f", {failed} not ok" if failed else ""
+        return f"launch {block.launch + 1} of {self.launches}: {counted(len(self.cells), 'cell')}{ending}"
+
+    def _of_pair(self, pair: Pair) -> str | None:
+        if pair.state != "ok":
+            return f"nodes {pair.nodes[0]} and {pair.nodes[1]}: {pair.state}: {pair.reason}"
+        alike = [each for each in self.pairs if each.launch == pair.launch]
+        if alike[-1] is not pair or len(alike) * 2 < pair.world.nodes * (pair.world.nodes - 1):
+            return None
+        return f"launch {pair.launch + 1} of {self.launches}: {counted(len(alike), 'pair')}"
 
     def table(self, width: int) -> "Group | None":
-        """Return the medians so far."""
-        return table(self, width) if self.header is not None else None
+        """Return the medians so far: one line for each operation and way, one column for each size that fits."""
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
 
+        if self.header is None:
+            return None
+        current = self.current
+        under_way = f"now {cell_text(current)}, " if current is not None else ""
+        done = f"{self.done or len(self.pairs)} of {self.total} done"
+        head = [
+            world_text(self.header.world),
+            f"launch {self.launch + 1} of {self.launches}, {under_way}{done}",
+        ]
+        grid = Table(box=box.SIMPLE)
+        ways = list(dict.fromkeys(_way(cell) for cell in self.cells))
+        by_place = {(_way(cell), cell.asked_bytes): cell for cell in self.cells}
+        first = max((len(way) for way in ways), default=10)
+        sizes = sorted({cell.asked_bytes for cell in self.cells} - {0})
+        sizes = _spaced(sizes, max(1, (width - first - 4) // COLUMN)) or [0]
+        grid.add_column("median so far", no_wrap=True)
+        for size in sizes:
+            grid.add_column(size_text(size) if size else "", justify="right", no_wrap=True)
+        for way in ways:
+            alone = by_place.get((way, 0))  # an operation without sizes is told in the first column
+            cells = [alone, *([None] * (len(sizes) - 1))] if alone else [by_place.get((way, size)) for size in sizes]
+            grid.add_row(way, *(self._entry(cell, current) for cell in cells))
+        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in head]
+        return Group(*lines, *([grid] if ways else []))
 
-def line_of(record: Record, progress: CollectivesView) -> str | None:
-    """Return the plain line that a record is worth: what begins, what fails, and the end of each launch."""
-    if isinstance(record, Header):
-        what = counted(len(progress.cells), "cell") if progress.cells else "pairs"
-        launches = f"{progress.launches} launch{'es' * (progress.launches != 1)}"
-        return f"measuring {what} in {launches}: {world_text(record.world)}"
-    if isinstance(record, Block):
-        return _of_block(record, progress)
-    if isinstance(record, Pair):
-        return _of_pair(record, progress)
-    return None
-
-
-def _of_block(block: Block, progress: CollectivesView) -> str | None:
-    if block.state != "ok":
-        rank = f", rank {block.rank}" if block.rank is not None else ""
-        return f"{cell_text(block.cell)}: {block.state} in launch {block.launch + 1}{rank}: {block.reason}"
-    alike = [each for each in progress.blocks if each.launch == block.launch]
-    if alike[-1] is not block or len({each.cell for each in alike}) < len(progress.cells):
-        return None
-    failed = sum(each.state != "ok" for each in alike)
-    ending = f", {failed} not ok" if failed else ""
-    return f"launch {block.launch + 1} of {progress.launches}: {counted(len(progress.cells), 'cell')}{ending}"
-
-
-def _of_pair(pair: Pair, progress: CollectivesView) -> str | None:
-    if pair.state != "ok":
-        return f"nodes {pair.nodes[0]} and {pair.nodes[1]}: {pair.state}: {pair.reason}"
-    alike = [each for each in progress.pairs if each.launch == pair.launch]
-    if alike[-1] is not pair or len(alike) * 2 < pair.world.nodes * (pair.world.nodes - 1):
-        return None
-    return f"launch {pair.launch + 1} of {progress.launches}: {counted(len(alike), 'pair')}"
-
-
-def table(progress: CollectivesView, width: int) -> "Group":
-    """Return the medians so far: one line for each operation and way, one column for each size that fits."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    assert progress.header is not None
-    current = progress.current
-    under_way = f"now {cell_text(current)}, " if current is not None else ""
-    done = f"{progress.done or len(progress.pairs)} of {progress.total} done"
-    head = [
-        world_text(progress.header.world),
-        f"launch {progress.launch + 1} of {progress.launches}, {under_way}{done}",
-    ]
-    grid = Table(box=box.SIMPLE)
-    ways = list(dict.fromkeys(_way(cell) for cell in progress.cells))
-    by_place = {(_way(cell), cell.asked_bytes): cell for cell in progress.cells}
-    first = max((len(way) for way in ways), default=10)
-    sizes = sorted({cell.asked_bytes for cell in progress.cells} - {0})
-    sizes = _spaced(sizes, max(1, (width - first - 4) // COLUMN)) or [0]
-    grid.add_column("median so far", no_wrap=True)
-    for size in sizes:
-        grid.add_column(size_text(size) if size else "", justify="right", no_wrap=True)
-    for way in ways:
-        alone = by_place.get((way, 0))  # an operation without sizes is told in the first column
-        cells = [alone, *([None] * (len(sizes) - 1))] if alone else [by_place.get((way, size)) for size in sizes]
-        grid.add_row(way, *(_entry(progress, cell, current) for cell in cells))
-    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in head]
-    return Group(*lines, *([grid] if ways else []))
-
-
-def _entry(progress: CollectivesView, cell: Cell | None, current: Cell | None) -> str:
-    if cell is None:
-        return ""
-    state, median_us = progress.state(cell), progress.median_us(cell)
-    text = time_text(median_us / 1e6) if median_us is not None else state if state != "ok" else ""
-    style = STATE_STYLE.get(state, "yellow")
-    if cell == current:
-        text, style = text or "…", "reverse"
-    return f"[{style}]{text}[/{style}]" if style and text else text
+    def _entry(self, cell: Cell | None, current: Cell | None) -> str:
+        if cell is None:
+            return ""
+        state, median_us = self.state(cell), self.median_us(cell)
+        text = time_text(median_us / 1e6) if median_us is not None else state if state != "ok" else ""
+        style = STATE_STYLE.get(state, "yellow")
+        if cell == current:
+            text, style = text or "…", "reverse"
+        return f"[{style}]{text}[/{style}]" if style and text else text
 
 
 def _way(cell: Cell) -> str:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.launch.bench.source import quantity
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.load import Load
     from muster.jobs.spec.job import Job
 
 MICROBATCHES: Final = 8  # of a pipeline, where the job says nothing
-UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -82,14 +83,5 @@ def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = 
 
 
 def memory_limit(text: str | None) -> float | None:
-    """Return bytes.
-
-    Raises:
-        UsageError: it is no size.
-    """
-    if text is None:
-        return None
-    match = _MEMORY.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise UsageError(f"--memory {text}: wanted a size such as 80G or 512M")
-    return float(match[1]) * UNITS[match[2].upper()]
+    """Return bytes; errors as `quantity`."""
+    return None if text is None else quantity("--memory", text, _MEMORY, UNITS, "a size such as 80G or 512M")

@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,9 +10,9 @@ from muster.collectives_bench.settings import ALL, BenchSettings
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RefusedError, UsageError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.bench import choices, words
+from muster.launch.bench import choices, report, words
 from muster.launch.bench.live import CollectivesView
-from muster.launch.bench.report import deliver
+from muster.launch.bench.report import say
 from muster.launch.bench.watching import BenchConsole, View, watching
 from muster.launch.common.options import given
 from muster.launch.common.program_words import COMMAND_LINE
@@ -62,7 +61,15 @@ def measure(args: argparse.Namespace) -> int:
     code = next((code for code in codes if code), 0)
     if not runs:
         return code or 1
-    bad = deliver(runs, args, unmeasured)
+    from muster.collectives_bench.results.files import read_result
+    from muster.collectives_bench.results.rows import rows_of
+
+    result = read_result([run.path for run in runs])
+    if args.json and unmeasured:
+        say(f"muster: not measured: {'; '.join(unmeasured)}")
+    bad = report.of_collectives(result, unmeasured).deliver(args)
+    if args.plot is not None:
+        report.plot(rows_of(result), Path(args.plot))
     return code or bad
 
 
@@ -180,8 +187,3 @@ def has_rows(run: RunDir) -> bool:
     """Say whether a run has measured something."""
     files = [run.attempt(number).bench for number in run.attempt_numbers()]
     return any(Path(file).is_file() and file.stat().st_size for file in files)
-
-
-def say(text: str) -> None:
-    """Say one thing of ours, beside the data on standard output."""
-    print(text, file=sys.stderr, flush=True)

@@ -1,25 +1,21 @@
 """`muster bench model`: time models alone - forward, backward, whole steps - on this machine or on a cluster's node."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, get_args
+from typing import Final, get_args
 
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.files import read_timings, write_csv, write_timings
-from muster.jobs.timing.settings import ALL, NAMES, Pass, TimingSettings
+from muster.jobs.timing.records import Timings
+from muster.jobs.timing.settings import NAMES, Pass, TimingSettings
 from muster.jobs.timing.table import report_lines, verdict
 from muster.launch.bench import choices
 from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
-from muster.launch.bench.report import save
+from muster.launch.bench.report import Report
 from muster.launch.common.program_words import COMMAND_LINE
-
-if TYPE_CHECKING:
-    from muster.jobs.runfolder.rundir import RunDir
-    from muster.jobs.timing.records import Timings
 
 EPILOG: Final = """\
 What is timed is what train: would run on one rank: its model, loss, numbers and optimizer (AdamW), on a random batch.
@@ -28,30 +24,33 @@ code is 1 where a row failed, or none has a time.
 """
 
 
-def _each_of(what: str, valid: Sequence[str], text: str) -> list[str]:
-    """Read words that must stand in a table, with the nearest one that does in the error."""
-    for word in (words := word_list(text)):
-        if word not in valid:
-            raise ValueError(unknown(what, word, tuple(valid)))
-    return words
+def _each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return what reads words that must stand in a table, with the nearest one that does in the error."""
 
+    def read(text: str) -> list[str]:
+        if wrong := [word for word in word_list(text) if word not in valid]:
+            raise ValueError(unknown(what, wrong[0], tuple(valid)))
+        return word_list(text)
 
-def _models(text: str) -> list[str]:
-    return _each_of("model", (ALL, *NAMES), text)
-
-
-def _passes(text: str) -> list[str]:
-    return _each_of("pass", get_args(Pass), text)
-
-
-def _precisions(text: str) -> list[str]:
-    return _each_of("precision", get_args(Precision), text)
+    return read
 
 
 CHOICES: Final = (
-    Choice("--model", "model", _models, "NAME,NAME", "gpt-small, vgg11, ...; one row each; or all"),
-    Choice("--pass", "passes", _passes, "PASS,PASS", "forward, backward (with the forward), step (all; default: each)"),
-    Choice("--precision", "precision", _precisions, "P,P", "fp32 (default), bf16, fp16, pure_bf16, fp64"),
+    Choice("--model", "model", word_list, "NAME,NAME", "gpt-small, vgg11, ...; one row each; or all"),
+    Choice(
+        "--pass",
+        "passes",
+        _each_of("pass", get_args(Pass)),
+        "PASS,PASS",
+        "forward, backward (with the forward), step (all; default: each)",
+    ),
+    Choice(
+        "--precision",
+        "precision",
+        _each_of("precision", get_args(Precision)),
+        "P,P",
+        "fp32 (default), bf16, fp16, pure_bf16, fp64",
+    ),
     Choice("--warmup", "warmup", whole, "N", "steps before those that count, shown apart (default: 1)"),
     Choice("--steps", "steps", whole, "N", "steps that are timed (default: 5)"),
     Choice("--batch", "batch", whole, "N", "samples (default: 16)"),
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     code = run_watched(prepared, ModelView(prepared.context.run))
     if not has_rows(prepared.context.run):
         return code or 1
-    return deliver(prepared.context.run, args) or code
+    return of_models(read_timings([prepared.context.run.path])).deliver(args) or code
 
 
 def check(args: argparse.Namespace) -> None:
@@ -115,23 +114,8 @@ def check(args: argparse.Namespace) -> None:
     choices.check_output("--out", args.out, (".json",))
 
 
-def deliver(run: "RunDir", args: argparse.Namespace) -> int:
-    """Show what a run has timed, and write `--out`; return 1 for a bad result.
-
-    Raises:
-        RunFolderError, StorageError: a file cannot be written; the run keeps what was measured.
-    """
-    timings = read_timings([run.path])
-    try:
-        if args.out is not None:
-            of_csv = partial(write_csv, timings) if any(timing.rows for timing in timings.timings) else None
-            save(Path(args.out), partial(write_timings, timings), of_csv)
-    finally:
-        code = show(timings, as_json=args.json)
-    return code
-
-
-def show(timings: "Timings", *, as_json: bool) -> int:
-    """Print timings on standard output, as text or JSON; return 1 for a bad result."""
-    print(timings.model_dump_json(indent=1) if as_json else "\n".join(report_lines(timings)))
-    return int(verdict(timings) != "OK")
+def of_models(timings: Timings) -> Report:
+    """Return the report of timings."""
+    of_csv = partial(write_csv, timings) if any(timing.rows for timing in timings.timings) else None
+    is_bad = verdict(timings) != "OK"
+    return Report(timings, partial(report_lines, timings), is_bad, partial(write_timings, timings), of_csv)

@@ -7,26 +7,25 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.files import FORMAT, Record, gather
 from muster.jobs.timing.records import Dtypes, Header, Timed
 from muster.jobs.timing.table import heading, row_text, table
-from muster.launch.bench.watching import NewestRecords
+from muster.launch.bench.watching import View
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 
-class ModelView:
-    """A run of a `timing:` job (`watching.View`)."""
+class ModelView(View):
+    """A run of a `timing:` job."""
 
     def __init__(self, run: RunDir) -> None:
-        self._newest = NewestRecords(run, FORMAT)
+        super().__init__(run, FORMAT)
+
+    def forget(self) -> None:
+        """Begin without records."""
         self._records: list[Record] = []
 
-    def poll(self) -> list[Record]:
-        """Take in what came since the last call, and return it; a new attempt begins anew."""
-        is_new, new = self._newest.poll()
-        if is_new:
-            self._records.clear()
-        self._records += new
-        return new
+    def take(self, record: Record) -> None:
+        """Take in a record."""
+        self._records.append(record)
 
     def line_of(self, record: Record) -> str | None:
         """Return the plain line that a record is worth: what begins, and each row."""
@@ -42,9 +41,10 @@ class ModelView:
         from rich.console import Group
         from rich.text import Text
 
-        timing = gather(self._records)
-        if timing is None:
+        found = gather(self._records)
+        if found is None:
             return None
+        (timing,) = found.timings
         cases, done = timing.header.settings.cases(), len(timing.rows)
         lines = [*heading(timing.header), *(table(timing.rows) if timing.rows else [])]
         if done < len(cases):

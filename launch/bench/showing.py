@@ -26,12 +26,7 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print; return 1 for a bad result, as the measurement did."""
-    from muster.collectives_bench.results.report import is_failed
-    from muster.collectives_bench.results.rows import rows_of
-
     paths = results.located(args.results, args.runs)
     if all(is_timing(path) for path in paths):
-        return model.show(read_timings(paths), as_json=args.json)
-    result = results.read(args.results, args.runs)
-    report.show(result, as_json=args.json)
-    return int(is_failed(result, rows_of(result)))
+        return model.of_models(read_timings(paths)).show(as_json=args.json)
+    return report.of_collectives(results.read(args.results, args.runs)).show(as_json=args.json)

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,24 +36,24 @@ def source_of(args: argparse.Namespace) -> "Profile":
 
 
 def parse_rate(text: str) -> float:
-    """Return bits a second.
-
-    Raises:
-        UsageError: it is no rate.
-    """
-    match = _RATE.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise UsageError(f"--link {text}: wanted bits a second, such as 100Gbit or 25Gbit/s")
-    return float(match[1]) * RATES[match[2].lower()]
+    """Return bits a second; errors as `quantity`."""
+    return quantity("--link", text, _RATE, RATES, "bits a second, such as 100Gbit or 25Gbit/s")
 
 
 def parse_time(text: str) -> float:
-    """Return seconds.
+    """Return seconds; errors as `quantity`."""
+    return quantity("--latency", text, _TIME, TIMES, "a time such as 50us or 0.2ms", least=0.0)
+
+
+def quantity(
+    flag: str, text: str, pattern: re.Pattern[str], units: Mapping[str, float], wanted: str, *, least: float = 1e-9
+) -> float:
+    """Read a number and its unit, which are the two groups of a pattern.
 
     Raises:
-        UsageError: it is no time.
+        UsageError: it is none, or less than `least`.
     """
-    match = _TIME.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"--latency {text}: wanted a time such as 50us or 0.2ms")
-    return float(match[1]) * TIMES[(match[2] or "").lower()]
+    match = pattern.fullmatch(text.strip())
+    if match is None or float(match[1]) < least:
+        raise UsageError(f"{flag} {text}: wanted {wanted}")
+    return float(match[1]) * units[(match[2] or "").lower()]

@@ -1,10 +1,9 @@
 """A job's predicted steps as a plot: bars of compute and exposed communication, memory, and the bucket curve."""
 
-import io
 from pathlib import Path
 from typing import Any
 
-from muster.jobs.basics.files import write_bytes
+from muster.collectives_bench.results.plots import save
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
@@ -40,9 +39,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     if panels == 3:
         _curve(axes[2], record["buckets"])
     figure.suptitle(f"{record['job']}: {record['model']}, {record['ranks']} ranks, profile {record['profile']}")
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=120)
-    write_bytes(path, drawn.getvalue())
+    save(figure, path)
 
 
 def _curve(axis: Any, buckets: dict[str, Any]) -> None:

@@ -218,7 +218,7 @@ def bucket_sizes(text: str) -> Sequence[int]:
     from muster.collectives_bench.sizes import parse_sizes
 
     try:
-        return sorted({size for word in text.split(",") if word for size in parse_sizes(word.strip())})
+        return sorted(set(parse_sizes(text))) if text else []
     except ValueError as error:
         raise UsageError(f"--buckets: {error}") from error
 

@@ -5,9 +5,10 @@ A thread reads the run's bench.jsonl four times a second, the same way whoever s
 
 import shutil
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir
@@ -24,39 +25,43 @@ if TYPE_CHECKING:
 POLL_S: Final = 0.25
 
 
-class View(Protocol):
-    """What is shown of a run while it measures."""
-
-    def poll(self) -> Sequence[Any]:
-        """Take in what came since the last call, and return its records."""
-        ...
-
-    def line_of(self, record: Any) -> str | None:
-        """Return the plain line that a record is worth."""
-        ...
-
-    def table(self, width: int) -> "Group | None":
-        """Return what is known so far, for a terminal of so many columns; None before there is anything."""
-        ...
-
-
-class NewestRecords:
-    """The records in the bench.jsonl of a run's newest attempt, as they come."""
+class View(ABC):
+    """What is shown of a run while it measures, from the records in the bench.jsonl of its newest attempt."""
 
     def __init__(self, run: RunDir, of: Format[Any, Any]) -> None:
         self.run = run
         self._format = of
         self._attempt = -1
         self._file: LineFollower | None = None
+        self.forget()
 
-    def poll(self) -> tuple[bool, list[Any]]:
-        """Return whether an attempt has begun since the last call, and the records that came."""
+    def poll(self) -> list[Any]:
+        """Take in what came since the last call, and return its records; a new attempt begins anew."""
         newest = max(self.run.attempt_numbers(), default=-1)
-        is_new = newest != self._attempt
-        if is_new:
+        if newest != self._attempt:
             self._attempt, self._file = newest, LineFollower(self.run.attempt(newest).bench)
+            self.forget()
         lines = self._file.poll() if self._file is not None else ()
-        return is_new, [record for line in lines if (record := self._format.parse(line)) is not None]
+        records = [record for line in lines if (record := self._format.parse(line)) is not None]
+        for record in records:
+            self.take(record)
+        return records
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Begin without records."""
+
+    @abstractmethod
+    def take(self, record: Any) -> None:
+        """Take in a record."""
+
+    @abstractmethod
+    def line_of(self, record: Any) -> str | None:
+        """Return the plain line that a record is worth."""
+
+    @abstractmethod
+    def table(self, width: int) -> "Group | None":
+        """Return what is known so far, for a terminal of so many columns; None before there is anything."""
 
 
 class BenchConsole(Console):

@@ -16,7 +16,7 @@ from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
 
 
 def _sizes(text: str) -> list[int]:
-    return sorted({size for word in text.split(",") for size in parse_sizes(word.strip())})
+    return sorted(set(parse_sizes(text)))
 
 
 CHOICES: Final = (

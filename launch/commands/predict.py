@@ -105,7 +105,7 @@ def _sizes(operation: str, text: str | None) -> list[int]:
     if text is None:
         raise UsageError(f"--bytes is missing: {operation} has a size, such as 36.9MB")
     try:
-        return [size for word in text.split(",") for size in parse_sizes(word.strip())]
+        return parse_sizes(text)
     except ValueError as error:
         raise UsageError(f"--bytes: {error}") from error
 

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.files import read_lines
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.world.world import World
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,19 @@ def measure(world: World, settings: dict[str, Any], out: str, port: int, fault: 
     if fault is not None:
         inject(Fault(**fault), world.rank)
     return conduct(Task(BenchSettings(**settings), env, Path(out), "test", 30.0))
+
+
+def by_hand(*argv: str, folder: Path | None = None, **variables: str) -> "subprocess.Popen[str]":
+    """Start a module as a user would; nothing is set that its starter did not set."""
+    clean = {name: value for name, value in os.environ.items() if name != "RANK" and not name.startswith("MUSTER")}
+    return subprocess.Popen(
+        [sys.executable, "-m", *argv],
+        env={**clean, "PYTHONPATH": str(REPOSITORY), **variables},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def free_port() -> int:

@@ -41,8 +41,7 @@ def timing(p50_us: float, n: int = 20) -> Timing:
 def header(of: World, asked: BenchSettings, name: str = "demo") -> Header:
     facts = {"cpu": "EPYC", "memory_bytes": 8 << 30, "kernel": "6.1", "interface": "eth0", "mtu": 1500, "cores": 2}
     hosts = [a_host(node, host=f"n{node}", ranks=of.ranks_per_node, **facts) for node in range(of.nodes)]
-    record = asked.model_dump()
-    return Header(name=name, world=of, settings=record, hosts=hosts, torch="2.13.0", init_s=0.04, time=1.0)
+    return Header(name=name, world=of, settings=asked, hosts=hosts, torch="2.13.0", init_s=0.04, time=1.0)
 
 
 def block(of: World, cell: Cell, launch: int = 0, **changes: Any) -> Block:

@@ -7,7 +7,6 @@ it memory. A row whose time is over is killed; what it had told by then is kept.
 """
 
 import os
-import signal
 import socket
 import statistics
 import time
@@ -18,7 +17,6 @@ import torch
 
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.basics.words import counted
-from muster.jobs.machine import linux
 from muster.jobs.machine.hardware import cpu_name
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.node.page import Page
@@ -31,7 +29,7 @@ from muster.jobs.train.timing.work import Task
 from muster.jobs.world.forked import Ended, Forked, Tell
 
 SURVEY_S: Final = 60.0
-POLL_S: Final = 1.0
+POLL_S: Final = 0.5
 DIGITS: Final = 9  # of seconds
 KILLED: Final = "was killed by SIGKILL"
 
@@ -100,12 +98,12 @@ class Conductor:
                 allowed=allowed,
             )
             if why is not None:
-                return self._judged(case, [{"memory": why}], None)
+                return self._judged(case, [{"memory": why}], Ended("done", time.time()))
         task = Task(self.settings, case, self.device, allowed)
         heard, ended = listen(lambda tell, page: work.measure(task, tell, page), self.settings.timeout_s)
         return self._judged(case, heard, ended)
 
-    def _judged(self, case: Case, heard: Heard, ended: Ended | None) -> Timed:
+    def _judged(self, case: Case, heard: Heard, ended: Ended) -> Timed:
         return judged(self.settings, case, heard, ended, matmul_rate=self.rates.get(case.precision))
 
     def _find_types(self, case: Case) -> None:
@@ -121,17 +119,11 @@ class Conductor:
         self._write(Dtypes(model=case.model, precision=case.precision, layers=types))
 
 
-def listen(do: Callable[[Tell, Page], None], timeout_s: float) -> tuple[Heard, Ended | None]:
-    """Have a fork do something; return all it told, and how it ended: None where its time was over."""
-    process, heard, deadline = Forked(do), [], time.monotonic() + timeout_s
-    late = False
-    while (told := process.told(POLL_S if late else max(0.0, deadline - time.monotonic()))) is not None:
-        heard += told
-        if not late and time.monotonic() >= deadline:
-            late = True
-            linux.kill_quietly(process.pid, signal.SIGKILL)
-    ended = process.buried(silent=False)
-    return heard, None if late and not process.is_done else ended
+def listen(do: Callable[[Tell, Page], None], timeout_s: float) -> tuple[Heard, Ended]:
+    """Have a fork do something, killed when its time is over; return all it told, and how it ended."""
+    heard: Heard = []
+    deadline = time.monotonic() + timeout_s
+    return heard, Forked(do).followed(heard.append, lambda: time.monotonic() >= deadline, POLL_S)
 
 
 def merged(heard: Heard) -> dict[str, Any]:
@@ -140,7 +132,7 @@ def merged(heard: Heard) -> dict[str, Any]:
 
 
 def judged(
-    settings: TimingSettings, case: Case, heard: Heard, ended: Ended | None, *, matmul_rate: float | None = None
+    settings: TimingSettings, case: Case, heard: Heard, ended: Ended, *, matmul_rate: float | None = None
 ) -> Timed:
     """Return the row of a case from what its process told, and how it ended. Pure, but for the time of day."""
     shape, told = settings.shape(case), merged(heard)
@@ -175,12 +167,12 @@ def judged(
     )
 
 
-def verdict_of(settings: TimingSettings, told: dict[str, Any], steps: int, ended: Ended | None) -> tuple[State, str]:
+def verdict_of(settings: TimingSettings, told: dict[str, Any], steps: int, ended: Ended) -> tuple[State, str]:
     """Say what became of a row, and why."""
     for state in ("memory", "refused"):
         if state in told:
             return cast(State, state), told[state]
-    if ended is None:
+    if ended.how == "silent":
         wanted = settings.warmup + settings.steps
         done = "its model was not made" if "build_s" not in told else f"{steps} of {counted(wanted, 'step')} were done"
         return "timeout", f"{done} in {settings.timeout_s:g} s (--timeout)"

@@ -1,16 +1,13 @@
 """What the rank of a `timing:` job runs: a conductor, then the table of what it has measured."""
 
-import faulthandler
 import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from muster.jobs.basics.errors import MusterError, RefusedError
-from muster.jobs.basics.files import folder_error
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import ranks
@@ -19,18 +16,15 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.files import read_timings
 from muster.jobs.timing.settings import TimingSettings
 from muster.jobs.timing.table import report_lines
-from muster.jobs.train.main import complain, guarded
 from muster.jobs.train.numerics.pieces import require_compiler
 from muster.jobs.train.timing.conductor import Conductor
+from muster.jobs.world.guard import complain, guarded, make_own_folder, measured, show_stacks
 from muster.jobs.world.world import choose_device, this_peer
-
-FAILED: Final = 1
-STANDARD_ERROR: Final = 2
 
 
 def run_rank(payload: Mapping[str, Any]) -> int:
     """Time all rows; return 0 unless one failed or none could be timed."""
-    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
+    show_stacks()
     settings = TimingSettings.model_validate(payload["job"]["settings"])
     name = payload["job"].get("name", "timing")
 
@@ -62,18 +56,12 @@ def device_of(settings: TimingSettings) -> torch.device:
 
 def time_all(settings: TimingSettings, device: torch.device, path: Path, *, name: str, reporter: Reporter) -> int:
     """Measure into a file, print the table, and say what failed; return the exit code."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # a node without the shared folder keeps its own part
-    except OSError as error:
-        raise folder_error(path.parent, error) from error
+    make_own_folder(path.parent)
     conductor = Conductor(settings, device, RowLog(path, patient=True, say=complain), name=name)
     conductor.run()
     print("\n".join(report_lines(read_timings([path]))), flush=True)
     failed = [row for row in conductor.rows if row.state == "failed"]
     if not failed and (settings.dtypes or any(row.summary is not None for row in conductor.rows)):
         return 0
-    what = f"{counted(len(failed), 'row')} failed" if failed else "no row could be timed"
-    bad = f"{what}; the reasons stand in {path.name}"
-    complain(f"muster: {bad}")
-    reporter.failed(MusterError(bad), peer=False)
-    return FAILED
+    bad = f"{counted(len(failed), 'row')} failed" if failed else "no row could be timed"
+    return measured(reporter, bad, path)

@@ -53,7 +53,7 @@ def test_the_header_says_what_was_asked_for_and_where_it_ran(on_ranks, tmp_path)
     bench(on_ranks, tmp_path, ranks=2, operation=["barrier"])
     header = Header.model_validate(next(read_lines(tmp_path / "bench.jsonl")))
     assert (header.name, header.world.ranks, header.world.backend, header.world.device) == ("test", 2, "gloo", "cpu")
-    assert header.settings["operation"] == ["barrier"]
+    assert header.settings.operation == ["barrier"]
     assert [host.ranks for host in header.hosts] == [2]
     assert header.init_s is not None
     assert header.init_s > 0

@@ -1,8 +1,5 @@
 """Benchmarks without an agent: one process per rank, started by torchrun; and what a start refuses."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,29 +7,15 @@ import torch
 import torch.distributed as dist
 
 from muster.collectives_bench.ranks import direct
-from support.bench import blocks
+from support.bench import blocks, by_hand
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-REPOSITORY = Path(__file__).parents[3]
 QUICK = ["--operation", "all_reduce,barrier", "--sizes", "4K", "--launches", "2", "--block-s", "0.02"]
-
-
-def start(*argv: str, folder: Path) -> "subprocess.Popen[str]":
-    """Start a process as a user would; nothing is set that its starter did not set."""
-    clean = {name: value for name, value in os.environ.items() if name != "RANK" and not name.startswith("MUSTER")}
-    return subprocess.Popen(
-        [sys.executable, "-m", *argv],
-        env={**clean, "PYTHONPATH": str(REPOSITORY)},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def test_torchrun_starts_it_its_own_store_is_used_and_rank_0_prints_and_writes(tmp_path: Path) -> None:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "muster.collectives_bench"]
-    started = start(*torchrun, *QUICK, "--out", "mine.jsonl", folder=tmp_path)
+    started = by_hand(*torchrun, *QUICK, "--out", "mine.jsonl", folder=tmp_path)
     out, err = started.communicate(timeout=55)
     assert started.returncode == 0, err
     assert "verdict: OK" in out

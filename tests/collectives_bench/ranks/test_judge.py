@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from muster.collectives_bench.ranks.forked import Ending
-from muster.collectives_bench.ranks.judge import Blame, judge, pair_culprit
+from muster.collectives_bench.ranks.judge import Blame, Ending, judge, pair_culprit
 
 TIMEOUT_S = 2.0
 LATE = "no progress for 2 s (timeout_s)"

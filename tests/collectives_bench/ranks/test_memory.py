@@ -7,6 +7,7 @@ import torch.distributed as dist
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks import memory
 from muster.collectives_bench.ranks.operations import prepare
+from muster.collectives_bench.ranks.sampling import Voices
 from muster.collectives_bench.records import Cell
 from muster.jobs.machine import free
 from muster.jobs.world.world import World
@@ -102,12 +103,11 @@ def test_only_the_ranks_of_this_host_count(monkeypatch):
     assert memory.refusal(cell_of("all_gather"), GB, ranks=(16, 4), memory_share=0.8) is None
 
 
-def agreed(world: World, refusing: list[int]) -> str | None:
+def told(world: World, refusing: list[int]) -> list[str | None]:
     reason = f"rank {world.rank} has not — enough" if world.rank in refusing else None
-    return memory.agreed_refusal(reason, dist.new_group(backend="gloo"))
+    return Voices(dist.new_group(backend="gloo"), lambda: None).told(reason)
 
 
 @pytest.mark.ranks
-def test_all_ranks_hear_the_reason_of_the_lowest_that_refuses(on_ranks):
-    assert on_ranks(3, agreed, refusing=[1, 2]) == ["rank 1 has not — enough"] * 3
-    assert on_ranks(3, agreed, refusing=[]) == [None] * 3
+def test_all_ranks_hear_the_reasons_of_those_that_refuse(on_ranks):
+    assert on_ranks(3, told, refusing=[1, 2]) == [[None, *(f"rank {rank} has not — enough" for rank in (1, 2))]] * 3

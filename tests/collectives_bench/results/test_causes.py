@@ -53,6 +53,7 @@ SMALL = a_cell(asked_bytes=512 * 2**10)
 FOUR = a_world(4, nodes=2)
 ETH0 = {"interface": "eth0", "speed_mbit": 1000}
 GPUS: dict[str, Any] = {"backend": "nccl"}
+TWO_RUNS = [a_header(a_host(congestion_control=name), time=time) for name, time in (("bbr", 999.0), ("reno", 1999.0))]
 PROTOCOLS = [{"NCCL_PROTO": proto, "NCCL_SOCKET_IFNAME": f"eth{node}"} for node, proto in enumerate(("LL", "Simple"))]
 NOWHERE = ("lo", "docker0", "br-1a2b3c", "veth12ab")
 
@@ -200,13 +201,9 @@ def test_hosts_that_differ_are_told_of_one_for_all(names: tuple[str, str], wante
 
 
 def test_two_runs_that_differ_in_congestion_control_measure_its_cost() -> None:
-    runs = [
-        a_header(a_host(congestion_control="bbr"), time=999.0),
-        a_header(a_host(congestion_control="reno"), time=1999.0),
-    ]
     blocks = launches(135.0) + launches(100.0, start=1000)
     blocks += launches(400.0, cell=a_cell("broadcast")) + launches(200.0, start=1000, cell=a_cell("broadcast"))
-    finding = only(*runs, blocks=blocks)
+    finding = only(*TWO_RUNS, blocks=blocks)
     assert finding.measured
     assert finding.factor == pytest.approx((1.35 * 2.0) ** 0.5)
     assert finding.evidence == "1.64x as long with bbr, over all rows measured with both"
@@ -215,13 +212,9 @@ def test_two_runs_that_differ_in_congestion_control_measure_its_cost() -> None:
 
 
 def test_two_runs_that_differ_by_noise_measure_no_cost() -> None:
-    runs = [
-        a_header(a_host(congestion_control="bbr"), time=999.0),
-        a_header(a_host(congestion_control="reno"), time=1999.0),
-    ]
     noise = (100.0, 300.0, 150.0, 90.0, 200.0)
     blocks = [a_block([value] * 7, launch=start + i) for start in (0, 1000) for i, value in enumerate(noise)]
-    finding = only(*runs, blocks=blocks)
+    finding = only(*TWO_RUNS, blocks=blocks)
     assert (finding.measured, finding.factor) == (False, None)
     assert finding.cost.startswith("not to be told from noise here")
 

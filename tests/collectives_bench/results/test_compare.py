@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from statistics import NormalDist
+from statistics import NormalDist, median
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,6 @@ from muster.collectives_bench.results import shift
 from muster.collectives_bench.results.compare import Comparison, Verdict, comparison
 from muster.collectives_bench.results.rows import Row, rows_of
 from muster.collectives_bench.results.sides import drift_of, pairs_in_time
-from muster.collectives_bench.results.stats import median
 from muster.jobs.basics.errors import RefusedError
 from support.bench_records import a_block, a_cell, a_world
 

@@ -27,7 +27,7 @@ def test_the_same_rows_make_the_same_file_of_the_kind_that_its_name_says(suffix,
 
 def test_a_grid_has_a_column_for_each_world_and_two_rows_for_each_type(tmp_path: Path, monkeypatch) -> None:
     figures = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
     worlds = [world(1, 2), world(2, 1), world(2, 2)]
     plots.plot(rows_of(result(settings(dtypes=["fp32", "bf16"]), worlds)), tmp_path / "grid.png")
     (figure,) = figures
@@ -46,7 +46,7 @@ def test_a_grid_has_a_column_for_each_world_and_two_rows_for_each_type(tmp_path:
 
 def test_every_line_is_a_way_with_its_interval_as_a_band(tmp_path: Path, monkeypatch) -> None:
     figures = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
     plots.plot(ROWS, tmp_path / "one.png")
     panel = figures[0].axes[1]
     assert [line.get_label() for line in panel.get_lines()] == ["all_reduce", "all_gather in", "all_gather out"]

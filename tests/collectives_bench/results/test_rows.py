@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from statistics import median
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.records import Block, Memory, Result, Wire
 from muster.collectives_bench.results.rows import Row, rows_of
-from muster.collectives_bench.results.stats import median
 from support.bench_records import a_block, a_cell, a_world
 
 

@@ -165,5 +165,5 @@ def test_hidden_memory_is_told_of_each_operation_at_its_largest_size() -> None:
         memory = Memory(buffers_bytes=count * size * 3 // 2, hidden_bytes=hidden)
         made.append(block(world(), cell, memory=memory))
     lines = audit.memory(rows_of(Result(blocks=made)))
-    assert [line.split() for line in lines[3:]] == [["all_gather", "8", "MB", "out", "1.50", "1.00"]]
+    assert [line.split() for line in lines[4:]] == [["all_gather", "8", "MB", "out", "1.50", "1.00"]]
     assert audit.memory(rows_of(Result(blocks=made[:1]))) == []

@@ -21,7 +21,7 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer
-from muster.jobs.train.main import FAILED, guarded
+from muster.jobs.world.guard import FAILED, guarded
 from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from muster.collectives_bench.records import Cell, Result
 from muster.jobs.basics.files import append_line
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.bench import watching as watcher
-from muster.launch.bench.live import CollectivesView, line_of, table
+from muster.launch.bench.live import CollectivesView
 from muster.launch.bench.watching import BenchConsole, watching
 from support.measured import block, header, pairs, result, settings, world, write_lines
 
@@ -24,7 +24,7 @@ def rendered(progress: CollectivesView, width: int = 100) -> str:
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width)
-    console.print(table(progress, width))
+    console.print(progress.table(width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -113,7 +113,7 @@ def test_without_a_terminal_beginning_failures_and_each_launch_are_a_line(tmp_pa
     blocks = [block(world(), cell, state="failed", reason="SIGABRT", rank=1), *measured.blocks[1:]]
     progress = CollectivesView(run_folder(tmp_path, measured.model_copy(update={"blocks": blocks})))
     progress.run.attempt(0).bench.touch()
-    lines = [line for record in progress.poll() if (line := line_of(record, progress))]
+    lines = [line for record in progress.poll() if (line := progress.line_of(record))]
     assert lines[0] == "measuring 2 cells in 2 launches: 2 nodes x 1 rank, gloo on cpu"
     assert re.fullmatch(r"all_reduce \d MB fp32 in: failed in launch 1, rank 1: SIGABRT", lines[1])
     assert lines[2:] == ["launch 1 of 2: 2 cells, 1 not ok", "launch 2 of 2: 2 cells"]
@@ -124,7 +124,7 @@ def test_without_a_terminal_pairs_are_a_line_for_each_launch_too(tmp_path: Path)
     bad = measured.pairs[4].model_copy(update={"state": "timeout", "reason": "no answer within 30 s"})
     made = [*measured.pairs[:4], bad, measured.pairs[5]]
     progress = CollectivesView(run_folder(tmp_path, measured.model_copy(update={"pairs": made})))
-    assert [line for record in progress.poll() if (line := line_of(record, progress))] == [
+    assert [line for record in progress.poll() if (line := progress.line_of(record))] == [
         "measuring pairs in 2 launches: 3 nodes x 1 rank, gloo on cpu",
         "launch 1 of 2: 3 pairs",
         "nodes 0 and 2: timeout: no answer within 30 s",

@@ -13,6 +13,7 @@ CASE = Case("gpt-nano", "step", "fp32")
 BUILT = [{"build_s": 0.5}]
 STEPS = [{"step": seconds} for seconds in (0.1, 0.012, 0.010)]
 DONE = Ended("done", 1.0)
+LATE = Ended("silent", 2.0)
 
 
 def row(heard, ended, **changes):
@@ -43,8 +44,8 @@ def test_without_warm_up_the_first_step_counts():
     [
         ([*BUILT, {"memory": "asked for 2.0 GB"}], DONE, "memory", "asked for 2.0 GB"),
         ([{"refused": "no compiler"}], DONE, "refused", "no compiler"),
-        ([], None, "timeout", "its model was not made in 3 s (--timeout)"),
-        ([*BUILT, *STEPS[:2]], None, "timeout", "2 of 3 steps were done in 3 s (--timeout)"),
+        ([], LATE, "timeout", "its model was not made in 3 s (--timeout)"),
+        ([*BUILT, *STEPS[:2]], LATE, "timeout", "2 of 3 steps were done in 3 s (--timeout)"),
         (BUILT, Ended("died", 1.0, message="was killed by SIGKILL"), "memory", "as the kernel does where memory ends"),
         (BUILT, Ended("died", 1.0, message="was killed by SIGABRT; last words: std::bad_alloc"), "memory", "bad_alloc"),
         (BUILT, Ended("died", 1.0, message="was killed by SIGSEGV"), "failed", "was killed by SIGSEGV"),
@@ -59,7 +60,7 @@ def test_what_went_wrong_is_the_state_with_its_reason(heard, ended, state, reaso
 
 
 def test_steps_that_were_done_before_the_time_was_over_are_kept():
-    found = row([*BUILT, *STEPS[:2]], None)
+    found = row([*BUILT, *STEPS[:2]], LATE)
     assert found.summary is not None
     assert (found.summary.n, found.summary.std_s) == (1, None)
 
