@@ -83,7 +83,7 @@ class PairGame:
                 self.voices.barrier()
                 if mine is not None:
                     here.meet(mine, players, leads=env.rank == players[mine[0]])
-                heard = self.voices.told(_measured(here, mine))
+                heard = [_timings(each) for each in self.voices.told(_measured(here, mine))]
                 yield [self._record(launch, pair, heard[players[pair[0]]], heard[players[pair[1]]]) for pair in pairs]
 
     def _record(self, launch: int, pair: Link, first: Sequence[Timing | None], second: Sequence[Timing | None]) -> Pair:
@@ -175,10 +175,14 @@ class _Player:
             torch.cuda.synchronize(self.device)
 
 
-def _measured(here: _Player, pair: Link | None) -> list[Timing | None]:
+def _measured(here: _Player, pair: Link | None) -> list[dict[str, Any] | None]:
     """Return what a rank has measured with its partner of this round: latency, and what it sent."""
     found = []
     for measured in (here.latency_us, here.sent_us):
         samples = [each for node in pair or () for each in measured.get(node, ())]  # there are none with itself
-        found.append(timing([round(each, DIGITS) for each in samples]) if samples else None)
+        found.append(timing([round(each, DIGITS) for each in samples]).model_dump() if samples else None)
     return found
+
+
+def _timings(told: Sequence[dict[str, Any] | None]) -> list[Timing | None]:
+    return [None if each is None else Timing(**each) for each in told]

@@ -5,11 +5,12 @@ a gloo group of their own, batch by batch, so that all see the same numbers and 
 Hoefler & Belli, "Scientific Benchmarking of Parallel Computing Systems" (SC'15), and ReproMPI (Hunold & Carpen-Amarie).
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from muster.collectives_bench.results import stats
 from muster.collectives_bench.settings import BenchSettings
 
 Run = Callable[[], None]
-Told = TypeVar("Told")
 
 WARM_UP_S: Final = 0.5
 AGREE: Final = 0.2  # two successive calls that differ by less than this are warm
@@ -81,12 +81,17 @@ class Voices:
         """Return the largest number of all ranks."""
         return max(each[0] for each in self.gather([mine]))
 
-    def told(self, mine: Told) -> list[Told]:
-        """Return what every rank tells, in rank order: any value, for where no time is measured."""
-        self.beat()
-        everybody = [mine] * self.size
-        dist.all_gather_object(everybody, mine, group=self.group)
-        return everybody
+    def told(self, mine: Any) -> list[Any]:
+        """Return what every rank tells, in rank order: any JSON value, for where no time is measured.
+
+        Not torch's gather of objects, which unpickles what the network sends.
+        """
+        text = json.dumps(mine).encode()
+        longest = int(self.largest(len(text)))
+        own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)  # (bytes,), spaces behind
+        everybody = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everybody, own, group=self.group)
+        return [json.loads(bytes(each.tolist())) for each in everybody]
 
 
 class HostClock:
