@@ -31,7 +31,7 @@ class RankOutputs:
             self.console.lines(stream, lines, rank)
 
     def _logs(self) -> list[tuple[int, str, Path]]:
-        if self._folder is None:
+        if self._folder is None or self.console.quiet:
             return []
         if not self.console.tee:
             return [(0, "out", self._folder.out(0)), (0, "err", self._folder.err(0))]

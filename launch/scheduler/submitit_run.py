@@ -1,6 +1,6 @@
-"""A run through submitit: submitted, left or followed. What its tasks do is `slurm/submitit_job.py`.
+"""A run through submitit. What its tasks do is `slurm/submitit_job.py`.
 
-slurm   one sbatch, an array for several runs; from then on as any run in Slurm's queue (slurm_follow.py)
+slurm   one sbatch, an array for several runs (queueing.py); from then on as any run in Slurm's queue (slurm_follow.py)
 local   submitit's controller on this machine, one task per pretend node, left behind with the process that called it
 debug   in this very process: one task, whose supervisor starts all pretend nodes
 """
@@ -19,60 +19,45 @@ from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
-from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError, UsageError
+from muster.jobs.basics.errors import RefusedError, StartTimeoutError, UsageError
 from muster.jobs.basics.files import folder_error, open_log
 from muster.jobs.basics.reading import parse_json
 from muster.jobs.spec.slurm import merged
 from muster.launch.plan.spares import crew_size
 from muster.launch.plan.submission import Submission
-from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import supervisors
-from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
-from muster.launch.scheduler.slurm_run import close
 from muster.launch.scheduler.submitit_follow import NewestOutputs, ended_early, failure, follow_local
 from muster.launch.scheduler.submitit_order import order, task_of
 from muster.launch.supervision.console import Console
-from muster.slurm.client import Client
-from muster.slurm.refusals import refusal
+from muster.slurm.client import SubmissionRefusedError
 from muster.slurm.script import job_environment, options_of
-from muster.slurm.states import Outcome
 
-TRANSPORT: Final = "submitit"
 SUBMIT_S: Final = 90.0
 BEGIN_S: Final = 30.0
 POLL_S: Final = 0.1
 
 
 def run_here(submission: Submission, console: Console) -> int:
-    """Submit a run whose folder is made, and stay to its end; return the exit code of its verdict.
+    """Run on this machine a submission whose folder is made, to its end; return the exit code of its verdict.
 
     Raises:
-        MusterError: it could not be submitted or started.
+        MusterError: it could not be started.
     """
-    from muster.launch.scheduler.slurm_follow import follow
-
-    executor, run = submission.route.executor, submission.context.run
-    if executor == "slurm":
-        submit_array([submission], name=run.run_id)
-        return follow(run, console)
-    if executor == "debug":
+    if submission.route.executor == "debug":
         return debug(submission, console)
-    return follow_local(run, partial(start_local, submission), console)
+    return follow_local(submission.context.run, partial(start_local, submission), console)
 
 
-def submit(submission: Submission) -> None:
-    """Submit a run whose folder is made, and return when it is in the queue, or has begun.
+def leave(submission: Submission) -> None:
+    """Start a run on this machine, and return when it has begun.
 
     Raises:
         UsageError: submitit's debug executor cannot be left.
-        MusterError: it could not be submitted or started.
+        MusterError: it could not be started.
     """
-    executor, run = submission.route.executor, submission.context.run
-    if executor == "debug":
+    run = submission.context.run
+    if submission.route.executor == "debug":
         raise UsageError("--executor debug: runs in the calling process, which stays; use muster run, or another")
-    if executor == "slurm":
-        submit_array([submission], name=run.run_id)
-        return
     before, controller = supervisors(run), start_local(submission)
     deadline = time.monotonic() + BEGIN_S
     while supervisors(run) == before:
@@ -100,39 +85,19 @@ def script(submission: Submission) -> str:
     return str(_call(wanted, _environment(submission))["text"])
 
 
-def submit_array(
-    submissions: Sequence[Submission], *, name: str, limit: int | None = None, folder: Path | None = None
-) -> list[str]:
-    """Submit runs of one shape to Slurm through submitit; note each one's job number in its folder, and return them.
-
-    Several are one array, `limit` of them at a time, whose common files lie in `folder`.
+def send(submissions: Sequence[Submission], *, name: str, limit: int | None, folder: Path | None) -> list[str]:
+    """Have submitit submit runs of one shape to Slurm, and return their job numbers; arguments as those of `order`.
 
     Raises:
-        RefusedError: sbatch refuses, submitit is not installed, or Slurm is not on this machine.
-        UnreachableError: the controller does not answer.
+        SubmissionRefusedError: sbatch refuses.
+        RefusedError: submitit is not installed, or Slurm is not on this machine.
+        StartTimeoutError: the controller does not answer.
     """
-    first = submissions[0]
-    for each in submissions:
-        EventLog(each.context.run).submitted(each.context, TRANSPORT)
-    try:
-        environment = _environment(first)
-        told = _call(order(submissions, name=name, environ=os.environ, limit=limit, folder=folder), environment)
-        if said := told.get("refused"):
-            settings = merged(first.context.site.slurm, first.context.job.slurm)
-            partitions = Client(environment).partitions()
-            raise refusal(str(said), settings, crew_size(first.context.job), partitions=partitions)
-    except MusterError as error:
-        for each in submissions:
-            close(each.context.run, Outcome(error.exit_code, str(error)))
-        raise
-    job_ids = [str(each) for each in told["job_ids"]]
-    for each, job_id in zip(submissions, job_ids, strict=True):
-        run, kept = each.context.run, kept_environment(environment)
-        job = SlurmJob(job_id=job_id, name=name, environment=kept, **this_process())
-        job.write(run)
-        # What its first task said, where who reads a run looks for the output of its job.
-        output_path(run, job).symlink_to((folder or run.submitit) / f"{job_id}_0_log.err")
-    return job_ids
+    wanted = order(submissions, name=name, environ=os.environ, limit=limit, folder=folder)
+    told = _call(wanted, _environment(submissions[0]))
+    if said := told.get("refused"):
+        raise SubmissionRefusedError(str(said))
+    return [str(each) for each in told["job_ids"]]
 
 
 def start_local(submission: Submission) -> "subprocess.Popen[bytes]":
