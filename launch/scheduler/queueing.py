@@ -7,7 +7,6 @@ the `submitted` rows ──→ sbatch or submitit ──→ slurm.json in each r
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError
@@ -19,10 +18,10 @@ from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
 from muster.launch.scheduler import submitit_run
-from muster.launch.scheduler.slurm_run import close, cores_of, settings_of
+from muster.launch.scheduler.slurm_run import asked_for, close, environment_of, settings_of
 from muster.slurm.client import Client, SubmissionRefusedError, Submitted
 from muster.slurm.refusals import refusal
-from muster.slurm.script import Array, job_environment, options_of, sbatch_text
+from muster.slurm.script import Array, sbatch_text
 from muster.slurm.states import Outcome
 
 
@@ -78,9 +77,8 @@ def _send(
             points = folder / f"array{name.removeprefix(folder.name)}.runs"
             array, path = Array(points, len(submissions), limit), points.with_suffix(".sh")
             write_secret(points, "".join(f"{each.context.run.path}\n" for each in submissions))
-        shape = _shape(context, name, folder or context.run.path, array)
-        write_secret(path, _text(context, shape))
-        submitted = client.submit(path, name=name, environment=job_environment(options_of(**shape), base))
+        write_secret(path, _text(context, name, folder or context.run.path, array))
+        submitted = client.submit(path, name=name, environment=environment_of(submissions[0]))
         count = len(submissions)
         return submitted, [submitted.job_id] if array is None else [f"{submitted.job_id}_{k}" for k in range(count)]
     except SubmissionRefusedError as error:
@@ -95,16 +93,10 @@ def script(submission: Submission) -> str:
         RefusedError: the settings of job and site do not fit together.
     """
     context = submission.context
-    return _text(context, _shape(context, context.run.run_id, context.run.path))
+    return _text(context, context.run.run_id, context.run.path)
 
 
-def _shape(context: Context, name: str, folder: Path, array: Array | None = None) -> dict[str, Any]:
-    """Return what sbatch is asked for, as arguments of `sbatch_text` and `options_of`."""
-    job, settings = context.job, settings_of(context)
-    asked = {"nodes": crew_size(job), "settings": settings, "cpus_per_task": cores_of(job)}
-    return {"name": name, "folder": folder, "array": array, **asked}
-
-
-def _text(context: Context, shape: Mapping[str, Any]) -> str:
+def _text(context: Context, name: str, folder: Path, array: Array | None = None) -> str:
     argv = module_argv(context.python, "muster.launch.supervise", context.code)
-    return sbatch_text(argv=[*argv, *([] if shape["array"] else [str(context.run.path)])], **shape)
+    argv += [] if array else [str(context.run.path)]
+    return sbatch_text(argv=argv, array=array, **asked_for(context, name, folder))

@@ -16,13 +16,10 @@ from typing import Any, Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, StartTimeoutError, UnreachableError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common.fields import typed_line
-from muster.launch.common.follow import LineFollower
-from muster.launch.records.event_texts import lines_of
 from muster.launch.records.runrows import number, read_json, real
 from muster.launch.records.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
 from muster.launch.scheduler.held_signals import listening, request_stop
-from muster.launch.scheduler.rank_outputs import RankOutputs
+from muster.launch.scheduler.rank_outputs import RunOutput
 from muster.launch.scheduler.slurm_run import close, show_end, stopped
 from muster.launch.supervision.console import Console
 from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, never_began, outcome, waiting
@@ -144,8 +141,7 @@ class Follower:
         self.requeued = False  # it waits again: a last row is that of an earlier try
         self.grace_s = 5.0
         self.draining_s = 0.0  # that its supervisor may take to save before it stops
-        self._events = LineFollower(run.events, offset=since_submission(run, job))
-        self._outputs = RankOutputs(console)
+        self._output = RunOutput(run, console, offset=since_submission(run, job), on_row=self._on_event)
         self._stop_by = ""
         self._kill_at = math.inf
         self._cancelled = False
@@ -171,7 +167,7 @@ class Follower:
         """Say whether the run has its last row, and will not be queued again; then show all that it printed."""
         if self.ended is None or self._may_be_queued_again():
             return False
-        self._outputs.pass_on(last=True)
+        self._output.pass_on(last=True)
         return True
 
     def stop(self, by: str, *, now: bool) -> None:
@@ -211,9 +207,7 @@ class Follower:
 
     def read(self) -> None:
         """Take in the rows that came since the last call, say what is worth it, and show what ranks printed."""
-        for line in self._events.poll():
-            self._on_event(typed_line(line))
-        self._outputs.pass_on()
+        self._output.read()
 
     def _on_event(self, row: dict[str, Any]) -> None:
         match row.get("event"):
@@ -225,9 +219,6 @@ class Follower:
                     self.console.say(f"Slurm job {self.job.job_id}: its supervisor is on {row.get('host')}")
             case "attempt":
                 self.ended = None
-                self._outputs.begin(self.run.attempt(number(row.get("attempt")) or 0))
-            case "attempt_ended":
-                self._outputs.pass_on(last=True)
             case "draining":
                 self.draining_s = real(row.get("deadline_s")) or 0.0
                 self._kill_at += self.draining_s
@@ -236,8 +227,6 @@ class Follower:
             case "ended":
                 self.ended = row
                 self._since.pop("stopped", None)
-        for line in lines_of(row):
-            self.console.say(line)
 
     def _has_lease(self) -> bool:
         """Say whether a supervisor shows that it is there; a lease that changes is enough, whatever its clock says."""

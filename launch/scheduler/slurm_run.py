@@ -1,6 +1,8 @@
 """What Slurm is asked for, and the last row of a run whose supervisor left none."""
 
+import os
 import time
+from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics import exits
@@ -10,12 +12,15 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.slurm import SIGNAL_S, SlurmSettings, merged, signal_before
 from muster.launch.common.fields import typed_lines
 from muster.launch.plan.plan import Context
+from muster.launch.plan.spares import crew_size
+from muster.launch.plan.submission import Submission
 from muster.launch.records.advice import next_step
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import number, read_ending, read_rows, real
 from muster.launch.records.slurm_job import last_row
 from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.console import Console
+from muster.slurm.script import job_environment, options_of
 from muster.slurm.states import Outcome
 
 SAVING_S: Final = 90  # before the time limit: to agree on a step, to save after it, and to be queued again
@@ -33,6 +38,26 @@ def settings_of(context: Context) -> SlurmSettings:
         return settings
     wanted_s = SIGNAL_S if context.job.checkpoint is None else SAVING_S
     return settings.model_copy(update={"signal_s": signal_before(settings.time, wanted_s)})
+
+
+def asked_for(context: Context, name: str, folder: Path) -> dict[str, Any]:
+    """Return what sbatch is asked for, as arguments of `options_of`; errors as `settings_of`."""
+    job, settings = context.job, settings_of(context)
+    return {
+        "name": name,
+        "folder": folder,
+        "nodes": crew_size(job),
+        "settings": settings,
+        "cpus_per_task": cores_of(job),
+    }
+
+
+def environment_of(submission: Submission) -> dict[str, str]:
+    """Return what a job is submitted with: no rank, no job around it, nothing that would change what is asked for."""
+    context = submission.context
+    options = options_of(**asked_for(context, context.run.run_id, context.run.path))
+    kept = job_environment(options, {**os.environ, **submission.route.hosts.environment})
+    return {name: value for name, value in kept.items() if not name.startswith("SUBMITIT_")}
 
 
 def cores_of(job: Job) -> int | None:

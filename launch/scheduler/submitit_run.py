@@ -22,15 +22,14 @@ from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import RefusedError, StartTimeoutError, UsageError
 from muster.jobs.basics.files import folder_error, open_log
 from muster.jobs.basics.reading import parse_json
-from muster.jobs.spec.slurm import merged
-from muster.launch.plan.spares import crew_size
 from muster.launch.plan.submission import Submission
 from muster.launch.records.runrows import supervisors
-from muster.launch.scheduler.submitit_follow import NewestOutputs, ended_early, failure, follow_local
+from muster.launch.scheduler.rank_outputs import RunOutput
+from muster.launch.scheduler.slurm_run import environment_of
+from muster.launch.scheduler.submitit_follow import ended_early, failure, follow_local
 from muster.launch.scheduler.submitit_order import order, task_of
 from muster.launch.supervision.console import Console
 from muster.slurm.client import SubmissionRefusedError
-from muster.slurm.script import job_environment, options_of
 
 SUBMIT_S: Final = 90.0
 BEGIN_S: Final = 30.0
@@ -82,7 +81,7 @@ def script(submission: Submission) -> str:
     if submission.route.executor == "local":
         return "\n".join(shlex.join(wanted["tasks"][0][part]) for part in ("supervise", "agent")) + "\n"
     wanted["dry_run"] = True
-    return str(_call(wanted, _environment(submission))["text"])
+    return str(_call(wanted, environment_of(submission))["text"])
 
 
 def send(submissions: Sequence[Submission], *, name: str, limit: int | None, folder: Path | None) -> list[str]:
@@ -94,7 +93,7 @@ def send(submissions: Sequence[Submission], *, name: str, limit: int | None, fol
         StartTimeoutError: the controller does not answer.
     """
     wanted = order(submissions, name=name, environ=os.environ, limit=limit, folder=folder)
-    told = _call(wanted, _environment(submissions[0]))
+    told = _call(wanted, environment_of(submissions[0]))
     if said := told.get("refused"):
         raise SubmissionRefusedError(str(said))
     return [str(each) for each in told["job_ids"]]
@@ -113,7 +112,7 @@ def start_local(submission: Submission) -> "subprocess.Popen[bytes]":
     except OSError as error:
         raise folder_error(run.submitit, error) from error
     with os.fdopen(open_log(run.supervisor_log), "ab") as log:
-        process = _start(_environment(submission), stdout=subprocess.PIPE, stderr=log)
+        process = _start(environment_of(submission), stdout=subprocess.PIPE, stderr=log)
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdin, process.stdout:
@@ -139,11 +138,11 @@ def debug(submission: Submission, console: Console) -> int:
     executor = submitit.AutoExecutor(run.submitit, cluster="debug")
     job = executor.submit(task_of(submission, os.environ))
     over = threading.Event()
-    lines = NewestOutputs(run, console)
+    output = RunOutput(run, console, silent=True)  # its supervisor tells the events on this very terminal
 
     def pass_on() -> None:
         while not over.wait(POLL_S):
-            lines.pass_on()
+            output.read()
 
     reader = threading.Thread(target=pass_on, daemon=True)
     reader.start()
@@ -152,7 +151,8 @@ def debug(submission: Submission, console: Console) -> int:
     finally:
         over.set()
         reader.join()
-        lines.pass_on(last=True)
+        output.read()
+        output.pass_on(last=True)
 
 
 def _call(wanted: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -179,13 +179,3 @@ def _start(environment: Mapping[str, str], *, stdout: Any, stderr: Any) -> "subp
         stderr=stderr,
         start_new_session=True,
     )
-
-
-def _environment(submission: Submission) -> dict[str, str]:
-    """Return what submitit is called with: no rank, no job around it, nothing that would change what is ordered."""
-    base = {**os.environ, **submission.route.hosts.environment}
-    run, job = submission.context.run, submission.context.job
-    settings = merged(submission.context.site.slurm, job.slurm)
-    options = options_of(name=run.run_id, folder=run.path, nodes=crew_size(job), settings=settings)
-    kept = job_environment(options, base)
-    return {name: value for name, value in kept.items() if not name.startswith("SUBMITIT_")}
