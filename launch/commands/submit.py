@@ -41,11 +41,11 @@ def run(args: argparse.Namespace) -> int:
 
 def text_of(submission: "Submission") -> str:
     """Return what would be submitted: a batch script, or the commands that start the agents."""
-    from muster.launch.scheduler import slurm_run, submitit_run
+    from muster.launch.scheduler import queueing, submitit_run
     from muster.launch.submit.routes import commands_of
 
     if submission.route.transport == "submitit":
         return submitit_run.script(submission).removesuffix("\n")
     if submission.route.is_queued:
-        return slurm_run.script(submission).removesuffix("\n")
+        return queueing.script(submission).removesuffix("\n")
     return "\n".join(map(shlex.join, commands_of(submission)))

@@ -4,7 +4,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Final
@@ -45,7 +45,11 @@ def holding_signals() -> AbstractContextManager[list[str]]:
 @contextmanager
 def listening(asked: list[str], how: int = signal.SIG_UNBLOCK) -> Iterator[list[str]]:
     """Take the signals that ask for an end as requests to stop a run; note and yield who asks."""
-    before = {each: signal.signal(each, noting(asked)) for each in asking()}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(SIGNALS[signal.Signals(number)])
+
+    before = {each: signal.signal(each, note) for each in asking()}
     mask = signal.pthread_sigmask(how, before)
     try:
         yield asked
@@ -53,12 +57,3 @@ def listening(asked: list[str], how: int = signal.SIG_UNBLOCK) -> Iterator[list[
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-def noting(asked: list[str]) -> Callable[[int, FrameType | None], None]:
-    """Return a handler that notes who asks for an end."""
-
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(SIGNALS[signal.Signals(number)])
-
-    return note

@@ -1,28 +1,55 @@
-"""What ranks print in a run that this process does not supervise: read from their logs in the run folder."""
+"""What a run says and its ranks print, where this process does not supervise it: read from the run folder."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from muster.jobs.runfolder.rundir import AttemptDir
+from muster.jobs.runfolder.rundir import AttemptDir, RunDir
+from muster.launch.common.fields import typed_line
 from muster.launch.common.follow import LineFollower, as_shown
 from muster.launch.common.ranklogs import log_files
+from muster.launch.records.event_texts import lines_of
+from muster.launch.records.runrows import number
 from muster.launch.supervision.console import Console
 
 
-class RankOutputs:
-    """The output of one attempt after the other on a console: of rank 0, or with --tee of every rank."""
+class RunOutput:
+    """A run on a console, from the events at `offset` on: what happens, and what rank 0, or with --tee every, prints.
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    `on_row` is called with each event; `silent`: events are not shown.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        console: Console,
+        *,
+        offset: int | None = None,
+        on_row: Callable[[dict[str, Any]], None] = lambda row: None,
+        silent: bool = False,
+    ) -> None:
+        self.run, self.console, self.on_row, self.silent = run, console, on_row, silent
+        if offset is None:
+            offset = run.events.stat().st_size if run.events.exists() else 0
+        self._events = LineFollower(run.events, offset=offset)
         self._folder: AttemptDir | None = None
         self._files: dict[tuple[int, str], LineFollower] = {}
 
-    def begin(self, folder: AttemptDir) -> None:
-        """Turn to the next attempt, once the last lines of the one before are shown."""
-        self.pass_on(last=True)
-        self._folder, self._files = folder, {}
+    def read(self) -> None:
+        """Show what came since the last call."""
+        for line in self._events.poll():
+            row = typed_line(line)
+            self.on_row(row)
+            if row.get("event") in ("attempt", "attempt_ended"):
+                self.pass_on(last=True)
+            if row.get("event") == "attempt":
+                self._folder, self._files = self.run.attempt(number(row.get("attempt")) or 0), {}
+            for text in () if self.silent else lines_of(row):
+                self.console.say(text)
+        self.pass_on()
 
     def pass_on(self, *, last: bool = False) -> None:
-        """Show the lines that came since the last call; `last`: also one that has no end."""
+        """Show the lines of ranks that came since the last call; `last`: also one that has no end."""
         for rank, stream, path in self._logs():
             self._files.setdefault((rank, stream), LineFollower(path))
         for (rank, stream), file in self._files.items():
@@ -31,7 +58,7 @@ class RankOutputs:
             self.console.lines(stream, lines, rank)
 
     def _logs(self) -> list[tuple[int, str, Path]]:
-        if self._folder is None:
+        if self._folder is None or self.console.quiet:
             return []
         if not self.console.tee:
             return [(0, "out", self._folder.out(0)), (0, "err", self._folder.err(0))]

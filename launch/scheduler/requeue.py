@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.slurm import SlurmSettings
 from muster.launch.common.fields import typed_lines
 from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
@@ -33,21 +34,28 @@ from muster.slurm.states import Outcome
 class OwnJob:
     """The scheduler's job that a supervisor is in, and that exists for its run alone."""
 
-    run: RunDir
+    submission: Submission
+    settings: SlurmSettings
     job: str  # what scontrol calls it
     restarts: int | None  # Slurm's count of earlier starts; None: nobody counts
-    program: bool  # the ranks run a program of the user's, which saves if it opens a session
-    checkpoint: bool  # the job has a checkpoint: section
-    by_us: bool  # it is ours to have it queued again, and not submitit's
-    may: bool  # slurm.requeue
-    signal_s: int
     output: BatchOutput
     environ: Mapping[str, str]
 
     @property
+    def run(self) -> RunDir:
+        """The run's folder."""
+        return self.submission.context.run
+
+    @property
+    def by_us(self) -> bool:
+        """True when it is ours to have the job queued again, and not submitit's."""
+        return self.submission.route.transport == "slurm"
+
+    @property
     def saves(self) -> bool:
-        """True when the run makes checkpoints."""
-        return had_session(self.run) if self.program else self.checkpoint
+        """True when the run makes checkpoints; a program of the user's does if it opens a session."""
+        job = self.submission.context.job
+        return had_session(self.run) if job.kind == "command" else job.checkpoint is not None
 
     def begin(self) -> Outcome | None:
         """Note that the job has started; return how the run ends where it must not go on."""
@@ -72,7 +80,7 @@ class OwnJob:
                 state = replace(state, end_time=state.preempted + grace_s)
         except MusterError as error:
             self._warn(f"cannot ask why the job is signalled: {error}")
-        return notice_of(state, time.time(), self.signal_s, limit=limit)
+        return notice_of(state, time.time(), self.settings.signal_s, limit=limit)
 
     def end(self, code: int) -> int:
         """Have the job queued again after a verdict that asks for it; return the exit code of this process."""
@@ -86,7 +94,7 @@ class OwnJob:
     def _queue_again(self) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, as soon as it has agreed
         why = f"{self.run.submission.name} says slurm.requeue: false"
-        if self.may:
+        if self.settings.requeue:
             client, complaint = Client(self.environ), self.output.complaint()
             state = client.word(self.job)
             if self.run.stop.exists():  # too late for the supervisor, which was stopping already
@@ -141,19 +149,8 @@ def own_job(submission: Submission, environ: Mapping[str, str]) -> OwnJob | None
     if transport not in ("slurm", "submitit") or not (run.sbatch.exists() or run.slurm.exists() or local):
         return None
     restarts: int | None = None
-    job, settings = local or "", settings_of(context)
+    job = local or ""
     if inside_allocation(environ):
         allocation = read_allocation(environ)
         job, restarts = allocation.requeue_id, allocation.restarts
-    return OwnJob(
-        run=run,
-        job=job,
-        restarts=restarts,
-        program=context.job.kind == "command",
-        checkpoint=context.job.checkpoint is not None,
-        by_us=transport == "slurm",
-        may=settings.requeue,
-        signal_s=settings.signal_s,
-        output=BatchOutput(run, job),
-        environ=environ,
-    )
+    return OwnJob(submission, settings_of(context), job, restarts, BatchOutput(run, job), environ)

@@ -1,27 +1,25 @@
-"""Stay with a run in Slurm's queue to its end: `muster run --on slurm` on the login node, and `muster stop`.
+"""Stay with runs in Slurm's queue to their ends: `muster run --on slurm` on the login node, sweeps, and `muster stop`.
 
     it waits, and why ──→ its supervisor begins ──→ rank 0's lines ──→ its last row ──→ the code of its verdict
           │                        │                     │
           └── never can start      └── over for Slurm, or let go of, and no last row: we write it
 
-The run folder is read, a few times a second. Slurm is asked only while no supervisor renews the lease, every 5 s at
-first and every 30 s in a long wait; after a request to stop, every second.
+The run folders are read a few times a second. Slurm is asked, about all runs together, only while no supervisor renews
+a lease: every 5 s at first and every 30 s in a long wait; after a request to stop, every second.
 """
 
 import math
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, StartTimeoutError, UnreachableError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common.fields import typed_line
-from muster.launch.common.follow import LineFollower
-from muster.launch.records.event_texts import lines_of
 from muster.launch.records.runrows import number, read_json, real
 from muster.launch.records.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
 from muster.launch.scheduler.held_signals import listening, request_stop
-from muster.launch.scheduler.rank_outputs import RankOutputs
+from muster.launch.scheduler.rank_outputs import RunOutput
 from muster.launch.scheduler.slurm_run import close, show_end, stopped
 from muster.launch.supervision.console import Console
 from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, never_began, outcome, waiting
@@ -45,52 +43,109 @@ def follow(run: RunDir, console: Console, asked: list[str] | None = None) -> int
     Raises:
         UnreachableError: it was never submitted to Slurm.
     """
-    follower = Follower(run, console, asked=asked)
-    with listening(follower.asked_to_stop):
-        ended = follower.until_ended()
-    show_end(run, console, ended)
-    return number(ended.get("code")) or 0
+    follower = Follower(run, console)
+    with listening([] if asked is None else asked) as asked:
+        next(until_ended([follower], asked))
+    show_end(run, console, follower.last_row)
+    return follower.code or 0
 
 
-def cancel(run: RunDir, *, grace_s: float, now: bool) -> None:
-    """Stop a run in Slurm, waiting or running, and return when it has its last row.
+def cancel(runs: Sequence[RunDir], *, grace_s: float | None, now: bool) -> None:
+    """Stop runs in Slurm, waiting or running, and return when each has its last row; `grace_s`: None for the job's.
 
     Raises:
-        UnreachableError: it was never submitted to Slurm, or the controller does not answer.
+        UnreachableError: one was never submitted to Slurm, or the controller does not answer.
         RefusedError: it is somebody else's job.
-        StartTimeoutError: it has not ended in time.
+        StartTimeoutError: one has not ended in time.
     """
-    follower = Follower(run, Console(quiet=True), patient=False)
-    follower.read_events()
-    if follower.is_over():
+    followers = [Follower(run, Console(quiet=True), patient=False) for run in runs]
+    open_ = [each for each in followers if not each.is_over()]
+    for each in open_:
+        each.grace_s = each.grace_s if grace_s is None else grace_s
+        each.stop("muster stop", now=now)
+    longest_s = max((each.grace_s for each in open_), default=0.0) + BEYOND_GRACE_S + KILL_WAIT_S
+    for each in until_ended(open_, [], deadline_s=longest_s):
+        each.cancel()  # whatever is left of the job; and it is not queued again
+        if each.code == exits.REQUEUE:  # it was being ended for another reason when we asked
+            close(each.run, stopped("muster stop", "it was to be queued again"), anew=True)
+        forget(each.run)
+
+
+def until_ended(
+    followers: Sequence["Follower"], asked: list[str], *, told: Console | None = None, deadline_s: float = math.inf
+) -> Iterator["Follower"]:
+    """Yield each run once it has its last row; who `asked` to stop stops all, and cancels all the second time.
+
+    `told` is the console that is told so of the points of a sweep.
+
+    Raises:
+        StartTimeoutError: a run has no last row in time.
+        UnreachableError: the controller does not answer a follower that is not patient.
+    """
+    open_, began, answered = list(followers), time.monotonic(), 0
+    while open_:
+        if time.monotonic() > began + deadline_s + max(each.draining_s for each in open_):
+            late = open_[0]
+            raise StartTimeoutError(
+                f"{late.run.run_id}: asked to stop, but it has not ended within {deadline_s:g} s; see Slurm job "
+                f"{late.job.job_id} (scontrol show job {late.job.job_id})"
+            )
+        for each in open_:
+            each.read()
+        for by in asked[answered:]:
+            if told is not None:
+                told.say(f"{'cancelling' if answered else 'stopping'} {len(open_)} points: {by}")
+            for each in open_:
+                each.stop(by, now=answered > 0)
+            answered += 1
+        for each in open_:
+            each.cancel_if_late()
+        _ask([each for each in open_ if each.is_time_to_ask()])
+        for each in [each for each in open_ if each.has_ended()]:
+            open_.remove(each)
+            yield each
+        if open_:
+            time.sleep(POLL_S)
+
+
+def _ask(about: Sequence["Follower"]) -> None:
+    """Ask Slurm about runs of one cluster, all at once."""
+    if not about:
         return
-    follower.stop("muster stop", grace_s, now=now)
-    ended = follower.until_ended(deadline_s=grace_s + BEYOND_GRACE_S + KILL_WAIT_S)
-    follower.client.cancel(follower.job.job_id)  # whatever is left of the job; and it is not queued again
-    if number(ended.get("code")) == exits.REQUEUE:  # it was being ended for another reason when we asked
-        close(run, stopped("muster stop", "it was to be queued again"), anew=True)
-    forget(run)
+    try:
+        states = about[0].client.query([each.job.job_id for each in about])
+    except MusterError as error:
+        if not about[0].patient:
+            raise
+        about[0].complain(f"muster: cannot ask Slurm: {error}; still trying")
+        return
+    for each in about:
+        each.on_answer(each.job.own(states))
 
 
 class Follower:
-    """What has been seen of one run so far, and what was said of it."""
+    """What has been seen of one run so far, and what was said of it.
 
-    def __init__(self, run: RunDir, console: Console, *, patient: bool = True, asked: list[str] | None = None) -> None:
+    With `patient`, it waits for a controller that does not answer, rather than give up. `trouble` is the console that
+    is told so, where it is another one.
+    """
+
+    def __init__(self, run: RunDir, console: Console, *, patient: bool = True, trouble: Console | None = None) -> None:
         job = SlurmJob.read(run)
         if job is None:
             raise UnreachableError(f"{run.path}: has no slurm.json: it was not submitted to Slurm")
         self.run, self.console, self.job, self.client = run, console, job, job.client()
-        self.patient = patient  # wait for a controller that does not answer, rather than give up
+        self.patient, self.trouble = patient, trouble or console
         self.ended: dict[str, Any] | None = None
         self.begun = False
         self.requeued = False  # it waits again: a last row is that of an earlier try
         self.grace_s = 5.0
-        self._events = LineFollower(run.events, offset=since_submission(run, job))
-        self._outputs = RankOutputs(console)
-        self.asked_to_stop = [] if asked is None else asked
+        self.draining_s = 0.0  # that its supervisor may take to save before it stops
+        self._output = RunOutput(run, console, offset=since_submission(run, job), on_row=self._on_event)
         self._stop_by = ""
-        self._kill_at: float | None = None
-        self._draining_s = 0.0  # that its supervisor may take to save before it stops
+        self._kill_at = math.inf
+        self._cancelled = False
+        self._waits = True  # as Slurm said last
         self._instead: Outcome | None = None  # the outcome of a job that we have cancelled for a reason of ours
         self._began = time.monotonic()
         self._next_ask = 0.0
@@ -98,34 +153,24 @@ class Follower:
         self._since: dict[str, float] = {}  # when something was first seen that must last to count
         self._said = ""
 
-    def until_ended(self, deadline_s: float = math.inf) -> dict[str, Any]:
-        """Return the run's last row, once it has one.
+    @property
+    def last_row(self) -> dict[str, Any]:
+        """The run's last row; empty as long as it has none."""
+        return self.ended or {}
 
-        Raises:
-            StartTimeoutError: it has none in time.
-        """
-        began = time.monotonic()
-        while time.monotonic() < began + deadline_s + self._draining_s:
-            self.read_events()
-            self._outputs.pass_on()
-            for by in self.asked_to_stop:
-                self.stop(by, self.grace_s, now=bool(self._stop_by))
-            self.asked_to_stop.clear()
-            if self._kill_at is not None and time.monotonic() > self._kill_at:
-                self._kill_at = None
-                self._cancel()
-            if self._is_time_to_ask():
-                self._ask()
-            if self.ended is not None and not self._may_be_queued_again():
-                self._outputs.pass_on(last=True)
-                return self.ended
-            time.sleep(POLL_S)
-        raise StartTimeoutError(
-            f"{self.run.run_id}: asked to stop, but it has not ended within {deadline_s:g} s; see Slurm job "
-            f"{self.job.job_id} (scontrol show job {self.job.job_id})"
-        )
+    @property
+    def code(self) -> int | None:
+        """The exit code of the last row."""
+        return number(self.last_row.get("code"))
 
-    def stop(self, by: str, grace_s: float, *, now: bool) -> None:
+    def has_ended(self) -> bool:
+        """Say whether the run has its last row, and will not be queued again; then show all that it printed."""
+        if self.ended is None or self._may_be_queued_again():
+            return False
+        self._output.pass_on(last=True)
+        return True
+
+    def stop(self, by: str, *, now: bool) -> None:
         """Have a waiting job cancelled, and a running one stopped by its supervisor; a second call cancels it too."""
         self._next_ask = 0.0
         again, self._stop_by = bool(self._stop_by), by
@@ -133,11 +178,11 @@ class Follower:
             self._wait_anew()
         if self.begun and not again:
             self.console.say(f"stopping the run: {by}")
-            request_stop(self.run, grace_s, now=now, who=by)
-            self._kill_at = time.monotonic() + grace_s + BEYOND_GRACE_S
+            request_stop(self.run, self.grace_s, now=now, who=by)
+            self._kill_at = time.monotonic() + self.grace_s + BEYOND_GRACE_S
             return
         self.console.say(f"cancelling Slurm job {self.job.job_id}: {by}")
-        self._cancel()
+        self.cancel()
 
     def is_over(self) -> bool:
         """Say whether the run has ended for good; one that Slurm will begin again waits from now on.
@@ -145,7 +190,8 @@ class Follower:
         Raises:
             RefusedError, UnreachableError: Slurm cannot be asked from here.
         """
-        if self.ended is None or number(self.ended.get("code")) not in FROM_OUTSIDE:
+        self.read()
+        if self.ended is None or self.code not in FROM_OUTSIDE:
             return self.ended is not None
         state = self.job.ask()
         if state is None or state.phase == "over":
@@ -159,10 +205,9 @@ class Follower:
 
     # The run folder -------------------------------------------------------------------------------------------------
 
-    def read_events(self) -> None:
-        """Take in the rows that came since the last call, and say what is worth it."""
-        for line in self._events.poll():
-            self._on_event(typed_line(line))
+    def read(self) -> None:
+        """Take in the rows that came since the last call, say what is worth it, and show what ranks printed."""
+        self._output.read()
 
     def _on_event(self, row: dict[str, Any]) -> None:
         match row.get("event"):
@@ -174,19 +219,14 @@ class Follower:
                     self.console.say(f"Slurm job {self.job.job_id}: its supervisor is on {row.get('host')}")
             case "attempt":
                 self.ended = None
-                self._outputs.begin(self.run.attempt(number(row.get("attempt")) or 0))
-            case "attempt_ended":
-                self._outputs.pass_on(last=True)
             case "draining":
-                self._draining_s = real(row.get("deadline_s")) or 0.0
-                self._kill_at = None if self._kill_at is None else self._kill_at + self._draining_s
+                self.draining_s = real(row.get("deadline_s")) or 0.0
+                self._kill_at += self.draining_s
             case "requeueing":
                 self.console.say(f"Slurm job {self.job.job_id}: its supervisor has it queued again")
             case "ended":
                 self.ended = row
                 self._since.pop("stopped", None)
-        for line in lines_of(row):
-            self.console.say(line)
 
     def _has_lease(self) -> bool:
         """Say whether a supervisor shows that it is there; a lease that changes is enough, whatever its clock says."""
@@ -197,31 +237,40 @@ class Follower:
 
     # Slurm ----------------------------------------------------------------------------------------------------------
 
-    def _is_time_to_ask(self) -> bool:
+    def is_time_to_ask(self) -> bool:
+        """Say whether Slurm is to be asked about the run now."""
         now = time.monotonic()
-        if now < self._next_ask or (self._has_lease() and not self._stop_by and self.ended is None):
+        if now < self._next_ask:
             return False
         hurried = self._stop_by or self.ended is not None
-        self._next_ask = now + (ASK_SOON_S if hurried else min(ASK_RARELY_S, max(ASK_S, (now - self._began) / 12)))
-        return True
+        if has_lease := self._has_lease() and not hurried:
+            wait_s = ASK_SOON_S  # then the lease is looked at once more
+        else:
+            wait_s = ASK_SOON_S if hurried else min(ASK_RARELY_S, max(ASK_S, (now - self._began) / 12))
+        self._next_ask = now + wait_s
+        return not has_lease
 
-    def _ask(self) -> None:
-        try:
-            state = self.job.ask()
-        except MusterError as error:
-            if not self.patient:
-                raise
-            self._say_once(f"muster: cannot ask about Slurm job {self.job.job_id}: {error}; still trying")
-            return
+    def on_answer(self, state: JobState | None) -> None:
+        """Take in what Slurm says of the job; None when it does not know it."""
         if state is None:
-            if self._lasts("unknown", UNKNOWN_S):
-                words = f"Slurm does not know job {self.job.job_id} any more, and its supervisor left no verdict"
-                self._close(Outcome(exits.UNREACHABLE, words))
+            self._on_unknown()
             return
+        self._waits = state.phase == "pending"
         self._since.pop("unknown", None)
         if state.phase != "over":
             self._since.pop("over", None)
         {"pending": self._on_pending, "running": self._on_running, "over": self._on_over}[state.phase](state)
+
+    def _on_unknown(self) -> None:
+        job = f"Slurm job {self.job.job_id}"
+        of_array = "_" in self.job.job_id  # of which Slurm forgets the elements that were cancelled as they waited
+        if self.ended is not None:
+            self._since.setdefault("over", time.monotonic())
+        elif of_array and self._waits and not self.begun and (self._cancelled or self._lasts("unknown", VERDICT_S)):
+            self._close(self._instead or stopped(self._stop_by or "scancel", f"{job} waited"))
+        elif self._lasts("unknown", UNKNOWN_S):
+            words = f"Slurm does not know job {self.job.job_id} any more, and its supervisor left no verdict"
+            self._close(Outcome(exits.UNREACHABLE, words))
 
     def _on_pending(self, state: JobState) -> None:
         if self.ended is not None and not self._stop_by:
@@ -234,12 +283,12 @@ class Follower:
         elif self._lasts("hopeless", HOPELESS_S) and self._instead is None:
             message = f"Slurm job {self.job.job_id} was cancelled, for it would never start: {waiting(state)}"
             self._instead = Outcome(exits.REFUSED, message)
-            self._cancel()
+            self.cancel()
 
     def _on_running(self, state: JobState) -> None:
         if is_orphan(state) and self._instead is None:
             self._instead = outcome(state)
-            self._cancel()
+            self.cancel()
         elif not self.begun and state.state == "RUNNING":
             self._say_once(f"Slurm job {self.job.job_id} runs on {state.nodes}")
 
@@ -255,23 +304,39 @@ class Follower:
 
     def _may_be_queued_again(self) -> bool:
         """Say whether Slurm may still start the job again: its last row says that something outside ended it."""
-        code = number((self.ended or {}).get("code"))
+        code = self.code
         if self._stop_by or code not in FROM_OUTSIDE or "over" in self._since:
             return False
         return not self._lasts("stopped", REQUEUE_S if code != exits.REQUEUE else KILL_WAIT_S)
 
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """Cancel the job, unless we have done so; a controller that does not answer is tried again."""
+        if self._cancelled:
+            return
         try:
             self.client.cancel(self.job.job_id)
+            self._cancelled = True
         except UnreachableError as error:
             if not self.patient:
                 raise
-            self.console.say(f"muster: {error}; still trying")
+            self.trouble.say(f"muster: {error}; still trying")
             self._kill_at = time.monotonic() + ASK_S
+
+    def cancel_if_late(self) -> None:
+        """Cancel the job of a supervisor that was asked to stop and has had its time."""
+        if time.monotonic() > self._kill_at:
+            self._kill_at = math.inf
+            self.cancel()
+
+    def complain(self, text: str) -> None:
+        """Say once what keeps Slurm from being asked."""
+        if text != self._said:
+            self._said = text
+            self.trouble.say(text)
 
     def _close(self, result: Outcome) -> None:
         close(self.run, result, anew=self.requeued and self.ended is None)
-        self.read_events()
+        self.read()
 
     def _lasts(self, what: str, seconds: float) -> bool:
         """Say whether something has been so for a while; the first call begins the while."""

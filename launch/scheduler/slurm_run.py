@@ -1,17 +1,12 @@
-"""A run through Slurm's queue: its batch script, its submission, and its last row when nobody else can write it.
-
-submit   the `submitted` row, sbatch.sh, sbatch, slurm.json; from then on the supervisor in the job writes
-close    Slurm says that the job is over, and its supervisor left no last row
-"""
+"""What Slurm is asked for, and the last row of a run whose supervisor left none."""
 
 import os
 import time
+from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics import exits
-from muster.jobs.basics.boot import module_argv
-from muster.jobs.basics.errors import MusterError
-from muster.jobs.basics.files import append_line, write_secret
+from muster.jobs.basics.files import append_line
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.slurm import SIGNAL_S, SlurmSettings, merged, signal_before
@@ -22,69 +17,13 @@ from muster.launch.plan.submission import Submission
 from muster.launch.records.advice import next_step
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import number, read_ending, read_rows, real
-from muster.launch.records.slurm_job import SlurmJob, kept_environment, last_row, this_process
+from muster.launch.records.slurm_job import last_row
 from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.console import Console
-from muster.slurm.client import Client, SubmissionRefusedError, Submitted
-from muster.slurm.refusals import refusal
-from muster.slurm.script import job_environment, options_of, sbatch_text
+from muster.slurm.script import job_environment, options_of
 from muster.slurm.states import Outcome
 
-TRANSPORT: Final = "slurm"
 SAVING_S: Final = 90  # before the time limit: to agree on a step, to save after it, and to be queued again
-
-
-def script(submission: Submission) -> str:
-    """Return the batch script of a submission, as `submit` would write it.
-
-    Raises:
-        RefusedError: the settings of job and site do not fit together.
-    """
-    context = submission.context
-    argv = [*module_argv(context.python, "muster.launch.supervise", context.code), str(context.run.path)]
-    return sbatch_text(
-        name=context.run.run_id,
-        folder=context.run.path,
-        nodes=crew_size(context.job),
-        argv=argv,
-        settings=settings_of(context),
-        cpus_per_task=cores_of(context.job),
-    )
-
-
-def submit(submission: Submission) -> Submitted:
-    """Submit a run whose folder is made; `sbatch` returns as soon as the job is in the queue.
-
-    Raises:
-        RefusedError: sbatch refuses, or Slurm is not on this machine.
-        UnreachableError: the controller does not answer.
-        RunFolderError, StorageError: the run folder cannot be written.
-    """
-    context, run = submission.context, submission.context.run
-    settings, nodes = settings_of(context), crew_size(context.job)
-    write_secret(run.sbatch, script(submission))
-    # Before sbatch: once the job runs, its supervisor writes such a row of its own, and the last one counts.
-    EventLog(run).submitted(context, TRANSPORT)
-    base = {**os.environ, **submission.route.hosts.environment}
-    client = Client(base)
-    options = options_of(name=run.run_id, folder=run.path, nodes=nodes, settings=settings)
-    try:
-        submitted = client.submit(run.sbatch, name=run.run_id, environment=job_environment(options, base))
-    except SubmissionRefusedError as error:
-        refused = refusal(str(error), settings, nodes, partitions=client.partitions())
-        close(run, Outcome(refused.exit_code, str(refused)))
-        raise refused from error
-    except MusterError as error:
-        close(run, Outcome(error.exit_code, str(error)))
-        raise
-    SlurmJob(
-        job_id=submitted.job_id,
-        name=run.run_id,
-        cluster=submitted.cluster,
-        environment=kept_environment(base),
-        **this_process(),
-    ).write(run)
-    return submitted
 
 
 def settings_of(context: Context) -> SlurmSettings:
@@ -99,6 +38,26 @@ def settings_of(context: Context) -> SlurmSettings:
         return settings
     wanted_s = SIGNAL_S if context.job.checkpoint is None else SAVING_S
     return settings.model_copy(update={"signal_s": signal_before(settings.time, wanted_s)})
+
+
+def asked_for(context: Context, name: str, folder: Path) -> dict[str, Any]:
+    """Return what sbatch is asked for, as arguments of `options_of`; errors as `settings_of`."""
+    job, settings = context.job, settings_of(context)
+    return {
+        "name": name,
+        "folder": folder,
+        "nodes": crew_size(job),
+        "settings": settings,
+        "cpus_per_task": cores_of(job),
+    }
+
+
+def environment_of(submission: Submission) -> dict[str, str]:
+    """Return what a job is submitted with: no rank, no job around it, nothing that would change what is asked for."""
+    context = submission.context
+    options = options_of(**asked_for(context, context.run.run_id, context.run.path))
+    kept = job_environment(options, {**os.environ, **submission.route.hosts.environment})
+    return {name: value for name, value in kept.items() if not name.startswith("SUBMITIT_")}
 
 
 def cores_of(job: Job) -> int | None:

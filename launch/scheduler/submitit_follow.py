@@ -11,35 +11,16 @@ from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.reading import read_end
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
-from muster.launch.common.fields import typed_line
-from muster.launch.common.follow import CHUNK_BYTES, LineFollower
-from muster.launch.records.event_texts import lines_of
+from muster.launch.common.follow import CHUNK_BYTES
 from muster.launch.records.runrows import number, read_rows, supervisors
 from muster.launch.records.runstate import read_state
 from muster.launch.scheduler.held_signals import listening, request_stop
-from muster.launch.scheduler.rank_outputs import RankOutputs
+from muster.launch.scheduler.rank_outputs import RunOutput
 from muster.launch.scheduler.slurm_run import close, show_end
 from muster.launch.supervision.console import Console
 from muster.slurm.states import Outcome
 
 POLL_S: Final = 0.1
-
-
-class NewestOutputs(RankOutputs):
-    """What ranks print in the newest attempt; of attempts that are there at first it shows nothing."""
-
-    def __init__(self, run: RunDir, console: Console) -> None:
-        super().__init__(console)
-        self.run = run
-        self._attempt = max(run.attempt_numbers(), default=-1)
-
-    def pass_on(self, *, last: bool = False) -> None:
-        """Show the lines that came since the last call."""
-        newest = max(self.run.attempt_numbers(), default=-1)
-        if newest != self._attempt:
-            self._attempt = newest
-            self.begin(self.run.attempt(newest))
-        super().pass_on(last=last)
 
 
 def ended_early(run: RunDir) -> MusterError:
@@ -67,19 +48,17 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
     Raises:
         UnreachableError: submitit ended before the run had begun.
     """
-    lines, asked = NewestOutputs(run, console), 0
-    events = LineFollower(run.events, offset=run.events.stat().st_size if run.events.exists() else 0)
+    output, asked = RunOutput(run, console), 0
     before, controller = supervisors(run), start()
     with listening([]) as signals:
         while controller.poll() is None or _goes_on(run):
-            _tell(events, console)
-            lines.pass_on()
+            output.read()
             if len(signals) > asked:
                 asked = len(signals)
                 _ask_to_stop(run, console, signals[-1], now=asked > 1)
             time.sleep(POLL_S)
-    _tell(events, console)
-    lines.pass_on(last=True)
+    output.read()
+    output.pass_on(last=True)
     if supervisors(run) == before:
         raise ended_early(run)
     rows = read_rows(run)
@@ -97,13 +76,6 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
 def _goes_on(run: RunDir) -> bool:
     """Say whether a supervisor is at work though the process that called submitit has gone."""
     return run.events.exists() and not read_state(run).is_over
-
-
-def _tell(events: LineFollower, console: Console) -> None:
-    """Say what is new among the events."""
-    for line in events.poll():
-        for text in lines_of(typed_line(line)):
-            console.say(text)
 
 
 def _ask_to_stop(run: RunDir, console: Console, by: str, *, now: bool) -> None:

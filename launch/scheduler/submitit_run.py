@@ -1,6 +1,6 @@
-"""A run through submitit: submitted, left or followed. What its tasks do is `slurm/submitit_job.py`.
+"""A run through submitit. What its tasks do is `slurm/submitit_job.py`.
 
-slurm   one sbatch, an array for several runs; from then on as any run in Slurm's queue (slurm_follow.py)
+slurm   one sbatch, an array for several runs (queueing.py); from then on as any run in Slurm's queue (slurm_follow.py)
 local   submitit's controller on this machine, one task per pretend node, left behind with the process that called it
 debug   in this very process: one task, whose supervisor starts all pretend nodes
 """
@@ -19,60 +19,44 @@ from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
-from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError, UsageError
+from muster.jobs.basics.errors import RefusedError, StartTimeoutError, UsageError
 from muster.jobs.basics.files import folder_error, open_log
 from muster.jobs.basics.reading import parse_json
-from muster.jobs.spec.slurm import merged
-from muster.launch.plan.spares import crew_size
 from muster.launch.plan.submission import Submission
-from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import supervisors
-from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
-from muster.launch.scheduler.slurm_run import close
-from muster.launch.scheduler.submitit_follow import NewestOutputs, ended_early, failure, follow_local
+from muster.launch.scheduler.rank_outputs import RunOutput
+from muster.launch.scheduler.slurm_run import environment_of
+from muster.launch.scheduler.submitit_follow import ended_early, failure, follow_local
 from muster.launch.scheduler.submitit_order import order, task_of
 from muster.launch.supervision.console import Console
-from muster.slurm.client import Client
-from muster.slurm.refusals import refusal
-from muster.slurm.script import job_environment, options_of
-from muster.slurm.states import Outcome
+from muster.slurm.client import SubmissionRefusedError
 
-TRANSPORT: Final = "submitit"
 SUBMIT_S: Final = 90.0
 BEGIN_S: Final = 30.0
 POLL_S: Final = 0.1
 
 
 def run_here(submission: Submission, console: Console) -> int:
-    """Submit a run whose folder is made, and stay to its end; return the exit code of its verdict.
+    """Run on this machine a submission whose folder is made, to its end; return the exit code of its verdict.
 
     Raises:
-        MusterError: it could not be submitted or started.
+        MusterError: it could not be started.
     """
-    from muster.launch.scheduler.slurm_follow import follow
-
-    executor, run = submission.route.executor, submission.context.run
-    if executor == "slurm":
-        submit_array([submission], name=run.run_id)
-        return follow(run, console)
-    if executor == "debug":
+    if submission.route.executor == "debug":
         return debug(submission, console)
-    return follow_local(run, partial(start_local, submission), console)
+    return follow_local(submission.context.run, partial(start_local, submission), console)
 
 
-def submit(submission: Submission) -> None:
-    """Submit a run whose folder is made, and return when it is in the queue, or has begun.
+def leave(submission: Submission) -> None:
+    """Start a run on this machine, and return when it has begun.
 
     Raises:
         UsageError: submitit's debug executor cannot be left.
-        MusterError: it could not be submitted or started.
+        MusterError: it could not be started.
     """
-    executor, run = submission.route.executor, submission.context.run
-    if executor == "debug":
+    run = submission.context.run
+    if submission.route.executor == "debug":
         raise UsageError("--executor debug: runs in the calling process, which stays; use muster run, or another")
-    if executor == "slurm":
-        submit_array([submission], name=run.run_id)
-        return
     before, controller = supervisors(run), start_local(submission)
     deadline = time.monotonic() + BEGIN_S
     while supervisors(run) == before:
@@ -97,42 +81,22 @@ def script(submission: Submission) -> str:
     if submission.route.executor == "local":
         return "\n".join(shlex.join(wanted["tasks"][0][part]) for part in ("supervise", "agent")) + "\n"
     wanted["dry_run"] = True
-    return str(_call(wanted, _environment(submission))["text"])
+    return str(_call(wanted, environment_of(submission))["text"])
 
 
-def submit_array(
-    submissions: Sequence[Submission], *, name: str, limit: int | None = None, folder: Path | None = None
-) -> list[str]:
-    """Submit runs of one shape to Slurm through submitit; note each one's job number in its folder, and return them.
-
-    Several are one array, `limit` of them at a time, whose common files lie in `folder`.
+def send(submissions: Sequence[Submission], *, name: str, limit: int | None, folder: Path | None) -> list[str]:
+    """Have submitit submit runs of one shape to Slurm, and return their job numbers; arguments as those of `order`.
 
     Raises:
-        RefusedError: sbatch refuses, submitit is not installed, or Slurm is not on this machine.
-        UnreachableError: the controller does not answer.
+        SubmissionRefusedError: sbatch refuses.
+        RefusedError: submitit is not installed, or Slurm is not on this machine.
+        StartTimeoutError: the controller does not answer.
     """
-    first = submissions[0]
-    for each in submissions:
-        EventLog(each.context.run).submitted(each.context, TRANSPORT)
-    try:
-        environment = _environment(first)
-        told = _call(order(submissions, name=name, environ=os.environ, limit=limit, folder=folder), environment)
-        if said := told.get("refused"):
-            settings = merged(first.context.site.slurm, first.context.job.slurm)
-            partitions = Client(environment).partitions()
-            raise refusal(str(said), settings, crew_size(first.context.job), partitions=partitions)
-    except MusterError as error:
-        for each in submissions:
-            close(each.context.run, Outcome(error.exit_code, str(error)))
-        raise
-    job_ids = [str(each) for each in told["job_ids"]]
-    for each, job_id in zip(submissions, job_ids, strict=True):
-        run, kept = each.context.run, kept_environment(environment)
-        job = SlurmJob(job_id=job_id, name=name, environment=kept, **this_process())
-        job.write(run)
-        # What its first task said, where who reads a run looks for the output of its job.
-        output_path(run, job).symlink_to((folder or run.submitit) / f"{job_id}_0_log.err")
-    return job_ids
+    wanted = order(submissions, name=name, environ=os.environ, limit=limit, folder=folder)
+    told = _call(wanted, environment_of(submissions[0]))
+    if said := told.get("refused"):
+        raise SubmissionRefusedError(str(said))
+    return [str(each) for each in told["job_ids"]]
 
 
 def start_local(submission: Submission) -> "subprocess.Popen[bytes]":
@@ -148,7 +112,7 @@ def start_local(submission: Submission) -> "subprocess.Popen[bytes]":
     except OSError as error:
         raise folder_error(run.submitit, error) from error
     with os.fdopen(open_log(run.supervisor_log), "ab") as log:
-        process = _start(_environment(submission), stdout=subprocess.PIPE, stderr=log)
+        process = _start(environment_of(submission), stdout=subprocess.PIPE, stderr=log)
     assert process.stdin is not None
     assert process.stdout is not None
     with process.stdin, process.stdout:
@@ -174,11 +138,11 @@ def debug(submission: Submission, console: Console) -> int:
     executor = submitit.AutoExecutor(run.submitit, cluster="debug")
     job = executor.submit(task_of(submission, os.environ))
     over = threading.Event()
-    lines = NewestOutputs(run, console)
+    output = RunOutput(run, console, silent=True)  # its supervisor tells the events on this very terminal
 
     def pass_on() -> None:
         while not over.wait(POLL_S):
-            lines.pass_on()
+            output.read()
 
     reader = threading.Thread(target=pass_on, daemon=True)
     reader.start()
@@ -187,7 +151,8 @@ def debug(submission: Submission, console: Console) -> int:
     finally:
         over.set()
         reader.join()
-        lines.pass_on(last=True)
+        output.read()
+        output.pass_on(last=True)
 
 
 def _call(wanted: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -214,13 +179,3 @@ def _start(environment: Mapping[str, str], *, stdout: Any, stderr: Any) -> "subp
         stderr=stderr,
         start_new_session=True,
     )
-
-
-def _environment(submission: Submission) -> dict[str, str]:
-    """Return what submitit is called with: no rank, no job around it, nothing that would change what is ordered."""
-    base = {**os.environ, **submission.route.hosts.environment}
-    run, job = submission.context.run, submission.context.job
-    settings = merged(submission.context.site.slurm, job.slurm)
-    options = options_of(name=run.run_id, folder=run.path, nodes=crew_size(job), settings=settings)
-    kept = job_environment(options, base)
-    return {name: value for name, value in kept.items() if not name.startswith("SUBMITIT_")}

@@ -128,7 +128,7 @@ def stay(submission: Submission, console: Console) -> int:
     """Supervise a run from this process, or follow it through its queue; return the exit code of its verdict."""
     if not submission.route.is_queued:
         return supervise(submission, console).code
-    if submission.route.transport == "submitit":
+    if submission.route.is_here:
         from muster.launch.scheduler.submitit_run import run_here
 
         return run_here(submission, console)
@@ -142,14 +142,14 @@ def stay(submission: Submission, console: Console) -> int:
 
 def put_into_queue(submission: Submission) -> None:
     """Hand a run to sbatch, or to submitit."""
-    if submission.route.transport == "submitit":
+    if submission.route.is_here:
         from muster.launch.scheduler import submitit_run
 
-        submitit_run.submit(submission)
+        submitit_run.leave(submission)
         return
-    from muster.launch.scheduler import slurm_run
+    from muster.launch.scheduler.queueing import submit
 
-    if notes := slurm_run.submit(submission).notes:
+    if notes := submit([submission]).notes:
         print(f"muster: {notes}", file=sys.stderr)
 
 

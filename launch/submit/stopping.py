@@ -72,7 +72,7 @@ def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
     if run.slurm.exists():
         from muster.launch.scheduler.slurm_follow import cancel
 
-        cancel(run, grace_s=grace, now=now)
+        cancel([run], grace_s=grace, now=now)
         return Outcome(read_state(run), was_over=False)
     if state.state == "lost" and state.sure:
         return end_leftovers(run, term_s=0.0 if now else LEFTOVER_TERM_S, message="supervisor was gone")

@@ -128,7 +128,9 @@ class Attempt:
         self.startup.check_begun(message)
         match message:
             case wire.Prepared() | wire.Reached():
-                self._begin_again()
+                # The start time-out is for each step of the start.
+                self.started_at = time.monotonic()
+                self.deadline = self.started_at + self.job.start_timeout_s
                 self.advance(lambda: self.startup.step(node_rank, message))
             case wire.Started():
                 self.roster.check_own(node_rank, *(rank for rank, _, _ in message.ranks))
@@ -162,11 +164,6 @@ class Attempt:
                 self.lose(node_rank, message.why, message.code)
 
     # The start ------------------------------------------------------------------------------------------------------
-
-    def _begin_again(self) -> None:
-        """Count the start time-out anew: it is for each step of the start."""
-        self.started_at = time.monotonic()
-        self.deadline = self.started_at + self.job.start_timeout_s
 
     def advance(self, step: Callable[[], Stop | None]) -> None:
         """Take a step of the start, unless we are stopping; it may be the last one, or what stops the attempt."""
@@ -296,17 +293,15 @@ class Attempt:
         """Tell every node to stop its ranks; a second call only shortens the grace."""
         if not self.is_stopping:
             self.stop = stop
-            self.story.decided(time.time())
+            self.story.decided_at = time.time()
             self.log.event("stopping", attempt=self.number, reason=reason)
             if self.startup.begun and self.roster.running:
                 self.console.say(f"stopping the ranks: {reason}")
         elif grace_s > 0:
             return
         self.stop_deadline = time.monotonic() + grace_s + SWEEP_S + max(node.late_s for node in self.roster.nodes)
-        for rank, node in enumerate(self.roster.nodes):
-            if node.is_alive:
-                why = self.stop.reason if self.stop is not None else "failure"
-                self.send(rank, wire.StopRanks(self.number, grace_s, why, reason[:LONGEST_WHY]))
+        why = self.stop.reason if self.stop is not None else "failure"
+        self._tell_all(wire.StopRanks(self.number, grace_s, why, reason[:LONGEST_WHY]))
 
     def drain(self, stop: Stop, by: str, *, growing: bool = False) -> bool:
         """Have all ranks save after one and the same step, and end; False where that is not possible (any more).

@@ -133,8 +133,9 @@ class Crew:
         """Note that an agent has come, or never will."""
         if slot in self.missing:
             self.missing.discard(slot)
-            if not self.missing:
-                self.forgive(time.monotonic())
+            if not self.missing:  # until now nobody was spoken to
+                for node in self.nodes:
+                    node.heard = time.monotonic()
 
     def greeted(self, slot: int, hello: Hello, channel: Channel) -> bool:
         """Take a node's agent; False for a second one, or one of a node that we have given up.
@@ -205,8 +206,3 @@ class Crew:
             if new:
                 self.cuts |= new
                 self.nodes[slot].set_back(time.monotonic())
-
-    def forgive(self, now: float) -> None:
-        """Count everybody's silence anew: until now nobody was spoken to."""
-        for node in self.nodes:
-            node.heard = now

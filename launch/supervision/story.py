@@ -19,6 +19,7 @@ from muster.launch.records.verdict import Ending, Verdict
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
 
+TIMES: Final = {"loaded": "load_s", "replayed": "replay_s"}  # reports that say how long something took
 SAVED: Final = "saved after step"  # in the message of a drain that did
 
 
@@ -38,7 +39,7 @@ class Story:
         self.has_session = False  # a program has opened a session
         self.failed_at: float | None = None  # unix seconds, by our clock
         self.failed_step: int | None = None
-        self.decided_at: float | None = None
+        self.decided_at: float | None = None  # when the end of the attempt was decided
         self.times: dict[str, float] = {}
 
     @property
@@ -66,10 +67,8 @@ class Story:
             return
         if what == "first_step":
             self.first_step = report["step"]
-        elif what == "loaded":
-            self.times["load_s"] = round(report["seconds"], 3)
-        elif what == "replayed":
-            self.times["replay_s"] = round(report["seconds"], 3)
+        elif what in TIMES:
+            self.times[TIMES[what]] = round(report["seconds"], 3)
         elif what == "saved":
             self.saved_step = report["step"]
         tell = self.log.tell if what == "missed" else self.log.event
@@ -79,10 +78,6 @@ class Story:
         """Note the first failure."""
         if self.failed_at is None:
             self.failed_at, self.failed_step = ending.ended, ending.step
-
-    def decided(self, now: float) -> None:
-        """Note that the end of the attempt has been decided."""
-        self.decided_at = now
 
     def last_step(self, nodes: list[Node]) -> int:
         """Return how many steps were done when it ended: what the ranks said last, or what stands in the metrics."""

@@ -84,16 +84,12 @@ class Succession:
             least=self._least(),
             avoid=[blamed(self.past), frozenset(alive) - set(largest_part(alive, self.crew.cuts))],
             revivable=lost if self.begun or len(self.past) > 1 else [],  # at the very start a name may be wrong
-            fits=self._fits,
+            fits=lambda some: bool(some) and self._misfit(some) is None,
         )
 
     def _least(self) -> int:
         restart = self.job.restart
         return min((restart.min_nodes if restart else None) or self.job.nodes, self.job.nodes)
-
-    def _fits(self, slots: Sequence[int]) -> bool:
-        """Say whether the job can be dealt to the ranks of some nodes."""
-        return bool(slots) and self._misfit(slots) is None
 
     def _misfit(self, slots: Sequence[int]) -> RefusedError | None:
         """Return why the job cannot be dealt to the ranks of some nodes."""

@@ -23,8 +23,7 @@ from muster.launch.sweeps.sweep import (
     summary,
     sweep_path,
 )
-from muster.launch.sweeps.sweep_follow import follow
-from muster.launch.sweeps.sweep_run import Element, is_array, run_here, submit_arrays
+from muster.launch.sweeps.sweep_run import Element, is_array, run_here, run_in_queue
 
 COLUMNS: Final[dict[str, Callable[[dict[str, Any]], object]]] = {  # of a point's record and the words of its rate
     "point": lambda row: row["point"],
@@ -120,11 +119,9 @@ def make_sweep(request: Request, name: str, elements: list[Element]) -> tuple[Sw
 
 def execute(elements: list[Element], folder: Path, *, limit: int | None, keep_going: bool) -> bool:
     """Run the points; return False when the user ended the sweep."""
-    if not is_array(elements[0].prepared.route):
-        return run_here(elements, folder, keep_going=keep_going)
-
-    submit_arrays(elements, folder, limit=limit)
-    return follow((each.point, each.run) for each in elements) and not RunDir(folder).stop.exists()
+    if is_array(elements[0].prepared.route):
+        return run_in_queue(elements, folder, limit=limit)
+    return run_here(elements, folder, keep_going=keep_going)
 
 
 def show(record: SweepRecord, folder: Path, *, as_json: bool) -> int:

@@ -16,11 +16,10 @@ def stop_sweep(folder: Path, *, grace_s: float | None, now: bool) -> list[Outcom
     request_stop(RunDir(folder), grace_s, now=now)
     runs = [run for run in record.runs(folder) if run.path.is_dir()]  # made later, a run sees stop.json and ends
     over = {run for run in runs if read_state(run).is_over}
-    if any(run.slurm.exists() for run in runs):  # all at once: a point may take its time to save
-        from muster.launch.sweeps.sweep_follow import follow
+    queued = [run for run in runs if run not in over and run.slurm.exists()]
+    if queued:  # all at once: a point may take its time to save
+        from muster.launch.scheduler.slurm_follow import cancel
 
-        points = zip(record.points, record.runs(folder), strict=True)
-        requests = ["muster stop"] * (1 + now)
-        follow([each for each in points if each[1] not in over], requests=requests, grace_s=grace_s)
+        cancel(queued, grace_s=0.0 if now else grace_s, now=now)
     outcomes = [stop(run, grace_s=grace_s, now=now) for run in runs]
     return [replace(each, was_over=run in over) for run, each in zip(runs, outcomes, strict=True)]

@@ -17,6 +17,7 @@ from muster.launch.wire.channel import LINE_BYTES, Channel, over_pipes
 
 KEPT_LINES: Final = 200  # of standard error, per process
 FAREWELL_S: Final = 5.0
+READING_S: Final = 1.0  # for the last words on standard error, after the end
 
 
 class Child:
@@ -74,6 +75,13 @@ class Child:
                     tell.put_nowait(text)
         finally:
             source.close()
+
+    async def outcome(self) -> int:
+        """Read standard error, wait for the end, and return the exit code."""
+        reading = asyncio.create_task(self.read_errors())
+        code = await asyncio.shield(self.ended)
+        await asyncio.wait([reading], timeout=READING_S)  # a child of its own may hold it open
+        return code
 
     async def end(self, wait_s: float = FAREWELL_S) -> None:
         """Wait for the process's own end, then TERM it, then KILL it."""

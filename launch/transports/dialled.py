@@ -9,7 +9,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -19,12 +19,11 @@ from muster.jobs.basics.files import write_secret
 from muster.jobs.machine import network
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.transports.base import Gate
-from muster.launch.transports.child import FAREWELL_S, Child
+from muster.launch.transports.child import FAREWELL_S, READING_S, Child
 from muster.launch.transports.watched import Watched, watch_own
 from muster.launch.wire.keys import SECRET
 from muster.launch.wire.listener import Listener
 
-READING_S: Final = 1.0
 LOST_S: Final = 1.0  # for the agents that are not lost to end, before pdsh is ended for those that are
 PDSH_LINE: Final = re.compile(r"(?:pdsh@[^:]*: )?(?P<host>[^:\s]+): (?P<text>.*)")
 PDSH_END: Final = re.compile(r"[Ee]xited with exit code (\d+)")
@@ -35,13 +34,12 @@ ALL: Final = -1  # the place of the program that starts all agents
 class Starter:
     """The program that starts the agents.
 
-    `argv(connect)` returns its whole argv, `connect` being what agents are told to dial; `one(connect, slot)` that
-    which starts the agent of one node again. `explain(name, code, errors)` turns the end of one node's start, or of
-    the program itself (name ""), into a message.
+    `argv(connect, slot)` returns its whole argv: `connect` is what agents are told to dial, `slot` the one node whose
+    agent is started again, None for all. `explain(name, code, errors)` turns the end of one node's start, or of the
+    program itself (name ""), into a message.
     """
 
-    argv: Callable[[str], list[str]]
-    one: Callable[[str, int], list[str]] | None = None
+    argv: Callable[[str, int | None], list[str]]
     environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
     replaces: Mapping[str, str] | None = None  # stands for ours, where that holds too much
     prefix: str = ""  # before what it says of a node
@@ -81,11 +79,11 @@ class Dialled:
         self._connect = ""
         self._started = Watched()
         self._again: set[int] = set()  # nodes whose agent was started again
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
 
     def commands(self) -> list[list[str]]:
         """Return the starter's argv; by hand, that of node 0's own agent."""
-        return [self.starter.argv("ADDRESS:PORT")] if self.starter is not None else [list(self.own_agent)]
+        return [self.starter.argv("ADDRESS:PORT", None)] if self.starter is not None else [list(self.own_agent)]
 
     async def start(self, gate: Gate) -> None:
         """Listen, then start what starts the agents."""
@@ -101,12 +99,12 @@ class Dialled:
         self._connect = ",".join(self._listener.addresses)
         if self.own_agent:
             self._listener.expected.discard(0)  # it has pipes
-        self._spawn(self._accept(gate))
+        self._accepting = asyncio.create_task(self._accept(gate))
         if self.own_agent:
             await self._start_own(gate)
         if self.starter is not None:
             write_secret(self.run.token, self._listener.secret)
-            self._start_by(self.starter, ALL, self.starter.argv(self._connect), gate)
+            self._start_by(self.starter, None, gate)
 
     async def restart(self, slot: int, gate: Gate) -> None:
         """Start a node's agent by a program of its own; by hand somebody is asked to, and may take their time."""
@@ -114,8 +112,8 @@ class Dialled:
         await self._started.end(slot)
         if not (slot == 0 and self.own_agent):
             self._listener.expect(slot)
-        if self.starter is not None and self.starter.one is not None:
-            self._start_by(self.starter, slot, self.starter.one(self._connect, slot), gate)
+        if self.starter is not None:
+            self._start_by(self.starter, slot, gate)
         elif slot == 0 and self.own_agent:
             await self._start_own(gate)
         else:
@@ -130,10 +128,13 @@ class Dialled:
         self._started.add(0, child, gate, partial(watch_own, 0, child))
         gate.connected(await child.channel(0))
 
-    def _start_by(self, starter: Starter, place: int, argv: list[str], gate: Gate) -> None:
+    def _start_by(self, starter: Starter, slot: int | None, gate: Gate) -> None:
         own = os.environ if starter.replaces is None else starter.replaces
         environment = {**own, **starter.environment, SECRET: self._listener.secret}
-        child = Child(argv, piped=False, env=environment)
+        child, place = (
+            Child(starter.argv(self._connect, slot), piped=False, env=environment),
+            ALL if slot is None else slot,
+        )
         self._started.add(place, child, gate, partial(self._watch, starter, child, place))
 
     async def _watch(self, starter: Starter, child: Child, place: int, gate: Gate) -> None:
@@ -181,11 +182,8 @@ class Dialled:
             return LOST_S if in_vain else FAREWELL_S
 
         await self._started.close(wait_s)
-        for task in self._tasks:
-            task.cancel()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.add(asyncio.create_task(work))
+        if self._accepting is not None:
+            self._accepting.cancel()
 
 
 def warn(text: str) -> None:

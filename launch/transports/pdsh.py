@@ -37,13 +37,10 @@ def pdsh_transport(
         agent = agent_argv(python, code, "--connect", connect, "--secret-file", str(run.token), "--node")
         return shlex.join(["exec", *agent]).replace("%", "%%") + f" {node}"
 
-    def argv(connect: str) -> list[str]:
+    def argv(connect: str, slot: int | None) -> list[str]:
         # -f: with fewer connections than nodes the last agents would wait for the first to end.
-        every = ",".join(targets)
-        return ["pdsh", "-R", "ssh", "-f", str(max(fanout, len(nodes))), "-w", every, command(connect, "%n")]
-
-    def one(connect: str, slot: int) -> list[str]:
-        return ["pdsh", "-R", "ssh", "-w", targets[slot], command(connect, str(slot))]
+        whom = ["-f", str(max(fanout, len(nodes))), "-w", ",".join(targets)] if slot is None else ["-w", targets[slot]]
+        return ["pdsh", "-R", "ssh", *whom, command(connect, "%n" if slot is None else str(slot))]
 
     def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
         if host := by_name.get(name):
@@ -61,7 +58,6 @@ def pdsh_transport(
         towards=nodes[0].address,
         starter=Starter(
             argv=argv,
-            one=one,
             environment={"PDSH_SSH_ARGS_APPEND": " ".join(words).replace("%", "%%")},
             names=numbers,
             explain=told,

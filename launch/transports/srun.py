@@ -34,12 +34,13 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
     """
     allocation = read_allocation(os.environ)
 
-    def step(connect: str, hosts: Sequence[str], node: str) -> list[str]:
+    def step(connect: str, slot: int | None) -> list[str]:
+        hosts = nodes if slot is None else [nodes[slot]]
         agent = agent_argv(python, code, "--connect", connect)
         agent += ["--alone", alone] if alone else []
         return srun_argv(
             nodes=len(hosts),
-            argv=[*agent, "--node", node],
+            argv=[*agent, "--node", "slurm" if slot is None else str(slot)],
             cpus_per_task=allocation.cpus_per_task,
             gpus_per_node=allocation.gpus_per_node,
             hosts=hosts if len(hosts) < len(allocation.nodes) else (),
@@ -59,8 +60,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
         run=run,
         towards=nodes[-1],
         starter=Starter(
-            argv=lambda connect: step(connect, nodes, "slurm"),
-            one=lambda connect, slot: step(connect, [nodes[slot]], str(slot)),
+            argv=step,
             explain=told,
             replaces=step_environment(os.environ),
             prefix="srun: error: ",

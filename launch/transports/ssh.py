@@ -9,13 +9,12 @@ from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host
 from muster.jobs.spec.site import SshSettings
 from muster.launch.transports.base import Gate, agent_argv
-from muster.launch.transports.child import FAREWELL_S, Child
+from muster.launch.transports.child import FAREWELL_S, READING_S, Child
 from muster.launch.transports.ssh_command import explain, ssh_argv
 from muster.launch.transports.watched import Watched
 from muster.launch.wire.channel import ChannelClosed
 
 FANOUT: Final = 64  # key exchanges under way at once
-READING_S: Final = 1.0  # for the last words on standard error, after the end
 
 
 class Ssh:

@@ -3,7 +3,6 @@
 Node 0's agent is ours to start. The others are told by a file in the run folder where to dial (slurm/submitit_job.py).
 """
 
-import asyncio
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -11,7 +10,7 @@ from muster.jobs.basics.errors import RefusedError, UnreachableError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.transports.base import Gate, agent_argv
 from muster.launch.transports.child import Child
-from muster.launch.transports.dialled import READING_S, Dialled, Starter
+from muster.launch.transports.dialled import Dialled, Starter
 from muster.launch.transports.ssh_command import last_said
 from muster.launch.wire.keys import SECRET
 from muster.slurm.submitit_job import WAIT_S, publish
@@ -58,12 +57,10 @@ class Submitit(Dialled):
         self.run.rendezvous.unlink(missing_ok=True)
         await super().close(lost)
 
-    def _own(self, connect: str) -> list[str]:
+    def _own(self, connect: str, _: int | None) -> list[str]:
         self._arguments = ["--connect", f"{LOOPBACK}:{connect.rpartition(':')[2]}" if self.listen else connect]
         return [*self.agent, "--node", "0", *self._arguments]
 
     async def _watch(self, starter: Starter, child: Child, place: int, gate: Gate) -> None:
-        reading = asyncio.create_task(child.read_errors())
-        code = await asyncio.shield(child.ended)
-        await asyncio.wait([reading], timeout=READING_S)
+        code = await child.outcome()
         gate.failed(0, UnreachableError(f"node 0: its agent ended with code {code}: {last_said(child.errors)}"))

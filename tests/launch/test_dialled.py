@@ -34,9 +34,9 @@ def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
     return UnreachableError(f"{name or 'all'} {code} {'|'.join(errors)}")
 
 
-def shell(script: str) -> Callable[[str], list[str]]:
+def shell(script: str) -> Callable[[str, int | None], list[str]]:
     """A starter's argv: a script that finds where agents are to dial in $1."""
-    return lambda connect: ["sh", "-c", script, "sh", connect]
+    return lambda connect, _: ["sh", "-c", script, "sh", connect]
 
 
 def dialled(folder: Path, nodes: int, script: str, **fields: Any) -> Dialled:
@@ -157,7 +157,7 @@ async def test_at_its_end_every_node_is_told_of(tmp_path: Path) -> None:
 
 
 async def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    starter = Starter(argv=lambda connect: ["/no/such/pdsh"], explain=told)
+    starter = Starter(argv=lambda connect, _: ["/no/such/pdsh"], explain=told)
     transport = Dialled("pdsh", 1, run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
     with pytest.raises(RefusedError, match="/no/such/pdsh: cannot be run here: No such file or directory"):
         await transport.start(Gate())

@@ -107,7 +107,10 @@ def sbatch(world: dict[str, Any], argv: list[str]) -> int:
     world["next"] += 1
     lines = Path(argv[-1]).read_text().splitlines()
     name = next(line.partition("=")[2] for line in lines if line.startswith("#SBATCH --job-name="))
-    world["jobs"][job_id] = {"state": "PENDING", "reason": "None", "name": name, **world.get("new", {})}
+    array = next((line.partition("=0-")[2] for line in lines if line.startswith("#SBATCH --array=")), "")
+    elements = range(int(array.partition("%")[0]) + 1) if array else ()
+    for key in [f"{job_id}_{each}" for each in elements] or [job_id]:
+        world["jobs"][key] = {"state": "PENDING", "reason": "None", "name": name, **world.get("new", {})}
     if said := world.get("loses_answer"):
         print(said, file=sys.stderr)
         return 1

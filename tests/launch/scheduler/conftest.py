@@ -15,7 +15,7 @@ from muster.jobs.spec.site import Site
 from muster.jobs.spec.slurm import SlurmSettings
 from muster.launch.plan.plan import Context
 from muster.launch.plan.submission import Route, Submission
-from muster.launch.scheduler import slurm_follow, slurm_run
+from muster.launch.scheduler import queueing, slurm_follow
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player
 
@@ -54,7 +54,7 @@ def submission(tmp_path: Path) -> Submission:
 @pytest.fixture
 def run(submission: Submission, slurm: FakeSlurm) -> RunDir:
     """The run of `submission`, which waits in the queue as job 12."""
-    slurm_run.submit(submission)
+    queueing.submit([submission])
     return submission.context.run
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from muster.jobs.basics.files import append_line
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.scheduler.rank_outputs import RankOutputs
-from muster.launch.scheduler.submitit_follow import NewestOutputs
+from muster.launch.scheduler.rank_outputs import RunOutput
 from muster.launch.supervision.console import Console
 
 
@@ -15,6 +15,10 @@ def write(run: RunDir, attempt: int, rank: int, text: str, stream: str = "out") 
     folder.path.mkdir(exist_ok=True)
     with getattr(folder, stream)(rank).open("a") as file:
         file.write(text)
+
+
+def begin(run: RunDir, attempt: int) -> None:
+    append_line(run.events, {"event": "attempt", "attempt": attempt, "world_size": 1})
 
 
 @pytest.mark.parametrize(
@@ -26,19 +30,20 @@ def write(run: RunDir, attempt: int, rank: int, text: str, stream: str = "out") 
 )
 def test_lines_come_as_ranks_begin_to_write(tmp_path: Path, capsys, tee: bool, expected: str) -> None:
     run = RunDir(tmp_path)
-    outputs = RankOutputs(Console(tee=tee))
-    outputs.pass_on()
-    outputs.begin(run.attempt(0))
-    outputs.pass_on()
+    outputs = RunOutput(run, Console(tee=tee))
+    outputs.read()
+    begin(run, 0)
+    outputs.read()
     write(run, 0, 0, "one\n")
     write(run, 0, 12, "two\nhal")
-    outputs.pass_on()
+    outputs.read()
     write(run, 0, 3, "late\n")
-    outputs.pass_on()
+    outputs.read()
     write(run, 0, 0, "end")
-    outputs.pass_on()
+    outputs.read()
     capsys_before_the_end = capsys.readouterr().out
-    outputs.begin(run.attempt(1))
+    begin(run, 1)
+    outputs.read()
     shown = capsys_before_the_end + capsys.readouterr().out
     assert shown.replace("[rank 12] hal\n", "") == expected
 
@@ -46,8 +51,11 @@ def test_lines_come_as_ranks_begin_to_write(tmp_path: Path, capsys, tee: bool, e
 def test_of_attempts_that_were_there_nothing_is_shown(tmp_path: Path, capsys) -> None:
     run = RunDir(tmp_path)
     write(run, 0, 0, "before\n")
-    outputs = NewestOutputs(run, Console())
-    outputs.pass_on()
+    begin(run, 0)
+    outputs = RunOutput(run, Console())
+    outputs.read()
+    begin(run, 1)
     write(run, 1, 0, "after\n")
+    outputs.read()
     outputs.pass_on(last=True)
     assert capsys.readouterr().out == "after\n"

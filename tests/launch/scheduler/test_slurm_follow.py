@@ -10,7 +10,7 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.plan.submission import Submission
 from muster.launch.records.runstate import read_state
-from muster.launch.scheduler import slurm_follow, slurm_run
+from muster.launch.scheduler import queueing, slurm_follow
 from muster.launch.supervision.console import Console
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import Player, ended
@@ -163,7 +163,7 @@ def test_of_a_run_that_goes_on_only_what_is_new_is_shown(
 ) -> None:
     player.begin()
     player.verdict(69, "unreachable", "n2 is gone")
-    slurm_run.submit(submission)
+    queueing.submit([submission])
 
     def scene() -> None:
         player.start_again(9)

@@ -13,7 +13,7 @@ from muster.jobs.runfolder.rundir import make_run as make_folder
 from muster.launch.plan.submission import Submission
 from muster.launch.records.runstate import read_state
 from muster.launch.records.slurm_job import SlurmJob, ask_together
-from muster.launch.scheduler import slurm_run
+from muster.launch.scheduler import queueing, slurm_run
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player, ended
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow
 
 def test_a_run_is_submitted_with_its_script_and_its_number_kept(submission: Submission, slurm: FakeSlurm) -> None:
     run = submission.context.run
-    assert slurm_run.submit(submission).job_id == "12"
+    assert queueing.submit([submission]).job_id == "12"
     text = run.sbatch.read_text()
-    assert text == slurm_run.script(submission)
+    assert text == queueing.script(submission)
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --cpus-per-task=6\n" in text  # 2 ranks of 3 threads
     assert "#SBATCH --partition=main\n" in text
@@ -43,7 +43,7 @@ def test_neither_a_profiles_options_nor_an_enclosing_job_reach_the_new_one(
     given = {"SBATCH_PARTITION": "debug", "SBATCH_ACCOUNT": "lab", "SLURM_JOB_ID": "7", "RANK": "3", "WAIT": "a b"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    slurm_run.submit(submission)
+    queueing.submit([submission])
     environment = slurm.environments("sbatch")[0]
     assert {name: environment.get(name) for name in given} == {
         "SBATCH_PARTITION": None,
@@ -57,7 +57,7 @@ def test_neither_a_profiles_options_nor_an_enclosing_job_reach_the_new_one(
 def test_a_refused_run_says_why_and_is_over(submission: Submission, slurm: FakeSlurm) -> None:
     slurm.says(refuses="sbatch: error: invalid partition specified: main")
     with pytest.raises(RefusedError, match=r"slurm.partition: sbatch says: invalid .* there is main \(4 nodes"):
-        slurm_run.submit(submission)
+        queueing.submit([submission])
     run = submission.context.run
     assert not run.slurm.exists()
     assert (ended(run)["code"], ended(run)["class"]) == (78, "refused")
@@ -124,7 +124,7 @@ def test_many_waiting_runs_are_one_call_of_squeue(submission: Submission, slurm:
     for number in range(1, 5):
         run = RunDir(submission.context.run.path.with_name(f"demo-20250101T00000{number}.000Z-abc123"))
         make_folder(run)
-        slurm_run.submit(replace(submission, context=replace(submission.context, run=run)))
+        queueing.submit([replace(submission, context=replace(submission.context, run=run))])
         runs.append(run)
     append_line(runs[0].events, {"time": 1.0, "event": "ended", "code": 0, "class": "done"})
     ask_together(runs)

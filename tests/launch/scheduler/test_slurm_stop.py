@@ -10,7 +10,7 @@ from muster.jobs.basics.errors import StartTimeoutError, UnreachableError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.plan.submission import Submission
-from muster.launch.scheduler import held_signals, slurm_follow, slurm_run
+from muster.launch.scheduler import held_signals, queueing, slurm_follow
 from muster.launch.supervision.console import Console
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player, ended
@@ -40,7 +40,7 @@ def test_a_signal_cancels_what_waits(
 
 def test_ctrl_c_between_submission_and_following_still_cancels(submission: Submission, slurm: FakeSlurm) -> None:
     with held_signals.holding_signals() as asked:
-        slurm_run.submit(submission)
+        queueing.submit([submission])
         os.kill(os.getpid(), signal.SIGINT)
         assert slurm_follow.follow(submission.context.run, Console(quiet=True), asked) == 130
     assert slurm.calls("scancel") == [["scancel", "12"]]
@@ -101,7 +101,7 @@ def test_stop_takes_a_run_out_of_the_queue_that_was_queued_again(
     player.begin()
     player.verdict(code, "of the last start", "the time limit is near")
     slurm.job("12", state="PENDING", reason="BeginTime")
-    slurm_follow.cancel(run, grace_s=0.1, now=False)
+    slurm_follow.cancel([run], grace_s=0.1, now=False)
     assert slurm.calls("scancel")[0] == ["scancel", "12"]
     last = [row for row in read_lines(run.events) if row["event"] == "ended"][-1]
     assert (last["code"], last["message"]) == (130, "stopped by muster stop while Slurm job 12 waited")
@@ -111,7 +111,7 @@ def test_stop_leaves_a_run_alone_that_is_over_for_slurm_too(run: RunDir, slurm: 
     player.begin()
     player.verdict(75, "requeue", "the time limit is near")
     slurm.job("12", state="FAILED", code="75:0")
-    slurm_follow.cancel(run, grace_s=0.1, now=False)
+    slurm_follow.cancel([run], grace_s=0.1, now=False)
     assert slurm.calls("scancel") == []
     assert ended(run)["code"] == 75
 
@@ -121,7 +121,7 @@ def test_stop_cancels_a_job_whose_supervisor_does_not_answer(
 ) -> None:
     monkeypatch.setattr(slurm_follow, "BEYOND_GRACE_S", 0.2)
     player.begin()
-    slurm_follow.cancel(run, grace_s=0.1, now=False)
+    slurm_follow.cancel([run], grace_s=0.1, now=False)
     assert ended(run)["message"] == "stopped by muster stop while Slurm job 12 ran"
 
 
@@ -130,10 +130,10 @@ def test_stop_does_not_wait_for_ever(run: RunDir, slurm: FakeSlurm, monkeypatch:
     monkeypatch.setattr(slurm_follow, "KILL_WAIT_S", 0.3)
     slurm.job("12", state="COMPLETING")
     with pytest.raises(StartTimeoutError, match=r"has not ended within 0.4 s; see Slurm job 12"):
-        slurm_follow.cancel(run, grace_s=0.0, now=True)
+        slurm_follow.cancel([run], grace_s=0.0, now=True)
 
 
 def test_stop_says_that_the_controller_is_away(run: RunDir, slurm: FakeSlurm) -> None:
     slurm.says(down="scancel: error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(UnreachableError, match="scancel says"):
-        slurm_follow.cancel(run, grace_s=0.0, now=False)
+        slurm_follow.cancel([run], grace_s=0.0, now=False)

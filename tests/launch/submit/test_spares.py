@@ -14,7 +14,7 @@ from muster.jobs.spec.site import Site
 from muster.launch.plan.plan import Context
 from muster.launch.plan.spares import crew_size, place_crew
 from muster.launch.plan.submission import Route, Submission
-from muster.launch.scheduler.slurm_run import script
+from muster.launch.scheduler.queueing import script
 from muster.launch.scheduler.submitit_order import order
 from muster.launch.submit.routes import make_transport
 

@@ -99,8 +99,8 @@ async def test_pdsh_starts_it_by_a_pdsh_of_its_own_with_its_number(
         code=None,
         fanout=0,
     )
-    assert made.starter.one is not None
-    argv = made.starter.one("1.2.3.4:5", 1)
+    assert made.starter is not None
+    argv = made.starter.argv("1.2.3.4:5", 1)
     assert argv[:5] == ["pdsh", "-R", "ssh", "-w", "n1"]
     assert argv[-1].endswith("--node 1")
     await lose_and_restart(made, 1)
@@ -134,8 +134,7 @@ async def test_what_the_first_program_says_late_of_a_restarted_node_does_not_cou
     late = f"mkfifo {tmp_path}/go; read word <{tmp_path}/go; echo 'pc1: ssh exited with exit code 255' >&2; exit 1"
     one = f'exec {AGENT} --node 0 --connect "$1" --secret-file {tmp_path}/token'
     starter = Starter(
-        argv=lambda connect: ["sh", "-c", late, "sh", connect],
-        one=lambda connect, slot: ["sh", "-c", one, "sh", connect],
+        argv=lambda connect, slot: ["sh", "-c", late if slot is None else one, "sh", connect],
         names={"pc1": 0, "pc2": 1},
         explain=told,
     )
@@ -198,8 +197,8 @@ def test_slurm_starts_it_by_a_step_of_its_own(tmp_path: Path, monkeypatch: pytes
     for name, value in {"ID": "7", "NODELIST": "n[1-3]", "NUM_NODES": "3", "CPUS_PER_NODE": "4(x3)"}.items():
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)
     made = srun_transport(["n1", "n2", "n3"], run=RunDir(tmp_path), python="/py", code=None, alone="requeue")
-    assert made.starter.one is not None
-    every, one = made.starter.argv("1.2.3.4:5"), made.starter.one("1.2.3.4:5", 2)
+    assert made.starter is not None
+    every, one = (made.starter.argv("1.2.3.4:5", slot) for slot in (None, 2))
     assert every[1:3] == ["--nodes=3", "--ntasks=3"]
     assert every[-2:] == ["--node", "slurm"]
     assert one[1:3] == ["--nodes=1", "--ntasks=1"]
