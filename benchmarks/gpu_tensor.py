@@ -203,7 +203,7 @@ class Runner:
 
 
 def ready(stage: Stage, side: str) -> Runner:
-    """Build a side, and tell what it computes and how much memory a step takes."""
+    """Build a side; return what it computes and the peak memory of a step."""
     runner = Runner(stage, side)
     found = runner.found()
     peak = 0.0

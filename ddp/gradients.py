@@ -89,7 +89,7 @@ class Bucket(ABC):
 
     def _shard(self) -> Tensor:
         """Return the gradients as a flat tensor that no later one is written to."""
-        raise NotImplementedError  # exact sums are made of flat tensors
+        raise NotImplementedError  # only buckets with a flat tensor can be summed exactly
 
     def reset(self) -> None:
         """Wait for all gradients anew."""

@@ -146,7 +146,7 @@ class Expect(_Disguise):
 
 
 class Leave(_Disguise):
-    """Some parameters and their names, to be absent and to come back."""
+    """A set of parameters, by name, that can be taken off their modules and put back."""
 
     kind = Absent
 

@@ -15,7 +15,7 @@ def unknown(what: str, name: str, valid: tuple[str, ...]) -> str:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest valid name, or nothing."""
+    """Return `; did you mean 'x'?` with the nearest valid name, or an empty text."""
     near = nearest(name, valid)
     return f"; did you mean {near!r}?" if near else ""
 

@@ -1,4 +1,4 @@
-"""What of a module and an optimizer belongs to their state, and the room that state is read into."""
+"""The buffers in a module's state, and new tensors for an optimizer's state."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -26,7 +26,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def room_for(parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
-    """Make a tensor of an optimizer's state, empty, as its first step would: `group` is the parameter's."""
+    """Return zeros for one entry of a parameter's state, on the device that its optimizer would use; `group` is its group."""
     dtype = dtype_of(piece)
     if piece.shape == tuple(parameter.shape) and key not in ON_HOST:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -77,7 +77,7 @@ class Format(Generic[Record, Whole]):
         return found
 
     def _is_lines(self, data: bytes) -> bool:
-        """Say whether the first line is a record by itself, and not the begin of a whole result, or all of one."""
+        """Return whether a file has one record a line; otherwise the whole file is one result."""
         try:
             first = parse_json(data.lstrip().partition(b"\n")[0])
         except ValueError:

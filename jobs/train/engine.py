@@ -69,7 +69,7 @@ class Engine:
         return losses
 
     def _advance(self) -> None:
-        """Clip by the norm over the whole model, in which what two ranks have counts once, and step."""
+        """Clip by the norm of the whole model's gradients, each counted once, and step."""
         self.scaler.step(
             self.optimizer,
             self.replica.gradients(),
@@ -84,7 +84,7 @@ class Engine:
         return self.scaler.row()
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Run the model as evaluation does: every rank as often, for ranks may share parameters out."""
+        """Run the model in evaluation mode. Every rank calls it equally often: a forward may be a collective."""
         self.module.eval()
         with torch.no_grad():
             outputs = self.runs.predict(inputs)
@@ -92,11 +92,11 @@ class Engine:
         return outputs
 
     def held_state(self) -> list[Part]:
-        """List the parts of the state that this rank saves: all ranks together every part once."""
+        """List the parts that this rank saves; all ranks together save each part once."""
         return self.state.parts()
 
     def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
-        """List the parts that this rank reads of a checkpoint's tensors, to be filled in place; before any step."""
+        """List the parts to fill from a checkpoint's tensors. It comes before the first step."""
         assert self.graphed is None or not self.graphed.recorded, "a recorded step would go on with the state before"
         return self.state.wanted(stored)
 
@@ -105,13 +105,13 @@ class Engine:
         return tensors_of(self.module, self.optimizer, self.replica.wrapper)
 
     def rehearse(self, shards: Sequence[ShardInput]) -> None:
-        """Let the first backward's lesson be learned before a checkpoint is read: all that it changes is read then."""
+        """Run one backward before a checkpoint is read, if the first backward decides the order of later sums."""
         self.runs.rehearse(shards)
         self.optimizer.zero_grad(set_to_none=True)
 
 
 def build_engine(settings: TrainSettings, model: Stack, world: World, clock: Clock, numerics: Numerics) -> Engine:
-    """Split a model that `numerics` has placed as the job's mode says, and build its optimizer: a collective."""
+    """Split a model by the job's mode and build its optimizer: a collective. `numerics` has placed the model."""
     if settings.cuda_graph:
         require_cuda(world.device)
     split = settings.split(world.size)

@@ -13,7 +13,7 @@ Key = tuple[What, int, int]
 
 @dataclass(frozen=True, order=True)
 class _Message:
-    """One end of a message: the other is on rank `peer`."""
+    """A send or a receive; `peer` is the rank at the other end."""
 
     what: What
     stage: int

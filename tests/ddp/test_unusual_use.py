@@ -117,7 +117,7 @@ def another_head(world: World, wrapper: str) -> Iterator[str]:
 
 
 def gradient_moved(world: World, wrapper: str) -> Iterator[str]:
-    """What a user does to `.grad.data`, or to the inner module, must not cut gradients off from their buckets."""
+    """Gradients stay views of their buckets when a user assigns `.grad.data` or calls the inner module."""
     model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
     for word in ("scaled by hand", "another type"):
         backwards(world, model, TOY)

@@ -19,7 +19,7 @@ from muster.jobs.train.rng.layer_seeds import forward_seed
 
 
 class Accumulation:
-    """Lets a replica add up the gradients of all that a rank reads in a step, and make the mean."""
+    """Runs all micro-batches of a rank's step, and lets the replica average their gradients."""
 
     def __init__(self, replica: Replica, numerics: Numerics, scaler: Scaler, settings: TrainSettings) -> None:
         self.replica = replica
@@ -30,7 +30,7 @@ class Accumulation:
         self.tracking = True
 
     def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Forward and backward every shard, average the gradients; return each one's sum of losses."""
+        """Forward and backward every shard and average the gradients; return the sum of losses of each shard."""
         losses = [self._shard(step, shards[0], last=len(shards) == 1)]
         for shard in shards[1:]:
             self.replica.next_shard()
@@ -43,7 +43,7 @@ class Accumulation:
         return self.numerics.logits(self.replica.predict, inputs)
 
     def rehearse(self, shards: Sequence[ShardInput]) -> None:
-        """Forward and backward once, where the first time changes in which order later ones sum."""
+        """Forward and backward once, if the first backward decides the order of later sums."""
         if self.replica.learns_from_first:
             self._micro_batch(shards[0].micro_batches[0], last=True)
 

@@ -48,28 +48,28 @@ class Parts:
     world: World
 
     def slice_of(self, name: str) -> TensorSlice | None:
-        """Return where a parameter lies, by any of its names; None for what is no parameter, or not split."""
+        """Return the slice of a parameter, by any of its names; None if it is a buffer or its layer is not split."""
         return self.slices.get(self.whole.aliases.get(name, name))
 
     def answers(self, name: str) -> bool:
-        """True when this rank speaks for its part of a parameter among the tensor ranks."""
+        """True when, among the tensor ranks, this one saves its part of a parameter and counts it in norms."""
         cut = self.slice_of(name)
         return self.world.rank == 0 if cut is None else cut.answers
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """Put the ranks' parts of something like a parameter together: a collective of the tensor ranks."""
+        """Join the parts of a parameter, or of a tensor of its shape: a collective of the tensor ranks."""
         cut = self.slice_of(name)
         if cut is None or cut.dimension is None:
             return part
         return torch.cat(self.world.gather(part.contiguous()), cut.dimension)
 
     def local_piece(self, piece: Piece) -> Piece:
-        """Return a tensor of a checkpoint in the shape that this rank's part of it has."""
+        """Return a stored piece with the shape of this rank's part."""
         cut = self.slice_of(parameter_of(piece.name))
         return piece if cut is None or piece.shape != cut.shape else replace(piece, shape=cut.local_shape)
 
     def placed(self, part: Part, *, answering: bool) -> list[Part]:
-        """Return where a tensor of this rank, or a range of it, lies in the whole; `answering`: only if it saves it."""
+        """Return a part of this rank as parts of the whole model; with `answering`, only if this rank saves it."""
         cut = self.slice_of(parameter_of(part.piece.name))
         if cut is None:
             return [part] if self.world.rank == 0 or not answering else []
@@ -81,12 +81,12 @@ class Parts:
 
 
 def whole_layers(whole: Forms, world: World) -> Parts:
-    """Return the parts of a rank that has every layer whole."""
+    """Return the `Parts` of a rank whose layers are not split."""
     return Parts(whole, whole, {}, replace(world, rank=0, size=1, group=None, pipe=1, tensor=1))
 
 
 def split_layers(module: Stack, whole: Forms, world: World, groups: Groups, settings: TrainSettings) -> Parts:
-    """Split a model's layers over the tensor ranks, in place, and say what of it this rank has: a collective.
+    """Split a model's layers over the tensor ranks, in place; return the parts of this rank. A collective.
 
     Raises:
         ValueError: it is no GPT, or its heads, d_ff or vocabulary cannot be split over so many ranks.
@@ -97,7 +97,7 @@ def split_layers(module: Stack, whole: Forms, world: World, groups: Groups, sett
 
 
 def parts_of(name: str, cut: TensorSlice, tensor: Tensor, start: int = 0) -> list[Part]:
-    """Return elements from `start` on, of this rank's part of a tensor flattened row by row, as parts that are views.
+    """Return a range of this rank's part, which begins at element `start` in row-major order, as parts of the whole.
 
     `name` is the checkpoint's ("model/...", "optimizer/..."), `tensor` holds them, flat or in the part's shape.
 

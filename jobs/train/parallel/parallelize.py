@@ -1,4 +1,4 @@
-"""From a model to what one rank has of it: `parallelize` reads downward, one degree of the split after the other.
+"""Split a model over ranks: `parallelize` applies one degree after the other.
 
 {data: 2, pipe: 2, tensor: 2, zero: 1}        8 ranks; this one:
 
@@ -38,7 +38,7 @@ TIMEOUT: Final = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 
 @dataclass(frozen=True)
 class RankModel:
-    """What one rank has of a model; the methods put something together that is whole nowhere, or belongs to no rank.
+    """The part of a model on one rank. Methods that return whole tensors are collectives.
 
     `parts` say which part of every layer it has, `stages` which layers (None: all); `replica` holds those and makes
     the mean of their gradients.
@@ -47,8 +47,8 @@ class RankModel:
     parts: Parts
     stages: Stages | None
     replica: Replica
-    data_group: dist.ProcessGroup | None  # of ranks that have the same
-    norm_group: dist.ProcessGroup | None  # of ranks that have one gradient together; None: this one has all of it
+    data_group: dist.ProcessGroup | None  # the ranks with the same parts of the same layers
+    norm_group: dist.ProcessGroup | None  # the ranks that hold one gradient together; None: this rank holds all of it
     world: World
 
     @property
@@ -66,7 +66,7 @@ class RankModel:
         return (self.stages is None or name not in self.stages.pipeline.tied) and self.parts.answers(name)
 
     def counted(self) -> list[Tensor] | None:
-        """Return the gradients that a norm over `norm_group` counts on this rank; None: all that it steps with."""
+        """Return the gradients that this rank adds to a norm over `norm_group`; None: all that it steps with."""
         is_split = self.stages is not None or self.world.tensor > 1
         return self.replica.counted(self.is_counted) if is_split else None
 
@@ -85,7 +85,7 @@ class RankModel:
     def full_state(self) -> dict[str, Tensor]:
         """Copy parameters and buffers, whole, by name: a collective.
 
-        Of a parameter that stages share every rank that has one returns its own.
+        A rank with a copy of a parameter that stages share returns its own copy.
         """
         buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         own = {**self.replica.full_parameters(), **buffers}
@@ -96,7 +96,7 @@ class RankModel:
         return {name: self.parts.gather(name, each) for name, each in own.items()}
 
     def synchronize_buffers(self) -> None:
-        """Deal out the buffers of data rank 0, which are those that are saved and evaluated: a collective."""
+        """Broadcast the buffers of data rank 0, which are saved and used in evaluation: a collective."""
         if self.data_group is not None:
             broadcast(list(self.module.buffers()), self.data_group)
 
@@ -118,14 +118,14 @@ def parallelize(
     numerics: Numerics,
     clock: Clock,
 ) -> RankModel:
-    """Leave of a model, which all ranks have built alike, what this rank has of it: in place, and a collective.
+    """Split a model that all ranks have built alike, in place; return this rank's part. A collective.
 
     Raises:
         RefusedError: it cannot be cut so, or several ranks are to synchronize nothing.
         ValueError: it is no GPT, or its heads, d_ff or vocabulary cannot be split over so many tensor ranks.
     """
     whole = Forms(model)
-    if split.schedule:  # layers are weighed while they are whole
+    if split.schedule:  # cuts go by the sizes or times of whole layers
         table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
         samples = -(-settings.batch_size // (split.data * split.microbatches))
         cuts = cuts_of(settings, model, table.rank_of, samples, world)

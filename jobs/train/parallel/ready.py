@@ -1,4 +1,4 @@
-"""Tells a data-parallel wrapper of a pipeline's gradients as they become whole: averaging begins beside the last work.
+"""Tell a data-parallel wrapper when gradients of a pipeline are complete, so that averaging overlaps the last backward.
 
     stage 0   F0 F1 B0 F2 B1 .. B2 ====B3====          B3 is the last: each gradient is whole when B3 has added to it
     buckets                         [==] [==] [=]      launched in one order on all ranks that average them
@@ -16,7 +16,7 @@ from muster.pipe import Pipeline
 
 
 class ReadyGradients:
-    """What of a step's gradients a wrapper has been told of; `shared` names the parameters of several uses.
+    """Reports complete gradients to a wrapper; `shared` names the parameters that are used more than once.
 
     The wrapper is in `no_sync()` while the pipeline runs: its own hooks only let gradients add up. These are called
     after them, for they are registered later.
@@ -33,11 +33,11 @@ class ReadyGradients:
                 each.register_post_accumulate_grad_hook(self._hear)  # type: ignore[no-untyped-call]
 
     def _hear(self, parameter: Tensor) -> None:
-        """Hear of a micro-batch's gradient; after the last one's it is whole."""
+        """Report a gradient after the last micro-batch has added to it."""
         assert isinstance(parameter, nn.Parameter)
         if self.pipeline.in_last_backward:
             self.wrapper.gradients_are_ready((parameter,))
 
     def row_is_over(self) -> None:
-        """Tell of the rest, after tied weights have been added up."""
+        """Report the gradients of shared parameters, once tied weights are summed."""
         self.wrapper.gradients_are_ready(self.late)

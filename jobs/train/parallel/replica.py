@@ -27,7 +27,7 @@ from muster.zero.flat import Held
 
 
 class Replica:
-    """Layers that no other rank has: nothing is synchronized. `world` are the ranks that have the same."""
+    """Layers that no other rank has, so nothing is synchronized. `world`: the ranks with the same layers."""
 
     learns_from_first = False  # True: the first backward decides in which order the later ones sum
     shares_out = False  # True: these ranks have one gradient together
@@ -65,7 +65,7 @@ class Replica:
         return gradients_of(self.module.parameters())
 
     def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
-        """Return those of them that belong to parameters which are chosen by name."""
+        """Return the gradients of the parameters whose names are chosen."""
         return gradients_of(each for name, each in self.module.named_parameters() if chosen(name))
 
     # What it is made of ---------------------------------------------------------------------------------------------
@@ -76,14 +76,14 @@ class Replica:
         return numerics.optimizer(self.module.parameters(), settings.optimizer, capturable=capturable)
 
     def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held] | None:
-        """List the ranges of the state that this rank has; None: it has all of its module and optimizer whole."""
+        """List the ranges of the state that this rank holds; None: it holds every tensor whole."""
         return None
 
     def settle(self) -> None:
-        """Wait until the parameters are what was stepped."""
+        """Wait until the parameters have the values of the last step."""
 
     def refresh(self) -> None:
-        """Make use of state that has been written into the tensors that a checkpoint is read to: a collective."""
+        """Take over state that was read from a checkpoint: a collective."""
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model without gradients: every rank as often."""

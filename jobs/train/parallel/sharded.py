@@ -86,7 +86,7 @@ class ShardedReplica(WrappedReplica):
         return self.optimizer
 
     def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
-        """Return the ranges of its share that belong to parameters which are chosen by name."""
+        """Return this rank's ranges of the gradients of the parameters whose names are chosen."""
         return [
             home.of(home.grad, at)
             for home in self.wrapper.homes

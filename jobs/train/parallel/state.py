@@ -1,4 +1,4 @@
-"""What a rank saves and reads of a model and its optimizer, as parts of named tensors.
+"""The state of a model and its optimizer on one rank, as parts of named tensors.
 
 Names are "model/<name>" and "optimizer/<name of the parameter>/<key>", those of the whole model, whatever ranks hold
 them: a checkpoint of any number of ranks, in any mode, has the same tensors, in other pieces.
@@ -48,7 +48,7 @@ class Forms:
 
 
 class ModelState:
-    """What one rank saves and reads; `more` are further tensors, which all have.
+    """The parts that one rank saves and reads. `more` are further tensors, equal on all ranks.
 
     To list a thousand tensors takes longer than to copy a small model, and would be part of every save's stall: the
     list is made anew only when the optimizer has made state since.
@@ -72,9 +72,9 @@ class ModelState:
         self._listed: list[object] | None = None  # the optimizer's tensors, as they were when parts were listed
 
     def parts(self) -> list[Part]:
-        """List what this rank saves: all ranks together every part once. The same list until the optimizer makes state.
+        """List the parts that this rank saves; all ranks together save each part once.
 
-        The buffers are data rank 0's, whose running statistics count.
+        The list stays the same object until the optimizer makes new state. Data rank 0 saves the buffers.
         """
         stepping = getattr(self.optimizer, "inner", self.optimizer)
         now = [value for state in stepping.state.values() for value in state.values()]
@@ -140,14 +140,14 @@ class ModelState:
 
 
 def parameter_of(name: str) -> str:
-    """Return the parameter or buffer that a name of a checkpoint speaks of."""
+    """Return the parameter or buffer that a stored name belongs to."""
     if name.startswith(OPTIMIZER):
         return name.removeprefix(OPTIMIZER).rpartition("/")[0]
     return name.removeprefix(MODEL)
 
 
 def named_as(name: str, parameter: str) -> str:
-    """Return what is stored under a name, as that of another parameter."""
+    """Return a stored name with another parameter in it."""
     return f"{OPTIMIZER}{parameter}/{name.rpartition('/')[2]}" if name.startswith(OPTIMIZER) else MODEL + parameter
 
 
@@ -169,7 +169,7 @@ def parameter_parts(module: nn.Module) -> list[Part]:
 
 
 def optimizer_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
-    """List what the optimizer keeps of each parameter by now: before its first step that is nothing."""
+    """List the tensors of the optimizer's state; an optimizer that has not stepped may have none."""
     return [
         whole_part(f"{OPTIMIZER}{name}/{key}", value)
         for name, parameter in module.named_parameters()
