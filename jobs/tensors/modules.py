@@ -26,7 +26,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def room_for(parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
-    """Return zeros for one entry of a parameter's state, on the optimizer's device for it; `group` is the parameter's."""
+    """Return zeros for one entry of a parameter's state, on the device that the parameter group calls for."""
     dtype = dtype_of(piece)
     if piece.shape == tuple(parameter.shape) and key not in ON_HOST:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
