@@ -36,14 +36,26 @@ def story(kills: int, seed: int) -> tuple[str, list[str]]:
     return job(steps=STEPS_APART[1] * (kills + 6), every=EVERY, restart={"max": kills + 5, "backoff": 0.0}), kinds
 
 
+def trained(live: Live, ranks: int, steps: int) -> dict[str, Any] | None:
+    """Return the newest attempt's event, once so many ranks have trained so many steps in it.
+
+    Without the node that was killed a run goes on with fewer ranks, until that node is back.
+    """
+    begun = live.events("attempt")[-1:]
+    if not begun or begun[0]["world_size"] != ranks:
+        return None
+    attempt = begun[0]["attempt"]
+    first = live.events("first_step", attempt=attempt)
+    return begun[0] if first and live.steps(attempt) >= first[0]["step"] + steps else None
+
+
 def strike(
     live: Live, kind: str, draw: random.Random, meanwhile: Callable[[Live], object]
 ) -> tuple[Live, dict[str, Any]]:
-    """Wait for some new steps of the newest attempt, kill, and wait until it goes on; return what goes on."""
-    live.wait_event("attempt")
-    attempt = live.run.attempt_numbers()[-1]
-    begun = int(live.wait_event("first_step", attempt=attempt)["step"])
-    live.wait_step(begun + draw.randint(*STEPS_APART), attempt)
+    """Wait for some new steps of all ranks, kill, and wait until the run goes on; return what goes on."""
+    steps = draw.randint(*STEPS_APART)
+    all_ranks = live.wait_event("attempt", attempt=live.first_attempt)["world_size"]
+    attempt = live.wait(f"{steps} steps of {all_ranks} ranks", lambda: trained(live, all_ranks, steps))["attempt"]
     ranks = live.ranks(attempt)
     row: dict[str, Any] = {"kind": kind, "attempt": attempt, "step": live.steps(), "ranks": len(ranks)}
     began = time.monotonic()
