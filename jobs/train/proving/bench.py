@@ -1,0 +1,135 @@
+"""The test bench as one rank's process sees it: the class, the other ranks, and the rows of the table."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.train.proving import toys
+from muster.jobs.train.proving.judging import Tensors
+from muster.jobs.train.proving.kinds import UserClass
+from muster.jobs.train.proving.traffic import Traffic
+from muster.jobs.world.world import World
+
+State = Literal["ok", "fails", "n/a"]
+Module = TypeVar("Module", bound=nn.Module)
+WORST_FIRST: Final = ("fails", "ok", "n/a")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One property: whether it holds, and the evidence."""
+
+    name: str
+    state: State
+    evidence: str
+
+    def record(self) -> dict[str, str]:
+        """Return this row as JSON."""
+        return asdict(self)
+
+
+@dataclass
+class Bench:
+    """One probe of a class on one rank. `mark` says how far it is; it restarts the time after which it is stuck."""
+
+    world: World
+    user: UserClass
+    settings: TrainSettings
+    steps: int
+    traffic: Traffic
+    mark: Callable[[str], None]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.world.device
+
+    def row(self, name: str, ok: bool | None, evidence: str) -> None:
+        """Add a row; None for a property that does not apply."""
+        self.rows.append(Row(name, "n/a" if ok is None else "ok" if ok else "fails", evidence))
+
+    def place(self, module: Module) -> Module:
+        """Move a module to this rank's device, in float64."""
+        return module.to(self.device, torch.float64)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's toy batch of a step."""
+        return toys.batch(step, self.world.rank, self.device)
+
+    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the toy batches of all ranks."""
+        return [toys.batch(step, rank, self.device) for rank in range(self.world.size)]
+
+    def everywhere(self, mine: Any) -> list[Any]:
+        """Return what every rank gives: a collective that is not recorded."""
+        gathered: list[Any] = [None] * self.world.size
+        dist.all_gather_object(gathered, mine)
+        return gathered
+
+    @contextmanager
+    def own_code(self, step: int, what: str = "step") -> Iterator[None]:
+        """Mark that the user's class is at work."""
+        self.mark(f"{what} {step}")
+        yield
+        self.mark("")
+
+
+def gradients_alone(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
+    """Return the gradients of each batch by itself, by the names of the parameters; the module's own are cleared."""
+    found = []
+    for inputs, targets in batches:
+        module.zero_grad(set_to_none=True)
+        toys.loss_of(module(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        named = module.named_parameters()
+        found.append({name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named if p.requires_grad})
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def mean_of(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean over ranks of gradients by name."""
+    return {name: torch.stack([each[name] for each in gradients]).mean(0) for name in gradients[0]}
+
+
+def copy_into(module: nn.Module, reference: nn.Module) -> None:
+    """Copy all parameters and buffers of a reference into a module of the same names."""
+    with torch.no_grad():
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        for name, tensor in [*reference.named_parameters(), *reference.named_buffers()]:
+            own[name].copy_(tensor)
+
+
+def descend(module: nn.Module, gradients: Tensors, lr: float = 0.1) -> None:
+    """Step a module by plain gradient descent."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name in gradients:
+                parameter -= lr * gradients[name]
+
+
+def finish(wrapped: Any) -> None:
+    """Call `finish_gradient_synchronization()` if the class has it."""
+    end = getattr(wrapped, "finish_gradient_synchronization", None)
+    if end is not None:
+        end()
+
+
+def merged(rows_of_ranks: list[list[Mapping[str, str]]]) -> list[dict[str, str]]:
+    """Make one row of each property of all ranks: it fails if it fails on one, with that rank's evidence."""
+    by_name: dict[str, list[tuple[int, Mapping[str, str]]]] = {}
+    for rank, rows in enumerate(rows_of_ranks):
+        for row in rows:
+            by_name.setdefault(row["name"], []).append((rank, row))
+    table = []
+    for name, found in by_name.items():
+        rank, worst = min(found, key=lambda each: WORST_FIRST.index(each[1]["state"]))
+        said = worst["evidence"]
+        table.append({**worst, "evidence": f"rank {rank}: {said}" if worst["state"] == "fails" else said, "name": name})
+    return table

@@ -1,0 +1,103 @@
+"""The four kinds of class that `muster verify --with` knows: how each is called, and how it is recognised."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.user import code
+
+KEY: Final = "--with"
+BUCKET: Final = "bucket_size_mb"
+FULL: Final = "full_state_dict"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a class of one kind is called, and the methods that it must have."""
+
+    name: str
+    form: str
+    methods: tuple[str, ...] = ()
+
+
+KINDS: Final = {
+    kind.name: kind
+    for kind in (
+        Kind("wrapper", f"Class(module) or Class(module, {BUCKET})", ("__call__",)),
+        Kind("optimizer", "Class(params, optimizer_cls, **options)", ("step", "zero_grad")),
+        Kind("sharded", "Class(module)", ("__call__", "parameters", FULL)),
+        Kind("pipeline", "Class(layers, microbatches)", ("train_step", "parameters")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class UserClass:
+    """A class as the user wrote it."""
+
+    text: str  # FILE.py:NAME
+    kind: Kind
+    cls: Callable[..., Any]
+    args: Mapping[str, Any]  # of --args
+
+    @property
+    def takes_buckets(self) -> bool:
+        """True when it has a parameter for the size of buckets."""
+        return BUCKET in _parameters(self.cls)
+
+    def build(self, *given: Any, **options: Any) -> Any:
+        """Call the class.
+
+        Raises:
+            RefusedError: it takes other parameters, raises, or its instances lack a method.
+        """
+        options = {**options, **self.args}
+        try:
+            signature = inspect.signature(self.cls)
+            signature.bind(*given, **options)
+        except TypeError as error:
+            raise RefusedError(
+                f"{KEY}: {self.text} takes {signature}, but verify calls it as {self.kind.form}: {error}; "
+                "change it, give further parameters with --args '{...}', or another kind with --as"
+            ) from error
+        made = code.called(KEY, self.text, lambda: self.cls(*given, **options))
+        lacking = [name for name in self.kind.methods if not callable(getattr(made, name, None))]
+        if lacking:
+            raise RefusedError(
+                f"{KEY}: {self.text} is taken as kind {self.kind.name}, {self.kind.form}, and has no {lacking[0]}; "
+                "add it, or give another kind with --as"
+            )
+        return made
+
+
+def load_class(text: str, named: str | None, args: Mapping[str, Any], folder: Path) -> UserClass:
+    """Import a user's class and tell its kind.
+
+    Raises:
+        RefusedError: it cannot be imported, or is not something to call.
+    """
+    cls = code.load(KEY, text, folder)
+    if not callable(cls):
+        raise RefusedError(f"{KEY}: {text} is a {type(cls).__name__}; name a class")
+    return UserClass(text, KINDS[named or kind_of(cls)], cls, args)
+
+
+def kind_of(cls: Callable[..., Any]) -> str:
+    """Tell the kind of a class by its methods and parameters."""
+    if hasattr(cls, "train_step"):
+        return "pipeline"
+    if "optimizer_cls" in _parameters(cls) or (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        return "optimizer"
+    return "sharded" if hasattr(cls, FULL) else "wrapper"
+
+
+def _parameters(cls: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # a class of compiled code: the call itself will tell
+        return {}

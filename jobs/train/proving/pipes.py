@@ -1,0 +1,157 @@
+"""The probe of a pipeline class: who has which layers, who runs them, in which order, and what gradients result."""
+
+import time
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from muster.jobs.train.proving import toys
+from muster.jobs.train.proving.bench import Bench
+from muster.jobs.train.proving.judging import distance, factor, few, kib, same
+
+MICRO_BATCHES: Final = 4
+SAMPLES: Final = 8
+SLOW_S: Final = 0.01  # a stage rests so long in each forward, so that spans of two stages that run at once overlap
+
+Span = tuple[float, float]
+
+
+class Watched:
+    """What the layers of a pipeline do on this rank: forwards and backwards in order, with their times."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        self.ran: list[str] = []
+        self.order: list[str] = []  # "F" and "B" of this rank's first layer
+        self.sizes: list[int] = []
+        self.spans: list[Span] = []
+        self._began = 0.0
+        for name, layer in layers.named_children():
+            layer.register_forward_pre_hook(self._before(name))
+            layer.register_forward_hook(self._after(name))
+            layer.register_full_backward_hook(self._backward(name))
+
+    def _before(self, name: str) -> Any:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if name not in self.ran:
+                self.ran.append(name)
+            if name == self.ran[0]:
+                self._began = time.monotonic()
+                time.sleep(SLOW_S)
+                self.order.append("F")
+                self.sizes.append(len(inputs[0]))
+                self.spans.append((self._began, time.monotonic()))
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if self.spans:
+                self.spans[-1] = (self.spans[-1][0], time.monotonic())
+
+        return hook
+
+    def _backward(self, name: str) -> Any:
+        def hook(layer: nn.Module, of_inputs: Any, of_outputs: Any) -> None:
+            if name == self.ran[0]:
+                self.order.append("B")
+
+        return hook
+
+
+def pipes(bench: Bench) -> None:
+    """Check one step of a pipeline of toys."""
+    layers, reference = (bench.place(toys.layers(0)) for _ in range(2))
+    named, watched = dict(layers.named_parameters()), Watched(layers)
+    inputs, targets = (torch.cat(each) for each in zip(bench.batch_of_all(0), bench.batch_of_all(1), strict=True))
+    wanted_loss = toys.loss_of(reference(inputs), targets)
+    wanted_loss.backward()  # type: ignore[no-untyped-call]
+    with bench.own_code(0, "construction, before step"):
+        pipeline = bench.user.build(layers, MICRO_BATCHES)
+    mine = {id(each) for each in pipeline.parameters()}
+    owned = [name for name, each in named.items() if id(each) in mine]
+    with bench.own_code(0), bench.traffic.recording():
+        loss = pipeline.train_step(inputs, targets, toys.loss_of)
+    judge_division(bench, list(named), owned, watched)
+    judge_order(bench, watched)
+    judge_gradients(bench, {name: named[name].grad for name in owned}, dict(reference.named_parameters()))
+    judge_loss(bench, loss, float(wanted_loss.detach()))
+    starts = bench.traffic.starts()
+    said = f"{len(starts)} messages on this rank, {kib(sum(each.size for each in starts))} of activations and gradients"
+    bench.row("collectives", True if starts else None, said if starts else "none passes through Python")
+
+
+def judge_division(bench: Bench, names: list[str], owned: list[str], watched: Watched) -> None:
+    """Check that every layer is on one rank, and run there only."""
+    owners = bench.everywhere(owned)
+    counts = {name: sum(name in each for each in owners) for name in names}
+    lost = [name for name, count in counts.items() if count == 0]
+    double = [name for name, count in counts.items() if count > 1]
+    said = f"{len(owned)} of {len(names)} parameters on this rank"
+    if lost:
+        said = f"no rank has {few(lost)} in parameters(), which must be those of the layers given"
+    elif double:
+        said = f"{len(double)} of {len(names)} parameters are on several ranks: {few(double)}"
+    bench.row("layers-divided", not (lost or double), said)
+    own = {name.partition(".")[0] for name in owned}
+    foreign = [name for name in watched.ran if name not in own]
+    said = f"it ran layers of other ranks: {few(foreign)}" if foreign else f"{len(watched.ran)} layers run on this rank"
+    bench.row("layers-run-once", None if lost or double else not foreign, said)
+
+
+def judge_order(bench: Bench, watched: Watched) -> None:
+    """Check the size of micro-batches, and that several are under way at once."""
+    size = SAMPLES * 2 // MICRO_BATCHES
+    said = f"forwards of {watched.sizes} samples of a batch of {2 * SAMPLES}"
+    bench.row("micro-batches-cut", watched.sizes == [size] * MICRO_BATCHES, said)
+    ahead = (watched.order + ["B"]).index("B")
+    wanted = min(MICRO_BATCHES, bench.world.size - bench.world.pipe_place)
+    everybody = bench.everywhere((watched.spans, time.time() - time.monotonic()))
+    offsets = [offset for _, offset in everybody]
+    overlaps = overlapping([spans for spans, _ in everybody])
+    one_clock = max(offsets) - min(offsets) < SLOW_S / 2
+    said = f"{''.join(watched.order)} on this rank: {ahead} forwards before the first backward, at least {wanted} needed"
+    if one_clock:
+        said += f"; {overlaps} forwards of two ranks at the same time"
+    is_full = ahead >= wanted and not (one_clock and overlaps == 0)
+    bench.row("pipelined", None if len(watched.sizes) < 2 else is_full, said)
+
+
+def overlapping(spans: list[list[Span]]) -> int:
+    """Count the pairs of forwards on two ranks that overlap in time."""
+    return sum(
+        begin < other_end and other_begin < end
+        for rank, of_rank in enumerate(spans)
+        for of_other in spans[rank + 1 :]
+        for begin, end in of_rank
+        for other_begin, other_end in of_other
+    )
+
+
+def judge_gradients(bench: Bench, found: dict[str, Tensor | None], wanted: dict[str, nn.Parameter]) -> None:
+    """Check that the gradients are those of the mean loss over the batch."""
+    wrong = {}
+    for name, gradient in found.items():
+        right = wanted[name].grad
+        assert right is not None
+        if gradient is None:
+            wrong[name] = "missing"
+        elif not same(gradient, right):
+            ratio = factor(gradient, right)
+            far = f"off by {distance(gradient, right):.1e} of its size"
+            wrong[name] = far if ratio is None else f"{ratio:.4g} times that of the mean loss over the batch"
+    name, what = next(iter(wrong.items()), ("", ""))
+    said = f"{len(wrong)} of {len(found)} wrong; {name}: {what}" if wrong else f"{len(found)} as in one process"
+    bench.row("gradients", not wrong, f"{said} ({MICRO_BATCHES} micro-batches)")
+
+
+def judge_loss(bench: Bench, loss: Any, wanted: float) -> None:
+    """Check the loss that `train_step` returns, on the last rank at least."""
+    losses = bench.everywhere(None if loss is None else float(loss))
+    given = [each for each in losses if each is not None]
+    if not given:
+        bench.row("loss", False, "train_step returns no loss on any rank; the last rank must return it")
+        return
+    wrong = [each for each in given if abs(each - wanted) > 1e-5 * abs(wanted)]
+    said = f"{wrong[0]:.6g}, in one process {wanted:.6g}" if wrong else f"{wanted:.6g}, as in one process"
+    bench.row("loss", not wrong, said)

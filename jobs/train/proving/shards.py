@@ -1,0 +1,131 @@
+"""The probes of a module whose parameters are shared out: what each rank keeps, and whether it trains."""
+
+import gc
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from muster.jobs.train.proving import toys
+from muster.jobs.train.proving.bench import Bench, finish, gradients_alone, mean_of
+from muster.jobs.train.proving.judging import Tensors, fault, few, half_way, kib, share
+from muster.jobs.train.proving.kinds import FULL
+from muster.jobs.train.proving.optimizers import recording, state_bytes
+from muster.jobs.train.proving.wrappers import one_pass
+
+LR: Final = 0.1
+
+
+def keeps(bench: Bench) -> None:
+    """Check what a rank keeps of parameters, gradients and state, and the gradient of one step."""
+    reference = bench.place(toys.layers(0))
+    own = gradients_alone(reference, bench.batches(0))
+    whole = sum(each.numel() * each.element_size() for each in reference.parameters())
+    batch, before = bench.batch(0), held_bytes()
+    module = bench.place(toys.layers(0))
+    with bench.own_code(0, "construction, before step"):
+        sharded = bench.user.build(module)
+    del module
+    parameters = held_bytes() - before
+    judge_share(bench, "parameters-sharded", parameters, whole)
+    with bench.own_code(0), bench.traffic.recording():
+        one_pass(sharded, [batch])
+        finish(sharded)
+    judge_share(bench, "gradients-sharded", held_bytes() - before - parameters, whole)
+    starts = bench.traffic.starts()
+    said = f"{len(starts)} a step ({', '.join(sorted({each.name for each in starts})) or 'none seen'})"
+    largest = max((each.size for each in starts), default=0)
+    bench.row("collectives", True if starts else None, f"{said}; this rank puts in at most {kib(largest)} at once")
+    start = {name: each.detach().clone() for name, each in reference.named_parameters()}
+    descended = step_and_read(bench, sharded)
+    if descended is not None:
+        judge_gradients(bench, {name: (start[name] - each) / LR for name, each in descended.items()}, own)
+    judge_state(bench, sharded, batch, whole)
+
+
+def held_bytes() -> int:
+    """Return the bytes of all tensors of this process, each storage once."""
+    gc.collect()
+    storages = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), Tensor):
+            for tensor in (each, getattr(each, "_local_tensor", None), each.grad if each.is_leaf else None):
+                if tensor is not None and not hasattr(tensor, "_local_tensor"):
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def judge_share(bench: Bench, name: str, mine: int, whole: int) -> None:
+    """Check that this rank keeps about its share."""
+    mine = max(mine, 0)
+    bench.row(name, mine <= half_way(bench.world.size) * whole, share(mine, whole, bench.world.size))
+
+
+def step_and_read(bench: Bench, sharded: Any) -> dict[str, Tensor] | None:
+    """Step the shards by plain gradient descent; return the whole parameters, None if a row says what is wrong."""
+    torch.optim.SGD(list(sharded.parameters()), lr=LR).step()
+    return whole_state(bench, sharded, dict(toys.layers(0).named_parameters()))
+
+
+def whole_state(bench: Bench, sharded: Any, wanted: Tensors) -> dict[str, Tensor] | None:
+    """Return `full_state_dict()`; None, and a row, if it has not the names and shapes of the module."""
+    with bench.own_code(0, f"{FULL}(), after step"):
+        found = {name: each.detach() for name, each in getattr(sharded, FULL)().items()}
+    wrong = [name for name, each in wanted.items() if name not in found or found[name].shape != each.shape]
+    said = f"{FULL}() has not {few(wrong)} in the module's shape" if wrong else f"{len(wanted)} parameters, whole"
+    bench.row("whole-state", not wrong, said)
+    return None if wrong else {name: found[name].clone() for name in wanted}
+
+
+def judge_gradients(bench: Bench, found: Tensors, own: list[dict[str, Tensor]]) -> None:
+    """Check the gradients that a step of plain gradient descent has shown."""
+    mean = mean_of(own)
+    wrong = {
+        name: what
+        for name in mean
+        if (what := fault(found[name], mean[name], [each[name] for each in own], bench.world.rank))
+    }
+    if not wrong:
+        bench.row("mean", True, f"the mean over {bench.world.size} ranks, of {len(mean)} parameters")
+        return
+    name, what = next(iter(wrong.items()))
+    said = {"own": "this rank's own, not the mean"}.get(what, what)
+    bench.row("mean", False, f"{len(wrong)} of {len(mean)} wrong; {name}: {said}")
+
+
+def judge_state(bench: Bench, sharded: Any, batch: tuple[Tensor, Tensor], whole: int) -> None:
+    """Check what an optimizer over the shards keeps."""
+    cls, made = recording(torch.optim.AdamW)
+    optimizer = cls(sharded.parameters())
+    optimizer.zero_grad()
+    with bench.own_code(1):
+        one_pass(sharded, [batch])
+        finish(sharded)
+        optimizer.step()
+    judge_share(bench, "state-sharded", state_bytes(made), 2 * whole)
+
+
+def accumulates(bench: Bench) -> None:
+    """Check the step after two micro-batches."""
+    reference = bench.place(toys.layers(0))
+    start = {name: each.detach().clone() for name, each in reference.named_parameters()}
+    with bench.own_code(0, "construction, before step"):
+        sharded = bench.user.build(bench.place(toys.layers(0)))
+    own = [gradients_alone(reference, bench.batches(step)) for step in (1, 2)]
+    halves = [{name: (first[name] + second[name]) / 2 for name in first} for first, second in zip(*own, strict=True)]
+    mean = mean_of(halves)
+    with bench.own_code(1):
+        one_pass(sharded, [bench.batch(1), bench.batch(2)])
+        finish(sharded)
+    descended = step_and_read(bench, sharded)
+    bench.rows.clear()  # the other probe has told of the whole state
+    if descended is None:
+        return
+    wrong = {}
+    for name, each in descended.items():
+        what = fault((start[name] - each) / LR, mean[name], [half[name] for half in halves], bench.world.rank)
+        wrong |= {name: what} if what else {}
+    name, what = next(iter(wrong.items()), ("", ""))
+    said = f"two micro-batches: {len(wrong)} wrong, {name}: {what}" if wrong else "two micro-batches: the mean of both"
+    bench.row("micro-batches", not wrong, said)

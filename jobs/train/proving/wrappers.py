@@ -1,0 +1,234 @@
+"""The probes of a data-parallel wrapper: what is broadcast, averaged, sent, and when."""
+
+from contextlib import nullcontext
+from math import ceil
+from typing import Any, Final
+
+import torch
+
+from muster.jobs.train.proving import toys
+from muster.jobs.train.proving.bench import Bench, copy_into, descend, finish, gradients_alone, mean_of
+from muster.jobs.train.proving.judging import fault, few, is_tensor_equal, kib, same
+from muster.jobs.train.proving.kinds import BUCKET
+
+LIMIT_MB: Final = 0.02  # of a bucket: two layers of the toy
+STEPS: Final = 3
+TIED: Final = "layers.0.weight"
+SAMPLES: Final = 103  # of a data set that is dealt: no multiple of a usual number of ranks
+REFUSALS: Final = (RuntimeError, ValueError, NotImplementedError)
+Faults = dict[str, str]
+
+
+def synchronizes(bench: Bench) -> None:
+    """Check the broadcast, the averages and the collectives of a few steps."""
+    module, reference = bench.place(toys.Toy(bench.world.rank)), bench.place(toys.Toy(0))
+    bench.traffic.watch(module.named_parameters())
+    wrapped = build(bench, module)
+    judge_start(bench, module, reference)
+    copy_into(module, reference)
+    faults: Faults = {}
+    for step in range(STEPS):
+        own = gradients_alone(reference, bench.batches(step))
+        with bench.own_code(step), bench.traffic.recording():
+            one_pass(wrapped, [bench.batch(step)])
+            finish(wrapped)
+        faults |= faults_of(bench, module, own)
+        module.zero_grad(set_to_none=True)
+        descend(reference, mean_of(own))
+        copy_into(module, reference)
+    judge_gradients(bench, faults, module)
+    judge_traffic(bench, sum(size_of(each) for each in own[0].values()), len(own[0]), not faults)
+    judge_dealing(bench, wrapped)
+
+
+def build(bench: Bench, module: toys.Toy) -> Any:
+    """Wrap a toy, with small buckets if the class takes their size."""
+    options = {BUCKET: LIMIT_MB} if bench.user.takes_buckets and BUCKET not in bench.user.args else {}
+    with bench.own_code(0, "construction, before step"):
+        return bench.user.build(module, **options)
+
+
+def one_pass(wrapped: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Run forward and backward of micro-batches; synchronize with the last one where the class has `no_sync()`.
+
+    The caller calls `finish`. Where the class has no `no_sync()`, it is called after every other one here.
+    """
+    can_wait = hasattr(wrapped, "no_sync")
+    for index, (inputs, targets) in enumerate(micro_batches):
+        is_last = index == len(micro_batches) - 1
+        with wrapped.no_sync() if can_wait and not is_last else nullcontext():
+            (toys.loss_of(wrapped(inputs), targets) / len(micro_batches)).backward()
+        if not can_wait and not is_last:
+            finish(wrapped)
+
+
+def faults_of(bench: Bench, module: torch.nn.Module, own: list[dict[str, torch.Tensor]]) -> Faults:
+    """Return what is wrong with the gradients that stand in a module, by parameter."""
+    mean, named = mean_of(own), dict(module.named_parameters())
+    found = {
+        name: fault(named[name].grad, mean[name], [each[name] for each in own], bench.world.rank) for name in mean
+    }
+    return {name: what for name, what in found.items() if what}
+
+
+def judge_start(bench: Bench, module: toys.Toy, reference: toys.Toy) -> None:
+    """Check that all ranks have rank 0's values: each was built with others."""
+    wanted = dict(reference.named_parameters())
+    wrong = [name for name, each in module.named_parameters() if not is_tensor_equal(each, wanted[name])]
+    trained = [name for name in wrong if name != "frozen"]
+    said = f"{few(trained)} not rank 0's after construction" if trained else "rank 0's, after every rank began apart"
+    bench.row("parameters-broadcast", not trained, said)
+    buffers = dict(reference.named_buffers())
+    wrong_buffers = [name for name, each in module.named_buffers() if not is_tensor_equal(each, buffers[name])]
+    said = f"{few(wrong_buffers)} not rank 0's after construction" if wrong_buffers else "rank 0's"
+    bench.row("buffers-broadcast", not wrong_buffers, said)
+    if trained:
+        bench.row("frozen", None, "parameters are not broadcast at all")
+    else:
+        said = "a parameter without gradient is not rank 0's" if "frozen" in wrong else "rank 0's, without gradient"
+        bench.row("frozen", "frozen" not in wrong, said)
+
+
+def judge_gradients(bench: Bench, faults: Faults, module: toys.Toy) -> None:
+    """Check that gradients are means, and that no parameter is left out."""
+    names = [name for name, each in module.named_parameters() if each.requires_grad and name != TIED]
+    left_out = [name for name in names if faults.get(name) in ("own", "missing")]
+    wrong = [name for name in names if name in faults and name not in left_out]
+    if left_out:
+        what = "missing" if faults[left_out[0]] == "missing" else "this rank's own"
+        bench.row("every-parameter", False, f"{len(left_out)} of {len(names)} gradients are {what}: {few(left_out)}")
+    else:
+        bench.row("every-parameter", True, f"{len(names)} gradients in each of {STEPS} steps")
+    if wrong:
+        bench.row("mean", False, f"{few(wrong)}: {faults[wrong[0]]}")
+    elif len(left_out) == len(names):
+        bench.row("mean", None, "nothing is synchronized")
+    else:
+        bench.row("mean", True, f"the mean over {bench.world.size} ranks, of every step")
+    if module.tied.weight is not module.layers[0].weight:
+        bench.row("tied", False, "the two layers no longer share their weight")
+    elif TIED in faults and not wrong and len(left_out) < len(names):
+        words = {"own": "this rank's own", "missing": "missing"}
+        bench.row("tied", False, f"the gradient of a shared weight is {words.get(faults[TIED], faults[TIED])}")
+    elif TIED in faults:
+        bench.row("tied", None, "no gradient is right")
+    else:
+        bench.row("tied", True, "the gradient of a shared weight is the mean of both uses")
+
+
+def judge_traffic(bench: Bench, gradient_bytes: int, gradients: int, synchronized: bool) -> None:
+    """Check number, sizes and times of the collectives of the last step."""
+    starts, traffic = bench.traffic.starts(), bench.traffic
+    sizes = [each.size for each in starts]
+    if not starts:
+        why = "none passes through Python: compiled code sends them" if synchronized else "none is sent"
+        for name in ("collectives", "buckets", "bucket-size", "overlap"):
+            bench.row(name, None, why)
+        return
+    names = ", ".join(sorted({each.name for each in starts}))
+    said = f"{len(starts)} a step ({names}), {kib(sum(sizes))} for {kib(gradient_bytes)} of gradients"
+    bench.row("collectives", sum(sizes) <= 2.1 * gradient_bytes, said)
+    if bench.user.takes_buckets:
+        limit = float(bench.user.args.get(BUCKET, LIMIT_MB)) * 2**20
+        most = 2 * ceil(gradient_bytes / limit) + 1
+        said = f"{len(starts)} collectives for {gradients} gradients with {BUCKET}={limit / 2**20:g}"
+        bench.row("buckets", len(starts) <= most < gradients or len(starts) == 1, f"{said}; at most {most} are needed")
+        said = f"the largest has {kib(max(sizes))}, the limit is {kib(limit)}"
+        bench.row("bucket-size", max(sizes) <= limit, said)
+    else:
+        bench.row("buckets", None, f"the class takes no {BUCKET}")
+        bench.row("bucket-size", None, f"the class takes no {BUCKET}")
+    early = traffic.overlapping()
+    said = f"{early} of {len(starts)} collectives are under way while a later gradient is computed"
+    bench.row("overlap", early > 0, said)
+
+
+def judge_dealing(bench: Bench, wrapped: Any) -> None:
+    """Check the samples that each rank is dealt, by a class that has `sampler(dataset)`."""
+    if not hasattr(wrapped, "sampler"):
+        bench.row("steps", None, "the class has no sampler(dataset)")
+        bench.row("data", None, "the class has no sampler(dataset)")
+        return
+    with bench.own_code(0, "sampler, after step"):
+        mine = [int(each) for each in wrapped.sampler(range(SAMPLES))]
+    dealt = bench.everywhere(mine)
+    counts = [len(each) for each in dealt]
+    bench.row("steps", len(set(counts)) == 1, f"samples of each rank: {counts}")
+    twice = sum(counts) - len({each for one in dealt for each in one})
+    missing = SAMPLES - len({each for one in dealt for each in one if 0 <= each < SAMPLES})
+    padding = bench.world.size - 1
+    said = f"of {SAMPLES} samples {twice} come twice and {missing} never; up to {padding} may, to fill up"
+    bench.row("data", twice <= padding and missing <= padding, said)
+
+
+def accumulates(bench: Bench) -> None:
+    """Check the gradient of two micro-batches; whether the class synchronizes in `no_sync()`."""
+    module = bench.place(toys.Toy(0))
+    wrapped, reference = build(bench, module), bench.place(toys.Toy(0))
+    with bench.own_code(0), bench.traffic.recording():
+        one_pass(wrapped, [bench.batch(0)])
+        finish(wrapped)
+    once = sum(each.size for each in bench.traffic.starts())
+    if faults_of(bench, module, gradients_alone(reference, bench.batches(0))):
+        bench.row("micro-batches", None, "a step of one micro-batch is already wrong")
+        return
+    module.zero_grad(set_to_none=True)
+    micro_batches = [bench.batch(1), bench.batch(2)]
+    own = [gradients_alone(reference, bench.batches(step)) for step in (1, 2)]
+    halves = [{name: (first[name] + second[name]) / 2 for name in first} for first, second in zip(*own, strict=True)]
+    with bench.own_code(1), bench.traffic.recording():
+        one_pass(wrapped, micro_batches)
+        finish(wrapped)
+    faults, sent = faults_of(bench, module, halves), sum(each.size for each in bench.traffic.starts())
+    how = "with no_sync()" if hasattr(wrapped, "no_sync") else "without no_sync(), synchronized twice"
+    if faults:
+        name, what = next(iter(faults.items()))
+        said = {"own": "this rank's own", "missing": "missing"}.get(what, what)
+        bench.row("micro-batches", False, f"two micro-batches {how}: {len(faults)} wrong, {name}: {said}")
+    elif hasattr(wrapped, "no_sync") and sent > 1.5 * once:
+        said = f"two micro-batches {how} send {kib(sent)}, one sends {kib(once)}: no_sync() does not hold back"
+        bench.row("micro-batches", False, said)
+    else:
+        bench.row("micro-batches", True, f"two micro-batches {how}: the mean of both")
+
+
+def unused(bench: Bench) -> None:
+    """Check steps in which no rank uses one of the layers."""
+    module, reference = bench.place(toys.Toy(0)), bench.place(toys.Toy(0))
+    wrapped = build(bench, module)
+    for step, uses in enumerate((True, False, True)):
+        module.uses_spare = reference.uses_spare = uses
+        own = gradients_alone(reference, bench.batches(step))
+        try:
+            with bench.own_code(step):
+                one_pass(wrapped, [bench.batch(step)])
+                finish(wrapped)
+        except REFUSALS as error:
+            if step == 0:
+                raise
+            said = " ".join(str(error).split())[:120]
+            bench.row("unused", None, f"the class refuses a parameter that is not used in a step: {said}")
+            return
+        faults = faults_of(bench, module, own)
+        faults = {name: what for name, what in faults.items() if uses or not name.startswith("spare")}
+        if faults and step == 0:
+            bench.row("unused", None, "a step that uses every parameter is already wrong")
+            return
+        left = [name for name, p in module.named_parameters() if name.startswith("spare") and has_values(p.grad)]
+        if faults or (left and not uses):
+            name, what = next(iter(faults.items()), (left[0] if left else "", "not zero without use"))
+            said = "this rank's own" if what == "own" else what
+            bench.row("unused", False, f"step {step}, after a step without {few(left or ['spare'])}: {name}: {said}")
+            return
+        module.zero_grad(set_to_none=True)
+    bench.row("unused", True, "a layer that no rank uses in a step disturbs neither that step nor the next")
+
+
+def has_values(gradient: torch.Tensor | None) -> bool:
+    """True when a gradient is there and not zero."""
+    return gradient is not None and not same(gradient, torch.zeros_like(gradient))
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor."""
+    return tensor.numel() * tensor.element_size()
