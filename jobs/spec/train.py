@@ -29,7 +29,7 @@ class TrainSettings(TrainFields):
     def is_tied_over_stages(self, world_size: int) -> bool:
         """True where a weight of the first stage of a pipeline is one of the last, too."""
         split = self.split(world_size)
-        return bool(split.schedule) and split.pipe * split.chunks > 1 and self.model.tied and not self.model.is_vgg
+        return bool(split.schedule) and split.pipe * split.chunks > 1 and self.model.ties_head
 
     def accumulation(self, world_size: int) -> int:
         """Return the micro-batches of a shard."""
