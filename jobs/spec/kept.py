@@ -5,10 +5,13 @@ Free to change are the number of ranks, the mode, the learning rate and its sche
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.train import TrainSettings
+from muster.jobs.basics.sections import changed
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 RANDOMNESS: Final = "keyed-1"  # of jobs/train/rng/keyed.py: another way to draw needs another name
 KEPT: Final = "kept"
@@ -16,10 +19,10 @@ DATA: Final = "train.data"
 VIRTUAL_RANKS: Final = "train.virtual_ranks"  # 0: not exact
 
 
-def kept_settings(settings: TrainSettings, *, samples: int, virtual_ranks: int) -> dict[str, Any]:
+def kept_settings(settings: "TrainSettings", *, samples: int, virtual_ranks: int) -> dict[str, Any]:
     """Return what must stay equal, but for the data itself, which only ranks have read; `samples` of an epoch."""
     return {
-        "train.model": settings.model.model_dump(mode="json", exclude_defaults=True),
+        "train.model": changed(settings.model),
         "train.precision": settings.precision,
         "train.optimizer.name": settings.optimizer.name,
         "train.batch_size": min(settings.batch_size, samples),
@@ -29,7 +32,7 @@ def kept_settings(settings: TrainSettings, *, samples: int, virtual_ranks: int) 
     }
 
 
-def require_settings(found: Any, settings: TrainSettings, where: str) -> None:
+def require_settings(found: Any, settings: "TrainSettings", where: str) -> None:
     """Compare what a checkpoint was saved with to a job that nobody has begun yet.
 
     Raises:

@@ -9,8 +9,9 @@ from typing_extensions import Self
 
 from muster.jobs.basics.words import unknown
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
-from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
+from muster.jobs.spec.modes import MODES
 from muster.jobs.spec.profile import OFF, ProfileSettings
+from muster.jobs.spec.rules import ModelRules
 from muster.jobs.spec.split import ParallelSettings
 from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict
 
@@ -30,7 +31,7 @@ def one_of(what: str, *tables: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-class ModelSettings(Strict):
+class ModelSettings(ModelRules, Strict):
     """A model: a named row of `jobs/models/shapes.py`, with overrides, or a GPT given by its four sizes."""
 
     name: Annotated[str, one_of("model", VGG_SHAPES, GPT_SHAPES)] | None = None
@@ -55,11 +56,6 @@ class ModelSettings(Strict):
         if self.name is not None and given:
             raise ValueError(f"a named model has its sizes already; remove name or {', '.join(given)}")
         return self
-
-    @property
-    def is_vgg(self) -> bool:
-        """True for an image model."""
-        return self.name in VGG_SHAPES
 
 
 class DataSettings(Strict):
@@ -194,51 +190,3 @@ class TrainFields(Strict):
     @classmethod
     def _may_be_a_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
-
-    @property
-    def mode_name(self) -> str:
-        """The mode; of a split that is written out, the one whose gradients are shared in the same way."""
-        if self.parallel is None:
-            return self.mode
-        given = self.parallel
-        return mode_of(Parallel(tensor=given.tensor, sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
-
-    @property
-    def is_pipeline(self) -> bool:
-        """True where ranks have slices of the layers."""
-        return self.mode_name in PIPELINES
-
-    @property
-    def is_product(self) -> bool:
-        """True where ranks are split in more than one way: pipelines beside each other, split layers of stages."""
-        several = self.parallel is not None and self.parallel.data > 1
-        return several + self.is_pipeline + self.splits_layers > 1
-
-    @property
-    def splits_layers(self) -> bool:
-        """True where ranks have a part of every layer each."""
-        return self.mode == TENSOR if self.parallel is None else self.parallel.tensor > 1
-
-    @property
-    def sync(self) -> Sync:
-        """How data-parallel ranks average gradients."""
-        return MODES[self.mode].expand(1).sync if self.parallel is None else self.parallel.sync
-
-    @property
-    def zero(self) -> Zero:
-        """ZeRO's stage."""
-        return MODES[self.mode].expand(1).zero if self.parallel is None else self.parallel.zero
-
-    @property
-    def same_norm(self) -> bool:
-        """True where gradients are clipped by a norm that has the same bits whoever has which of them."""
-        return self.exact or self.deterministic
-
-    def virtual_world_size(self, world_size: int) -> int:
-        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank.
-
-        All ranks that have one copy of the model together have one shard.
-        """
-        if self.is_pipeline or self.splits_layers:
-            return 1 if self.parallel is None else self.parallel.data
-        return (self.virtual_ranks or 4) if self.exact else world_size

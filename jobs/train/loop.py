@@ -9,6 +9,7 @@ the end           all is saved, where anything is
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,6 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.saving.pace import Pace
 from muster.jobs.saving.replay import Replay
 from muster.jobs.saving.saver import NotSaving
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.loading import Steps, move, read_steps
 from muster.jobs.train.data.sampling import Plan, plan_of, total_steps
@@ -35,6 +35,9 @@ from muster.jobs.train.soundness import Soundness, require_finite
 from muster.jobs.train.timeline import NotRecording, Recorder
 from muster.jobs.world.world import World
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 NOT_SAVING = NotSaving()
 NOT_RECORDING = NotRecording()
 
@@ -43,7 +46,7 @@ NOT_RECORDING = NotRecording()
 class Trainer:
     """Everything one rank trains with."""
 
-    settings: TrainSettings
+    settings: "TrainSettings"
     world: World
     data: Data
     plan: Plan
@@ -67,7 +70,7 @@ class Trainer:
         return Steps(self.data, plan, range(place * each, (place + 1) * each))
 
 
-def build_trainer(settings: TrainSettings, data: Data, world: World) -> Trainer:
+def build_trainer(settings: "TrainSettings", data: Data, world: World) -> Trainer:
     """Build the model, the same on every rank, and wrap it as the job's mode says."""
     numerics = numerics_of(settings, world.device)
     split = settings.split(world.size)

@@ -1,14 +1,18 @@
 """Models by name: a table of builders, each a flat stack of named layers that stages can be cut from."""
 
+from typing import TYPE_CHECKING
+
 from muster.jobs.models.model_shape import resolve_shape
 from muster.jobs.models.shapes import VggShape
-from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.vgg import build_vgg
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train_fields import ModelSettings
 
-def build_model(settings: ModelSettings, *, vocabulary: int, seed: int) -> Stack:
+
+def build_model(settings: "ModelSettings", *, vocabulary: int, seed: int) -> Stack:
     """Build a model on the CPU, in float32, its parameters a function of the seed alone.
 
     `vocabulary` is the number of classes or of tokens of the data. VGG maps images (batch, 3, 32, 32) to logits

@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_fields import OptimizerSettings, Precision
 from muster.jobs.train.models.gpt import Attention
 from muster.jobs.train.models.stack import Stack, plain_loss
 from muster.jobs.train.numerics.loss import chunked_loss
@@ -29,6 +27,10 @@ from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.pieces import Body, Piece, compiled, cut, require_compiler
 from muster.jobs.train.numerics.scaling import LossScaler, Scaler
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.spec.train_fields import OptimizerSettings, Precision
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Row:
     autocast: torch.dtype | None = None
 
 
-ROWS: Final[dict[Precision, Row]] = {
+ROWS: Final["dict[Precision, Row]"] = {
     "fp32": Row(torch.float32),
     "fp64": Row(torch.float64),
     "bf16": Row(torch.float32, torch.bfloat16),
@@ -52,7 +54,7 @@ ROWS: Final[dict[Precision, Row]] = {
 class Numerics:
     """How one rank computes; what comes after `cut_anywhere` is for benchmarks to vary."""
 
-    precision: Precision
+    precision: "Precision"
     device: torch.device
     compile: bool = False
     recompute: bool = False  # blocks are forwarded again in the backward
@@ -112,7 +114,7 @@ class Numerics:
         return logits
 
     def optimizer(
-        self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, capturable: bool = False
+        self, parameters: Iterable[nn.Parameter], settings: "OptimizerSettings", *, capturable: bool = False
     ) -> torch.optim.Optimizer:
         """Build the job's optimizer; with `capturable` a CUDA graph may hold its step.
 
@@ -133,7 +135,7 @@ class Numerics:
         return compiled(plain_loss, "loss", mode=self.compile_mode) if self.compile else plain_loss
 
 
-def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
+def numerics_of(settings: "TrainSettings", device: torch.device) -> Numerics:
     """Return how a job computes on a device."""
     return Numerics(
         settings.precision,

@@ -6,6 +6,7 @@ gradient of embed's use ─────────── + ──────�
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,17 +15,19 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.model_shape import context_of
 from muster.jobs.models.shapes import IMAGE_CHANNELS
 from muster.jobs.spec.expand import first_layers
-from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.world.world import World
 from muster.pipe.boundaries import weights_of
 from muster.pipe.schedules.cuts import Cuts, balanced_ranks, by_hand
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.spec.train_fields import ModelSettings
+
 IMAGE_SIDE = 32
 
 
-def cuts_of(settings: TrainSettings, model: Stack, rank_of: Sequence[int], samples: int, world: World) -> Cuts:
+def cuts_of(settings: "TrainSettings", model: Stack, rank_of: Sequence[int], samples: int, world: World) -> Cuts:
     """Cut a model into stages as the job says, the same on every rank: a collective where layers are timed.
 
     `samples` are those of a micro-batch.
@@ -46,6 +49,6 @@ def cuts_of(settings: TrainSettings, model: Stack, rank_of: Sequence[int], sampl
         raise RefusedError(f"train.cut: {error}") from error
 
 
-def input_size(model: ModelSettings, samples: int) -> tuple[int, ...]:
+def input_size(model: "ModelSettings", samples: int) -> tuple[int, ...]:
     """Return the shape of a model's inputs."""
     return (samples, IMAGE_CHANNELS, IMAGE_SIDE, IMAGE_SIDE) if model.is_vgg else (samples, context_of(model))
