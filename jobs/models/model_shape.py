@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.sections import changed
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
 
 if TYPE_CHECKING:
@@ -39,12 +40,7 @@ def context_of(settings: "ModelSettings") -> int:
 
 
 def _resolve_vgg(settings: "ModelSettings", classes: int) -> VggShape:
-    fields = type(settings).model_fields
-    foreign = [
-        field
-        for field in ("context", "tied", "bias", "norm", "dropout")
-        if getattr(settings, field) != fields[field].default
-    ]
+    foreign = [field for field in ("context", "tied", "bias", "norm", "dropout") if field in changed(settings)]
     if foreign:
         raise RefusedError(f"train.model.{foreign[0]}: {settings.name} has no such setting; remove it, or choose a gpt")
     assert settings.name is not None

@@ -13,9 +13,9 @@ from typing import Any, Final
 from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.job import Unread
 from muster.jobs.spec.modes import MODES, SHARDED
-from muster.jobs.spec.train_fields import TrainFields
+from muster.jobs.spec.rules import TrainRules
 
-Test = Callable[[TrainFields], bool]
+Test = Callable[[TrainRules], bool]
 
 OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)  # the modes whose sums are ours
 # Why a step of a mode cannot be one CUDA graph: whatever the host decides while it is replayed. Other data-parallel
@@ -43,11 +43,11 @@ class Conflict:
     why: str
 
 
-def _has_copies(s: TrainFields) -> bool:
+def _has_copies(s: TrainRules) -> bool:
     return s.parallel is not None and s.parallel.data > 1
 
 
-def _says_twice(s: TrainFields) -> bool:
+def _says_twice(s: TrainRules) -> bool:
     return s.microbatches is not None and s.parallel is not None and s.parallel.microbatches is not None
 
 
@@ -215,7 +215,7 @@ CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
 )
 
 
-def conflict(settings: TrainFields) -> str | None:
+def conflict(settings: TrainRules) -> str | None:
     """Return why settings do not go together, and what to do; None when they do."""
     for applies, rows in CONFLICTS:
         row = next((row for row in rows if row.found(settings)), None) if applies(settings) else None
@@ -231,28 +231,28 @@ class Reader:
     """One row: a key, the test for settings that read it, and who they are in words."""
 
     key: tuple[str, ...]
-    reads: Callable[[TrainFields], bool]
+    reads: Callable[[TrainRules], bool]
     readers: str
 
 
-def _has_buckets(settings: TrainFields) -> bool:
+def _has_buckets(settings: TrainRules) -> bool:
     return settings.sync == "bucketed" or (settings.sync == "sharded" and settings.zero < 3)
 
 
-def _by_layers(settings: TrainFields) -> bool:
+def _by_layers(settings: TrainRules) -> bool:
     return settings.is_pipeline or (settings.sync == "sharded" and settings.zero == 3)
 
 
-def _accumulates(settings: TrainFields) -> bool:
+def _accumulates(settings: TrainRules) -> bool:
     by_layers = settings.layerwise and settings.sync == "sharded" and settings.zero == 3
     return settings.zero > 0 and not settings.is_pipeline and not by_layers
 
 
-def _cuts_batches(settings: TrainFields) -> bool:
+def _cuts_batches(settings: TrainRules) -> bool:
     return settings.is_pipeline and settings.mode_name != "model"
 
 
-def _by_units(settings: TrainFields) -> bool:
+def _by_units(settings: TrainRules) -> bool:
     return settings.zero == 3 or settings.compile or settings.activation_checkpointing
 
 
@@ -277,7 +277,7 @@ READERS: Final = (
 )
 
 
-def unread(settings: TrainFields) -> list[Unread]:
+def unread(settings: TrainRules) -> list[Unread]:
     """List the keys that were given but have no effect."""
     found = []
     for row in READERS:

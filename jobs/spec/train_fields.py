@@ -9,8 +9,9 @@ from typing_extensions import Self
 
 from muster.jobs.basics.words import unknown
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
-from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
+from muster.jobs.spec.modes import MODES
 from muster.jobs.spec.profile import OFF, ProfileSettings
+from muster.jobs.spec.rules import ModelRules
 from muster.jobs.spec.split import ParallelSettings
 from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict
 from muster.jobs.user.code import FORM, split
@@ -45,7 +46,7 @@ def _only_with(section: Strict, given: str, allowed: Collection[str], what: str)
         raise ValueError(f"{what} made by {given} has no {' or '.join(foreign)} here; pass it in args")
 
 
-class ModelSettings(Strict):
+class ModelSettings(ModelRules, Strict):
     """A model: a row of `jobs/models/shapes.py`, with overrides, a GPT given by its sizes, or a function's result."""
 
     name: Annotated[str, one_of("model", VGG_SHAPES, GPT_SHAPES)] | None = None
@@ -86,31 +87,6 @@ class ModelSettings(Strict):
         if self.name is not None and given:
             raise ValueError(f"a named model has its sizes already; remove name or {', '.join(given)}")
         return self
-
-    @property
-    def is_vgg(self) -> bool:
-        """True for an image model."""
-        return self.name in VGG_SHAPES
-
-    @property
-    def reads_tokens(self) -> bool:
-        """True where the data sets that ship with Muster give this model tokens, and not images."""
-        return self.context is not None if self.make is not None else not self.is_vgg
-
-    @property
-    def ties_head(self) -> bool:
-        """True where the head of a model that ships with Muster is its embedding."""
-        return self.tied and self.make is None and not self.is_vgg
-
-    @property
-    def draws(self) -> bool:
-        """True where a forward may draw random numbers."""
-        return self.make is not None or self.dropout > 0.0
-
-    @property
-    def title(self) -> str:
-        """What messages call the model."""
-        return self.make or self.name or "gpt"
 
 
 class DataSettings(Strict):
@@ -263,56 +239,3 @@ class TrainFields(Strict):
     @classmethod
     def _may_be_a_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
-
-    @property
-    def mode_name(self) -> str:
-        """The mode; of a split that is written out, the one whose gradients are shared in the same way."""
-        if self.parallel is None:
-            return self.mode
-        given = self.parallel
-        return mode_of(Parallel(tensor=given.tensor, sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
-
-    @property
-    def makes(self) -> bool:
-        """True where code of the user's is trained, or trains."""
-        return any((self.model.make, self.data.make, self.optimizer.make, self.loss))
-
-    @property
-    def is_pipeline(self) -> bool:
-        """True where ranks have slices of the layers."""
-        return self.mode_name in PIPELINES
-
-    @property
-    def is_product(self) -> bool:
-        """True where ranks are split in more than one way: pipelines beside each other, split layers of stages."""
-        several = self.parallel is not None and self.parallel.data > 1
-        return several + self.is_pipeline + self.splits_layers > 1
-
-    @property
-    def splits_layers(self) -> bool:
-        """True where ranks have a part of every layer each."""
-        return self.mode == TENSOR if self.parallel is None else self.parallel.tensor > 1
-
-    @property
-    def sync(self) -> Sync:
-        """How data-parallel ranks average gradients."""
-        return MODES[self.mode].expand(1).sync if self.parallel is None else self.parallel.sync
-
-    @property
-    def zero(self) -> Zero:
-        """ZeRO's stage."""
-        return MODES[self.mode].expand(1).zero if self.parallel is None else self.parallel.zero
-
-    @property
-    def same_norm(self) -> bool:
-        """True where gradients are clipped by a norm that has the same bits whoever has which of them."""
-        return self.exact or self.deterministic
-
-    def virtual_world_size(self, world_size: int) -> int:
-        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank.
-
-        All ranks that have one copy of the model together have one shard.
-        """
-        if self.is_pipeline or self.splits_layers:
-            return 1 if self.parallel is None else self.parallel.data
-        return (self.virtual_ranks or 4) if self.exact else world_size

@@ -5,12 +5,12 @@ batch ─ parallel.Accumulation, or parallel.Stages ─ mean over ranks with the
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.tensors.parts import Part
 from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.graph import GraphedSteps, require_cuda
@@ -22,11 +22,14 @@ from muster.jobs.train.parallel.parallelize import RankModel, groups_of, paralle
 from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.world.world import World
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 
 class Engine:
     """A rank's part of a model, its optimizer, and what they do in a step."""
 
-    def __init__(self, model: RankModel, numerics: Numerics, settings: TrainSettings, clock: Clock) -> None:
+    def __init__(self, model: RankModel, numerics: Numerics, settings: "TrainSettings", clock: Clock) -> None:
         self.model = model
         self.replica = model.replica
         self.stages = model.stages
@@ -111,7 +114,7 @@ class Engine:
 
 
 def build_engine(
-    settings: TrainSettings,
+    settings: "TrainSettings",
     model: nn.Module,
     world: World,
     clock: Clock,

@@ -9,6 +9,7 @@ the end           all is saved, where anything is
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,6 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.saving.pace import Pace
 from muster.jobs.saving.replay import Replay
 from muster.jobs.saving.saver import NotSaving
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.loading import Steps, move, read_steps
 from muster.jobs.train.data.sampling import Plan, plan_of, total_steps
@@ -37,6 +37,9 @@ from muster.jobs.train.timeline import NotRecording, Recorder
 from muster.jobs.world.guard import running_user_code
 from muster.jobs.world.world import World, require_equal
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 NOT_SAVING = NotSaving()
 NOT_RECORDING = NotRecording()
 
@@ -45,7 +48,7 @@ NOT_RECORDING = NotRecording()
 class Trainer:
     """Everything one rank trains with."""
 
-    settings: TrainSettings
+    settings: "TrainSettings"
     world: World
     data: Data
     plan: Plan
@@ -69,7 +72,7 @@ class Trainer:
         return Steps(self.data, plan, range(place * each, (place + 1) * each))
 
 
-def build_trainer(settings: TrainSettings, data: Data, world: World) -> Trainer:
+def build_trainer(settings: "TrainSettings", data: Data, world: World) -> Trainer:
     """Build the model, the same on every rank, and wrap it as the job's mode says."""
     numerics = numerics_of(settings, world.device)
     split = settings.split(world.size)

@@ -10,12 +10,11 @@ It trains on its own, or follows a mode: it computes its gradients at every step
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.compare import gradient_bound
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.loading import ShardInput, StepInput, Steps, move
@@ -38,6 +37,9 @@ from muster.jobs.train.tensor_draws import draw_as_split
 from muster.jobs.world.world import add_in_order
 from muster.pipe.run import part_lengths
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 USES: Final = 2  # of a tied weight: in the embedding and in the head
 LOSS: Final = "loss of each step"
 OUTPUT: Final = "output on test batch"
@@ -57,7 +59,7 @@ class Outcome:
 class Setting:
     """What both sides train: settings, data, the plan of batches, for how many of the job's steps, on which device."""
 
-    settings: TrainSettings
+    settings: "TrainSettings"
     data: Data
     plan: Plan
     steps: int

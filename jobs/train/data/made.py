@@ -10,17 +10,19 @@ import json
 from collections.abc import Iterable
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.rng.draws import drawing, seed_all
 from muster.jobs.train.rng.keyed import AUGMENT, key
 from muster.jobs.user import code
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 KEY: Final = "train.data"
 FIRST_EPOCH: Final = 0
@@ -31,7 +33,7 @@ EVALUATION: Final = -1
 class Made:
     """Two data sets of the user's; `evaluation` None: there is nothing to evaluate on."""
 
-    def __init__(self, text: str, train: Any, evaluation: Any, settings: TrainSettings) -> None:
+    def __init__(self, text: str, train: Any, evaluation: Any, settings: "TrainSettings") -> None:
         self.name = text
         self.train = train
         self.evaluation = evaluation
@@ -92,7 +94,7 @@ class Made:
         return inputs, targets
 
 
-def open_made(settings: TrainSettings) -> Made:
+def open_made(settings: "TrainSettings") -> Made:
     """Call the user's function.
 
     Raises:

@@ -1,20 +1,23 @@
 """Models: Muster's own, each a flat stack of named layers that stages can be cut from, and the user's."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from muster.jobs.models.model_shape import resolve_shape
 from muster.jobs.models.shapes import VggShape
-from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.made import loss_of, make_model
 from muster.jobs.train.models.stack import Stack, head_loss
 from muster.jobs.train.models.vgg import build_vgg
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.spec.train_fields import ModelSettings
 
-def model_of(settings: TrainSettings, *, vocabulary: int) -> nn.Module:
+
+def model_of(settings: "TrainSettings", *, vocabulary: int) -> nn.Module:
     """Build a job's model on the CPU, in float32: one of Muster's own, or what the user's function returns.
 
     `vocabulary` is the number of classes or of tokens of the data, which a user's function is not told.
@@ -30,7 +33,7 @@ def model_of(settings: TrainSettings, *, vocabulary: int) -> nn.Module:
     return own
 
 
-def build_model(settings: ModelSettings, *, vocabulary: int, seed: int) -> Stack:
+def build_model(settings: "ModelSettings", *, vocabulary: int, seed: int) -> Stack:
     """Build a model on the CPU, in float32, its parameters a function of the seed alone.
 
     `vocabulary` is the number of classes or of tokens of the data. VGG maps images (batch, 3, 32, 32) to logits

@@ -14,23 +14,25 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.models.stack import Loss, Stack, head_loss, mean_loss
 from muster.jobs.train.rng.draws import drawing
 from muster.jobs.train.rng.keyed import INITIALISE, key
 from muster.jobs.user import code
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 KEY = "train.model"
 
 
-def make_model(settings: TrainSettings) -> nn.Module:
+def make_model(settings: "TrainSettings") -> nn.Module:
     """Call the user's function and give its module the loss; random numbers are a function of the seed alone.
 
     Raises:
@@ -60,7 +62,7 @@ def give_loss(model: nn.Module, loss: Loss) -> None:
     model.forward = partial(_forward, forward, loss)
 
 
-def loss_of(settings: TrainSettings) -> Loss:
+def loss_of(settings: "TrainSettings") -> Loss:
     """Return the job's loss of outputs and targets.
 
     Raises:
@@ -74,7 +76,7 @@ def loss_of(settings: TrainSettings) -> Loss:
     return partial(_checked, found, settings.loss)
 
 
-def layers_of(model: nn.Module, settings: TrainSettings) -> Stack:
+def layers_of(model: nn.Module, settings: "TrainSettings") -> Stack:
     """Return the layers of a model, which share its parameters and their names.
 
     Raises:
@@ -104,7 +106,7 @@ def stack_of(named: list[tuple[str, nn.Module]], loss: Loss) -> Stack:
     return stack
 
 
-def require_graphable(model: nn.Module, settings: TrainSettings) -> None:
+def require_graphable(model: nn.Module, settings: "TrainSettings") -> None:
     """Refuse dropout in a made model whose steps are recorded: its numbers would not be keyed by the step.
 
     Raises:

@@ -5,13 +5,12 @@ What is not named is whole on every rank: position embedding, and the biases of 
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.models.gpt import Attention
 from muster.jobs.train.models.made import give_loss
 from muster.jobs.train.models.stack import Stack
@@ -20,6 +19,9 @@ from muster.pipe.tensor.cross_entropy import SplitCrossEntropy
 from muster.pipe.tensor.plan import Column, Heads, Row, Sequence, SequenceStart, Vocabulary
 from muster.pipe.tensor.split import Plan, TensorParallel, parallelize
 from muster.pipe.tensor.vocabulary import VocabularyLinear
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 GPT_PLAN: Final[Plan] = {
     "embed.token": Vocabulary(),
@@ -52,7 +54,7 @@ def split_gpt(
     return split
 
 
-def split_made(model: nn.Module, settings: TrainSettings, group: dist.ProcessGroup | None) -> TensorParallel:
+def split_made(model: nn.Module, settings: "TrainSettings", group: dist.ProcessGroup | None) -> TensorParallel:
     """Split a user's model by the user's plan over the ranks of a group, in place.
 
     Raises:

@@ -10,18 +10,21 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models.gpt import Block
 from muster.pipe.tensor.plan import matches
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train_fields import ModelSettings
 
 Unit = tuple[nn.Module, ...]
 
 
-def units_of(model: nn.Module, settings: ModelSettings) -> list[Unit]:
+def units_of(model: nn.Module, settings: "ModelSettings") -> list[Unit]:
     """List a model's units in the order of its forward, as modules that run one after the other.
 
     Raises:

@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings, Precision
 from muster.jobs.train.models.gpt import Attention
 from muster.jobs.train.models.stack import Stack, plain_loss
 from muster.jobs.train.models.units import units_of
@@ -30,6 +28,10 @@ from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.pieces import Body, Piece, by_units, compiled, cut, require_compiler
 from muster.jobs.train.numerics.scaling import LossScaler, Scaler
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings, Precision
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -42,7 +44,7 @@ class Row:
     autocast: torch.dtype | None = None
 
 
-ROWS: Final[dict[Precision, Row]] = {
+ROWS: Final["dict[Precision, Row]"] = {
     "fp32": Row(torch.float32),
     "fp64": Row(torch.float64),
     "bf16": Row(torch.float32, torch.bfloat16),
@@ -55,7 +57,7 @@ ROWS: Final[dict[Precision, Row]] = {
 class Numerics:
     """How one rank computes; what comes after `cut_anywhere` is for benchmarks to vary."""
 
-    precision: Precision
+    precision: "Precision"
     device: torch.device
     compile: bool = False
     recompute: bool = False  # blocks are forwarded again in the backward
@@ -63,7 +65,7 @@ class Numerics:
     compile_mode: str | None = None  # torch.compile's
     whole: bool = False  # the body is compiled as one piece
     shows_skipped: bool = False  # rows say which steps were left out
-    made: ModelSettings | None = None  # of a user's model, which is compiled and forwarded again by its units
+    made: "ModelSettings | None" = None  # of a user's model, which is compiled and forwarded again by its units
     chunked: bool = True  # where bfloat16 computes, the head of a GPT and its loss go by chunks of the batch
 
     @property
@@ -122,7 +124,7 @@ class Numerics:
         return logits
 
     def optimizer(
-        self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, capturable: bool = False
+        self, parameters: Iterable[nn.Parameter], settings: "OptimizerSettings", *, capturable: bool = False
     ) -> torch.optim.Optimizer:
         """Build the job's optimizer; with `capturable` a CUDA graph may hold its step.
 
@@ -145,7 +147,7 @@ class Numerics:
         return compiled(plain_loss, "loss", mode=self.compile_mode) if self.compile else plain_loss
 
 
-def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
+def numerics_of(settings: "TrainSettings", device: torch.device) -> Numerics:
     """Return how a job computes on a device."""
     return Numerics(
         settings.precision,

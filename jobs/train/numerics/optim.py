@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch._dynamo  # building an optimizer imports it (0.8 s): here the warm process does so once for all ranks
@@ -12,18 +12,20 @@ from torch import Tensor, nn
 
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
 from muster.jobs.user import code
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
 
 FUSED_ON: Final = ("cuda", "cpu")
 FUSED_ALIKE: Final = ("cuda",)  # where fused kernels treat all elements alike
 
 
-def _sgd(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _sgd(settings: "OptimizerSettings") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     return torch.optim.SGD, {"momentum": settings.momentum, "nesterov": settings.nesterov}
 
 
-def _adamw(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _adamw(settings: "OptimizerSettings") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     return torch.optim.AdamW, {"betas": (settings.betas[0], settings.betas[1]), "eps": settings.eps}
 
 
@@ -32,7 +34,7 @@ OPTIMIZERS: Final = {"sgd": _sgd, "adamw": _adamw}
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter],
-    settings: OptimizerSettings,
+    settings: "OptimizerSettings",
     *,
     capturable: bool = False,
     cut_anywhere: bool = False,
@@ -52,7 +54,7 @@ def build_optimizer(
 
 
 def recipe(
-    trainable: Sequence[nn.Parameter], settings: OptimizerSettings, *, cut_anywhere: bool = False
+    trainable: Sequence[nn.Parameter], settings: "OptimizerSettings", *, cut_anywhere: bool = False
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the job's optimizer as a class and its options; fused into one kernel where the device has it.
 
@@ -79,7 +81,7 @@ def made_optimizer(text: str) -> type[torch.optim.Optimizer]:
     return kind
 
 
-def make_state(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+def make_state(optimizer: torch.optim.Optimizer, settings: "OptimizerSettings") -> None:
     """Make what a first step would, for all that the optimizer steps; a user's optimizer makes its own then."""
     if settings.make is not None:
         return
@@ -88,11 +90,11 @@ def make_state(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) ->
             optimizer.state[parameter].update(STATE[settings.name](parameter, settings))
 
 
-def _sgd_state(parameter: Tensor, settings: OptimizerSettings) -> dict[str, Tensor]:
+def _sgd_state(parameter: Tensor, settings: "OptimizerSettings") -> dict[str, Tensor]:
     return {"momentum_buffer": torch.zeros_like(parameter)} if settings.momentum else {}
 
 
-def _adamw_state(parameter: Tensor, settings: OptimizerSettings) -> dict[str, Tensor]:
+def _adamw_state(parameter: Tensor, settings: "OptimizerSettings") -> dict[str, Tensor]:
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
@@ -117,7 +119,7 @@ def _cosine(done: float) -> float:
 SHAPES: Final[dict[str, Callable[[float], float]]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
 
 
-def learning_rate(settings: ScheduleSettings, peak: float, step: int, steps: int) -> float:
+def learning_rate(settings: "ScheduleSettings", peak: float, step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 0, of `steps`.
 
     lr  peak      ____

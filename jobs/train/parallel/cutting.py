@@ -6,20 +6,25 @@ gradient of embed's use ─────────── + ──────�
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.expand import first_layers
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.world.world import World
 from muster.pipe.boundaries import weights_of
 from muster.pipe.schedules.cuts import Cuts, balanced_ranks, by_hand
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
-def cuts_of(settings: TrainSettings, model: Stack, rank_of: Sequence[int], inputs: Sequence[int], world: World) -> Cuts:
+
+def cuts_of(
+    settings: "TrainSettings", model: Stack, rank_of: Sequence[int], inputs: Sequence[int], world: World
+) -> Cuts:
     """Cut a model into stages as the job says, the same on every rank: a collective where layers are timed.
 
     `inputs` is the shape of a micro-batch's inputs.

@@ -20,12 +20,12 @@ and counts it in norms. One number for all of a parameter, as a step count is, t
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.tensors.parts import DTYPES, Part
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.tensor_plan import split_gpt, split_made
@@ -33,6 +33,9 @@ from muster.jobs.train.parallel.state import Forms, parameter_of
 from muster.jobs.world.world import World
 from muster.pipe.mesh import Groups
 from muster.pipe.tensor.slices import TensorSlice
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def whole_layers(whole: Forms, world: World) -> Parts:
     return Parts(whole, whole, {}, replace(world, rank=0, size=1, group=None, pipe=1, tensor=1))
 
 
-def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, settings: TrainSettings) -> Parts:
+def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, settings: "TrainSettings") -> Parts:
     """Split a model's layers over the tensor ranks, in place; return the parts of this rank. A collective.
 
     Raises:

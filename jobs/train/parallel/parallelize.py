@@ -11,7 +11,7 @@ zero     ... which share out the optimizer's state (1), the gradients (2), the p
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from muster.ddp.base import broadcast
 from muster.jobs.spec.modes import Parallel
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.models.made import layers_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.parallel.cutting import cuts_of
@@ -32,6 +31,9 @@ from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S, World
 from muster.pipe.mesh import Groups, Mesh
 from muster.pipe.schedules.tables import schedule
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 TIMEOUT: Final = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 
@@ -112,7 +114,7 @@ def parallelize(
     model: nn.Module,
     split: Parallel,
     groups: Groups | None,
-    settings: TrainSettings,
+    settings: "TrainSettings",
     *,
     world: World,
     numerics: Numerics,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from muster.ddp import FlatAllReduce
 from muster.ddp.reduced import Reduced
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.tensors.parts import dtype_of
 from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.models.made import loss_of
@@ -47,6 +46,9 @@ from muster.pipe.schedules.cuts import Cuts
 from muster.pipe.schedules.programs import Step
 from muster.pipe.tensor.vocabulary import VocabularyLinear
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 
 class Stages:
     """The layers of one rank of a pipeline, `module`; their gradients' mean over pipelines is a replica's."""
@@ -56,7 +58,7 @@ class Stages:
         model: Stack,
         table: Schedule,
         cuts: Cuts,
-        settings: TrainSettings,
+        settings: "TrainSettings",
         numerics: Numerics,
         world: World,
         groups: Groups | None,
