@@ -9,40 +9,44 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from muster.jobs.basics.files import write_json
+from muster.jobs.basics.sections import replaced
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import ranks
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.expand import split_text
-from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import MODES, Exactness
-from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.plain import plain_job
 from muster.jobs.train.compare import Row, compare, max_difference
 from muster.jobs.train.data.loading import move, move_inputs
 from muster.jobs.train.data.sampling import total_steps
 from muster.jobs.train.evaluate import block_indices
 from muster.jobs.train.loop import Trainer, build_trainer
-from muster.jobs.train.main import job_of, join, open_same_data, run_of, settings_of
+from muster.jobs.train.main import join, open_same_data, run_of, settings_of
 from muster.jobs.train.metrics import global_losses
 from muster.jobs.train.numerics.optim import set_learning_rate
 from muster.jobs.train.reference import LOSS, OUTPUT, Outcome, Reference, Setting
 from muster.jobs.world.guard import FAILED, guarded
 from muster.jobs.world.world import World
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.job import Job
+    from muster.jobs.spec.train import TrainSettings
+
 NOWHERE: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 def verify_rank(payload: Mapping[str, Any]) -> int:
-    """Take part in a comparison; rank 0 returns 1 when it fails. `payload` is {"job": job as JSON, "steps": K}."""
+    """Take part in a comparison; rank 0 returns 1 when it fails. `payload`: {"job": the spelled job, "steps": K}."""
 
     def work(reporter: Reporter) -> int:
         env = ranks.read(os.environ)
-        job = reproducible(job_of(payload["job"]))
+        job = reproducible(plain_job(payload["job"]))
         record = verify(job, join(job, env, reporter), int(payload["steps"]))
         if record is None:
             return 0
@@ -52,13 +56,12 @@ def verify_rank(payload: Mapping[str, Any]) -> int:
     return guarded(work)
 
 
-def reproducible(job: Job) -> Job:
+def reproducible(job: "Job") -> "Job":
     """Ask for deterministic kernels: without them no two runs of anything agree on CUDA."""
-    settings = settings_of(job).model_copy(update={"deterministic": True})
-    return job.model_copy(update={"settings": settings})
+    return replaced(job, settings=replaced(settings_of(job), deterministic=True))
 
 
-def verify(job: Job, world: World, steps: int) -> dict[str, Any] | None:
+def verify(job: "Job", world: World, steps: int) -> dict[str, Any] | None:
     """Compare mode and reference over some steps: a collective. Returns the record on rank 0, None elsewhere."""
     data = open_same_data(job, world)
     trainer = build_trainer(settings_of(job), data, world)
@@ -93,7 +96,7 @@ def run_mode(trainer: Trainer, setting: Setting, test_inputs: Tensor) -> Outcome
 
 
 def judge(
-    job: Job, world: World, setting: Setting, outcome: Outcome, test_inputs: Tensor, differing: dict[str, list[int]]
+    job: "Job", world: World, setting: Setting, outcome: Outcome, test_inputs: Tensor, differing: dict[str, list[int]]
 ) -> dict[str, Any]:
     """Run the reference and write down how the mode compares."""
     promise, why = promise_of(setting.settings, world.size)
@@ -163,7 +166,7 @@ def _named(outcome: Outcome) -> dict[str, Tensor]:
     return {**outcome.state, LOSS: torch.tensor(outcome.losses, dtype=torch.float64), OUTPUT: outcome.output}
 
 
-def promise_of(settings: TrainSettings, world_size: int) -> tuple[Exactness, str]:
+def promise_of(settings: "TrainSettings", world_size: int) -> tuple[Exactness, str]:
     """Return the class that a mode is held to, and why."""
     if settings.exact:
         what = (

@@ -18,11 +18,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.boot import CODE_ROOT
+from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.basics.words import did_you_mean
 
 FORM: Final = "FILE.py:NAME or package.module:NAME"
 NOT_OURS: Final = frozenset({"site-packages", "dist-packages"})  # folders of what is installed, not written here
+
+
+class UserCodeError(MusterError):
+    """A user's function raised while ranks were training."""
 
 
 def split(text: str) -> tuple[str, str]:
@@ -97,20 +102,43 @@ def called(key: str, text: str, function: Callable[..., Any], *given: Any) -> An
 def files_of(folder: Path) -> dict[str, str]:
     """Return the sha256 of every Python file below a folder that this process has imported, by relative path."""
     found: dict[str, str] = {}
-    root = folder.resolve()
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "/").resolve()
-        if path.suffix == ".py" and path.is_relative_to(root) and not NOT_OURS & set(path.parts):
-            found[str(path.relative_to(root))] = hashlib.sha256(path.read_bytes()).hexdigest()
+        path = Path(getattr(module, "__file__", None) or "/")
+        if path.suffix == ".py" and _is_own(str(path), folder):
+            found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return dict(sorted(found.items()))
+
+
+def changed(before: Any, now: Mapping[str, str]) -> list[str]:
+    """List the files of `now` whose content was another one before; `before` is what `files_of` returned then."""
+    known = before if isinstance(before, Mapping) else {}
+    return [path for path, digest in now.items() if known.get(path, digest) != digest]
 
 
 def own_traceback(error: BaseException, folder: Path) -> str:
     """Return a traceback that begins with the first frame in `folder`; the whole one if it has no such frame."""
     frames = traceback.extract_tb(error.__traceback__)
-    first = next((index for index, each in enumerate(frames) if Path(each.filename).is_relative_to(folder)), 0)
+    first = next((index for index, each in enumerate(frames) if _is_own(each.filename, folder)), 0)
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])]
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip("\n")
+
+
+def is_of_user(error: BaseException, folder: Path) -> bool:
+    """True when an exception passed through a file of the working folder that is not installed there."""
+    return any(_is_own(each.filename, folder) for each in traceback.extract_tb(error.__traceback__))
+
+
+def spelt(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its text."""
+    what = str(error).strip().splitlines()[:1]
+    return f"{type(error).__name__}: {what[0]}" if what else type(error).__name__
+
+
+def _is_own(file: str, folder: Path) -> bool:
+    path = Path(file)
+    return (
+        path.is_relative_to(folder) and not path.is_relative_to(CODE_ROOT / "muster") and not NOT_OURS & set(path.parts)
+    )
 
 
 def _guarded(key: str, text: str, work: Callable[[], Any]) -> Any:
@@ -120,9 +148,7 @@ def _guarded(key: str, text: str, work: Callable[[], Any]) -> Any:
         raise
     except Exception as error:
         print(own_traceback(error, Path.cwd()), file=sys.stderr, flush=True)
-        what = str(error).strip().splitlines()[:1]
-        said = f"{type(error).__name__}: {what[0]}" if what else type(error).__name__
-        raise RefusedError(f"{key}: {text} raised {said}; its traceback stands above") from error
+        raise RefusedError(f"{key}: {text} raised {spelt(error)}; its traceback stands above") from error
 
 
 def _imported(key: str, place: str, folder: Path) -> ModuleType:
