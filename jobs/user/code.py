@@ -104,7 +104,7 @@ def files_of(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/")
-        if path.suffix == ".py" and _is_own(str(path), folder):
+        if path.suffix == ".py" and is_own_file(path, folder):
             found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return dict(sorted(found.items()))
 
@@ -118,14 +118,14 @@ def changed(before: Any, now: Mapping[str, str]) -> list[str]:
 def own_traceback(error: BaseException, folder: Path) -> str:
     """Return a traceback that begins with the first frame in `folder`; the whole one if it has no such frame."""
     frames = traceback.extract_tb(error.__traceback__)
-    first = next((index for index, each in enumerate(frames) if _is_own(each.filename, folder)), 0)
+    first = next((index for index, each in enumerate(frames) if is_own_file(Path(each.filename), folder)), 0)
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])]
     return "".join([*lines, *traceback.format_exception_only(error)]).rstrip("\n")
 
 
 def is_of_user(error: BaseException, folder: Path) -> bool:
     """True when an exception passed through a file of the working folder that is not installed there."""
-    return any(_is_own(each.filename, folder) for each in traceback.extract_tb(error.__traceback__))
+    return any(is_own_file(Path(each.filename), folder) for each in traceback.extract_tb(error.__traceback__))
 
 
 def spelt(error: BaseException) -> str:
@@ -134,8 +134,8 @@ def spelt(error: BaseException) -> str:
     return f"{type(error).__name__}: {what[0]}" if what else type(error).__name__
 
 
-def _is_own(file: str, folder: Path) -> bool:
-    path = Path(file)
+def is_own_file(path: Path, folder: Path) -> bool:
+    """True when a file is the user's own: in the working folder, neither Muster's nor installed there."""
     return (
         path.is_relative_to(folder) and not path.is_relative_to(CODE_ROOT / "muster") and not NOT_OURS & set(path.parts)
     )

@@ -1,11 +1,22 @@
-"""`muster verify JOB.yaml --steps K`: prove that the job's mode computes what one process computes."""
+"""`muster verify JOB.yaml --steps K`: prove that the job's mode computes what one process computes.
+
+With `--with FILE.py:CLASS` a class of the user's takes the place of the mode, and its properties are listed.
+"""
 
 import argparse
 import json
+from typing import TYPE_CHECKING, Any, Final
 
-from muster.launch.common.options import add_job, add_json, add_runs, given, whole
+from muster.jobs.basics.errors import UsageError
+from muster.launch.common.options import add_job, add_json, add_runs, add_transport, given, whole
 
-ENTRY = "muster.jobs.train.verify:verify_rank"
+if TYPE_CHECKING:
+    from muster.jobs.spec.job import Job
+
+ENTRY: Final = "muster.jobs.train.verify:verify_rank"
+PROVE: Final = "muster.jobs.train.proving.run:prove_rank"
+KINDS: Final = ("wrapper", "optimizer", "sharded", "pipeline")
+SILENT_S: Final = 30.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -15,20 +26,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     steps, phrase = whole("--steps", least=1), "optimizer steps to compare (default: 3)"
     parser.add_argument("--steps", type=steps, default=3, metavar="K", help=phrase)
+    own = parser.add_argument_group("a class of yours (docs/own-code.md)")
+    own.add_argument("--with", metavar="FILE.py:CLASS", dest="cls", help="check this class in place of the job's mode")
+    own.add_argument("--as", choices=KINDS, dest="kind", help="its kind (default: found by its methods)")
+    own.add_argument("--args", metavar="JSON", help="further keyword arguments of the class, such as '{\"depth\": 2}'")
+    own.add_argument("--waive", metavar="NAMES", help="properties that may fail, with commas: overlap,buckets")
+    add_transport(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the mode and the reference in one run, then show how they compare."""
-    from muster.jobs.basics.errors import UsageError
+    """Run the mode or the class in one run, then show what was found.
+
+    Raises:
+        UsageError: the job is no `train:` job, or options do not go together.
+    """
     from muster.jobs.basics.reading import read_json
     from muster.launch.submit.prepare import prepare
     from muster.launch.submit.request import Request
     from muster.launch.submit.start import begin
     from muster.launch.supervision.console import Console
 
-    prepared = prepare(given(args, Request)).changed(entry=ENTRY, options={"steps": args.steps})
+    options = class_options(args)
+    prepared = prepare(given(args, Request))
     if prepared.context.job.kind != "train":
         raise UsageError(f"{args.job}: only a train: job can be verified, this is a {prepared.context.job.kind}: job")
+    if options:
+        options["silent_s"] = prepared.context.job.hang_s or SILENT_S
+    entry = PROVE if options else ENTRY
+    prepared = prepared.changed(entry=entry, options={"steps": args.steps, **options}, job=once(prepared.context.job))
     code, written = begin(prepared, Console(quiet=True)), prepared.context.run.verify
     if not written.is_file():
         return code
@@ -38,7 +63,53 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console as Screen
 
-        from muster.launch.look.verify_view import render
+        from muster.launch.look import proof_view, verify_view
 
-        Screen().print(render(record))
+        Screen().print(proof_view.render(record) if options else verify_view.render(record))
     return code
+
+
+def once(job: "Job") -> "Job":
+    """Return a job without restarts: a comparison that fails would fail again."""
+    return job.model_copy(update={"restart": None})
+
+
+def class_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the ranks are told of a user's class; nothing without `--with`.
+
+    Raises:
+        UsageError: an option is malformed, or has no effect.
+    """
+    from muster.jobs.basics.words import did_you_mean
+    from muster.jobs.user.code import split
+    from muster.jobs.user.properties import TITLES
+
+    if args.cls is None:
+        for name, value in (("--as", args.kind), ("--args", args.args), ("--waive", args.waive)):
+            if value is not None:
+                raise UsageError(f"{name}: is for a class of yours; add --with FILE.py:CLASS, or leave it out")
+        return {}
+    try:
+        split(args.cls)
+    except ValueError as error:
+        raise UsageError(f"--with: {error}") from error
+    waived = [name for name in (args.waive or "").split(",") if name]
+    for name in waived:
+        if name not in TITLES:
+            raise UsageError(f"--waive: there is no property {name}{did_you_mean(name, TITLES)}: {', '.join(TITLES)}")
+    return {"with": args.cls, "as": args.kind, "args": class_args(args.args), "waive": waived}
+
+
+def class_args(text: str | None) -> dict[str, Any]:
+    """Read `--args`.
+
+    Raises:
+        UsageError: it is no JSON object.
+    """
+    try:
+        found = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--args: is no JSON: {error}; write it as '{{\"depth\": 2}}'") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"--args: must be a JSON object, as '{{\"depth\": 2}}', got {text}")
+    return found

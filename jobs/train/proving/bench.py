@@ -111,7 +111,7 @@ def descend(module: nn.Module, gradients: Tensors, lr: float = 0.1) -> None:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name in gradients:
-                parameter -= lr * gradients[name]
+                parameter.sub_(gradients[name], alpha=lr)
 
 
 def finish(wrapped: Any) -> None:

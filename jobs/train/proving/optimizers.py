@@ -1,6 +1,6 @@
 """The probes of an optimizer that shares its state out: each rank steps a part of the parameters, then all have all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ LATER: Final = 4  # layers that are added as a group of their own
 Recorded = list[torch.optim.Optimizer]
 
 
-def recording(kind: type[torch.optim.Optimizer]) -> tuple[type[torch.optim.Optimizer], Recorded]:
+def recording(kind: type[torch.optim.Optimizer]) -> tuple[Callable[..., torch.optim.Optimizer], Recorded]:
     """Return a class like `kind`, and the list that its instances are added to."""
     made: Recorded = []
 

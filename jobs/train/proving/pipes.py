@@ -11,7 +11,7 @@ from muster.jobs.train.proving.bench import Bench
 from muster.jobs.train.proving.judging import distance, factor, few, kib, same
 
 MICRO_BATCHES: Final = 4
-SAMPLES: Final = 8
+SAMPLES: Final = 2 * toys.BATCH
 SLOW_S: Final = 0.01  # a stage rests so long in each forward, so that spans of two stages that run at once overlap
 
 Span = tuple[float, float]
@@ -25,36 +25,28 @@ class Watched:
         self.order: list[str] = []  # "F" and "B" of this rank's first layer
         self.sizes: list[int] = []
         self.spans: list[Span] = []
-        self._began = 0.0
         for name, layer in layers.named_children():
             layer.register_forward_pre_hook(self._before(name))
             layer.register_forward_hook(self._after(name))
-            layer.register_full_backward_hook(self._backward(name))
 
     def _before(self, name: str) -> Any:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if name not in self.ran:
                 self.ran.append(name)
             if name == self.ran[0]:
-                self._began = time.monotonic()
+                began = time.monotonic()
                 time.sleep(SLOW_S)
                 self.order.append("F")
                 self.sizes.append(len(inputs[0]))
-                self.spans.append((self._began, time.monotonic()))
+                self.spans.append((began, time.monotonic()))
 
         return hook
 
     def _after(self, name: str) -> Any:
         def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if self.spans:
-                self.spans[-1] = (self.spans[-1][0], time.monotonic())
-
-        return hook
-
-    def _backward(self, name: str) -> Any:
-        def hook(layer: nn.Module, of_inputs: Any, of_outputs: Any) -> None:
-            if name == self.ran[0]:
-                self.order.append("B")
+            self.spans[-1] = (self.spans[-1][0], time.monotonic())
+            if name == self.ran[0] and output.requires_grad:
+                output.register_hook(lambda gradient: self.order.append("B"))  # type: ignore[no-untyped-call]
 
         return hook
 
@@ -63,7 +55,9 @@ def pipes(bench: Bench) -> None:
     """Check one step of a pipeline of toys."""
     layers, reference = (bench.place(toys.layers(0)) for _ in range(2))
     named, watched = dict(layers.named_parameters()), Watched(layers)
-    inputs, targets = (torch.cat(each) for each in zip(bench.batch_of_all(0), bench.batch_of_all(1), strict=True))
+    inputs, targets = (
+        torch.cat(each) for each in zip(*(toys.batch(step, 0, bench.device) for step in range(2)), strict=True)
+    )
     wanted_loss = toys.loss_of(reference(inputs), targets)
     wanted_loss.backward()  # type: ignore[no-untyped-call]
     with bench.own_code(0, "construction, before step"):
@@ -101,16 +95,18 @@ def judge_division(bench: Bench, names: list[str], owned: list[str], watched: Wa
 
 def judge_order(bench: Bench, watched: Watched) -> None:
     """Check the size of micro-batches, and that several are under way at once."""
-    size = SAMPLES * 2 // MICRO_BATCHES
-    said = f"forwards of {watched.sizes} samples of a batch of {2 * SAMPLES}"
-    bench.row("micro-batches-cut", watched.sizes == [size] * MICRO_BATCHES, said)
-    ahead = (watched.order + ["B"]).index("B")
-    wanted = min(MICRO_BATCHES, bench.world.size - bench.world.pipe_place)
+    size = SAMPLES // MICRO_BATCHES
+    said = f"forwards of {watched.sizes} samples of a batch of {SAMPLES}"
+    bench.row("micro-batches-cut", set(watched.sizes) == {size} and len(watched.sizes) >= MICRO_BATCHES, said)
+    ahead = [*watched.order, "B"].index("B")
+    wanted = min(MICRO_BATCHES, bench.world.size - bench.world.rank)
     everybody = bench.everywhere((watched.spans, time.time() - time.monotonic()))
     offsets = [offset for _, offset in everybody]
     overlaps = overlapping([spans for spans, _ in everybody])
     one_clock = max(offsets) - min(offsets) < SLOW_S / 2
-    said = f"{''.join(watched.order)} on this rank: {ahead} forwards before the first backward, at least {wanted} needed"
+    said = (
+        f"{''.join(watched.order)} on this rank: {ahead} forwards before the first backward, at least {wanted} needed"
+    )
     if one_clock:
         said += f"; {overlaps} forwards of two ranks at the same time"
     is_full = ahead >= wanted and not (one_clock and overlaps == 0)

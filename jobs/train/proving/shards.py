@@ -122,7 +122,7 @@ def accumulates(bench: Bench) -> None:
     bench.rows.clear()  # the other probe has told of the whole state
     if descended is None:
         return
-    wrong = {}
+    wrong: dict[str, str] = {}
     for name, each in descended.items():
         what = fault((start[name] - each) / LR, mean[name], [half[name] for half in halves], bench.world.rank)
         wrong |= {name: what} if what else {}

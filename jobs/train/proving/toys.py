@@ -12,7 +12,6 @@ from torch.nn import functional
 WIDTH: Final = 32
 LAYERS: Final = 10
 BATCH: Final = 8  # samples of a rank in a step
-ALL: Final = -1  # the "rank" of samples that are the same everywhere
 
 
 class Toy(nn.Module):
@@ -27,6 +26,7 @@ class Toy(nn.Module):
         self.frozen = nn.Parameter(torch.rand(WIDTH) + 0.5, requires_grad=False)
         self.spare = nn.Linear(WIDTH, WIDTH)
         self.uses_spare = True
+        self.offset: Tensor
         self.register_buffer("offset", torch.rand(WIDTH))
         self.register_buffer("count", torch.full((), seed))
 

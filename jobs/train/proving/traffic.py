@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
-from torch.distributed import ProcessGroup, Work  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, Work
 
 # The argument that holds what this rank sends (or, for a receiver, gets).
 SENT: Final = {
@@ -49,14 +49,14 @@ class Traffic:
         for name in SENT:
             if hasattr(ProcessGroup, name):
                 setattr(ProcessGroup, name, self._call(name, getattr(ProcessGroup, name)))
-        Work.wait = self._wait(Work.wait)
+        setattr(Work, "wait", self._wait(Work.wait))  # noqa: B010 - mypy knows it as a method
 
     def watch(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Record when the gradients of parameters are ready; call this before the user's class adds its hooks."""
         for name, parameter in named:
             if parameter.requires_grad:
                 hook = functools.partial(self._ready, name)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def recording(self) -> Any:

@@ -57,7 +57,7 @@ def one_pass(wrapped: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]
     for index, (inputs, targets) in enumerate(micro_batches):
         is_last = index == len(micro_batches) - 1
         with wrapped.no_sync() if can_wait and not is_last else nullcontext():
-            (toys.loss_of(wrapped(inputs), targets) / len(micro_batches)).backward()
+            (toys.loss_of(wrapped(inputs), targets) / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
         if not can_wait and not is_last:
             finish(wrapped)
 
@@ -65,9 +65,7 @@ def one_pass(wrapped: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]
 def faults_of(bench: Bench, module: torch.nn.Module, own: list[dict[str, torch.Tensor]]) -> Faults:
     """Return what is wrong with the gradients that stand in a module, by parameter."""
     mean, named = mean_of(own), dict(module.named_parameters())
-    found = {
-        name: fault(named[name].grad, mean[name], [each[name] for each in own], bench.world.rank) for name in mean
-    }
+    found = {name: fault(named[name].grad, mean[name], [each[name] for each in own], bench.world.rank) for name in mean}
     return {name: what for name, what in found.items() if what}
 
 

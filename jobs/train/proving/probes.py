@@ -1,0 +1,141 @@
+"""One probe in a process of its own: join a fresh group, import the user's class, check it, report rows.
+
+What goes wrong ends this process only. It reports, as JSON lines to the rank that forked it:
+
+    {"rows": [...]}                              properties, those before a failure too
+    {"refused": text}                            the class cannot be imported or built as its kind
+    {"failed": {"step", "error", "traceback"}}   the user's code raised
+    {"stuck": {"step", "where", "doing"}}        no progress for too long
+    {"victim": true}                             another rank has gone
+"""
+
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.node.page import Page
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.train.main import make_deterministic
+from muster.jobs.train.proving import optimizers, pipes, shards, training, wrappers
+from muster.jobs.train.proving.bench import Bench
+from muster.jobs.train.proving.kinds import load_class
+from muster.jobs.train.proving.traffic import Traffic
+from muster.jobs.user import code
+from muster.jobs.world.failures import is_lost_connection
+from muster.jobs.world.forked import Tell
+from muster.jobs.world.meeting import connect
+from muster.jobs.world.world import open_world
+
+Probe = Callable[[Bench], None]
+
+# The probes of each kind, in order; a name is also that of the property that fails if the probe does not end well.
+PROBES: Final[Mapping[str, Mapping[str, Probe]]] = {
+    "wrapper": {
+        "runs": wrappers.synchronizes,
+        "micro-batches": wrappers.accumulates,
+        "unused": wrappers.unused,
+        "one-process": training.trains,
+    },
+    "optimizer": {"runs": optimizers.steps, "groups": optimizers.groups, "one-process": training.trains},
+    "sharded": {"runs": shards.keeps, "micro-batches": shards.accumulates, "one-process": training.trains},
+    "pipeline": {"runs": pipes.pipes, "one-process": training.trains},
+}
+LEAST_POLL_S: Final = 0.05
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `muster verify --with` asks of a rank."""
+
+    text: str
+    kind: str | None
+    args: Mapping[str, Any]
+    steps: int
+    silent_s: float  # without progress for so long, a rank is stuck
+    folder: Path
+
+
+class Progress:
+    """How far the user's code is; a thread of its own reports when that has not changed for too long."""
+
+    def __init__(self, tell: Tell, silent_s: float, folder: Path, traffic: Traffic) -> None:
+        self.step = "construction"
+        self._tell, self._silent_s, self._folder, self._traffic = tell, silent_s, folder, traffic
+        self._busy, self._since = False, time.monotonic()
+        self._main = threading.get_ident()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def mark(self, step: str) -> None:
+        """Note that the user's code begins something; "": that it has done it."""
+        self._busy, self._since = bool(step), time.monotonic()
+        self.step = step or self.step
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(LEAST_POLL_S, self._silent_s / 10))
+            if time.monotonic() - self._since > self._silent_s * (1 if self._busy else 4):
+                where = place(sys._current_frames().get(self._main), self._folder)
+                self._tell({"stuck": {"step": self.step, "where": where, "doing": self._traffic.doing}})
+                return
+
+
+def place(frame: FrameType | None, folder: Path) -> str:
+    """Return the innermost line of the user's own code in a stack, as `FILE.py:LINE in FUNCTION`."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if code.is_own_file(path, folder):
+            return f"{path.relative_to(folder)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def probe_in_child(
+    name: str, number: int, asked: Asked, settings: TrainSettings, env: RankEnv, device: torch.device, timeout_s: float
+) -> Callable[[Tell, Page], None]:
+    """Return the work of a forked process: probe `name`, in the group of that number."""
+
+    def work(tell: Tell, page: Page) -> None:
+        traffic = Traffic()
+        bench = None
+        progress = Progress(tell, asked.silent_s, asked.folder, traffic)
+        try:
+            make_deterministic(settings)
+            warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that it has changed
+            user = load_class(asked.text, asked.kind, asked.args, asked.folder)
+            world = open_world(PrefixStore(f"probe-{number}", connect(env, timeout_s)), env, device, timeout_s)
+            bench = Bench(world, user, settings, asked.steps, traffic, progress.mark)
+            tell({"kind": user.kind.name})
+            PROBES[user.kind.name][name](bench)
+        except RefusedError as error:
+            cause = error.__cause__
+            said = code.own_traceback(cause, asked.folder) if cause is not None else ""
+            tell({"refused": {"message": str(error), "traceback": said}})
+        except Exception as error:
+            tell(told_of(error, progress.step, asked.folder))
+        finally:
+            if bench is not None:
+                tell({"rows": [row.record() for row in bench.rows]})
+
+    return work
+
+
+def told_of(error: Exception, step: str, folder: Path) -> dict[str, Any]:
+    """Return what to report of an exception: another rank's failure, or this one's own with its traceback."""
+    if is_lost_connection(error):
+        return {"victim": True}
+    traced = code.own_traceback(error, folder)
+    if not code.is_of_user(error, folder):
+        traceback.print_exception(error)
+    return {"failed": {"step": step, "error": code.spelt(error), "traceback": traced}}

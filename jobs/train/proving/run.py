@@ -1,0 +1,182 @@
+"""A rank of `muster verify --with`: fork a process for every probe, watch it, collect what all ranks found.
+
+    rank            forks  probe  probe  probe   each with a process group of its own; never joins one itself
+    PROBE/trouble   store: a rank's probe has failed or is stuck; the others' are ended
+    PROBE/RANK      store: what that rank's probe reported
+    PROBE/next      store: rank 0 has read all of it; the next probe begins, or all ranks end
+
+A class that raises, hangs or dies costs the probe it does so in.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from muster.jobs.basics.errors import RefusedError, StartTimeoutError
+from muster.jobs.basics.files import write_json
+from muster.jobs.basics.reading import parse_json
+from muster.jobs.hosts import ranks
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.plain import plain_job
+from muster.jobs.train.main import run_of, settings_of
+from muster.jobs.train.proving.bench import merged
+from muster.jobs.train.proving.probes import PROBES, Asked, probe_in_child
+from muster.jobs.user.properties import TITLES
+from muster.jobs.world.forked import Ended, Forked
+from muster.jobs.world.guard import FAILED, guarded, show_stacks
+from muster.jobs.world.meeting import connect, meet
+from muster.jobs.world.world import choose_device
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.job import Job
+
+POLL_S: Final = 0.1
+VICTIM_S: Final = 1.0  # for a rank to report its own failure after another one's
+ENDING_S: Final = 600.0  # rank 0 may train the reference for so long after the others have ended
+
+Report = dict[str, Any]
+
+
+def prove_rank(payload: Mapping[str, Any]) -> int:
+    """Take part in all probes; rank 0 writes the table, and returns 1 when a property fails.
+
+    `payload`: {"job": the spelled job, "steps": K, "with": FILE.py:NAME, "as": kind or null, "args": {...}, "waive":
+    [...], "silent_s": seconds}.
+    """
+    show_stacks()
+
+    def work(reporter: Reporter) -> int:
+        env, job = ranks.read(os.environ), plain_job(payload["job"])
+        asked = Asked(
+            payload["with"], payload["as"], payload["args"], payload["steps"], payload["silent_s"], Path.cwd().resolve()
+        )
+        if env.world_size < 2:
+            raise RefusedError("--with: one rank has nothing to share; give the job at least two, with -n 2")
+        record = Prover(job, env, asked, reporter).run()
+        if env.rank != 0:
+            return 0
+        record["waived"] = sorted(payload["waive"])
+        failed = [row["name"] for row in record["rows"] if row["state"] == "fails"]
+        record["pass"] = not set(failed) - set(payload["waive"])
+        write_json(run_of(env).verify, record)
+        return 0 if record["pass"] else FAILED
+
+    return guarded(work)
+
+
+class Prover:
+    """One rank's side of all probes."""
+
+    def __init__(self, job: "Job", env: RankEnv, asked: Asked, reporter: Reporter) -> None:
+        self.job, self.env, self.asked, self.timeout_s = job, env, asked, job.start_timeout_s
+        reporter.arrived()
+        self.store: Store = connect(env, self.timeout_s)
+        peers = meet(self.store, env, self.timeout_s)
+        self.device = choose_device(settings_of(job).device, env.rank, peers)
+        reporter.joined()
+        self.kind = ""
+
+    def run(self) -> dict[str, Any]:
+        """Run all probes; return the record, whose rows are complete on rank 0."""
+        rows: list[dict[str, str]] = []
+        tracebacks: list[dict[str, Any]] = []
+        names, number = ["runs"], 0
+        while number < len(names):
+            reports = self.probe(names[number], number)
+            self.kind = self.kind or next(each["kind"] for each in reports if "kind" in each)
+            names = list(PROBES[self.kind])
+            rows += rows_of(names[number], reports)
+            tracebacks += [{"rank": rank, **each["failed"]} for rank, each in enumerate(reports) if each.get("failed")]
+            number += 1
+        hung = [row for row in rows if row["name"] == "no-hang"]
+        rows = [row for row in rows if row["name"] != "no-hang"]
+        ended = {"name": "no-hang", "state": "ok", "evidence": f"{len(names)} probes ended on every rank"}
+        rows.insert(0, hung[0] if hung else ended)
+        return {
+            "job": self.job.name,
+            "with": self.asked.text,
+            "kind": self.kind,
+            "world_size": self.env.world_size,
+            "device": self.device.type,
+            "steps": self.asked.steps,
+            "rows": [{**row, "title": TITLES.get(row["name"], row["name"])} for row in rows],
+            "tracebacks": tracebacks,
+        }
+
+    def probe(self, name: str, number: int) -> list[Report]:
+        """Run one probe; return the reports of all ranks.
+
+        Raises:
+            RefusedError: the class cannot be imported or built on some rank.
+        """
+        place = PrefixStore(f"proving/{number}", self.store)
+        mine = self.follow(name, number, place)
+        place.set(str(self.env.rank), json.dumps(mine))
+        try:
+            place.wait([str(rank) for rank in range(self.env.world_size)], timedelta(seconds=ENDING_S))
+        except dist.DistStoreError as error:
+            raise StartTimeoutError(f"a rank did not end probe {name} within {ENDING_S:g} s") from error
+        reports = [parse_json(place.get(str(rank))) for rank in range(self.env.world_size)]
+        for rank, each in enumerate(reports):
+            if refused := each.get("refused"):
+                if number == 0:
+                    raise RefusedError(f"rank {rank}: {refused['message']}")
+                each["failed"] = {"step": "construction", "error": refused["message"], **refused}
+        return reports
+
+    def follow(self, name: str, number: int, place: Store) -> Report:
+        """Fork the process of a probe, and follow it until it ends or has to."""
+        work = probe_in_child(name, number, self.asked, settings_of(self.job), self.env, self.device, self.timeout_s)
+        report: Report = {}
+        trouble_since: list[float] = []
+
+        def hear(message: Report) -> None:
+            report.update(message)
+            if message.keys() & {"failed", "stuck", "refused"}:
+                place.set("trouble", "1")
+
+        def is_over() -> bool:
+            if not trouble_since and place.check(["trouble"]):
+                trouble_since.append(time.monotonic())
+            return bool(trouble_since) and time.monotonic() - trouble_since[0] > VICTIM_S
+
+        ended = Forked(work).followed(hear, is_over, POLL_S)
+        if ended.how == "died" and not report.keys() & {"failed", "stuck", "refused"}:
+            place.set("trouble", "1")
+            report["failed"] = died(ended)
+        return report
+
+
+def died(ended: Ended) -> Report:
+    """Describe a process that ended by itself, as a failure."""
+    return {"step": "unknown", "error": f"its process {ended.message}", "traceback": ""}
+
+
+def rows_of(probe: str, reports: list[Report]) -> list[dict[str, str]]:
+    """Return the rows of one probe: the properties, and its own failure if it did not end well."""
+    rows = merged([each.get("rows", []) for each in reports])
+    failed = [(rank, each["failed"]) for rank, each in enumerate(reports) if "failed" in each]
+    stuck = [(rank, each["stuck"]) for rank, each in enumerate(reports) if "stuck" in each]
+    if failed:
+        rank, what = failed[0]
+        rows.append({"name": probe, "state": "fails", "evidence": f"rank {rank}, {what['step']}: {what['error']}"})
+    elif stuck:
+        said = "; ".join(
+            f"rank {rank}, {what['step']}: {'waits in ' + what['doing'] if what['doing'] else 'is still'} at "
+            f"{what['where'] or 'a line outside the working folder'}"
+            for rank, what in stuck
+        )
+        others = sorted({*range(len(reports))} - {rank for rank, _ in stuck})
+        said += f"; {', '.join(f'rank {rank}' for rank in others)} not" if others else ""
+        rows.append({"name": "no-hang", "state": "fails", "evidence": said})
+    elif any(each.get("victim") for each in reports):
+        rows.append({"name": probe, "state": "fails", "evidence": "a rank lost its connection to another one"})
+    return rows

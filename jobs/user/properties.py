@@ -1,0 +1,37 @@
+"""The properties that `muster verify --with` checks, with what each promises."""
+
+from typing import Final
+
+TITLES: Final = {
+    "no-hang": "every rank ends",
+    "runs": "the class runs without an error",
+    "parameters-broadcast": "parameters are broadcast at construction",
+    "buffers-broadcast": "buffers are broadcast at construction",
+    "frozen": "parameters without gradient are broadcast and left alone",
+    "mean": "gradients are the mean over the ranks",
+    "every-parameter": "every parameter is synchronized",
+    "tied": "a weight that two layers share is synchronized",
+    "unused": "a parameter may be unused in a step",
+    "micro-batches": "micro-batches add up to the batch",
+    "collectives": "number and size of collectives",
+    "buckets": "gradients travel in buckets",
+    "bucket-size": "no bucket is larger than asked for",
+    "overlap": "collectives overlap with the backward",
+    "steps": "every rank does the same number of steps",
+    "data": "the ranks' data is disjoint and complete",
+    "steps-as-plain": "parameters are stepped as by the plain optimizer",
+    "agree": "all ranks have the same parameters after a step",
+    "zero-grad": "zero_grad() clears every gradient",
+    "groups": "parameter groups, and one that is added later",
+    "parameters-sharded": "parameters are divided among the ranks",
+    "gradients-sharded": "gradients are divided among the ranks",
+    "state-sharded": "optimizer state is divided among the ranks",
+    "whole-state": "the whole state can be read back",
+    "layers-divided": "every layer is on one rank",
+    "layers-run-once": "every rank runs its own layers only",
+    "micro-batches-cut": "the batch is cut into micro-batches",
+    "pipelined": "stages work on several micro-batches at once",
+    "gradients": "gradients are those of the mean loss",
+    "loss": "the loss is that of the batch",
+    "one-process": "it trains as one process does",
+}
