@@ -76,7 +76,7 @@ class RunsEverything(MyPipeline):
         for part in zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True):
             value = loss(self.stage(part[0]), part[1]) / self.microbatches
             value.backward()
-            total += float(value)
+            total += float(value.detach())
         return total
 
 

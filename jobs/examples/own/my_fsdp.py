@@ -31,8 +31,7 @@ class Unit:
         self.missing = len(self.parameters)
         self.free()
         module.register_forward_pre_hook(self.gather)
-        module.register_forward_hook(self.free)
-        module.register_full_backward_pre_hook(self.gather)
+        module.register_forward_hook(self.after)
 
     def gather(self, *_: Any) -> None:
         self.flat.untyped_storage().resize_(self.nbytes)
@@ -40,6 +39,11 @@ class Unit:
 
     def free(self, *_: Any) -> None:
         self.flat.untyped_storage().resize_(0)
+
+    def after(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.free()
+        if output.requires_grad:
+            output.register_hook(self.gather)  # the backward begins with the gradient of the output
 
     def ready(self, _: Tensor) -> None:
         """Reduce and scatter the gradients when the last one of the unit is there."""

@@ -43,6 +43,7 @@ class Bench:
     settings: TrainSettings
     steps: int
     traffic: Traffic
+    control: dist.ProcessGroup  # for what the bench itself exchanges: the class has the default group to itself
     mark: Callable[[str], None]
     rows: list[Row] = field(default_factory=list)
 
@@ -68,17 +69,18 @@ class Bench:
         return [toys.batch(step, rank, self.device) for rank in range(self.world.size)]
 
     def everywhere(self, mine: Any) -> list[Any]:
-        """Return what every rank gives: a collective that is not recorded."""
+        """Return what every rank gives: a collective."""
         gathered: list[Any] = [None] * self.world.size
-        dist.all_gather_object(gathered, mine)
+        dist.all_gather_object(gathered, mine, group=self.control)
         return gathered
 
     @contextmanager
     def own_code(self, step: int, what: str = "step") -> Iterator[None]:
-        """Mark that the user's class is at work."""
+        """Mark that the user's class is at work; leave when it is done on every rank, so that no two steps mix."""
         self.mark(f"{what} {step}")
         yield
         self.mark("")
+        self.everywhere(None)
 
 
 def gradients_alone(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:

@@ -10,6 +10,7 @@ TOLERANCE = 1e-5  # all is computed in float64, so rounding stays far below, and
 Tensors = Mapping[str, Tensor]
 
 
+@torch.no_grad()
 def distance(found: Tensor, wanted: Tensor) -> float:
     """Return the largest difference, relative to the largest wanted value; infinite if the shapes differ."""
     if found.shape != wanted.shape:
@@ -32,6 +33,7 @@ def farthest(found: Tensors, wanted: Tensors) -> tuple[str, float]:
     return name, far[name]
 
 
+@torch.no_grad()
 def factor(found: Tensor, wanted: Tensor) -> float | None:
     """Return by which factor one tensor is another one; None if it is no multiple."""
     if found.shape != wanted.shape:

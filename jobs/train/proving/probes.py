@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from muster.jobs.basics.errors import RefusedError
@@ -115,7 +116,8 @@ def probe_in_child(
             warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that it has changed
             user = load_class(asked.text, asked.kind, asked.args, asked.folder)
             world = open_world(PrefixStore(f"probe-{number}", connect(env, timeout_s)), env, device, timeout_s)
-            bench = Bench(world, user, settings, asked.steps, traffic, progress.mark)
+            control = dist.new_group(backend="gloo")
+            bench = Bench(world, user, settings, asked.steps, traffic, control, progress.mark)
             tell({"kind": user.kind.name})
             PROBES[user.kind.name][name](bench)
         except RefusedError as error:

@@ -10,6 +10,7 @@ A class that raises, hangs or dies costs the probe it does so in.
 
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -24,13 +25,14 @@ from muster.jobs.basics.files import write_json
 from muster.jobs.basics.reading import parse_json
 from muster.jobs.hosts import ranks
 from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.machine import linux
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.plain import plain_job
 from muster.jobs.train.main import run_of, settings_of
 from muster.jobs.train.proving.bench import merged
 from muster.jobs.train.proving.probes import PROBES, Asked, probe_in_child
 from muster.jobs.user.properties import TITLES
-from muster.jobs.world.forked import Ended, Forked
+from muster.jobs.world.forked import Forked
 from muster.jobs.world.guard import FAILED, guarded, show_stacks
 from muster.jobs.world.meeting import connect, meet
 from muster.jobs.world.world import choose_device
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 POLL_S: Final = 0.1
 VICTIM_S: Final = 1.0  # for a rank to report its own failure after another one's
 ENDING_S: Final = 600.0  # rank 0 may train the reference for so long after the others have ended
+
+TROUBLE: Final = frozenset({"failed", "stuck", "refused"})
 
 Report = dict[str, Any]
 
@@ -94,8 +98,11 @@ class Prover:
             self.kind = self.kind or next(each["kind"] for each in reports if "kind" in each)
             names = list(PROBES[self.kind])
             rows += rows_of(names[number], reports)
-            tracebacks += [{"rank": rank, **each["failed"]} for rank, each in enumerate(reports) if each.get("failed")]
+            failures = [{"rank": rank, **each["failed"]} for rank, each in enumerate(reports) if "failed" in each]
+            tracebacks += [each for each in failures if each not in tracebacks]
             number += 1
+            if rows and rows[-1]["name"] == "no-hang":  # the next probes would wait as long
+                break
         hung = [row for row in rows if row["name"] == "no-hang"]
         rows = [row for row in rows if row["name"] != "no-hang"]
         ended = {"name": "no-hang", "state": "ok", "evidence": f"{len(names)} probes ended on every rank"}
@@ -140,7 +147,7 @@ class Prover:
 
         def hear(message: Report) -> None:
             report.update(message)
-            if message.keys() & {"failed", "stuck", "refused"}:
+            if message.keys() & TROUBLE:
                 place.set("trouble", "1")
 
         def is_over() -> bool:
@@ -148,16 +155,18 @@ class Prover:
                 trouble_since.append(time.monotonic())
             return bool(trouble_since) and time.monotonic() - trouble_since[0] > VICTIM_S
 
-        ended = Forked(work).followed(hear, is_over, POLL_S)
-        if ended.how == "died" and not report.keys() & {"failed", "stuck", "refused"}:
+        child, killed = Forked(work), False
+        while (messages := child.told(POLL_S)) is not None:
+            for message in messages:
+                hear(message)
+            if is_over():
+                linux.kill_quietly(child.pid, signal.SIGKILL)
+                killed = True
+        ended = child.buried(silent=False)
+        if ended.how == "died" and not killed and not report.keys() & TROUBLE:
             place.set("trouble", "1")
-            report["failed"] = died(ended)
+            report["failed"] = {"step": "unknown", "error": f"its process {ended.message}", "traceback": ""}
         return report
-
-
-def died(ended: Ended) -> Report:
-    """Describe a process that ended by itself, as a failure."""
-    return {"step": "unknown", "error": f"its process {ended.message}", "traceback": ""}
 
 
 def rows_of(probe: str, reports: list[Report]) -> list[dict[str, str]]:

@@ -112,9 +112,7 @@ class Task:
 
 def mean_loss_of(bench: Bench, total: float, batch: GlobalBatch) -> float:
     """Add the sums of losses of all ranks, and divide by the samples."""
-    summed = torch.tensor(total, dtype=torch.float64, device=bench.device)
-    dist.all_reduce(summed)
-    return float(summed) / batch.samples
+    return float(sum(bench.everywhere(total))) / batch.samples
 
 
 def by_wrapper(bench: Bench, setting: Setting) -> Found:
