@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.launch.common.options import add_job, add_json, add_runs, add_transport, given, whole
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: the job is no `train:` job, or options do not go together.
+        RefusedError: a class is to be checked on one rank.
     """
     from muster.jobs.basics.reading import read_json
     from muster.launch.submit.prepare import prepare
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.job}: only a train: job can be verified, this is a {prepared.context.job.kind}: job")
     if options:
         options["silent_s"] = prepared.context.job.hang_s or SILENT_S
+        if prepared.context.placement.world_size < 2:
+            raise RefusedError("--with: one rank has nothing to share; give the job at least two, with -n 2")
     entry = PROVE if options else ENTRY
     prepared = prepared.changed(entry=entry, options={"steps": args.steps, **options}, job=once(prepared.context.job))
     code, written = begin(prepared, Console(quiet=True)), prepared.context.run.verify

@@ -3,18 +3,20 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.proving import toys
 from muster.jobs.train.proving.judging import Tensors
 from muster.jobs.train.proving.kinds import UserClass
 from muster.jobs.train.proving.traffic import Traffic
 from muster.jobs.world.world import World
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 State = Literal["ok", "fails", "n/a"]
 Module = TypeVar("Module", bound=nn.Module)
@@ -40,7 +42,7 @@ class Bench:
 
     world: World
     user: UserClass
-    settings: TrainSettings
+    settings: "TrainSettings"
     steps: int
     traffic: Traffic
     control: dist.ProcessGroup  # for what the bench itself exchanges: the class has the default group to itself

@@ -1,6 +1,6 @@
 """Compare what a class computed with what it should have, and say in words what is wrong."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -71,9 +71,12 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def nbytes(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of tensors, each storage once."""
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors on this rank, each storage once; of a DTensor those of its own part."""
+    storages = {}
+    for each in tensors:
+        storage = getattr(each, "_local_tensor", each).untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 

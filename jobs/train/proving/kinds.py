@@ -83,7 +83,7 @@ def load_class(text: str, named: str | None, args: Mapping[str, Any], folder: Pa
     """
     cls = code.load(KEY, text, folder)
     if not callable(cls):
-        raise RefusedError(f"{KEY}: {text} is a {type(cls).__name__}; name a class")
+        raise RefusedError(f"{KEY}: {text} is of type {type(cls).__name__}; name a class")
     return UserClass(text, KINDS[named or kind_of(cls)], cls, args)
 
 

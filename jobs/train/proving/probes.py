@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.node.page import Page
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.main import make_deterministic
 from muster.jobs.train.proving import optimizers, pipes, shards, training, wrappers
 from muster.jobs.train.proving.bench import Bench
@@ -38,6 +37,9 @@ from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.forked import Tell
 from muster.jobs.world.meeting import connect
 from muster.jobs.world.world import open_world
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 Probe = Callable[[Bench], None]
 
@@ -103,7 +105,13 @@ def place(frame: FrameType | None, folder: Path) -> str:
 
 
 def probe_in_child(
-    name: str, number: int, asked: Asked, settings: TrainSettings, env: RankEnv, device: torch.device, timeout_s: float
+    name: str,
+    number: int,
+    asked: Asked,
+    settings: "TrainSettings",
+    env: RankEnv,
+    device: torch.device,
+    timeout_s: float,
 ) -> Callable[[Tell, Page], None]:
     """Return the work of a forked process: probe `name`, in the group of that number."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from muster.jobs.train.proving import toys
 from muster.jobs.train.proving.bench import Bench, finish, gradients_alone, mean_of
-from muster.jobs.train.proving.judging import Tensors, fault, few, half_way, kib, share
+from muster.jobs.train.proving.judging import Tensors, fault, few, half_way, kib, nbytes, share
 from muster.jobs.train.proving.kinds import FULL
 from muster.jobs.train.proving.optimizers import recording, state_bytes
 from muster.jobs.train.proving.wrappers import one_pass
@@ -21,17 +21,16 @@ def keeps(bench: Bench) -> None:
     reference = bench.place(toys.layers(0))
     own = gradients_alone(reference, bench.batches(0))
     whole = sum(each.numel() * each.element_size() for each in reference.parameters())
-    batch, before = bench.batch(0), held_bytes()
+    batch, before = bench.batch(0), nbytes(tensors())
     module = bench.place(toys.layers(0))
     with bench.own_code(0, "construction, before step"):
         sharded = bench.user.build(module)
     del module
-    parameters = held_bytes() - before
-    judge_share(bench, "parameters-sharded", parameters, whole)
+    judge_share(bench, "parameters-sharded", nbytes(tensors()) - before, whole)
     with bench.own_code(0), bench.traffic.recording():
         one_pass(sharded, [batch])
         finish(sharded)
-    judge_share(bench, "gradients-sharded", held_bytes() - before - parameters, whole)
+    judge_share(bench, "gradients-sharded", nbytes(gradients()), whole)
     starts = bench.traffic.starts()
     said = f"{len(starts)} a step ({', '.join(sorted({each.name for each in starts})) or 'none seen'})"
     largest = max((each.size for each in starts), default=0)
@@ -43,17 +42,15 @@ def keeps(bench: Bench) -> None:
     judge_state(bench, sharded, batch, whole)
 
 
-def held_bytes() -> int:
-    """Return the bytes of all tensors of this process, each storage once."""
+def tensors() -> list[Tensor]:
+    """Return all tensors of this process that Python knows."""
     gc.collect()
-    storages = {}
-    for each in gc.get_objects():
-        if issubclass(type(each), Tensor):
-            for tensor in (each, getattr(each, "_local_tensor", None), each.grad if each.is_leaf else None):
-                if tensor is not None and not hasattr(tensor, "_local_tensor"):
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
+def gradients() -> list[Tensor]:
+    """Return all gradients that stand in a parameter."""
+    return [each.grad for each in tensors() if each.is_leaf and each.grad is not None]
 
 
 def judge_share(bench: Bench, name: str, mine: int, whole: int) -> None:

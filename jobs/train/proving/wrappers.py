@@ -8,12 +8,13 @@ import torch
 
 from muster.jobs.train.proving import toys
 from muster.jobs.train.proving.bench import Bench, copy_into, descend, finish, gradients_alone, mean_of
-from muster.jobs.train.proving.judging import fault, few, is_tensor_equal, kib, same
+from muster.jobs.train.proving.judging import fault, few, is_tensor_equal, kib
 from muster.jobs.train.proving.kinds import BUCKET
 
 LIMIT_MB: Final = 0.02  # of a bucket: two layers of the toy
 STEPS: Final = 3
 TIED: Final = "layers.0.weight"
+SPARE: Final = ("spare.weight", "spare.bias")
 SAMPLES: Final = 103  # of a data set that is dealt: no multiple of a usual number of ranks
 REFUSALS: Final = (RuntimeError, ValueError, NotImplementedError)
 Faults = dict[str, str]
@@ -93,7 +94,7 @@ def judge_gradients(bench: Bench, faults: Faults, module: toys.Toy) -> None:
     left_out = [name for name in names if faults.get(name) in ("own", "missing")]
     wrong = [name for name in names if name in faults and name not in left_out]
     if left_out:
-        what = "missing" if faults[left_out[0]] == "missing" else "this rank's own"
+        what = said_of(faults[left_out[0]])
         bench.row("every-parameter", False, f"{len(left_out)} of {len(names)} gradients are {what}: {few(left_out)}")
     else:
         bench.row("every-parameter", True, f"{len(names)} gradients in each of {STEPS} steps")
@@ -106,8 +107,7 @@ def judge_gradients(bench: Bench, faults: Faults, module: toys.Toy) -> None:
     if module.tied.weight is not module.layers[0].weight:
         bench.row("tied", False, "the two layers no longer share their weight")
     elif TIED in faults and not wrong and len(left_out) < len(names):
-        words = {"own": "this rank's own", "missing": "missing"}
-        bench.row("tied", False, f"the gradient of a shared weight is {words.get(faults[TIED], faults[TIED])}")
+        bench.row("tied", False, f"the gradient of a shared weight is {said_of(faults[TIED])}")
     elif TIED in faults:
         bench.row("tied", None, "no gradient is right")
     else:
@@ -181,8 +181,7 @@ def accumulates(bench: Bench) -> None:
     how = "with no_sync()" if hasattr(wrapped, "no_sync") else "without no_sync(), synchronized twice"
     if faults:
         name, what = next(iter(faults.items()))
-        said = {"own": "this rank's own", "missing": "missing"}.get(what, what)
-        bench.row("micro-batches", False, f"two micro-batches {how}: {len(faults)} wrong, {name}: {said}")
+        bench.row("micro-batches", False, f"two micro-batches {how}: {len(faults)} wrong, {name}: {said_of(what)}")
     elif hasattr(wrapped, "no_sync") and sent > 1.5 * once:
         said = f"two micro-batches {how} send {kib(sent)}, one sends {kib(once)}: no_sync() does not hold back"
         bench.row("micro-batches", False, said)
@@ -193,7 +192,7 @@ def accumulates(bench: Bench) -> None:
 def unused(bench: Bench) -> None:
     """Check steps in which no rank uses one of the layers."""
     module, reference = bench.place(toys.Toy(0)), bench.place(toys.Toy(0))
-    wrapped = build(bench, module)
+    wrapped, wrong = build(bench, module), ""
     for step, uses in enumerate((True, False, True)):
         module.uses_spare = reference.uses_spare = uses
         own = gradients_alone(reference, bench.batches(step))
@@ -208,23 +207,22 @@ def unused(bench: Bench) -> None:
             bench.row("unused", None, f"the class refuses a parameter that is not used in a step: {said}")
             return
         faults = faults_of(bench, module, own)
-        faults = {name: what for name, what in faults.items() if uses or not name.startswith("spare")}
+        if not uses:
+            faults = {name: what for name, what in faults.items() if not (name in SPARE and what == "missing")}
         if faults and step == 0:
             bench.row("unused", None, "a step that uses every parameter is already wrong")
             return
-        left = [name for name, p in module.named_parameters() if name.startswith("spare") and has_values(p.grad)]
-        if faults or (left and not uses):
-            name, what = next(iter(faults.items()), (left[0] if left else "", "not zero without use"))
-            said = "this rank's own" if what == "own" else what
-            bench.row("unused", False, f"step {step}, after a step without {few(left or ['spare'])}: {name}: {said}")
-            return
+        if faults and not wrong:
+            name, what = next(iter(faults.items()))
+            wrong = f"step {step}, with a layer that is {'used again' if uses else 'not used'}: {name}: {said_of(what)}"
         module.zero_grad(set_to_none=True)
-    bench.row("unused", True, "a layer that no rank uses in a step disturbs neither that step nor the next")
+    good = "a layer that no rank uses in a step disturbs neither that step nor the next"
+    bench.row("unused", not wrong, wrong or good)
 
 
-def has_values(gradient: torch.Tensor | None) -> bool:
-    """True when a gradient is there and not zero."""
-    return gradient is not None and not same(gradient, torch.zeros_like(gradient))
+def said_of(fault: str) -> str:
+    """Write a fault of a gradient."""
+    return "this rank's own" if fault == "own" else fault
 
 
 def size_of(tensor: torch.Tensor) -> int:
