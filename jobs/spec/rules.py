@@ -79,9 +79,16 @@ class TrainRules(TrainFields):
         return mode_of(Parallel(tensor=given.tensor, sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
 
     @property
-    def makes(self) -> bool:
-        """True where code of the user's is trained, or trains."""
-        return any((self.model.make, self.data.make, self.optimizer.make, self.loss))
+    def makes(self) -> dict[str, str]:
+        """The keys that name code of the user's, with what they name."""
+        keys = {
+            "train.model.make": self.model.make,
+            "train.model.plan": self.model.plan,
+            "train.data.make": self.data.make,
+            "train.loss": self.loss,
+            "train.optimizer.make": self.optimizer.make,
+        }
+        return {key: text for key, text in keys.items() if text is not None}
 
     @property
     def is_pipeline(self) -> bool:
@@ -130,11 +137,6 @@ class TrainRules(TrainFields):
             RefusedError: the split does not fit the world size.
         """
         return split_of(self, world_size)
-
-    def is_tied_over_stages(self, world_size: int) -> bool:
-        """True where a weight of the first stage of a pipeline is one of the last, too."""
-        split = self.split(world_size)
-        return bool(split.schedule) and split.pipe * split.chunks > 1 and self.model.ties_head
 
     def accumulation(self, world_size: int) -> int:
         """Return the micro-batches of a shard."""

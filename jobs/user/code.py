@@ -55,8 +55,9 @@ def load(key: str, text: str, folder: Path) -> Any:
         sys.path.insert(0, str(folder))
     module = _guarded(key, text, lambda: _imported(key, place, folder))
     if not hasattr(module, name):
-        known = [each for each in vars(module) if not each.startswith("_")]
-        raise RefusedError(f"{key}: {place} has no {name}{did_you_mean(name, known)} (it has {', '.join(known)})")
+        known = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        has = f" (it has {', '.join(known)})" if known else ""
+        raise RefusedError(f"{key}: {place} has no {name}{did_you_mean(name, known)}{has}")
     return getattr(module, name)
 
 
@@ -107,6 +108,18 @@ def files_of(folder: Path) -> dict[str, str]:
         if path.suffix == ".py" and is_own_file(path, folder):
             found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return dict(sorted(found.items()))
+
+
+def require_file(key: str, place: str, folder: Path) -> None:
+    """Check that a file that a key names is there.
+
+    Raises:
+        RefusedError: there is no such file.
+    """
+    if place.endswith(".py") and not (folder / place).is_file():
+        raise RefusedError(
+            f"{key}: {place}: no such file in {folder}; correct it, or set workdir to the folder it is in"
+        )
 
 
 def changed(before: Any, now: Mapping[str, str]) -> list[str]:
@@ -160,12 +173,8 @@ def _imported(key: str, place: str, folder: Path) -> ModuleType:
                 raise  # a module that the user's one imports
             missing = f"no module {error.name} for {sys.executable}"
             raise RefusedError(f"{key}: {missing}, nor in {folder}; install it there, or correct the name") from error
-    path = (folder / place).resolve()
-    if not path.is_file():
-        raise RefusedError(
-            f"{key}: {place}: no such file in {folder}; correct it, or set workdir to the folder it is in"
-        )
-    return _from_file(path, folder.resolve())
+    require_file(key, place, folder)
+    return _from_file((folder / place).resolve(), folder.resolve())
 
 
 def _from_file(path: Path, folder: Path) -> ModuleType:
