@@ -75,7 +75,7 @@ def files_of(run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) 
     for rank in ranks:
         files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), attempt.memory(rank)]
         files += attempt.profile(rank).for_home
-    return [*files, run.metrics, attempt.bench, attempt.timeline] if 0 in ranks else files
+    return [*files, run.metrics, run.verify, attempt.bench, attempt.timeline] if 0 in ranks else files
 
 
 class Courier:

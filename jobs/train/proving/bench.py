@@ -1,9 +1,9 @@
 """The test bench as one rank's process sees it: the class, the other ranks, and the rows of the table."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,22 +18,9 @@ from muster.jobs.world.world import World
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
-State = Literal["ok", "fails", "n/a"]
+Row = dict[str, str]  # name, state (ok, fails, n/a), evidence
 Module = TypeVar("Module", bound=nn.Module)
 WORST_FIRST: Final = ("fails", "ok", "n/a")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One property: whether it holds, and the evidence."""
-
-    name: str
-    state: State
-    evidence: str
-
-    def record(self) -> dict[str, str]:
-        """Return this row as JSON."""
-        return asdict(self)
 
 
 @dataclass
@@ -56,7 +43,8 @@ class Bench:
 
     def row(self, name: str, ok: bool | None, evidence: str) -> None:
         """Add a row; None for a property that does not apply."""
-        self.rows.append(Row(name, "n/a" if ok is None else "ok" if ok else "fails", evidence))
+        state = "n/a" if ok is None else "ok" if ok else "fails"
+        self.rows.append({"name": name, "state": state, "evidence": evidence})
 
     def place(self, module: Module) -> Module:
         """Move a module to this rank's device, in float64."""
@@ -125,15 +113,13 @@ def finish(wrapped: Any) -> None:
         end()
 
 
-def merged(rows_of_ranks: list[list[Mapping[str, str]]]) -> list[dict[str, str]]:
+def merged(rows_of_ranks: list[list[Row]]) -> list[Row]:
     """Make one row of each property of all ranks: it fails if it fails on one, with that rank's evidence."""
-    by_name: dict[str, list[tuple[int, Mapping[str, str]]]] = {}
+    table: dict[str, Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in rows:
-            by_name.setdefault(row["name"], []).append((rank, row))
-    table = []
-    for name, found in by_name.items():
-        rank, worst = min(found, key=lambda each: WORST_FIRST.index(each[1]["state"]))
-        said = worst["evidence"]
-        table.append({**worst, "evidence": f"rank {rank}: {said}" if worst["state"] == "fails" else said, "name": name})
-    return table
+            said = f"rank {rank}: {row['evidence']}" if row["state"] == "fails" else row["evidence"]
+            known = table.get(row["name"])
+            if known is None or WORST_FIRST.index(row["state"]) < WORST_FIRST.index(known["state"]):
+                table[row["name"]] = {**row, "evidence": said}
+    return list(table.values())

@@ -136,7 +136,7 @@ def probe_in_child(
             tell(told_of(error, progress.step, asked.folder))
         finally:
             if bench is not None:
-                tell({"rows": [row.record() for row in bench.rows]})
+                tell({"rows": bench.rows})
 
     return work
 

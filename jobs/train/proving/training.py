@@ -1,6 +1,6 @@
 """The last probe of every kind: train the job's own model and data for a few steps, against one process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
@@ -32,12 +32,12 @@ Found = tuple[list[float], dict[str, Tensor]]
 def trains(bench: Bench) -> None:
     """Compare losses and the state after the last step; rank 0 alone trains the reference."""
     setting = setting_of(bench)
-    losses, state = TRAINERS[bench.user.kind.name](bench, setting)
+    losses, state = (by_pipeline if bench.user.kind.name == "pipeline" else by_batches)(bench, setting)
     if bench.world.rank != 0:
         return
     data = setting.data
     wanted = Reference(setting).run(move_inputs(data.train_batch(torch.tensor([0]), 0)[0], bench.device, setting.dtype))
-    name, far = farthest(state, {name: each for name, each in wanted.state.items() if name in state})
+    name, far = farthest(state, {name: wanted.state[name] for name in state})
     off = max(abs(mine / theirs - 1.0) for mine, theirs in zip(losses, wanted.losses, strict=True))
     ok = far <= TOLERANCE and off <= TOLERANCE
     said = f"{setting.steps} steps of {data.name}: losses within {off:.1e}, parameters within {far:.1e}"
@@ -110,61 +110,38 @@ class Task:
         return total
 
 
-def mean_loss_of(bench: Bench, total: float, batch: GlobalBatch) -> float:
-    """Add the sums of losses of all ranks, and divide by the samples."""
-    return float(sum(bench.everywhere(total))) / batch.samples
-
-
-def by_wrapper(bench: Bench, setting: Setting) -> Found:
-    """Train with the class around the model, and the job's optimizer."""
-    task, losses = Task(setting, bench.world.rank), []
-    with bench.own_code(0, "construction around the job's model, before step"):
-        wrapped = bench.user.build(task.model)
-    optimizer = task.kind([each for each in task.model.parameters() if each.requires_grad], **task.options)
+def by_batches(bench: Bench, setting: Setting) -> Found:
+    """Train with the class around the model, or in place of the optimizer; every rank has its part of a batch."""
+    task, losses, kind = Task(setting, bench.world.rank), [], bench.user.kind.name
+    names = [name for name, _ in task.model.named_parameters()]
+    call, trained = task.model, [each for each in task.model.parameters() if each.requires_grad]
+    with bench.own_code(0, "construction for the job's model, before step"):
+        if kind == "optimizer":
+            optimizer = bench.user.build(trained, task.kind, **task.options)
+        else:
+            call = bench.user.build(task.model)
+            optimizer = task.kind(list(call.parameters()) if kind == "sharded" else trained, **task.options)
     for step, batch, micro_batches in task.steps(setting.plan):
         with bench.own_code(step):
-            total = task.backward(wrapped, step, micro_batches)
-        optimizer.step()
-        task.model.zero_grad(set_to_none=True)
-        losses.append(mean_loss_of(bench, total, batch))
-    return losses, state_of(task.model)
-
-
-def by_optimizer(bench: Bench, setting: Setting) -> Found:
-    """Train with gradients that are averaged here, and the class in place of the job's optimizer."""
-    task, losses = Task(setting, bench.world.rank), []
-    trained = [each for each in task.model.parameters() if each.requires_grad]
-    with bench.own_code(0, "construction over the job's model, before step"):
-        optimizer = bench.user.build(trained, task.kind, **task.options)
-    for step, batch, micro_batches in task.steps(setting.plan):
-        total = task.backward(task.model, step, micro_batches)
-        for each in trained:
-            each.grad = torch.zeros_like(each) if each.grad is None else each.grad
-            dist.all_reduce(each.grad)
-            each.grad /= bench.world.size
-        with bench.own_code(step):
+            total = task.backward(call, step, micro_batches)
+            if kind == "optimizer":
+                average(trained)
             optimizer.step()
-        task.model.zero_grad(set_to_none=True)
-        losses.append(mean_loss_of(bench, total, batch))
-    return losses, state_of(task.model)
-
-
-def by_shards(bench: Bench, setting: Setting) -> Found:
-    """Train with the class around the model, and the job's optimizer over the shards."""
-    task, losses = Task(setting, bench.world.rank), []
-    names = {name for name, _ in task.model.named_parameters()}
-    with bench.own_code(0, "construction around the job's model, before step"):
-        sharded = bench.user.build(task.model)
-    optimizer = task.kind(list(sharded.parameters()), **task.options)
-    for step, batch, micro_batches in task.steps(setting.plan):
-        with bench.own_code(step):
-            total = task.backward(sharded, step, micro_batches)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_loss_of(bench, total, batch))
+            (optimizer if kind == "sharded" else task.model).zero_grad()
+        losses.append(sum(bench.everywhere(total)) / batch.samples)
+    if kind != "sharded":
+        return losses, state_of(task.model)
     with bench.own_code(setting.steps, f"{FULL}(), after step"):
-        state = getattr(sharded, FULL)()
-    return losses, {name: each for name, each in state.items() if name in names}
+        state = getattr(call, FULL)()
+    return losses, {name: state[name] for name in names if name in state}
+
+
+def average(parameters: list[nn.Parameter]) -> None:
+    """Average gradients over the ranks, as a class of optimizers finds them."""
+    for each in parameters:
+        each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+        dist.all_reduce(each.grad)
+        each.grad /= dist.get_world_size()
 
 
 def by_pipeline(bench: Bench, setting: Setting) -> Found:
@@ -190,11 +167,3 @@ def by_pipeline(bench: Bench, setting: Setting) -> Found:
     own = {name: each.detach().cpu() for name, each in named.items() if id(each) in ids}
     whole = {name: each.to(bench.device) for part in bench.everywhere(own) for name, each in part.items()}
     return losses, whole
-
-
-TRAINERS: Final[dict[str, Callable[[Bench, Setting], Found]]] = {
-    "wrapper": by_wrapper,
-    "optimizer": by_optimizer,
-    "sharded": by_shards,
-    "pipeline": by_pipeline,
-}

@@ -1,0 +1,77 @@
+"""`muster verify --with`: faulty classes fail by the property that names the fault, right ones by none."""
+
+from pathlib import Path
+
+import pytest
+from with_faults import FAULTY, RIGHT
+
+from support.proving import UNTIED, failing, prove
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def check(on_ranks, classes: list[str], **train) -> dict:
+    """Prove classes, and compare what fails with what should; return the records by the names of the classes."""
+    asked = [{"text": text, "folder": str(ROOT), "silent_s": 5.0 if "Waits" in text else 20.0} for text in classes]
+    records = prove(on_ranks, asked, **train)
+    for text, record in records.items():
+        expected, found = FAULTY.get(text, ()), failing(record)
+        assert set(expected[:1]) <= set(found) <= set(expected), (text, record)
+    return {text.rpartition(":")[2]: record for text, record in records.items()}
+
+
+def test_a_faulty_wrapper_fails_by_the_property_that_names_the_fault(on_ranks):
+    records = check(on_ranks, [text for text in FAULTY if "wrappers" in text])
+    failure = records["Raises"]["tracebacks"][0]
+    assert (failure["rank"], failure["step"], failure["error"]) == (1, "step 1", "IndexError: bucket 7 of 6")
+    assert "wrappers.py" in failure["traceback"].splitlines()[1]
+    (hang,) = [row for row in records["WaitsForever"]["rows"] if row["name"] == "no-hang"]
+    assert "rank 0, step 0: waits in allreduce at benchmarks/faulty/wrappers.py:" in hang["evidence"]
+
+
+def test_a_faulty_optimizer_module_or_pipeline_does_too(on_ranks):
+    check(on_ranks, [text for text in FAULTY if "others" in text], **UNTIED)
+
+
+def test_right_classes_fail_no_property(on_ranks):
+    check(on_ranks, RIGHT, **UNTIED)
+
+
+BAD = """
+from torch import nn
+
+class Depth(nn.Module):
+    def __init__(self, module, depth):
+        super().__init__()
+
+class Broken(nn.Module):
+    def __init__(self, module):
+        raise KeyError("nothing here")
+
+class Silent:
+    def __init__(self, layers, microbatches):
+        pass
+
+    def train_step(self, inputs, targets, loss):
+        pass
+
+value = 7
+"""
+
+
+def test_a_class_that_cannot_be_built_is_one_message_with_the_rank(on_ranks, tmp_path):
+    (tmp_path / "bad.py").write_text(BAD)
+    wanted = {
+        "bad.py:Depth": "takes (module, depth), but verify calls it as Class(module)",
+        "bad.py:Broken": "raised KeyError: 'nothing here'",
+        "bad.py:Silent": "and has no parameters; add it",
+        "bad.py:value": "is of type int; name a class",
+        "bad.py:Dept": "did you mean 'Depth'",
+        "gone.py:Depth": "no such file",
+    }
+    records = prove(on_ranks, [{"text": text, "folder": str(tmp_path)} for text in wanted])
+    for text, said in wanted.items():
+        assert "RefusedError: rank 0: --with: " in records[text]["error"]
+        assert said in records[text]["error"]
