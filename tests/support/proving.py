@@ -33,6 +33,7 @@ def on_each_rank(world: World, port: int, train: dict[str, Any], asked: list[dic
     found: Records = {}
     for number, each in enumerate(asked):
         given = {"kind": None, "args": {}, "steps": 2, "silent_s": 20.0, "folder": str(Path.cwd()), **each}
+        given["probes"] = tuple(given.get("probes", ()))
         env = RankEnv(
             world.rank,
             world.size,

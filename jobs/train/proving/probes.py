@@ -68,6 +68,7 @@ class Asked:
     steps: int
     silent_s: float  # without progress for so long, a rank is stuck
     folder: Path
+    probes: tuple[str, ...] = ()  # beside the first one; none: all
 
 
 class Progress:

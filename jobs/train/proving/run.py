@@ -94,7 +94,8 @@ class Prover:
         while number < len(names):
             reports = self.probe(names[number], number)
             self.kind = self.kind or next(each["kind"] for each in reports if "kind" in each)
-            names = list(PROBES[self.kind])
+            wanted = self.asked.probes or tuple(PROBES[self.kind])
+            names = [each for each in PROBES[self.kind] if each == "runs" or each in wanted]
             rows += rows_of(names[number], reports)
             failures = [{"rank": rank, **each["failed"]} for rank, each in enumerate(reports) if "failed" in each]
             tracebacks += [each for each in failures if each not in tracebacks]
