@@ -19,7 +19,7 @@ def check(on_ranks, classes: list[str], **train) -> dict:
         {
             "text": text,
             "folder": str(ROOT),
-            "silent_s": 6.0 if "Waits" in text else 20.0,
+            "silent_s": 3.0 if "Waits" in text else 20.0,
             "probes": FAULTY.get(text, ())[:1],
         }
         for text in classes

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.jobs.train.proving import toys
-from muster.jobs.train.proving.judging import Tensors
 from muster.jobs.train.proving.kinds import UserClass
 from muster.jobs.train.proving.traffic import Traffic
 from muster.jobs.world.world import World
@@ -45,6 +44,10 @@ class Bench:
         """Add a row; None for a property that does not apply."""
         state = "n/a" if ok is None else "ok" if ok else "fails"
         self.rows.append({"name": name, "state": state, "evidence": evidence})
+
+    def judge(self, name: str, wrong: str, right: str) -> None:
+        """Add a row that fails if something is `wrong`; either text is the evidence."""
+        self.row(name, not wrong, wrong or right)
 
     def place(self, module: Module) -> Module:
         """Move a module to this rank's device, in float64."""
@@ -96,14 +99,6 @@ def copy_into(module: nn.Module, reference: nn.Module) -> None:
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name, tensor in [*reference.named_parameters(), *reference.named_buffers()]:
             own[name].copy_(tensor)
-
-
-def descend(module: nn.Module, gradients: Tensors, lr: float = 0.1) -> None:
-    """Step a module by plain gradient descent."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name in gradients:
-                parameter.sub_(gradients[name], alpha=lr)
 
 
 def finish(wrapped: Any) -> None:

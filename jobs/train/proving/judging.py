@@ -93,8 +93,3 @@ def half_way(world_size: int) -> float:
 def share(found: int, whole: int, world_size: int) -> str:
     """Write which share of a whole a rank has, and which one it should have."""
     return f"{kib(found)} of {kib(whole)}, {found / whole:.2f} of the whole; divided evenly: {1 / world_size:.2f}"
-
-
-def is_tensor_equal(found: Tensor, wanted: Tensor) -> bool:
-    """True when all values are the same."""
-    return found.shape == wanted.shape and torch.equal(found.detach(), wanted.detach())

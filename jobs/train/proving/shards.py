@@ -11,7 +11,7 @@ from muster.jobs.train.proving.bench import Bench, finish, gradients_alone, mean
 from muster.jobs.train.proving.judging import Tensors, fault, few, half_way, kib, nbytes, share
 from muster.jobs.train.proving.kinds import FULL
 from muster.jobs.train.proving.optimizers import recording, state_bytes
-from muster.jobs.train.proving.wrappers import one_pass
+from muster.jobs.train.proving.wrappers import one_pass, said_of
 
 LR: Final = 0.1
 
@@ -83,12 +83,9 @@ def judge_gradients(bench: Bench, found: Tensors, own: list[dict[str, Tensor]]) 
         for name in mean
         if (what := fault(found[name], mean[name], [each[name] for each in own], bench.world.rank))
     }
-    if not wrong:
-        bench.row("mean", True, f"the mean over {bench.world.size} ranks, of {len(mean)} parameters")
-        return
-    name, what = next(iter(wrong.items()))
-    said = {"own": "this rank's own, not the mean"}.get(what, what)
-    bench.row("mean", False, f"{len(wrong)} of {len(mean)} wrong; {name}: {said}")
+    name, what = next(iter(wrong.items()), ("", ""))
+    said = f"{len(wrong)} of {len(mean)} wrong; {name}: {said_of(what)}" if wrong else ""
+    bench.judge("mean", said, f"the mean over {bench.world.size} ranks, of {len(mean)} parameters")
 
 
 def judge_state(bench: Bench, sharded: Any, batch: tuple[Tensor, Tensor], whole: int) -> None:
@@ -111,18 +108,12 @@ def accumulates(bench: Bench) -> None:
         sharded = bench.user.build(bench.place(toys.layers(0)))
     own = [gradients_alone(reference, bench.batches(step)) for step in (1, 2)]
     halves = [{name: (first[name] + second[name]) / 2 for name in first} for first, second in zip(*own, strict=True)]
-    mean = mean_of(halves)
     with bench.own_code(1):
         one_pass(sharded, [bench.batch(1), bench.batch(2)])
         finish(sharded)
     descended = step_and_read(bench, sharded)
-    bench.rows.clear()  # the other probe has told of the whole state
     if descended is None:
         return
-    wrong: dict[str, str] = {}
-    for name, each in descended.items():
-        what = fault((start[name] - each) / LR, mean[name], [half[name] for half in halves], bench.world.rank)
-        wrong |= {name: what} if what else {}
-    name, what = next(iter(wrong.items()), ("", ""))
-    said = f"two micro-batches: {len(wrong)} wrong, {name}: {what}" if wrong else "two micro-batches: the mean of both"
-    bench.row("micro-batches", not wrong, said)
+    bench.rows.clear()
+    judge_gradients(bench, {name: (start[name] - each) / LR for name, each in descended.items()}, halves)
+    bench.rows[-1]["name"] = "micro-batches"

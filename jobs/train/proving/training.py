@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.sections import replaced
+from muster.jobs.basics.words import counted
 from muster.jobs.train.data import Data, open_data
 from muster.jobs.train.data.loading import MicroInput, Steps, move, move_inputs
 from muster.jobs.train.data.sampling import GlobalBatch, Plan
@@ -40,7 +41,7 @@ def trains(bench: Bench) -> None:
     name, far = farthest(state, {name: wanted.state[name] for name in state})
     off = max(abs(mine / theirs - 1.0) for mine, theirs in zip(losses, wanted.losses, strict=True))
     ok = far <= TOLERANCE and off <= TOLERANCE
-    said = f"{setting.steps} steps of {data.name}: losses within {off:.1e}, parameters within {far:.1e}"
+    said = f"{counted(setting.steps, 'step')} of {data.name}: losses within {off:.1e}, parameters within {far:.1e}"
     bench.row("one-process", ok, said if ok else f"{said}; farthest: {name}")
 
 

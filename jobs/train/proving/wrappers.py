@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 
 from muster.jobs.train.proving import toys
-from muster.jobs.train.proving.bench import Bench, copy_into, descend, finish, gradients_alone, mean_of
-from muster.jobs.train.proving.judging import fault, few, is_tensor_equal, kib
+from muster.jobs.train.proving.bench import Bench, copy_into, finish, gradients_alone, mean_of
+from muster.jobs.train.proving.judging import fault, few, kib, same
 from muster.jobs.train.proving.kinds import BUCKET
 
 LIMIT_MB: Final = 0.02  # of a bucket: two layers of the toy
@@ -35,8 +35,6 @@ def synchronizes(bench: Bench) -> None:
             finish(wrapped)
         faults |= faults_of(bench, module, own)
         module.zero_grad(set_to_none=True)
-        descend(reference, mean_of(own))
-        copy_into(module, reference)
     judge_gradients(bench, faults, module)
     judge_traffic(bench, sum(size_of(each) for each in own[0].values()), len(own[0]), not faults)
     judge_dealing(bench, wrapped)
@@ -72,46 +70,41 @@ def faults_of(bench: Bench, module: torch.nn.Module, own: list[dict[str, torch.T
 
 def judge_start(bench: Bench, module: toys.Toy, reference: toys.Toy) -> None:
     """Check that all ranks have rank 0's values: each was built with others."""
-    wanted = dict(reference.named_parameters())
-    wrong = [name for name, each in module.named_parameters() if not is_tensor_equal(each, wanted[name])]
+    pairs = zip(module.named_parameters(), reference.parameters(), strict=True)
+    wrong = [name for (name, each), wanted in pairs if not same(each, wanted)]
     trained = [name for name in wrong if name != "frozen"]
-    said = f"{few(trained)} not rank 0's after construction" if trained else "rank 0's, after every rank began apart"
-    bench.row("parameters-broadcast", not trained, said)
-    buffers = dict(reference.named_buffers())
-    wrong_buffers = [name for name, each in module.named_buffers() if not is_tensor_equal(each, buffers[name])]
-    said = f"{few(wrong_buffers)} not rank 0's after construction" if wrong_buffers else "rank 0's"
-    bench.row("buffers-broadcast", not wrong_buffers, said)
+    end = "not rank 0's after construction"
+    said = f"{few(trained)} {end}" if trained else ""
+    bench.judge("parameters-broadcast", said, "rank 0's, after every rank began apart")
+    own = zip(module.named_buffers(), reference.buffers(), strict=True)
+    buffers = [name for (name, each), wanted in own if not same(each, wanted)]
+    bench.judge("buffers-broadcast", f"{few(buffers)} {end}" if buffers else "", "rank 0's")
     if trained:
         bench.row("frozen", None, "parameters are not broadcast at all")
     else:
-        said = "a parameter without gradient is not rank 0's" if "frozen" in wrong else "rank 0's, without gradient"
-        bench.row("frozen", "frozen" not in wrong, said)
+        bench.judge("frozen", f"frozen {end}" if wrong else "", "rank 0's, without gradient")
 
 
 def judge_gradients(bench: Bench, faults: Faults, module: toys.Toy) -> None:
     """Check that gradients are means, and that no parameter is left out."""
     names = [name for name, each in module.named_parameters() if each.requires_grad and name != TIED]
-    left_out = [name for name in names if faults.get(name) in ("own", "missing")]
-    wrong = [name for name in names if name in faults and name not in left_out]
-    if left_out:
-        what = said_of(faults[left_out[0]])
-        bench.row("every-parameter", False, f"{len(left_out)} of {len(names)} gradients are {what}: {few(left_out)}")
-    else:
-        bench.row("every-parameter", True, f"{len(names)} gradients in each of {STEPS} steps")
-    if wrong:
-        bench.row("mean", False, f"{few(wrong)}: {faults[wrong[0]]}")
-    elif len(left_out) == len(names):
+    left = [name for name in names if faults.get(name) in ("own", "missing")]
+    wrong = [name for name in names if name in faults and name not in left]
+    said = f"{len(left)} of {len(names)} gradients are {said_of(faults[left[0]])}: {few(left)}" if left else ""
+    bench.judge("every-parameter", said, f"{len(names)} gradients in each of {STEPS} steps")
+    none = len(left) == len(names)
+    if none:
         bench.row("mean", None, "nothing is synchronized")
     else:
-        bench.row("mean", True, f"the mean over {bench.world.size} ranks, of every step")
+        said = f"{few(wrong)}: {faults[wrong[0]]}" if wrong else ""
+        bench.judge("mean", said, f"the mean over {bench.world.size} ranks, of every step")
+    if TIED in faults and (wrong or none):
+        bench.row("tied", None, "other gradients are wrong, too")
+        return
+    said = f"the gradient of a shared weight is {said_of(faults[TIED])}" if TIED in faults else ""
     if module.tied.weight is not module.layers[0].weight:
-        bench.row("tied", False, "the two layers no longer share their weight")
-    elif TIED in faults and not wrong and len(left_out) < len(names):
-        bench.row("tied", False, f"the gradient of a shared weight is {said_of(faults[TIED])}")
-    elif TIED in faults:
-        bench.row("tied", None, "no gradient is right")
-    else:
-        bench.row("tied", True, "the gradient of a shared weight is the mean of both uses")
+        said = "the two layers no longer share their weight"
+    bench.judge("tied", said, "the gradient of a shared weight is the mean of both uses")
 
 
 def judge_traffic(bench: Bench, gradient_bytes: int, gradients: int, synchronized: bool) -> None:
