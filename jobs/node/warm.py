@@ -67,7 +67,7 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
         for module in modules:
             importlib.import_module(module)
     except Exception as error:  # a broken torch raises OSError or RuntimeError as well
-        broken = f"{sys.executable}: {error}; run ./setup.sh, or name an interpreter that has it in the site file"
+        broken = f"{sys.executable}: {error}; {advice()}"
         for each in sockets:
             each.sendall((json.dumps({"broken": broken, "code": exits.REFUSED}) + "\n").encode())
             each.shutdown(socket.SHUT_WR)
@@ -79,6 +79,15 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
         sys.exit(exits.REFUSED)
     gc.collect()
     gc.freeze()  # what is imported stays shared between the forks
+
+
+def advice() -> str:
+    """Return what to do about a failed import; only a job's own Python runs without -I (launch/boot.py)."""
+    if sys.flags.isolated:
+        return "run ./setup.sh, or name an interpreter that has it in the site file"
+    torch = sys.modules.get("torch")
+    found = f"its torch is {torch.__version__}; install another one" if torch else "install torch for this Python"
+    return f"{found}, or name another Python with python in the job file"
 
 
 def bury(keepers: set[int]) -> None:
