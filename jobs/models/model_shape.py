@@ -17,6 +17,10 @@ def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptS
     Raises:
         RefusedError: the settings do not fit the data, the model or each other.
     """
+    if settings.make is not None:
+        raise RefusedError(
+            f"train.model: {settings.make} is known to the ranks that build it; this needs a model of Muster's own"
+        )
     wanted = settings.vocabulary or vocabulary
     if wanted < vocabulary:
         raise RefusedError(

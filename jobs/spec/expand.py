@@ -77,15 +77,16 @@ def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
         RefusedError: fewer layers than stages, cuts that make another number of stages, or too small a batch.
     """
     assert parallel.schedule
-    layers, stages = layer_names(settings.model), parallel.pipe * parallel.chunks
-    if stages > len(layers):
+    made = settings.model.make is not None  # its layers are known to the ranks only
+    layers, stages = [] if made else layer_names(settings.model), parallel.pipe * parallel.chunks
+    if not made and stages > len(layers):
         slices = f" of {parallel.chunks} stages each" if parallel.chunks > 1 else ""
         key = f"mode: {settings.mode}" if settings.parallel is None else f"parallel: {parallel.schedule}"
         raise RefusedError(
             f"train.{key}: {counted(parallel.pipe, 'rank')}{slices} make {stages} stages, the model has "
             f"{counted(len(layers), 'layer')}; use {_fewer_stages(parallel, len(layers))}, or a deeper model"
         )
-    if not isinstance(settings.cut, str):
+    if not made and not isinstance(settings.cut, str):
         try:
             by_hand(first_layers(settings.cut, layers), len(layers), stages)
         except ValueError as error:
@@ -170,6 +171,8 @@ def check_tensor(settings: "TrainRules", parallel: Parallel) -> None:
     Raises:
         RefusedError: the ranks do not divide heads, d_ff, vocabulary or context; the message names those that would.
     """
+    if settings.model.make is not None:  # its layers are known to the ranks only
+        return
     shape = resolve_shape(settings.model, settings.model.vocabulary or GptShape.vocabulary)
     assert isinstance(shape, GptShape)
     sizes = {"heads": shape.heads, "d_ff": shape.d_ff, "vocabulary": shape.vocabulary}

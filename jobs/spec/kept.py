@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 RANDOMNESS: Final = "keyed-1"  # of jobs/train/rng/keyed.py: another way to draw needs another name
 KEPT: Final = "kept"
 DATA: Final = "train.data"
+FREE: Final = ("units", "plan")  # of train.model
+CODE: Final = "code"  # the sha256 of the user's files, which may change
 VIRTUAL_RANKS: Final = "train.virtual_ranks"  # 0: not exact
 
 
 def kept_settings(settings: "TrainSettings", *, samples: int, virtual_ranks: int) -> dict[str, Any]:
     """Return what must stay equal, but for the data itself, which only ranks have read; `samples` of an epoch."""
     return {
-        "train.model": changed(settings.model),
+        "train.model": {key: value for key, value in changed(settings.model).items() if key not in FREE},
         "train.precision": settings.precision,
-        "train.optimizer.name": settings.optimizer.name,
+        "train.loss": settings.loss,
+        "train.optimizer.name": settings.optimizer.make or settings.optimizer.name,
         "train.batch_size": min(settings.batch_size, samples),
         "train.seed": settings.seed,
         VIRTUAL_RANKS: virtual_ranks if settings.exact else 0,

@@ -25,10 +25,46 @@ class ModelRules:
         def name(self) -> str | None:
             """The key `name`."""
 
+        @property
+        def make(self) -> str | None:
+            """The key `make`."""
+
+        @property
+        def context(self) -> int | None:
+            """The key `context`."""
+
+        @property
+        def tied(self) -> bool:
+            """The key `tied`."""
+
+        @property
+        def dropout(self) -> float:
+            """The key `dropout`."""
+
     @property
     def is_vgg(self) -> bool:
         """True for an image model."""
         return self.name in VGG_SHAPES
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True where the data sets that ship with Muster give this model tokens, and not images."""
+        return self.context is not None if self.make is not None else not self.is_vgg
+
+    @property
+    def ties_head(self) -> bool:
+        """True where the head of a model that ships with Muster is its embedding."""
+        return self.tied and self.make is None and not self.is_vgg
+
+    @property
+    def draws(self) -> bool:
+        """True where a forward may draw random numbers."""
+        return self.make is not None or self.dropout > 0.0
+
+    @property
+    def title(self) -> str:
+        """What messages call the model."""
+        return self.make or self.name or "gpt"
 
 
 class TrainRules(TrainFields):
@@ -41,6 +77,18 @@ class TrainRules(TrainFields):
             return self.mode
         given = self.parallel
         return mode_of(Parallel(tensor=given.tensor, sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
+
+    @property
+    def makes(self) -> dict[str, str]:
+        """The keys that name code of the user's, with what they name."""
+        keys = {
+            "train.model.make": self.model.make,
+            "train.model.plan": self.model.plan,
+            "train.data.make": self.data.make,
+            "train.loss": self.loss,
+            "train.optimizer.make": self.optimizer.make,
+        }
+        return {key: text for key, text in keys.items() if text is not None}
 
     @property
     def is_pipeline(self) -> bool:
@@ -93,7 +141,7 @@ class TrainRules(TrainFields):
     def is_tied_over_stages(self, world_size: int) -> bool:
         """True where a weight of the first stage of a pipeline is one of the last, too."""
         split = self.split(world_size)
-        return bool(split.schedule) and split.pipe * split.chunks > 1 and self.model.tied and not self.model.is_vgg
+        return bool(split.schedule) and split.pipe * split.chunks > 1 and self.model.ties_head
 
     def accumulation(self, world_size: int) -> int:
         """Return the micro-batches of a shard."""

@@ -15,7 +15,7 @@ from muster.jobs.tensors.parts import Part
 from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.graph import GraphedSteps, require_cuda
 from muster.jobs.train.memory.held import Held, tensors_of
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.made import require_graphable
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.parallel.accumulate import Accumulation
 from muster.jobs.train.parallel.parallelize import RankModel, groups_of, parallelize
@@ -113,11 +113,23 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def build_engine(settings: "TrainSettings", model: Stack, world: World, clock: Clock, numerics: Numerics) -> Engine:
-    """Split a model by the job's mode and build its optimizer: a collective. `numerics` has placed the model."""
+def build_engine(
+    settings: "TrainSettings",
+    model: nn.Module,
+    world: World,
+    clock: Clock,
+    numerics: Numerics,
+    sample: Sequence[int],
+) -> Engine:
+    """Split a model by the job's mode and build its optimizer: a collective.
+
+    `numerics` has placed the model; `sample` is the shape of one input.
+    """
     if settings.cuda_graph:
         require_cuda(world.device)
+        if settings.model.make is not None:
+            require_graphable(model, settings)
     split = settings.split(world.size)
     groups = groups_of(world, split)
-    rank_model = parallelize(model, split, groups, settings, world=world, numerics=numerics, clock=clock)
+    rank_model = parallelize(model, split, groups, settings, world=world, numerics=numerics, clock=clock, sample=sample)
     return Engine(rank_model, numerics, settings, clock)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.jobs.basics.sections import values
-from muster.jobs.spec.kept import DATA, KEPT, RANDOMNESS, kept_settings
+from muster.jobs.spec.kept import CODE, DATA, KEPT, RANDOMNESS, kept_settings
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.sampling import Plan
 
@@ -34,6 +34,7 @@ def meta_of(
     parent: str | None,
     losses: Sequence[tuple[int, float]],
     aliases: Mapping[str, str],
+    code: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return what a checkpoint after `done` steps says of itself beside its tensors."""
     epoch, index = divmod(done, plan.steps_per_epoch)
@@ -55,6 +56,7 @@ def meta_of(
         "parent": parent,
         "losses": list(losses),
         "aliases": dict(aliases),
+        CODE: dict(code),
         "torch": torch.__version__,
         "saved": time.time(),
     }

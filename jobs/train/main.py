@@ -20,6 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from muster.ddp.malloc import keep_freed_memory
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import write_json
 from muster.jobs.basics.sections import replaced, values
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import ranks
@@ -43,6 +44,7 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.parallel.syncs import needs_group
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
 from muster.jobs.train.restoring import restore
+from muster.jobs.user import code
 from muster.jobs.world.guard import guarded, make_own_folder, show_stacks
 from muster.jobs.world.meeting import connect, meet
 from muster.jobs.world.world import Peer, World, choose_device, open_world, require_equal, this_peer
@@ -159,6 +161,8 @@ def train_in(start: Start, job: "Job", world: World, reporter: Reporter) -> int:
     prepare(settings_of(job).profile, cuda_graph=settings_of(job).cuda_graph)
     memory = MemoryRecorder(folder.memory(world.rank), world.device, facts_of(start, job, world))
     trainer = build_trainer(settings_of(job), data, world)
+    if world.rank == 0 and settings_of(job).makes:
+        write_json(folder.code, {"workdir": str(Path.cwd()), "files": code.files_of(Path.cwd())})
     saving, replay, first = NOT_SAVING, None, 0
     if job.checkpoint is not None or start.resume is not None:
         kept = kept_of(trainer.settings, data, trainer.plan)
@@ -196,6 +200,8 @@ def go_on(
         return loaded.step, None
     reporter.loaded(step=loaded.step, seconds=loaded.seconds, checkpoint=loaded.checkpoint)
     left = "" if loaded.step < trainer.steps else ": nothing is left to do"
+    for path in code.changed(loaded.code, code.files_of(Path.cwd())):
+        print(f"{path} has changed since {loaded.checkpoint} was saved; training goes on with it as it is now")
     place = f"step {loaded.step} of {trainer.steps}"
     print(f"goes on from {loaded.checkpoint}, {place}, read in {loaded.seconds:.2f} s{left}", flush=True)
     return loaded.step, Replay(logged_losses(start.run.metrics, after=loaded.step, attempt=start.attempt), reporter)
@@ -235,6 +241,7 @@ def build_saver(
 ) -> Saver[Part]:
     """Make what saves this rank's part of the trainer's state."""
     began_from = start.resume.checkpoint if start.resume is not None else None
+    own_code = code.files_of(Path.cwd())
 
     def describe(done: int, parent: str | None, losses: Sequence[tuple[int, float]]) -> Mapping[str, Any]:
         return meta_of(
@@ -247,6 +254,7 @@ def build_saver(
             parent=parent,
             losses=losses,
             aliases=trainer.engine.model.whole.aliases,
+            code=own_code,
         )
 
     elapsed_s, failures = failures_so_far(start.run)
@@ -265,6 +273,6 @@ def describe(job: "Job", data: Data, world: World) -> str:
     numbers = "" if settings.precision == "fp32" else f", {settings.precision}"
     threads = "" if world.device.type == "cuda" else f" with {counted(torch.get_num_threads(), 'thread')} a rank"
     return (
-        f"{settings.model.name or 'gpt'} on {data.name}: {data.train_samples} samples, batch {settings.batch_size}, "
+        f"{settings.model.title} on {data.name}: {data.train_samples} samples, batch {settings.batch_size}, "
         f"mode {mode}{exact}{numbers}, {counted(world.size, 'rank')} on {world.device.type}{threads}"
     )

@@ -19,7 +19,8 @@ from muster.jobs.train.compare import gradient_bound
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.loading import ShardInput, StepInput, Steps, move
 from muster.jobs.train.data.sampling import Plan
-from muster.jobs.train.models import build_model
+from muster.jobs.train.models import model_of
+from muster.jobs.train.models.made import layers_of
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import (
     clip,
@@ -80,12 +81,12 @@ class Reference:
         settings = setting.settings
         self.numerics = replace(numerics_of(settings, setting.device), recompute=False)
         self.scaler = self.numerics.scaler()
-        model = build_model(settings.model, vocabulary=setting.data.vocabulary, seed=settings.seed)
+        model = model_of(settings, vocabulary=setting.data.vocabulary)
         self.model: nn.Module = self.numerics.place(model)
         draw_as_split(model, setting.tensor, sequence_parallel=settings.sequence_parallel)
         self.names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        per_layer = settings.is_pipeline and settings.model.dropout > 0.0
-        self.seeds = LayerSeeds(model, settings.seed) if per_layer else None
+        per_layer = settings.is_pipeline and settings.model.draws
+        self.seeds = LayerSeeds(layers_of(model, settings), settings.seed) if per_layer else None
         self.terms: dict[str, Tensor] = {}  # of a pipeline's gradients: sums of magnitudes over micro-batches
         self.bounds: list[dict[str, float]] = []  # of each step: how far another order of summation may be off
         self.rounding = Rounding(model, settings.seed) if setting.tensor > 1 else None
@@ -186,7 +187,7 @@ class Reference:
         for index, micro in enumerate(shard.micro_batches):
             if self.seeds is not None:
                 self.seeds.enter(step, shard.virtual_rank, index)
-            elif self.setting.settings.model.dropout > 0.0:
+            elif self.setting.settings.model.draws:
                 torch.manual_seed(forward_seed(self.setting.settings.seed, step, shard.virtual_rank, index))
             loss = self.numerics.loss(self.model, micro.inputs, micro.targets)
             before = {name: each.grad for name, each in self.names.items()} if self.setting.settings.is_pipeline else {}

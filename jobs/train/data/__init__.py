@@ -7,7 +7,7 @@ from torch import Tensor
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.sections import given
-from muster.jobs.train.data import image_sets, token_sets
+from muster.jobs.train.data import image_sets, made, token_sets
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -38,6 +38,10 @@ class Data(Protocol):
         """Number of classes, or of tokens."""
 
     @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+
+    @property
     def unit(self) -> str:
         """What speed is counted in: samples or tokens."""
 
@@ -61,8 +65,9 @@ OPENERS: Final[dict[str, Callable[["TrainSettings"], Data]]] = {
     "cifar10": image_sets.open_cifar10,
     "python-source": token_sets.open_python_source,
     "text": token_sets.open_text,
+    "make": made.open_made,
     "synthetic": lambda settings: (
-        image_sets.open_synthetic(settings) if settings.model.is_vgg else token_sets.open_synthetic(settings)
+        token_sets.open_synthetic(settings) if settings.model.reads_tokens else image_sets.open_synthetic(settings)
     ),
 }
 
@@ -74,7 +79,7 @@ def open_data(settings: "TrainSettings") -> Data:
         RefusedError: the data is not on this machine, is too small, or does not fit the model or `augment`.
         StorageError: python-source cannot be prepared.
     """
-    return OPENERS[settings.data.name or "text"](settings)
+    return OPENERS["make" if settings.data.make else settings.data.name or "text"](settings)
 
 
 def require_batch(settings: "TrainSettings", data: Data) -> None:

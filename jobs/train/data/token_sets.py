@@ -44,6 +44,11 @@ class Tokens:
     unit: str = "tokens"
 
     @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of a window without its last token."""
+        return (self.context,)
+
+    @property
     def units_per_sample(self) -> int:
         """Tokens that one sample trains on."""
         return self.context

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.user import code
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
@@ -58,14 +61,30 @@ def recipe(
     With `cut_anywhere` an element's bits do not depend on where in a tensor it lies, so that parameters may be shared
     out. Fused kernels of CPUs round the end of a tensor, which fills no vector, in another way than the rest.
     """
+    if settings.make is not None:
+        return made_optimizer(settings.make), {"lr": settings.lr, **settings.args}
     kind, options = OPTIMIZERS[settings.name](settings)
     fused_on = FUSED_ALIKE if cut_anywhere else FUSED_ON
     fused = all(p.device.type in fused_on and p.is_floating_point() for p in trainable)
     return kind, {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": fused, **options}
 
 
+def made_optimizer(text: str) -> type[torch.optim.Optimizer]:
+    """Return the user's class of optimizers.
+
+    Raises:
+        RefusedError: it cannot be imported, or is no such class.
+    """
+    kind = code.load("train.optimizer.make", text, Path.cwd())
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise RefusedError(f"train.optimizer.make: {text} is no class of torch.optim.Optimizer; name one")
+    return kind
+
+
 def make_state(optimizer: torch.optim.Optimizer, settings: "OptimizerSettings") -> None:
-    """Make what a first step would, for all that the optimizer steps."""
+    """Make what a first step would, for all that the optimizer steps; a user's optimizer makes its own then."""
+    if settings.make is not None:
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter].update(STATE[settings.name](parameter, settings))

@@ -28,7 +28,7 @@ class Accumulation:
         self.replica = replica
         self.numerics = numerics
         self.scaler = scaler
-        self.dropout_seed = settings.seed if settings.model.dropout > 0.0 else None
+        self.dropout_seed = settings.seed if settings.model.draws and not settings.cuda_graph else None
         self.norms = [module for module in replica.module.modules() if isinstance(module, _NormBase)]
         self.tracking = True
 

@@ -46,7 +46,7 @@ class FsdpReplica(Replica):
         reshard_after_forward = settings.reshard_after_forward
         broadcast([*module.parameters(), *module.buffers()], world.group)
         mesh = DeviceMesh.from_group(world.group, world.device.type)
-        for unit in units_of(module):
+        for unit in units_of(module, settings.model):
             for part in of_one_dtype(unit):
                 fully_shard(list(part), mesh=mesh, reshard_after_forward=reshard_after_forward)
         # By default parameters of the root stay whole after its forward: the backward begins with them.

@@ -90,7 +90,7 @@ def _sharded(module: nn.Module, world: World, settings: "TrainSettings") -> Shar
         module,
         world.group,
         stage=settings.zero,
-        units=None if settings.is_pipeline else units_of(module),
+        units=None if settings.is_pipeline else units_of(module, settings.model),
         bucket_size_mb=settings.bucket_size_mb,
         accumulate="local" if settings.is_pipeline else settings.accumulate,  # a resume may keep what is not read
         reshard_after_forward=settings.reshard_after_forward,
