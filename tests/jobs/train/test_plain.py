@@ -24,6 +24,7 @@ SECTIONS: tuple[tuple[int, dict[str, object]], ...] = (
     (4, {"model": "vgg11", "data": "digits", "mode": "bucketed", "exact": True, "batch_size": 8, "epochs": 2}),
     (8, {"model": GPT, "data": "synthetic", "parallel": {"data": 2, "pipe": 2, "tensor": 2, "zero": 1}}),
     (2, {"model": GPT, "data": {"text": "book.txt"}, "mode": "gpipe", "cut": [0, "block2"]}),
+    (2, {"model": {"make": "a.py:b", "args": {"values": {"x": [1]}}}, "data": {"make": "a:c"}, "loss": "a:d"}),
     (2, {"model": "vgg11", "data": "cifar10", "mode": "zero2", "grad_accumulation": 2, "profile": {"steps": 2}}),
 )
 PROPERTIES = [name for name, value in vars(TrainRules).items() if isinstance(value, property)]
@@ -45,7 +46,8 @@ def test_the_rules_of_a_plain_section_are_those_of_the_checked_one(size: int, se
     assert "split" in METHODS
     assert [getattr(ours, rule) for rule in PROPERTIES] == [getattr(theirs, rule) for rule in PROPERTIES]
     assert [getattr(ours, rule)(size) for rule in METHODS] == [getattr(theirs, rule)(size) for rule in METHODS]
-    assert resolve_shape(ours.model, 300) == resolve_shape(theirs.model, 300)
+    if ours.model.make is None:
+        assert resolve_shape(ours.model, 300) == resolve_shape(theirs.model, 300)
     for read in (values, changed, given):
         assert read(ours) == read(theirs)
         assert read(ours.optimizer) == read(theirs.optimizer)
