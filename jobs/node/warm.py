@@ -41,6 +41,9 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to every process of the job; the agent answers it
     linux.adopt_orphans()
     sockets = [socket.socket(fileno=int(text)) for text in args.fds.split(",")]
+    if is_of_job():
+        for each in sockets:  # so that an agent can tell a Python that cannot run this from a process that was killed
+            each.sendall((json.dumps({"begun": os.getpid()}) + "\n").encode())
     modules, warm, keepers = list(filter(None, args.preload.split(","))), os.getpid(), set()
     if len(sockets) > 1:
         preload(modules, sockets)
@@ -81,9 +84,14 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
     gc.freeze()  # what is imported stays shared between the forks
 
 
+def is_of_job() -> bool:
+    """Return whether this is a job's own Python: Muster's runs with -I (launch/boot.py)."""
+    return not sys.flags.isolated
+
+
 def advice() -> str:
-    """Return what to do about a failed import; only a job's own Python runs without -I (launch/boot.py)."""
-    if sys.flags.isolated:
+    """Return what to do about a failed import."""
+    if not is_of_job():
         return "run ./setup.sh, or name an interpreter that has it in the site file"
     torch = sys.modules.get("torch")
     found = f"its torch is {torch.__version__}; install another one" if torch else "install torch for this Python"

@@ -61,7 +61,7 @@ class KeeperLink:
         self.keeper = keeper
         self._warm: subprocess.Popen[bytes] | None = None
         self._of_job: Sequence[str] = ()
-        self._refused = False
+        self._has_begun = False  # the warm process, in the job's Python
         self._pid = 0
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -98,8 +98,8 @@ class KeeperLink:
 
     @property
     def unusable(self) -> str:
-        """Why the job's Python has started no keeper, once `messages` has ended; "" if it has, or has said why."""
-        if self._pid or self._refused or not self._of_job:
+        """Why the job's Python has started no warm process, once `messages` has ended; "" if it has."""
+        if self._has_begun or not self._of_job:
             return ""
         return (
             f"python: {shlex.join(self._of_job)}: ended before it could start ranks; it must be a Python 3.10 or newer "
@@ -153,8 +153,10 @@ class KeeperLink:
                 return
             message = json.loads(line)
             self._pid = message.get("ready", self._pid)
-            self._refused = self._refused or "broken" in message
-            yield message
+            if "begun" in message:
+                self._has_begun = True
+            else:
+                yield message
 
     async def close(self) -> None:
         """Let the keeper go, and wait until it has ended everything; a frozen one is killed, and its ranks with it."""
