@@ -67,6 +67,7 @@ class Setting:
     device: torch.device
     dtype: torch.dtype
     tensor: int = 1  # ranks that every layer is split over
+    shares_weights: bool = False  # the model uses a weight in several places
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
