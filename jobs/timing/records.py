@@ -11,9 +11,10 @@ needs (`jobs/models/anatomy.py`: causal attention by half); what activation chec
 from itertools import islice
 from typing import Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
-from muster.jobs.spec.strict import Strict, UnixTime
+from muster.jobs.spec.strict import NonNegative, Strict, UnixTime
 from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.settings import Case, Pass, TimingSettings
 
@@ -58,8 +59,8 @@ class Peak(Strict):
 class Launch(Strict):
     """One fresh process of a row: how many steps it did, to warm up and timed, and when it ended."""
 
-    warm_up: int
-    steps: int
+    warm_up: NonNegative
+    steps: NonNegative
     time: UnixTime
 
 
@@ -95,6 +96,12 @@ class Timed(Strict):
     matmul_share: float | None = None  # of the rate of a matrix product in the same numbers
     peak_bytes: int | None = None  # CUDA: the most that was allocated; CPU: by how much the process grew
     time: UnixTime
+
+    @model_validator(mode="after")
+    def _launches_have_all_steps(self) -> Self:
+        if self.launches and sum(each.steps for each in self.launches) != len(self.steps_s):
+            raise ValueError(f"launches that do not add up to {len(self.steps_s)} steps")
+        return self
 
     @property
     def case(self) -> Case:
