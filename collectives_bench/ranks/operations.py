@@ -142,13 +142,13 @@ CALLS: Final[dict[str, type[Call]]] = {
     # Ours, so that a learner sees why the library's are faster, or are not.
     "ring_all_reduce": _of(Summed, lambda c, _: primitives.ring_all_reduce(c.buffer, c.group)),
     "ring_reduce_scatter": _of(
-        ReduceScattered, lambda c, _: primitives.ringprimitives.reduce_scatter(c.parts_of_input, c.output, c.group)
+        ReduceScattered, lambda c, _: primitives.ring_reduce_scatter(c.parts_of_input, c.output, c.group)
     ),
-    "ring_all_gather": _of(Gathered, lambda c, _: primitives.ringprimitives.all_gather(c.input, c.places, c.group)),
+    "ring_all_gather": _of(Gathered, lambda c, _: primitives.ring_all_gather(c.input, c.places, c.group)),
     "tree_broadcast": _of(FromRoot, lambda c, _: primitives.tree_broadcast(c.buffer, ROOT, c.group)),
     "tree_reduce": _of(SummedAtRoot, lambda c, _: primitives.tree_reduce(c.buffer, ROOT, c.group)),
     "exchange_reduce_scatter": _of(
-        ReduceScattered, lambda c, _: primitives.orderedprimitives.reduce_scatter(c.parts_of_input, c.output, c.group)
+        ReduceScattered, lambda c, _: primitives.ordered_reduce_scatter(c.parts_of_input, c.output, c.group)
     ),
     "gather_scatter": GatherScatter,
 }
