@@ -31,16 +31,23 @@ from muster.pipe.wires.meeting import Meeting
 
 
 class Held(nn.Module):
-    """Layers under the names that they have in the whole model; whoever runs them knows their order."""
+    """Layers under the names that they have in the whole model, which may be dotted; others know their order."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
+        self._layers = [layer for _, layer in layers]
         for name, layer in layers:
-            self.add_module(name, layer)
+            *above, last = name.split(".")
+            place: nn.Module = self
+            for each in above:  # a layer from within a module of the whole model
+                if each not in place._modules:
+                    place.add_module(each, nn.Module())
+                place = place.get_submodule(each)
+            place.add_module(last, layer)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the forward of each layer by itself, as `nn.Module.compile` does: it is layers that stages run."""
-        for layer in self.children():
+        for layer in self._layers:
             layer.compile(*args, **kwargs)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.sections import changed
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptS
     Raises:
         RefusedError: the settings do not fit the data, the model or each other.
     """
+    if settings.make is not None:
+        raise RefusedError(
+            f"train.model: {settings.make} is known to the ranks that build it; this needs a model of Muster's own"
+        )
     wanted = settings.vocabulary or vocabulary
     if wanted < vocabulary:
         raise RefusedError(
@@ -35,12 +40,7 @@ def context_of(settings: "ModelSettings") -> int:
 
 
 def _resolve_vgg(settings: "ModelSettings", classes: int) -> VggShape:
-    fields = type(settings).model_fields
-    foreign = [
-        field
-        for field in ("context", "tied", "bias", "norm", "dropout")
-        if getattr(settings, field) != fields[field].default
-    ]
+    foreign = [field for field in ("context", "tied", "bias", "norm", "dropout") if field in changed(settings)]
     if foreign:
         raise RefusedError(f"train.model.{foreign[0]}: {settings.name} has no such setting; remove it, or choose a gpt")
     assert settings.name is not None

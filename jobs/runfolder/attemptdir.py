@@ -27,6 +27,8 @@ class AttemptDir:
     node = Each("node-{:02d}.json")  # what one node's agent started: pids, cores, host
     # why and until when the programs of one node are asked to end: {"reason", "message", "deadline"}
     stop = Each("node-{:02d}.stop.json")
+    # the files of the user's that the ranks imported: {"workdir", "files": {path: sha256}}
+    code = At("user-code.json")
     setup = Each("node-{:02d}.setup")  # output of the job's setup lines on one node
     out = Each("rank-{:05d}.out")  # standard output of a rank
     err = Each("rank-{:05d}.err")  # standard error of a rank

@@ -16,6 +16,7 @@ Runs are made and found here too. Only folders that nobody else could have writt
       attempt-000/   mkdir is the token of the attempt
         placement.json  commands/                                supervisor
         node-00.json  node-00.setup                              agent of that node
+        user-code.json                                           rank 0: the user's files that a `train:` job imported
         resume.json                                              supervisor: the checkpoint that the attempt began from
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
         bench.jsonl                                              rank 0 only: what a `bench:` or `timing:` job measured

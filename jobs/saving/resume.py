@@ -32,6 +32,7 @@ class Loaded:
     step: int
     checkpoint: str
     seconds: float
+    code: Any = None  # the user's files that it was made with, as `jobs/user/code.py` lists them
 
 
 def newest(run: RunDir) -> Resume | None:

@@ -13,9 +13,9 @@ from typing import Any, Final
 from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.job import Unread
 from muster.jobs.spec.modes import MODES, SHARDED
-from muster.jobs.spec.train_fields import TrainFields
+from muster.jobs.spec.rules import TrainRules
 
-Test = Callable[[TrainFields], bool]
+Test = Callable[[TrainRules], bool]
 
 OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)  # the modes whose sums are ours
 # Why a step of a mode cannot be one CUDA graph: whatever the host decides while it is replayed. Other data-parallel
@@ -43,15 +43,11 @@ class Conflict:
     why: str
 
 
-def _is_own_gpt(s: TrainFields) -> bool:
-    return s.model.tied and not s.model.is_vgg
-
-
-def _has_copies(s: TrainFields) -> bool:
+def _has_copies(s: TrainRules) -> bool:
     return s.parallel is not None and s.parallel.data > 1
 
 
-def _says_twice(s: TrainFields) -> bool:
+def _says_twice(s: TrainRules) -> bool:
     return s.microbatches is not None and s.parallel is not None and s.parallel.microbatches is not None
 
 
@@ -67,12 +63,12 @@ ANY: Final = (
     ),
     Conflict(lambda s: s.virtual_ranks is not None and not s.exact, "virtual_ranks needs exact: true"),
     Conflict(
-        lambda s: s.data.name in ("digits", "cifar10") and not s.model.is_vgg,
+        lambda s: s.data.name in ("digits", "cifar10") and s.model.reads_tokens,
         "data {data} is images, model {model} reads tokens",
     ),
     Conflict(
-        lambda s: bool(s.data.name == "python-source" or s.data.text) and s.model.is_vgg,
-        "data {data} is tokens, model {model} reads images",
+        lambda s: bool(s.data.name == "python-source" or s.data.text) and not s.model.reads_tokens,
+        "data {data} is tokens, model {model} reads images; a made model says that it reads tokens by model.context",
     ),
 )
 
@@ -84,6 +80,10 @@ RECORDED: Final = (
     Conflict(
         lambda s: s.model.dropout > 0.0,
         "cuda_graph does not go with dropout: the host seeds every micro-batch anew; set dropout: 0",
+    ),
+    Conflict(
+        lambda s: s.optimizer.make is not None,
+        "cuda_graph does not go with optimizer {s.optimizer.make}: its step may need the host; set cuda_graph: false",
     ),
     Conflict(
         lambda s: s.is_pipeline and s.splits_layers,
@@ -103,7 +103,7 @@ RECORDED: Final = (
         for key in ("activation_checkpointing", "layerwise")
     ),
     Conflict(
-        lambda s: s.is_pipeline and s.exact and _is_own_gpt(s),
+        lambda s: s.is_pipeline and s.exact and s.model.ties_head,
         "cuda_graph does not go with exact where the head is the embedding: its gradients are heard of by hooks, "
         "which a recorded backward does not call; write model: {{name: ..., tied: false}}, or remove one of them",
     ),
@@ -118,6 +118,11 @@ SPLIT_LAYERS: Final = (
         lambda s: s.model.is_vgg,
         "model: {model}: tensor parallel splits the layers of a gpt, of a vgg it has no plan; "
         "choose a gpt, or a data-parallel mode",
+    ),
+    Conflict(
+        lambda s: s.model.make is not None and s.model.plan is None,
+        "model: {model}: tensor parallel needs to know how to split its layers; give model.plan, a function that "
+        "returns a plan of muster.pipe.tensor, or choose a data-parallel mode or a pipeline",
     ),
     Conflict(
         lambda s: s.exact,
@@ -152,7 +157,7 @@ LAYER_BY_LAYER: Final = (
         "layerwise sends gradients as they are; remove communication_dtype, or set layerwise: false",
     ),
     Conflict(
-        _is_own_gpt,
+        lambda s: s.model.ties_head,
         "layerwise frees every layer by itself, and this model's head is its embedding; "
         "write model: {{name: ..., tied: false}}, or set layerwise: false",
     ),
@@ -210,13 +215,13 @@ CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
 )
 
 
-def conflict(settings: TrainFields) -> str | None:
+def conflict(settings: TrainRules) -> str | None:
     """Return why settings do not go together, and what to do; None when they do."""
     for applies, rows in CONFLICTS:
         row = next((row for row in rows if row.found(settings)), None) if applies(settings) else None
         if row is not None:
             mode = settings.mode_name
-            words = {"mode": mode, "model": settings.model.name or "gpt", "data": settings.data.name or "text"}
+            words = {"mode": mode, "model": settings.model.title, "data": settings.data.title}
             return row.why.format(s=settings, host=THROUGH_THE_HOST.get(mode), **words)
     return None
 
@@ -226,25 +231,29 @@ class Reader:
     """One row: a key, the test for settings that read it, and who they are in words."""
 
     key: tuple[str, ...]
-    reads: Callable[[TrainFields], bool]
+    reads: Callable[[TrainRules], bool]
     readers: str
 
 
-def _has_buckets(settings: TrainFields) -> bool:
+def _has_buckets(settings: TrainRules) -> bool:
     return settings.sync == "bucketed" or (settings.sync == "sharded" and settings.zero < 3)
 
 
-def _by_layers(settings: TrainFields) -> bool:
+def _by_layers(settings: TrainRules) -> bool:
     return settings.is_pipeline or (settings.sync == "sharded" and settings.zero == 3)
 
 
-def _accumulates(settings: TrainFields) -> bool:
+def _accumulates(settings: TrainRules) -> bool:
     by_layers = settings.layerwise and settings.sync == "sharded" and settings.zero == 3
     return settings.zero > 0 and not settings.is_pipeline and not by_layers
 
 
-def _cuts_batches(settings: TrainFields) -> bool:
+def _cuts_batches(settings: TrainRules) -> bool:
     return settings.is_pipeline and settings.mode_name != "model"
+
+
+def _by_units(settings: TrainRules) -> bool:
+    return settings.zero == 3 or settings.compile or settings.activation_checkpointing
 
 
 READERS: Final = (
@@ -261,12 +270,14 @@ READERS: Final = (
     Reader(("parallel", "microbatches"), _cuts_batches, "pipelines other than schedule model"),
     Reader(("chunks",), lambda settings: settings.mode_name == "interleaved", "mode interleaved"),
     Reader(("cut",), lambda settings: settings.is_pipeline, "pipelines"),
-    Reader(("augment",), lambda settings: settings.model.is_vgg, "images"),
+    Reader(("augment",), lambda settings: settings.data.make is None and not settings.model.reads_tokens, "images"),
+    Reader(("model", "units"), _by_units, "modes zero3 and fsdp, compile and activation_checkpointing"),
+    Reader(("model", "plan"), lambda settings: settings.splits_layers, "mode tensor"),
     Reader(("schedule", "final"), lambda settings: settings.schedule.name != "constant", "linear and cosine"),
 )
 
 
-def unread(settings: TrainFields) -> list[Unread]:
+def unread(settings: TrainRules) -> list[Unread]:
     """List the keys that were given but have no effect."""
     found = []
     for row in READERS:

@@ -3,22 +3,25 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import counted
 from muster.jobs.models.model_shape import resolve_shape
 from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
 from muster.jobs.spec.modes import MODES, Parallel
-from muster.jobs.spec.split import ParallelSettings
-from muster.jobs.spec.train_fields import ModelSettings, TrainFields
 from muster.pipe.schedules.cuts import by_hand
 from muster.pipe.schedules.tables import SCHEDULES
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.rules import TrainRules
+    from muster.jobs.spec.split import ParallelSettings
+    from muster.jobs.spec.train_fields import ModelSettings
 
 FILL: Final = 4  # micro-batches for each rank of a pipeline, where nobody says how many: 1f1b is idle 3 / 19 of 4 ranks
 
 
-def split_of(settings: TrainFields, world_size: int) -> Parallel:
+def split_of(settings: "TrainRules", world_size: int) -> Parallel:
     """Expand mode or `parallel:` for a world size.
 
     Raises:
@@ -37,11 +40,11 @@ def split_of(settings: TrainFields, world_size: int) -> Parallel:
     return _filled(settings, parallel)
 
 
-def _degrees(given: ParallelSettings) -> Sequence[tuple[str, int]]:
+def _degrees(given: "ParallelSettings") -> Sequence[tuple[str, int]]:
     return (("data", given.data), ("pipe", given.pipe), ("tensor", given.tensor))
 
 
-def _filled(settings: TrainFields, parallel: Parallel) -> Parallel:
+def _filled(settings: "TrainRules", parallel: Parallel) -> Parallel:
     """Say into how many micro-batches a pipeline cuts its batch, and the model into how many slices a rank."""
     if not parallel.schedule:
         return parallel
@@ -53,7 +56,7 @@ def _filled(settings: TrainFields, parallel: Parallel) -> Parallel:
     return replace(parallel, microbatches=microbatches, chunks=SCHEDULES[parallel.schedule].stages(1, settings.chunks))
 
 
-def split_text(settings: TrainFields) -> str:
+def split_text(settings: "TrainRules") -> str:
     """Name the mode, or the split that is written out."""
     given = settings.parallel
     if given is None:
@@ -67,22 +70,23 @@ def split_text(settings: TrainFields) -> str:
     return f"{shared} by {given.sync}"
 
 
-def check_pipeline(settings: TrainFields, parallel: Parallel) -> None:
+def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
     """Refuse a pipeline that cannot be: before any rank is started.
 
     Raises:
         RefusedError: fewer layers than stages, cuts that make another number of stages, or too small a batch.
     """
     assert parallel.schedule
-    layers, stages = layer_names(settings.model), parallel.pipe * parallel.chunks
-    if stages > len(layers):
+    made = settings.model.make is not None  # its layers are known to the ranks only
+    layers, stages = [] if made else layer_names(settings.model), parallel.pipe * parallel.chunks
+    if not made and stages > len(layers):
         slices = f" of {parallel.chunks} stages each" if parallel.chunks > 1 else ""
         key = f"mode: {settings.mode}" if settings.parallel is None else f"parallel: {parallel.schedule}"
         raise RefusedError(
             f"train.{key}: {counted(parallel.pipe, 'rank')}{slices} make {stages} stages, the model has "
             f"{counted(len(layers), 'layer')}; use {_fewer_stages(parallel, len(layers))}, or a deeper model"
         )
-    if not isinstance(settings.cut, str):
+    if not made and not isinstance(settings.cut, str):
         try:
             by_hand(first_layers(settings.cut, layers), len(layers), stages)
         except ValueError as error:
@@ -110,7 +114,7 @@ def _fewer_stages(parallel: Parallel, layers: int) -> str:
     return " or ".join(ways) or f"fewer ranks and chunks, which make at most {layers} stages"
 
 
-def check_batch(settings: TrainFields, parallel: Parallel) -> None:
+def check_batch(settings: "TrainRules", parallel: Parallel) -> None:
     """Refuse batches that cannot be dealt to virtual ranks.
 
     Raises:
@@ -144,7 +148,7 @@ def first_layers(cut: Sequence[int | str], layers: Sequence[str]) -> list[int]:
     return [each if isinstance(each, int) else layers.index(each) for each in cut]
 
 
-def layer_names(model: ModelSettings) -> list[str]:
+def layer_names(model: "ModelSettings") -> list[str]:
     """List a model's layers as `jobs/train/models` name them; stages are cut between them."""
     if model.name in VGG_SHAPES:
         names, convolutions, pools = list[str](), 0, 0
@@ -161,12 +165,14 @@ def layer_names(model: ModelSettings) -> list[str]:
     return ["embed", *(f"block{number}" for number in range(1, blocks + 1)), "norm", "head"]
 
 
-def check_tensor(settings: TrainFields, parallel: Parallel) -> None:
+def check_tensor(settings: "TrainRules", parallel: Parallel) -> None:
     """Refuse a model whose layers cannot be split over so many ranks: before any rank is started.
 
     Raises:
         RefusedError: the ranks do not divide heads, d_ff, vocabulary or context; the message names those that would.
     """
+    if settings.model.make is not None:  # its layers are known to the ranks only
+        return
     shape = resolve_shape(settings.model, settings.model.vocabulary or GptShape.vocabulary)
     assert isinstance(shape, GptShape)
     sizes = {"heads": shape.heads, "d_ff": shape.d_ff, "vocabulary": shape.vocabulary}

@@ -5,23 +5,29 @@ Free to change are the number of ranks, the mode, the learning rate and its sche
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.train import TrainSettings
+from muster.jobs.basics.sections import changed
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 RANDOMNESS: Final = "keyed-1"  # of jobs/train/rng/keyed.py: another way to draw needs another name
 KEPT: Final = "kept"
 DATA: Final = "train.data"
+FREE: Final = ("units", "plan")  # of train.model
+CODE: Final = "code"  # the sha256 of the user's files, which may change
 VIRTUAL_RANKS: Final = "train.virtual_ranks"  # 0: not exact
 
 
-def kept_settings(settings: TrainSettings, *, samples: int, virtual_ranks: int) -> dict[str, Any]:
+def kept_settings(settings: "TrainSettings", *, samples: int, virtual_ranks: int) -> dict[str, Any]:
     """Return what must stay equal, but for the data itself, which only ranks have read; `samples` of an epoch."""
     return {
-        "train.model": settings.model.model_dump(mode="json", exclude_defaults=True),
+        "train.model": {key: value for key, value in changed(settings.model).items() if key not in FREE},
         "train.precision": settings.precision,
-        "train.optimizer.name": settings.optimizer.name,
+        "train.loss": settings.loss,
+        "train.optimizer.name": settings.optimizer.make or settings.optimizer.name,
         "train.batch_size": min(settings.batch_size, samples),
         "train.seed": settings.seed,
         VIRTUAL_RANKS: virtual_ranks if settings.exact else 0,
@@ -29,7 +35,7 @@ def kept_settings(settings: TrainSettings, *, samples: int, virtual_ranks: int) 
     }
 
 
-def require_settings(found: Any, settings: TrainSettings, where: str) -> None:
+def require_settings(found: Any, settings: "TrainSettings", where: str) -> None:
     """Compare what a checkpoint was saved with to a job that nobody has begun yet.
 
     Raises:

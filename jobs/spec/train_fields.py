@@ -9,10 +9,12 @@ from typing_extensions import Self
 
 from muster.jobs.basics.words import unknown
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
-from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
+from muster.jobs.spec.modes import MODES
 from muster.jobs.spec.profile import OFF, ProfileSettings
+from muster.jobs.spec.rules import ModelRules
 from muster.jobs.spec.split import ParallelSettings
 from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict
+from muster.jobs.user.code import FORM, split
 
 DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
 
@@ -30,10 +32,35 @@ def one_of(what: str, *tables: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-class ModelSettings(Strict):
-    """A model: a named row of `jobs/models/shapes.py`, with overrides, or a GPT given by its four sizes."""
+def _is_made(text: str) -> str:
+    split(text)
+    return text
+
+
+Made = Annotated[str, AfterValidator(_is_made)]
+
+
+def _only_with(section: Strict, given: str, allowed: Collection[str], what: str) -> None:
+    """Refuse keys that do not belong beside `make`."""
+    if foreign := sorted(section.model_fields_set - {given, *allowed}):
+        raise ValueError(f"{what} made by {given} has no {' or '.join(foreign)} here; pass it in args")
+
+
+class ModelSettings(ModelRules, Strict):
+    """A model: a row of `jobs/models/shapes.py`, with overrides, a GPT given by its sizes, or a function's result."""
 
     name: Annotated[str, one_of("model", VGG_SHAPES, GPT_SHAPES)] | None = None
+    make: Made | None = Field(None, description=f"a function that returns an nn.Module: {FORM}")
+    args: dict[str, Any] = Field({}, description="of make: keyword arguments")
+    units: list[str] | None = Field(
+        None,
+        description="of make: modules by name, with * and ?, that zero3, fsdp, compile and activation_checkpointing "
+        "take one by one; default: repeated children",
+        min_length=1,
+    )
+    plan: Made | None = Field(
+        None, description="of make: a function of the model that returns its plan for tensor parallel"
+    )
     d_model: Positive | None = None
     d_ff: Positive | None = None
     layers: Positive | None = None
@@ -47,6 +74,11 @@ class ModelSettings(Strict):
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
+        if self.make is not None:
+            _only_with(self, "make", ("args", "units", "plan", "context", "vocabulary"), "a model")
+            return self
+        if foreign := sorted({"args", "units", "plan"} & self.model_fields_set):
+            raise ValueError(f"{foreign[0]} is for a model made by make; add make: {FORM}, or remove {foreign[0]}")
         sizes = {"d_model": self.d_model, "d_ff": self.d_ff, "layers": self.layers, "heads": self.heads}
         given = [key for key, value in sizes.items() if value is not None]
         if self.name is None and len(given) < len(sizes):
@@ -56,29 +88,35 @@ class ModelSettings(Strict):
             raise ValueError(f"a named model has its sizes already; remove name or {', '.join(given)}")
         return self
 
-    @property
-    def is_vgg(self) -> bool:
-        """True for an image model."""
-        return self.name in VGG_SHAPES
-
 
 class DataSettings(Strict):
-    """A data set: a name of `DATA_NAMES`, or a text file of the user's own (`{text: PATH}`)."""
+    """A data set: a name of `DATA_NAMES`, a text file (`{text: PATH}`), or what a function returns."""
 
     name: Annotated[str, one_of("data", DATA_NAMES)] | None = None
     text: str | None = None
+    make: Made | None = Field(None, description=f"a function that returns (train, eval), map-style Datasets: {FORM}")
+    args: dict[str, Any] = Field({}, description="of make: keyword arguments")
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
-        if (self.name is None) == (self.text is None):
-            raise ValueError("data is either a name or {text: PATH}")
+        if sum(each is not None for each in (self.name, self.text, self.make)) != 1:
+            raise ValueError("data is a name, {text: PATH} or {make: FILE.py:NAME}: exactly one of them")
+        if self.make is None and "args" in self.model_fields_set:
+            raise ValueError("args is for data made by make; remove it")
         return self
+
+    @property
+    def title(self) -> str:
+        """What messages call the data."""
+        return self.make or self.name or "text"
 
 
 class OptimizerSettings(Strict):
-    """The optimizer; `betas` and `eps` belong to adamw, `momentum` and `nesterov` to sgd."""
+    """The optimizer; `betas` and `eps` belong to adamw, `momentum` and `nesterov` to sgd, `args` to a user's own."""
 
     name: Literal["sgd", "adamw"] = "sgd"
+    make: Made | None = Field(None, description=f"a class of optimizers, called with parameters, lr and args: {FORM}")
+    args: dict[str, Any] = Field({}, description="of make: keyword arguments besides lr")
     lr: Annotated[float, Field(gt=0.0)] = 0.01
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -88,7 +126,10 @@ class OptimizerSettings(Strict):
 
     @model_validator(mode="after")
     def _fits_its_name(self) -> Self:
-        foreign = {"sgd": {"betas", "eps"}, "adamw": {"momentum", "nesterov"}}[self.name]
+        if self.make is not None:
+            _only_with(self, "make", ("lr", "args"), "an optimizer")
+            return self
+        foreign = {"sgd": {"betas", "eps", "args"}, "adamw": {"momentum", "nesterov", "args"}}[self.name]
         if wrong := sorted(foreign & self.model_fields_set):
             raise ValueError(f"{self.name} has no {' or '.join(wrong)}")
         if self.nesterov and not self.momentum:
@@ -109,6 +150,10 @@ class TrainFields(Strict):
 
     model: ModelSettings
     data: DataSettings
+    loss: Made | None = Field(
+        None,
+        description="a function of outputs and targets that returns their mean loss; default: cross-entropy of logits",
+    )
     mode: Annotated[str, one_of("mode", MODES)] = "ddp"
     parallel: ParallelSettings | None = None
     batch_size: Positive = Field(64, description="global: the same whatever the number of ranks")
@@ -194,51 +239,3 @@ class TrainFields(Strict):
     @classmethod
     def _may_be_a_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
-
-    @property
-    def mode_name(self) -> str:
-        """The mode; of a split that is written out, the one whose gradients are shared in the same way."""
-        if self.parallel is None:
-            return self.mode
-        given = self.parallel
-        return mode_of(Parallel(tensor=given.tensor, sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
-
-    @property
-    def is_pipeline(self) -> bool:
-        """True where ranks have slices of the layers."""
-        return self.mode_name in PIPELINES
-
-    @property
-    def is_product(self) -> bool:
-        """True where ranks are split in more than one way: pipelines beside each other, split layers of stages."""
-        several = self.parallel is not None and self.parallel.data > 1
-        return several + self.is_pipeline + self.splits_layers > 1
-
-    @property
-    def splits_layers(self) -> bool:
-        """True where ranks have a part of every layer each."""
-        return self.mode == TENSOR if self.parallel is None else self.parallel.tensor > 1
-
-    @property
-    def sync(self) -> Sync:
-        """How data-parallel ranks average gradients."""
-        return MODES[self.mode].expand(1).sync if self.parallel is None else self.parallel.sync
-
-    @property
-    def zero(self) -> Zero:
-        """ZeRO's stage."""
-        return MODES[self.mode].expand(1).zero if self.parallel is None else self.parallel.zero
-
-    @property
-    def same_norm(self) -> bool:
-        """True where gradients are clipped by a norm that has the same bits whoever has which of them."""
-        return self.exact or self.deterministic
-
-    def virtual_world_size(self, world_size: int) -> int:
-        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank.
-
-        All ranks that have one copy of the model together have one shard.
-        """
-        if self.is_pipeline or self.splits_layers:
-            return 1 if self.parallel is None else self.parallel.data
-        return (self.virtual_ranks or 4) if self.exact else world_size

@@ -1,9 +1,12 @@
 """Which steps of an attempt are recorded: those asked for, or what a short job has. Pure."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from muster.jobs.basics.words import counted
-from muster.jobs.spec.profile import ProfileSettings
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.profile import ProfileSettings
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Window:
         return max(0, self.last - self.first + 1)
 
 
-def window_of(settings: ProfileSettings, *, done: int, steps: int) -> Window:
+def window_of(settings: "ProfileSettings", *, done: int, steps: int) -> Window:
     """Place the recording in an attempt that begins with `done` steps done of `steps`; a short one is used to its end.
 
     before     . . . . . R R R . . .      first_step 6, steps 3

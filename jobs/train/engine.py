@@ -5,28 +5,31 @@ batch ─ parallel.Accumulation, or parallel.Stages ─ mean over ranks with the
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.tensors.parts import Part
 from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.graph import GraphedSteps, require_cuda
 from muster.jobs.train.memory.held import Held, tensors_of
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.made import require_graphable
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.parallel.accumulate import Accumulation
 from muster.jobs.train.parallel.parallelize import RankModel, groups_of, parallelize
 from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.world.world import World
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 
 class Engine:
     """A rank's part of a model, its optimizer, and what they do in a step."""
 
-    def __init__(self, model: RankModel, numerics: Numerics, settings: TrainSettings, clock: Clock) -> None:
+    def __init__(self, model: RankModel, numerics: Numerics, settings: "TrainSettings", clock: Clock) -> None:
         self.model = model
         self.replica = model.replica
         self.stages = model.stages
@@ -110,11 +113,23 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def build_engine(settings: TrainSettings, model: Stack, world: World, clock: Clock, numerics: Numerics) -> Engine:
-    """Split a model by the job's mode and build its optimizer: a collective. `numerics` has placed the model."""
+def build_engine(
+    settings: "TrainSettings",
+    model: nn.Module,
+    world: World,
+    clock: Clock,
+    numerics: Numerics,
+    sample: Sequence[int],
+) -> Engine:
+    """Split a model by the job's mode and build its optimizer: a collective.
+
+    `numerics` has placed the model; `sample` is the shape of one input.
+    """
     if settings.cuda_graph:
         require_cuda(world.device)
+        if settings.model.make is not None:
+            require_graphable(model, settings)
     split = settings.split(world.size)
     groups = groups_of(world, split)
-    rank_model = parallelize(model, split, groups, settings, world=world, numerics=numerics, clock=clock)
+    rank_model = parallelize(model, split, groups, settings, world=world, numerics=numerics, clock=clock, sample=sample)
     return Engine(rank_model, numerics, settings, clock)

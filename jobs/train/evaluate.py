@@ -16,6 +16,7 @@ from muster.jobs.node import page
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.loading import move_inputs
 from muster.jobs.train.engine import Engine
+from muster.jobs.train.models.stack import Loss, mean_loss
 from muster.jobs.world.world import World, add_in_order
 
 BLOCK_SAMPLES: Final = 64
@@ -23,7 +24,10 @@ BLOCK_SAMPLES: Final = 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over the evaluation samples, and the figure that people quote: accuracy, or perplexity for tokens."""
+    """Mean loss over the evaluation samples, and the figure that people quote: accuracy, or perplexity for tokens.
+
+    With a loss of the user's there is no figure ("").
+    """
 
     loss: float
     figure: str
@@ -32,16 +36,18 @@ class Evaluation:
 
     def row(self) -> dict[str, float]:
         """Spell the result as columns of a metrics row."""
-        return {"loss": self.loss, self.figure: self.value}
+        return {"loss": self.loss, **({self.figure: self.value} if self.figure else {})}
 
     def text(self) -> str:
         """Say the result in a phrase."""
+        if not self.figure:
+            return f"evaluation  loss {self.loss:.4f}"
         accuracy = f"{100 * self.value:.2f} %"
         value = accuracy if self.figure == "accuracy" else f"{self.value:.2f} on {self.samples:,} windows"
         return f"evaluation  loss {self.loss:.4f}  {self.figure} {value}"
 
 
-def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Evaluation | None:
+def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype, loss: Loss = mean_loss) -> Evaluation | None:
     """Measure the model on the evaluation samples: a collective; None when there are none."""
     engine.model.synchronize_buffers()
     blocks = -(-data.eval_samples // BLOCK_SAMPLES)
@@ -55,16 +61,19 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Ev
         inputs, targets = data.eval_batch(block_indices(min(block, blocks - 1), data.eval_samples))
         outputs = engine.predict(move_inputs(inputs, world.device, dtype))
         if block < blocks:
-            mine[row] = measure(outputs, targets.to(world.device))
+            wanted = targets.to(world.device)
+            mine[row] = measure(outputs, wanted) if loss is mean_loss else measure_by(loss, outputs, wanted)
         page.own.beat()
     dealt = [rows.tolist() for rows in world.readers(world.gather(mine))]
     in_order = [dealt[block % len(dealt)][block // len(dealt)] for block in range(blocks)]
     loss_sum, right, predictions = (add_in_order(column) for column in zip(*in_order, strict=True))
-    loss = loss_sum / predictions
+    mean = loss_sum / predictions
+    if loss is not mean_loss:
+        return Evaluation(mean, "", 0.0, data.eval_samples)
     if data.unit == "tokens":
-        perplexity = math.inf if loss >= 700.0 else math.exp(loss)  # of nan nan
-        return Evaluation(loss, "perplexity", perplexity, data.eval_samples)
-    return Evaluation(loss, "accuracy", right / predictions, data.eval_samples)
+        perplexity = math.inf if mean >= 700.0 else math.exp(mean)  # of nan nan
+        return Evaluation(mean, "perplexity", perplexity, data.eval_samples)
+    return Evaluation(mean, "accuracy", right / predictions, data.eval_samples)
 
 
 def block_indices(block: int, samples: int) -> Tensor:
@@ -79,3 +88,9 @@ def measure(outputs: Tensor, targets: Tensor) -> Tensor:
     loss_sum = F.cross_entropy(flat, wanted, reduction="none").double().sum()
     right = (flat.argmax(dim=-1) == wanted).sum().double()
     return torch.stack([loss_sum, right, torch.full_like(loss_sum, wanted.numel())])
+
+
+def measure_by(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum over samples of a loss of the user's, 0 and the number of samples: (3,) float64."""
+    total = loss(outputs, targets).double() * len(targets)
+    return torch.stack([total, torch.zeros_like(total), torch.full_like(total, len(targets))])

@@ -4,24 +4,27 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muster.jobs.spec.kept import DATA, KEPT, RANDOMNESS, kept_settings
-from muster.jobs.spec.train import TrainSettings
+from muster.jobs.basics.sections import values
+from muster.jobs.spec.kept import CODE, DATA, KEPT, RANDOMNESS, kept_settings
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.sampling import Plan
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
-def kept_of(settings: TrainSettings, data: Data, plan: Plan) -> dict[str, Any]:
+
+def kept_of(settings: "TrainSettings", data: Data, plan: Plan) -> dict[str, Any]:
     """Return what must stay equal between a save and a resume, the data included."""
     kept = kept_settings(settings, samples=data.train_samples, virtual_ranks=plan.virtual_ranks)
     return {**kept, DATA: {"name": data.name, "samples": data.train_samples, "sha256": data.fingerprint}}
 
 
 def meta_of(
-    settings: TrainSettings,
+    settings: "TrainSettings",
     plan: Plan,
     kept: Mapping[str, Any],
     *,
@@ -31,6 +34,7 @@ def meta_of(
     parent: str | None,
     losses: Sequence[tuple[int, float]],
     aliases: Mapping[str, str],
+    code: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return what a checkpoint after `done` steps says of itself beside its tensors."""
     epoch, index = divmod(done, plan.steps_per_epoch)
@@ -43,7 +47,7 @@ def meta_of(
         "randomness": RANDOMNESS,
         "batch_size": plan.batch_size,
         "virtual_ranks": plan.virtual_ranks,
-        "schedule": settings.schedule.model_dump(mode="json"),
+        "schedule": values(settings.schedule),
         "job": hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest(),
         KEPT: dict(kept),
         "data": kept[DATA]["sha256"],
@@ -52,6 +56,7 @@ def meta_of(
         "parent": parent,
         "losses": list(losses),
         "aliases": dict(aliases),
+        CODE: dict(code),
         "torch": torch.__version__,
         "saved": time.time(),
     }

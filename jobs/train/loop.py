@@ -9,6 +9,7 @@ the end           all is saved, where anything is
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,14 +19,14 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.saving.pace import Pace
 from muster.jobs.saving.replay import Replay
 from muster.jobs.saving.saver import NotSaving
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.loading import Steps, move, read_steps
 from muster.jobs.train.data.sampling import Plan, plan_of, total_steps
 from muster.jobs.train.engine import Engine, build_engine
 from muster.jobs.train.evaluate import evaluate
 from muster.jobs.train.metrics import Files, Metrics, Summary, Units
-from muster.jobs.train.models import build_model
+from muster.jobs.train.models import model_of
+from muster.jobs.train.models.made import digest_of, loss_of
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import learning_rate, set_learning_rate
 from muster.jobs.train.profiling.clock import Clock, clock_for
@@ -33,7 +34,11 @@ from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
 from muster.jobs.train.screen import Screen
 from muster.jobs.train.soundness import Soundness, require_finite
 from muster.jobs.train.timeline import NotRecording, Recorder
-from muster.jobs.world.world import World
+from muster.jobs.world.guard import running_user_code
+from muster.jobs.world.world import World, require_equal
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 NOT_SAVING = NotSaving()
 NOT_RECORDING = NotRecording()
@@ -43,7 +48,7 @@ NOT_RECORDING = NotRecording()
 class Trainer:
     """Everything one rank trains with."""
 
-    settings: TrainSettings
+    settings: "TrainSettings"
     world: World
     data: Data
     plan: Plan
@@ -67,14 +72,17 @@ class Trainer:
         return Steps(self.data, plan, range(place * each, (place + 1) * each))
 
 
-def build_trainer(settings: TrainSettings, data: Data, world: World) -> Trainer:
+def build_trainer(settings: "TrainSettings", data: Data, world: World) -> Trainer:
     """Build the model, the same on every rank, and wrap it as the job's mode says."""
     numerics = numerics_of(settings, world.device)
     split = settings.split(world.size)
     world = replace(world, pipe=split.pipe, tensor=split.tensor)
     clock = clock_for(world.device)
-    model = numerics.place(build_model(settings.model, vocabulary=data.vocabulary, seed=settings.seed))
-    engine = build_engine(settings, model, world, clock, numerics)
+    model = numerics.place(model_of(settings, vocabulary=data.vocabulary))
+    if settings.model.make is not None:
+        hint = "let it depend on args and torch's random numbers alone"
+        require_equal(world, f"model {settings.model.make}", digest_of(model), hint)
+    engine = build_engine(settings, model, world, clock, numerics, data.sample_shape)
     plan = plan_of(settings, samples=data.train_samples, world_size=world.size)
     return Trainer(settings, world, data, plan, clock, engine, numerics.inputs)
 
@@ -137,7 +145,8 @@ def run_steps(
         clock.lap("data")
         lr = learning_rate(settings.schedule, settings.optimizer.lr, done, steps)
         set_learning_rate(engine.optimizer, lr)
-        losses = engine.train_step(done, work.shards)
+        with running_user_code(f"rank {trainer.world.rank}: step {done + 1}"):
+            losses = engine.train_step(done, work.shards)
         clock.stop()
         metrics.record(
             work.batch, losses, samples=work.samples, lr=lr, profile=profiling.word, figures=engine.figures()
@@ -178,7 +187,7 @@ def report_steps(
 def report_evaluation(trainer: Trainer, metrics: Metrics, screen: Screen, step: int, epoch: int) -> None:
     """Evaluate, write the row and say the result."""
     page.own.enter(Phase.EVALUATE)
-    evaluation = evaluate(trainer.engine, trainer.data, trainer.world, trainer.dtype)
+    evaluation = evaluate(trainer.engine, trainer.data, trainer.world, trainer.dtype, loss_of(trainer.settings))
     if evaluation is not None:
         metrics.evaluation(step, epoch, evaluation.row())
         screen.say(f"epoch {epoch}  {evaluation.text()}")

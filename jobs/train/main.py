@@ -5,13 +5,14 @@ same calls when somebody else started the ranks.
 """
 
 import hashlib
+import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,6 +20,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from muster.ddp.malloc import keep_freed_memory
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import write_json
+from muster.jobs.basics.sections import replaced, values
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import ranks
 from muster.jobs.hosts.ranks import RankEnv
@@ -29,9 +32,7 @@ from muster.jobs.saving.resume import Resume
 from muster.jobs.saving.saver import Saver, Target
 from muster.jobs.saving.schedule import Schedule, failures_so_far
 from muster.jobs.spec.expand import split_text
-from muster.jobs.spec.failover import CheckpointSettings
-from muster.jobs.spec.job import Job
-from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.plain import plain_job
 from muster.jobs.tensors.parts import Part
 from muster.jobs.tensors.snapshot import Snapshot
 from muster.jobs.train.data import Data, open_data, require_batch
@@ -43,39 +44,39 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.parallel.syncs import needs_group
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
 from muster.jobs.train.restoring import restore
+from muster.jobs.user import code
 from muster.jobs.world.guard import guarded, make_own_folder, show_stacks
 from muster.jobs.world.meeting import connect, meet
 from muster.jobs.world.world import Peer, World, choose_device, open_world, require_equal, this_peer
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.failover import CheckpointSettings
+    from muster.jobs.spec.job import Job
+    from muster.jobs.spec.train import TrainSettings
 
 
 def run_rank(payload: Mapping[str, Any]) -> int:
     """Train as one rank; return its exit code.
 
-    `payload` is {"job": the job as JSON, unset keys left out; "saving": whether checkpoints are made; "resume": null
-    or {"checkpoint": folder name, "step": n, "sha256": its manifest's}}.
+    `payload` is {"job": the job as `jobs/spec/plain.py` spells it; "saving": whether checkpoints are made; "resume":
+    null or {"checkpoint": folder name, "step": n, "sha256": its manifest's}}.
     """
     show_stacks()
 
     def work(reporter: Reporter) -> int:
         env = ranks.read(os.environ)
-        job = job_of(payload["job"])
+        job = plain_job(payload["job"])
         if not payload.get("saving"):
-            job = job.model_copy(update={"checkpoint": None})
+            job = replaced(job, checkpoint=None)
         start = Start(run_of(env), env.attempt, Resume.read(payload.get("resume")))
         return train_in(start, job, join(job, env, reporter), reporter)
 
     return guarded(work)
 
 
-def job_of(dumped: Mapping[str, Any]) -> Job:
-    """Read a job back from the JSON of `Job.model_dump(exclude_unset=True)`."""
-    return Job.model_validate({**dumped, "settings": TrainSettings.model_validate(dumped["settings"])})
-
-
-def settings_of(job: Job) -> TrainSettings:
+def settings_of(job: "Job") -> "TrainSettings":
     """Return the section of a `train:` job."""
-    assert isinstance(job.settings, TrainSettings)
-    return job.settings
+    return cast("TrainSettings", job.settings)
 
 
 def run_of(env: RankEnv) -> RunDir:
@@ -91,7 +92,7 @@ def run_of(env: RankEnv) -> RunDir:
     return RunDir(Path(env.run_dir))
 
 
-def join(job: Job, env: RankEnv, reporter: Reporter) -> World:
+def join(job: "Job", env: RankEnv, reporter: Reporter) -> World:
     """Meet the other ranks within the job's start time-out."""
     settings = settings_of(job)
     settings.check(env.world_size)
@@ -106,28 +107,29 @@ def join(job: Job, env: RankEnv, reporter: Reporter) -> World:
     return world
 
 
-def join_group(store: Store, job: Job, env: RankEnv, peers: Sequence[Peer]) -> World:
+def join_group(store: Store, job: "Job", env: RankEnv, peers: Sequence[Peer]) -> World:
     """Make the process group of ranks that have met, on the devices that they see."""
     device = choose_device(settings_of(job).device, env.rank, peers)
     return open_world(store, env, device, job.start_timeout_s)
 
 
-def make_deterministic(settings: TrainSettings) -> None:
+def make_deterministic(settings: "TrainSettings") -> None:
     """Make this process's kernels deterministic when the job asks for it."""
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; the library asks for it
         torch.use_deterministic_algorithms(True)
 
 
-def open_same_data(job: Job, world: World) -> Data:
+def open_same_data(job: "Job", world: World) -> Data:
     """Open the job's data.
 
     Raises:
         RefusedError: another rank reads another job or other data, or a batch is larger than the data set.
     """
     settings = settings_of(job)
-    spelt = settings.model_dump_json(exclude={"data"})  # a text may lie elsewhere on another node
-    require_equal(world, "the job file", hashlib.sha256(spelt.encode()).hexdigest(), "give every rank the same one")
+    spelt = {**values(settings), "data": None}  # a text may lie elsewhere on another node
+    digest = hashlib.sha256(json.dumps(spelt, sort_keys=True).encode()).hexdigest()
+    require_equal(world, "the job file", digest, "give every rank the same one")
     data = open_data(settings)
     require_batch(settings, data)
     require_equal(world, f"data {data.name}", data.fingerprint, "copy rank 0's files to those nodes")
@@ -143,7 +145,7 @@ class Start:
     resume: Resume | None = None
 
 
-def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
+def train_in(start: Start, job: "Job", world: World, reporter: Reporter) -> int:
     """Train, with metrics and checkpoints going into the run folder; return the rank's exit code.
 
     Raises:
@@ -159,6 +161,8 @@ def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
     prepare(settings_of(job).profile, cuda_graph=settings_of(job).cuda_graph)
     memory = MemoryRecorder(folder.memory(world.rank), world.device, facts_of(start, job, world))
     trainer = build_trainer(settings_of(job), data, world)
+    if world.rank == 0 and settings_of(job).makes:
+        write_json(folder.code, {"workdir": str(Path.cwd()), "files": code.files_of(Path.cwd())})
     saving, replay, first = NOT_SAVING, None, 0
     if job.checkpoint is not None or start.resume is not None:
         kept = kept_of(trainer.settings, data, trainer.plan)
@@ -196,12 +200,14 @@ def go_on(
         return loaded.step, None
     reporter.loaded(step=loaded.step, seconds=loaded.seconds, checkpoint=loaded.checkpoint)
     left = "" if loaded.step < trainer.steps else ": nothing is left to do"
+    for path in code.changed(loaded.code, code.files_of(Path.cwd())):
+        print(f"{path} has changed since {loaded.checkpoint} was saved; training goes on with it as it is now")
     place = f"step {loaded.step} of {trainer.steps}"
     print(f"goes on from {loaded.checkpoint}, {place}, read in {loaded.seconds:.2f} s{left}", flush=True)
     return loaded.step, Replay(logged_losses(start.run.metrics, after=loaded.step, attempt=start.attempt), reporter)
 
 
-def facts_of(start: Start, job: Job, world: World) -> dict[str, Any]:
+def facts_of(start: Start, job: "Job", world: World) -> dict[str, Any]:
     """Return what a rank's records say of it."""
     return {
         "rank": world.rank,
@@ -215,7 +221,7 @@ def facts_of(start: Start, job: Job, world: World) -> dict[str, Any]:
     }
 
 
-def build_profiling(start: Start, job: Job, trainer: Trainer, first: int) -> NotProfiling:
+def build_profiling(start: Start, job: "Job", trainer: Trainer, first: int) -> NotProfiling:
     """Make what records some of the steps that this rank will do, where the job asks for it."""
     settings, world = trainer.settings, trainer.world
     if not settings.profile.on:
@@ -228,13 +234,14 @@ def build_profiling(start: Start, job: Job, trainer: Trainer, first: int) -> Not
 def build_saver(
     start: Start,
     first: int,
-    settings: CheckpointSettings,
+    settings: "CheckpointSettings",
     trainer: Trainer,
     kept: Mapping[str, Any],
     reporter: Reporter,
 ) -> Saver[Part]:
     """Make what saves this rank's part of the trainer's state."""
     began_from = start.resume.checkpoint if start.resume is not None else None
+    own_code = code.files_of(Path.cwd())
 
     def describe(done: int, parent: str | None, losses: Sequence[tuple[int, float]]) -> Mapping[str, Any]:
         return meta_of(
@@ -247,6 +254,7 @@ def build_saver(
             parent=parent,
             losses=losses,
             aliases=trainer.engine.model.whole.aliases,
+            code=own_code,
         )
 
     elapsed_s, failures = failures_so_far(start.run)
@@ -256,7 +264,7 @@ def build_saver(
     return Saver(target, settings, trainer.engine.held_state, room, trainer.world, schedule, describe, reporter)
 
 
-def describe(job: Job, data: Data, world: World) -> str:
+def describe(job: "Job", data: Data, world: World) -> str:
     """Say in one line what is trained, how and on what."""
     settings = settings_of(job)
     over = "" if settings.is_pipeline else f" over {settings.virtual_world_size(world.size)} virtual ranks"
@@ -265,6 +273,6 @@ def describe(job: Job, data: Data, world: World) -> str:
     numbers = "" if settings.precision == "fp32" else f", {settings.precision}"
     threads = "" if world.device.type == "cuda" else f" with {counted(torch.get_num_threads(), 'thread')} a rank"
     return (
-        f"{settings.model.name or 'gpt'} on {data.name}: {data.train_samples} samples, batch {settings.batch_size}, "
+        f"{settings.model.title} on {data.name}: {data.train_samples} samples, batch {settings.batch_size}, "
         f"mode {mode}{exact}{numbers}, {counted(world.size, 'rank')} on {world.device.type}{threads}"
     )

@@ -10,17 +10,17 @@ It trains on its own, or follows a mode: it computes its gradients at every step
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.compare import gradient_bound
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.loading import ShardInput, StepInput, Steps, move
 from muster.jobs.train.data.sampling import Plan
-from muster.jobs.train.models import build_model
+from muster.jobs.train.models import model_of
+from muster.jobs.train.models.made import layers_of
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import (
     clip,
@@ -36,6 +36,9 @@ from muster.jobs.train.rounding import Rounding, Values
 from muster.jobs.train.tensor_draws import draw_as_split
 from muster.jobs.world.world import add_in_order
 from muster.pipe.run import part_lengths
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 USES: Final = 2  # of a tied weight: in the embedding and in the head
 LOSS: Final = "loss of each step"
@@ -56,7 +59,7 @@ class Outcome:
 class Setting:
     """What both sides train: settings, data, the plan of batches, for how many of the job's steps, on which device."""
 
-    settings: TrainSettings
+    settings: "TrainSettings"
     data: Data
     plan: Plan
     steps: int
@@ -64,6 +67,7 @@ class Setting:
     device: torch.device
     dtype: torch.dtype
     tensor: int = 1  # ranks that every layer is split over
+    shares_weights: bool = False  # the model uses a weight in several places
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -78,12 +82,12 @@ class Reference:
         settings = setting.settings
         self.numerics = replace(numerics_of(settings, setting.device), recompute=False)
         self.scaler = self.numerics.scaler()
-        model = build_model(settings.model, vocabulary=setting.data.vocabulary, seed=settings.seed)
+        model = model_of(settings, vocabulary=setting.data.vocabulary)
         self.model: nn.Module = self.numerics.place(model)
         draw_as_split(model, setting.tensor, sequence_parallel=settings.sequence_parallel)
         self.names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        per_layer = settings.is_pipeline and settings.model.dropout > 0.0
-        self.seeds = LayerSeeds(model, settings.seed) if per_layer else None
+        per_layer = settings.is_pipeline and settings.model.draws
+        self.seeds = LayerSeeds(layers_of(model, settings), settings.seed) if per_layer else None
         self.terms: dict[str, Tensor] = {}  # of a pipeline's gradients: sums of magnitudes over micro-batches
         self.bounds: list[dict[str, float]] = []  # of each step: how far another order of summation may be off
         self.rounding = Rounding(model, settings.seed) if setting.tensor > 1 else None
@@ -184,7 +188,7 @@ class Reference:
         for index, micro in enumerate(shard.micro_batches):
             if self.seeds is not None:
                 self.seeds.enter(step, shard.virtual_rank, index)
-            elif self.setting.settings.model.dropout > 0.0:
+            elif self.setting.settings.model.draws:
                 torch.manual_seed(forward_seed(self.setting.settings.seed, step, shard.virtual_rank, index))
             loss = self.numerics.loss(self.model, micro.inputs, micro.targets)
             before = {name: each.grad for name, each in self.names.items()} if self.setting.settings.is_pipeline else {}

@@ -14,7 +14,7 @@ from muster.jobs.node.page import Phase
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.resume import Loaded, Resume
-from muster.jobs.spec.kept import KEPT, require_kept
+from muster.jobs.spec.kept import CODE, KEPT, require_kept
 from muster.jobs.tensors.reading import PATIENCE_S, fill, same_manifest
 from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.engine import Engine
@@ -47,4 +47,4 @@ def restore(
             fill(part, reader)
             page.own.beat()
     engine.replica.refresh()
-    return Loaded(manifest.step, folder.name, time.monotonic() - began_s)
+    return Loaded(manifest.step, folder.name, time.monotonic() - began_s, manifest.meta.get(CODE))

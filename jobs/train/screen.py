@@ -5,8 +5,6 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from typing_extensions import Self
-
 from muster.jobs.hosts import ranks
 from muster.jobs.node.reports import Reporter
 from muster.jobs.train.metrics import Summary
@@ -14,6 +12,7 @@ from muster.jobs.world.world import World
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+    from typing_extensions import Self
 
 
 class Screen:
@@ -28,7 +27,7 @@ class Screen:
         self.progress: Progress | None = None
         self.task: TaskID | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         # Under a keeper standard error is a file; started by hand it may be somebody's terminal.
         if self.speaks and ranks.STATUS_FD not in os.environ and sys.stderr.isatty():
             self._open_progress()

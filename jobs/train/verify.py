@@ -9,40 +9,44 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from muster.jobs.basics.files import write_json
+from muster.jobs.basics.sections import replaced
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import ranks
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.expand import split_text
-from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import MODES, Exactness
-from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.plain import plain_job
 from muster.jobs.train.compare import Row, compare, max_difference
 from muster.jobs.train.data.loading import move, move_inputs
 from muster.jobs.train.data.sampling import total_steps
 from muster.jobs.train.evaluate import block_indices
 from muster.jobs.train.loop import Trainer, build_trainer
-from muster.jobs.train.main import job_of, join, open_same_data, run_of, settings_of
+from muster.jobs.train.main import join, open_same_data, run_of, settings_of
 from muster.jobs.train.metrics import global_losses
 from muster.jobs.train.numerics.optim import set_learning_rate
 from muster.jobs.train.reference import LOSS, OUTPUT, Outcome, Reference, Setting
 from muster.jobs.world.guard import FAILED, guarded
 from muster.jobs.world.world import World
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.job import Job
+    from muster.jobs.spec.train import TrainSettings
+
 NOWHERE: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 def verify_rank(payload: Mapping[str, Any]) -> int:
-    """Take part in a comparison; rank 0 returns 1 when it fails. `payload` is {"job": job as JSON, "steps": K}."""
+    """Take part in a comparison; rank 0 returns 1 when it fails. `payload`: {"job": the spelled job, "steps": K}."""
 
     def work(reporter: Reporter) -> int:
         env = ranks.read(os.environ)
-        job = reproducible(job_of(payload["job"]))
+        job = reproducible(plain_job(payload["job"]))
         record = verify(job, join(job, env, reporter), int(payload["steps"]))
         if record is None:
             return 0
@@ -52,21 +56,32 @@ def verify_rank(payload: Mapping[str, Any]) -> int:
     return guarded(work)
 
 
-def reproducible(job: Job) -> Job:
+def reproducible(job: "Job") -> "Job":
     """Ask for deterministic kernels: without them no two runs of anything agree on CUDA."""
-    settings = settings_of(job).model_copy(update={"deterministic": True})
-    return job.model_copy(update={"settings": settings})
+    return replaced(job, settings=replaced(settings_of(job), deterministic=True))
 
 
-def verify(job: Job, world: World, steps: int) -> dict[str, Any] | None:
+def verify(job: "Job", world: World, steps: int) -> dict[str, Any] | None:
     """Compare mode and reference over some steps: a collective. Returns the record on rank 0, None elsewhere."""
     data = open_same_data(job, world)
     trainer = build_trainer(settings_of(job), data, world)
     job_steps = max(total_steps(trainer.settings, trainer.plan), steps)
     setting = Setting(
-        trainer.settings, data, trainer.plan, steps, job_steps, world.device, trainer.dtype, trainer.world.tensor
+        trainer.settings,
+        data,
+        trainer.plan,
+        steps,
+        job_steps,
+        world.device,
+        trainer.dtype,
+        trainer.world.tensor,
+        shares_weights=bool(trainer.engine.model.whole.aliases),
     )
-    test_inputs = move_inputs(data.eval_batch(block_indices(0, data.eval_samples))[0], world.device, trainer.dtype)
+    if data.eval_samples:
+        inputs, _ = data.eval_batch(block_indices(0, data.eval_samples))
+    else:
+        inputs, _ = data.train_batch(block_indices(0, data.train_samples), 0)
+    test_inputs = move_inputs(inputs, world.device, trainer.dtype)
     outcome = run_mode(trainer, setting, test_inputs)
     differing = ranks_that_differ(outcome.state, world)
     if world.rank != 0:
@@ -93,10 +108,10 @@ def run_mode(trainer: Trainer, setting: Setting, test_inputs: Tensor) -> Outcome
 
 
 def judge(
-    job: Job, world: World, setting: Setting, outcome: Outcome, test_inputs: Tensor, differing: dict[str, list[int]]
+    job: "Job", world: World, setting: Setting, outcome: Outcome, test_inputs: Tensor, differing: dict[str, list[int]]
 ) -> dict[str, Any]:
     """Run the reference and write down how the mode compares."""
-    promise, why = promise_of(setting.settings, world.size)
+    promise, why = promise_of(setting.settings, world.size, shares_weights=setting.shares_weights)
     alone = Reference(setting).run(test_inputs)
     if promise == "bitwise":
         rows = compare_outcomes(outcome, alone, None)
@@ -163,8 +178,8 @@ def _named(outcome: Outcome) -> dict[str, Tensor]:
     return {**outcome.state, LOSS: torch.tensor(outcome.losses, dtype=torch.float64), OUTPUT: outcome.output}
 
 
-def promise_of(settings: TrainSettings, world_size: int) -> tuple[Exactness, str]:
-    """Return the class that a mode is held to, and why."""
+def promise_of(settings: "TrainSettings", world_size: int, *, shares_weights: bool) -> tuple[Exactness, str]:
+    """Return the class that a mode is held to, and why; `shares_weights`: the model uses one in several places."""
     if settings.exact:
         what = (
             "micro-batches are added in order"
@@ -177,8 +192,9 @@ def promise_of(settings: TrainSettings, world_size: int) -> tuple[Exactness, str
         return "near", f"{where}: products are added up over ranks, and what follows computes with their rounding"
     if settings.communication_dtype is not None and world_size > 1:
         return "tight", f"{where}: gradients are sent as {settings.communication_dtype}, and differ by its rounding"
-    if settings.is_tied_over_stages(world_size):
-        return "tight", f"{where}: the head is the embedding, on another stage, and the two uses are added at the end"
+    split = settings.split(world_size)
+    if shares_weights and split.schedule and split.pipe * split.chunks > 1:
+        return "tight", f"{where}: stages share a weight, and the gradients of its uses are added at the end of a step"
     promise = MODES[settings.mode_name].exactness(world_size)
     if settings.is_pipeline and settings.split(world_size).data > 1:
         promise = "tight"

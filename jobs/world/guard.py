@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,7 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, StartTimeoutError
 from muster.jobs.basics.files import folder_error
 from muster.jobs.node.reports import Reporter
+from muster.jobs.user import code
 from muster.jobs.world.failures import is_lost_connection
 
 FAILED: Final = 1
@@ -33,7 +34,7 @@ def guarded(work: Callable[[Reporter], int]) -> int:
     """Run a rank's work; turn its end into a report, a message on standard error and an exit code."""
     reporter = Reporter(os.environ)
     try:
-        code = work(reporter)
+        ended = work(reporter)
     except MusterError as error:
         reporter.failed(error, peer=isinstance(error, StartTimeoutError))
         complain(f"muster: {error}")
@@ -45,7 +46,25 @@ def guarded(work: Callable[[Reporter], int]) -> int:
         return exits.STORAGE if full else FAILED
     if dist.is_initialized():  # not after a failure: it may wait for a dead peer, and the process ends without it
         dist.destroy_process_group()
-    return code
+    return ended
+
+
+@contextmanager
+def running_user_code(where: str) -> Iterator[None]:
+    """Within it, an exception that passed through a file of the working folder is the user's.
+
+    Raises:
+        UserCodeError: in its place; the user's own traceback is printed, and `where` begins the message.
+    """
+    try:
+        yield
+    except MusterError:
+        raise
+    except Exception as error:
+        if not code.is_of_user(error, Path.cwd()) or is_lost_connection(error):
+            raise
+        complain(code.own_traceback(error, Path.cwd()))
+        raise code.UserCodeError(f"{where} raised {code.spelt(error)}; its traceback stands above") from error
 
 
 def measured(reporter: Reporter, bad: str, path: Path) -> int:

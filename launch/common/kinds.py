@@ -15,7 +15,8 @@ from muster.jobs.timing.settings import TimingSettings
 
 def _check_train(settings: TrainSettings, world_size: int) -> None:
     settings.check(world_size)
-    resolve_shape(settings.model, 1)  # the data's own vocabulary is known to the ranks only
+    if settings.model.make is None:
+        resolve_shape(settings.model, 1)  # the data's own vocabulary is known to the ranks only
 
 
 def _check_timing(settings: TimingSettings, world_size: int) -> None:

@@ -18,6 +18,7 @@ from muster.jobs.hosts.ranks import FILES, OF_A_RANK, SESSION, STOP_FILE
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.spec.job import Job
+from muster.jobs.spec.plain import spelled
 from muster.jobs.spec.site import Site
 from muster.launch.plan.interpreter import Interpreter
 from muster.launch.wire.messages import Start
@@ -190,7 +191,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
         if context.entry is None
         else {
             "call": context.entry,
-            "payload": {"job": context.job.model_dump(mode="json", exclude_unset=True), **context.options},
+            "payload": {"job": job_for_ranks(context.job), **context.options},
         }
     )
     return Start(
@@ -219,6 +220,11 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
             for rank in plan.ranks
         ),
     )
+
+
+def job_for_ranks(job: Job) -> dict[str, Any]:
+    """Return the job as its ranks read it: in Muster's own Python they check it again, in the job's they cannot."""
+    return spelled(job) if job.kind == "train" else job.model_dump(mode="json", exclude_unset=True)
 
 
 def session_text(context: Context) -> str:

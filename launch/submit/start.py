@@ -17,6 +17,7 @@ from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError, UsageError
 from muster.jobs.basics.files import open_log, write_secret
 from muster.jobs.runfolder.rundir import RunDir, make_run
+from muster.jobs.spec.train import TrainSettings
 from muster.launch.plan.plan import Context, preload, shared_environment
 from muster.launch.plan.submission import Route, Submission
 from muster.launch.records.runrows import supervisors
@@ -108,8 +109,9 @@ def copied(context: Context, folder: RunDir) -> dict[str, Any]:
     """Copy the code into a folder; return what that changes of the context. Errors as `snapshot.take`."""
     from muster.launch.submit.snapshot import take
 
-    program = context.entry is None
-    argv = context.command if program else ()
+    settings = context.job.settings
+    program = context.entry is None or (isinstance(settings, TrainSettings) and bool(settings.makes))
+    argv = context.command if context.entry is None else ()
     taken = take(folder, workdir=Path(context.workdir), program=program, argv=argv)
     for note in taken.notes:
         print(f"muster: {note}", file=sys.stderr)

@@ -2,16 +2,18 @@
 
 import hashlib
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.data import datafiles
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data.images import SIDE, Images, Normalise, Part
 from muster.jobs.train.data.mapped import map_bytes
 from muster.jobs.train.rng.keyed import SYNTHETIC, bits, key, uniform_ints
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 CLASSES: Final = 10
 PIXELS: Final = 3 * SIDE * SIDE
@@ -32,7 +34,7 @@ SYNTHETIC_POOL: Final = 256
 DRAW_PIXELS, DRAW_LABEL, DRAW_TRAIN_ROW, DRAW_EVAL_ROW = range(4)
 
 
-def open_digits(settings: TrainSettings) -> Images:
+def open_digits(settings: "TrainSettings") -> Images:
     """Open the shipped 8x8 digits as 3x32x32; not augmented unless asked, then cropped only.
 
     A mirrored digit is another digit, or none, so digits are never flipped.
@@ -53,7 +55,7 @@ def open_digits(settings: TrainSettings) -> Images:
     )
 
 
-def open_cifar10(settings: TrainSettings) -> Images:
+def open_cifar10(settings: "TrainSettings") -> Images:
     """Open CIFAR-10 (Krizhevsky 2009) as `muster data cifar10` prepared it; cropped and flipped unless told not to.
 
     Raises:
@@ -84,7 +86,7 @@ def _cifar10_part(path: Path) -> Part:
     return Part(rows[:, 1:].view(-1, 3, SIDE, SIDE), rows[:, 0])  # views: nothing is read yet
 
 
-def open_synthetic(settings: TrainSettings) -> Images:
+def open_synthetic(settings: "TrainSettings") -> Images:
     """Draw a pool of noise images, each with a label of its own, and deal it out to as many samples as CIFAR-10 has."""
     classes = settings.model.vocabulary or CLASSES
     draws = key(SYNTHETIC)

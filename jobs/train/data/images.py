@@ -71,6 +71,11 @@ class Images:
         return len(self.evaluation.labels)
 
     @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of an image."""
+        return tuple(self.train.pixels.shape[1:])
+
+    @property
     def vocabulary(self) -> int:
         """Number of classes."""
         return self.classes

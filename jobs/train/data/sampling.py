@@ -10,12 +10,14 @@ of the gradients the mean over the global batch. With equal shards and no accumu
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.rng.keyed import permutation
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 DEFAULT_EPOCHS: Final = 1
 
@@ -101,7 +103,7 @@ class Plan:
         return permutation(self.seed, epoch, self.samples)
 
 
-def plan_of(settings: TrainSettings, *, samples: int, world_size: int) -> Plan:
+def plan_of(settings: "TrainSettings", *, samples: int, world_size: int) -> Plan:
     """Return the plan of a job's batches for a world size."""
     return Plan(
         samples=samples,
@@ -112,7 +114,7 @@ def plan_of(settings: TrainSettings, *, samples: int, world_size: int) -> Plan:
     )
 
 
-def total_steps(settings: TrainSettings, plan: Plan) -> int:
+def total_steps(settings: "TrainSettings", plan: Plan) -> int:
     """Return how many steps the job asks for."""
     return settings.steps or (settings.epochs or DEFAULT_EPOCHS) * plan.steps_per_epoch
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.data import datafiles
 from muster.jobs.models.model_shape import context_of
 from muster.jobs.models.shapes import GptShape
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data.mapped import map_bytes
 from muster.jobs.train.rng.keyed import SYNTHETIC, key, uniform_ints
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 BYTES: Final = 256
 SYNTHETIC_TRAIN_SAMPLES: Final = 8192
@@ -42,6 +44,11 @@ class Tokens:
     unit: str = "tokens"
 
     @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of a window without its last token."""
+        return (self.context,)
+
+    @property
     def units_per_sample(self) -> int:
         """Tokens that one sample trains on."""
         return self.context
@@ -64,7 +71,7 @@ def _shifted(windows: Tensor) -> tuple[Tensor, Tensor]:
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # (batch, context) each
 
 
-def open_python_source(settings: TrainSettings) -> Tokens:
+def open_python_source(settings: "TrainSettings") -> Tokens:
     """Open this Python's standard library as bytes, preparing it on the machine's first use.
 
     Raises:
@@ -73,7 +80,7 @@ def open_python_source(settings: TrainSettings) -> Tokens:
     return _text_tokens("python-source", datafiles.prepare_python_source(datafiles.data_root()).path, settings)
 
 
-def open_text(settings: TrainSettings) -> Tokens:
+def open_text(settings: "TrainSettings") -> Tokens:
     """Open a file of the user's own as bytes.
 
     Raises:
@@ -83,7 +90,7 @@ def open_text(settings: TrainSettings) -> Tokens:
     return _text_tokens(f"text {settings.data.text}", datafiles.text_file(settings.data.text), settings)
 
 
-def _text_tokens(name: str, path: Path, settings: TrainSettings) -> Tokens:
+def _text_tokens(name: str, path: Path, settings: "TrainSettings") -> Tokens:
     """Cut a file into windows; the last tenth of them, at least one, is held out of the training.
 
     An evaluation reads TEXT_EVAL_SAMPLES of the held-out windows, evenly spread, or with `evaluate: all` all of them.
@@ -114,7 +121,7 @@ def _text_tokens(name: str, path: Path, settings: TrainSettings) -> Tokens:
     )
 
 
-def open_synthetic(settings: TrainSettings) -> Tokens:
+def open_synthetic(settings: "TrainSettings") -> Tokens:
     """Draw every token by itself, evenly: nothing to learn, the loss of a good model is log(vocabulary)."""
     _refuse_augment(settings)
     context = context_of(settings.model)
@@ -139,6 +146,6 @@ def open_synthetic(settings: TrainSettings) -> Tokens:
     )
 
 
-def _refuse_augment(settings: TrainSettings) -> None:
+def _refuse_augment(settings: "TrainSettings") -> None:
     if settings.augment:
         raise RefusedError("train.augment: true is for images, this data is tokens; remove it")

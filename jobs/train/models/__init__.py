@@ -1,14 +1,39 @@
-"""Models by name: a table of builders, each a flat stack of named layers that stages can be cut from."""
+"""Models: Muster's own, each a flat stack of named layers that stages can be cut from, and the user's."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
 
 from muster.jobs.models.model_shape import resolve_shape
 from muster.jobs.models.shapes import VggShape
-from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models.gpt import build_gpt
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.made import loss_of, make_model
+from muster.jobs.train.models.stack import Stack, head_loss
 from muster.jobs.train.models.vgg import build_vgg
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.spec.train_fields import ModelSettings
 
-def build_model(settings: ModelSettings, *, vocabulary: int, seed: int) -> Stack:
+
+def model_of(settings: "TrainSettings", *, vocabulary: int) -> nn.Module:
+    """Build a job's model on the CPU, in float32: one of Muster's own, or what the user's function returns.
+
+    `vocabulary` is the number of classes or of tokens of the data, which a user's function is not told.
+
+    Raises:
+        RefusedError: settings and data do not fit, or the user's function fails.
+    """
+    if settings.model.make is not None:
+        return make_model(settings)
+    own = build_model(settings.model, vocabulary=vocabulary, seed=settings.seed)
+    if settings.loss is not None:
+        own.run_loss = partial(head_loss, loss_of(settings))
+    return own
+
+
+def build_model(settings: "ModelSettings", *, vocabulary: int, seed: int) -> Stack:
     """Build a model on the CPU, in float32, its parameters a function of the seed alone.
 
     `vocabulary` is the number of classes or of tokens of the data. VGG maps images (batch, 3, 32, 32) to logits

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Layers = Sequence[nn.Module]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def in_turn(layers: Layers, x: Tensor) -> Tensor:
@@ -33,8 +34,13 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def plain_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of what a head makes of `x`."""
+    """Return the mean cross-entropy of the head's output for `x`."""
     return mean_loss(head(x), targets)
+
+
+def head_loss(loss: Loss, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    """Return a loss of the head's output for `x`."""
+    return loss(head(x), targets)
 
 
 class Stack(nn.Sequential):

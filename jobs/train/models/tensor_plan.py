@@ -1,19 +1,27 @@
-"""How our GPT's layers are split over ranks: the plan for `pipe.tensor.split`.
+"""How layers are split over ranks: our GPT's plan for `pipe.tensor.split`, and a user's.
 
 What is not named is whole on every rank: position embedding, and the biases of attention.output and mlp.down.
 """
 
-from typing import Final
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.models.gpt import Attention
+from muster.jobs.train.models.made import give_loss
 from muster.jobs.train.models.stack import Stack
+from muster.jobs.user import code
 from muster.pipe.tensor.cross_entropy import SplitCrossEntropy
 from muster.pipe.tensor.plan import Column, Heads, Row, Sequence, SequenceStart, Vocabulary
 from muster.pipe.tensor.split import Plan, TensorParallel, parallelize
 from muster.pipe.tensor.vocabulary import VocabularyLinear
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 GPT_PLAN: Final[Plan] = {
     "embed.token": Vocabulary(),
@@ -43,6 +51,30 @@ def split_gpt(
         model, GPT_PLAN, group, sequence_parallel=sequence_parallel, sequence_dimension=sequence_dimension
     )
     model.run_loss = split_loss
+    return split
+
+
+def split_made(model: nn.Module, settings: "TrainSettings", group: dist.ProcessGroup | None) -> TensorParallel:
+    """Split a user's model by the user's plan over the ranks of a group, in place.
+
+    Raises:
+        RefusedError: the plan is none, or splits the logits that a loss of the user's needs whole.
+        ValueError: layers cannot be split so.
+    """
+    text = settings.model.plan
+    assert text is not None
+    plan = code.called("train.model.plan", text, code.load("train.model.plan", text, Path.cwd()), model)
+    if not isinstance(plan, Mapping):
+        raise RefusedError(f"train.model.plan: {text} returned a {type(plan).__name__}; return names with rows")
+    split = parallelize(model, plan, group, sequence_parallel=settings.sequence_parallel)
+    heads = [each for each in model.modules() if isinstance(each, VocabularyLinear)]
+    if heads and settings.loss is not None:
+        raise RefusedError(
+            f"train.loss: {settings.loss} needs whole logits, and model.plan {text} splits them by Vocabulary(); "
+            "plan the head as Row() or leave it out, or leave out loss"
+        )
+    if heads:
+        give_loss(model, loss_of(heads[-1]))
     return split
 
 

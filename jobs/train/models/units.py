@@ -2,19 +2,68 @@
 
     gpt    block1 | block2 | ...            around them, for the whole step: embed, norm, head
     vgg    conv1 norm1 | conv2 norm2 | ... | head
+    made   modules that `units:` names, or else repeated children: of every ModuleList and Sequential that has two or
+           more of one class with parameters, those
 
-`jobs/models/anatomy.py` has the same units by their shapes; a test compares the two.
+`jobs/models/anatomy.py` has the units of gpt and vgg by their shapes; a test compares the two.
 """
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.models.gpt import Block
+from muster.pipe.tensor.plan import matches
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train_fields import ModelSettings
 
 Unit = tuple[nn.Module, ...]
 
 
-def units_of(model: nn.Module) -> list[Unit]:
-    """List a model's units in the order of its forward, as modules that run one after the other."""
+def units_of(model: nn.Module, settings: "ModelSettings") -> list[Unit]:
+    """List a model's units in the order of its forward, as modules that run one after the other.
+
+    Raises:
+        RefusedError: `units:` names no module with parameters, or one module within another.
+    """
+    if settings.make is None:
+        return own_units(model)
+    found = repeated(model) if settings.units is None else named_units(model, settings.units)
+    return [(each,) for each in found]
+
+
+def repeated(model: nn.Module) -> list[nn.Module]:
+    """List the outermost repeated children of a model."""
+    children = [child for child in model.children() if next(child.parameters(), None) is not None]
+    kinds = Counter(type(child) for child in children)
+    in_turn = isinstance(model, nn.ModuleList | nn.Sequential)
+    found: list[nn.Module] = []
+    for child in children:
+        found += [child] if in_turn and kinds[type(child)] > 1 else repeated(child)
+    return found
+
+
+def named_units(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """List the modules whose names match one of some patterns (`blocks.*`), in the model's order."""
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matching = {name: module for name, module in model.named_modules() if matches(pattern, name)}
+        if not any(next(each.parameters(), None) is not None for each in matching.values()):
+            known = ", ".join(name for name, _ in model.named_children())
+            raise RefusedError(f"train.model.units: {pattern!r} names no module with parameters; the model has {known}")
+        found |= matching
+    for name in found:
+        if within := next((other for other in found if name.startswith(f"{other}.")), None):
+            raise RefusedError(f"train.model.units: {name} is within {within}; name one of them")
+    return [each for name, each in model.named_modules() if name in found]
+
+
+def own_units(model: nn.Module) -> list[Unit]:
+    """List the units of a gpt or a vgg."""
     if any(isinstance(layer, Block) for layer in model.children()):
         return [(layer,) for layer in model.children() if isinstance(layer, Block)]
     units: list[Unit] = []

@@ -14,21 +14,26 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_fields import OptimizerSettings, Precision
 from muster.jobs.train.models.gpt import Attention
 from muster.jobs.train.models.stack import Stack, plain_loss
+from muster.jobs.train.models.units import units_of
 from muster.jobs.train.numerics.loss import chunked_loss
 from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.numerics.pieces import Body, Piece, compiled, cut, require_compiler
+from muster.jobs.train.numerics.pieces import Body, Piece, by_units, compiled, cut, require_compiler
 from muster.jobs.train.numerics.scaling import LossScaler, Scaler
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings, Precision
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Row:
     autocast: torch.dtype | None = None
 
 
-ROWS: Final[dict[Precision, Row]] = {
+ROWS: Final["dict[Precision, Row]"] = {
     "fp32": Row(torch.float32),
     "fp64": Row(torch.float64),
     "bf16": Row(torch.float32, torch.bfloat16),
@@ -52,7 +57,7 @@ ROWS: Final[dict[Precision, Row]] = {
 class Numerics:
     """How one rank computes; what comes after `cut_anywhere` is for benchmarks to vary."""
 
-    precision: Precision
+    precision: "Precision"
     device: torch.device
     compile: bool = False
     recompute: bool = False  # blocks are forwarded again in the backward
@@ -60,6 +65,7 @@ class Numerics:
     compile_mode: str | None = None  # torch.compile's
     whole: bool = False  # the body is compiled as one piece
     shows_skipped: bool = False  # rows say which steps were left out
+    made: "ModelSettings | None" = None  # of a user's model, which is compiled and forwarded again by its units
     chunked: bool = True  # where bfloat16 computes, the head of a GPT and its loss go by chunks of the batch
 
     @property
@@ -77,11 +83,11 @@ class Numerics:
         """What autocast casts to; None: there is none."""
         return ROWS[self.precision].autocast
 
-    def place(self, model: Stack) -> Stack:
+    def place(self, model: M) -> M:
         """Move a model to its device and dtypes, and say how its training is run; all in place, names are kept.
 
         Raises:
-            RefusedError: it is to be compiled, and this machine cannot.
+            RefusedError: it is to be compiled, and this machine cannot; or no unit could be forwarded again.
         """
         if self.compile:
             require_compiler(self.device)
@@ -89,11 +95,17 @@ class Numerics:
         for module in model.modules():
             if isinstance(module, _NormBase) and self.weights.itemsize == 2:
                 module.float()
+        if self.made is not None:
+            by_units(model, units_of(model, self.made), compile=self.compile, recompute=self.recompute)
+        elif isinstance(model, Stack):
+            self._place_own(model)
+        return model
+
+    def _place_own(self, model: Stack) -> None:
         if self.compile or self.recompute:
             pieces = [Piece(0, len(model) - 1, again=False)] if self.whole else cut(list(model)[:-1])
             model.run_body = Body(model, pieces, compile=self.compile, recompute=self.recompute, mode=self.compile_mode)
         model.run_loss = self._loss_of(model)
-        return model
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of every forward, of training and of evaluation; not of the backward."""
@@ -112,7 +124,7 @@ class Numerics:
         return logits
 
     def optimizer(
-        self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, capturable: bool = False
+        self, parameters: Iterable[nn.Parameter], settings: "OptimizerSettings", *, capturable: bool = False
     ) -> torch.optim.Optimizer:
         """Build the job's optimizer; with `capturable` a CUDA graph may hold its step.
 
@@ -127,13 +139,15 @@ class Numerics:
         return LossScaler(self.device) if fp16 else Scaler(self.device, shows_skipped=self.shows_skipped)
 
     def _loss_of(self, model: Stack) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+        if "run_loss" in vars(model):  # the job's own
+            return model.run_loss
         is_gpt = any(isinstance(module, Attention) for module in model.modules())
         if torch.bfloat16 in (self.weights, self.autocast) and self.chunked and is_gpt:
             return partial(chunked_loss, compile=self.compile)
         return compiled(plain_loss, "loss", mode=self.compile_mode) if self.compile else plain_loss
 
 
-def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
+def numerics_of(settings: "TrainSettings", device: torch.device) -> Numerics:
     """Return how a job computes on a device."""
     return Numerics(
         settings.precision,
@@ -143,5 +157,6 @@ def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
         cut_anywhere=settings.deterministic and not settings.exact,  # exact shards are cut where no vector ends
         shows_skipped=settings.non_finite == "skip",
         # A pipeline's head and loss are two steps, a split head has a loss of its own.
+        made=settings.model if settings.model.make is not None else None,
         chunked=not settings.is_pipeline and not settings.splits_layers,
     )

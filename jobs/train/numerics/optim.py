@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch._dynamo  # building an optimizer imports it (0.8 s): here the warm process does so once for all ranks
@@ -10,17 +11,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
-from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.user import code
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
 
 FUSED_ON: Final = ("cuda", "cpu")
 FUSED_ALIKE: Final = ("cuda",)  # where fused kernels treat all elements alike
 
 
-def _sgd(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _sgd(settings: "OptimizerSettings") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     return torch.optim.SGD, {"momentum": settings.momentum, "nesterov": settings.nesterov}
 
 
-def _adamw(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _adamw(settings: "OptimizerSettings") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     return torch.optim.AdamW, {"betas": (settings.betas[0], settings.betas[1]), "eps": settings.eps}
 
 
@@ -29,7 +34,7 @@ OPTIMIZERS: Final = {"sgd": _sgd, "adamw": _adamw}
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter],
-    settings: OptimizerSettings,
+    settings: "OptimizerSettings",
     *,
     capturable: bool = False,
     cut_anywhere: bool = False,
@@ -49,31 +54,47 @@ def build_optimizer(
 
 
 def recipe(
-    trainable: Sequence[nn.Parameter], settings: OptimizerSettings, *, cut_anywhere: bool = False
+    trainable: Sequence[nn.Parameter], settings: "OptimizerSettings", *, cut_anywhere: bool = False
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the job's optimizer as a class and its options; fused into one kernel where the device has it.
 
     With `cut_anywhere` an element's bits do not depend on where in a tensor it lies, so that parameters may be shared
     out. Fused kernels of CPUs round the end of a tensor, which fills no vector, in another way than the rest.
     """
+    if settings.make is not None:
+        return made_optimizer(settings.make), {"lr": settings.lr, **settings.args}
     kind, options = OPTIMIZERS[settings.name](settings)
     fused_on = FUSED_ALIKE if cut_anywhere else FUSED_ON
     fused = all(p.device.type in fused_on and p.is_floating_point() for p in trainable)
     return kind, {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": fused, **options}
 
 
-def make_state(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
-    """Make what a first step would, for all that the optimizer steps."""
+def made_optimizer(text: str) -> type[torch.optim.Optimizer]:
+    """Return the user's class of optimizers.
+
+    Raises:
+        RefusedError: it cannot be imported, or is no such class.
+    """
+    kind = code.load("train.optimizer.make", text, Path.cwd())
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise RefusedError(f"train.optimizer.make: {text} is no class of torch.optim.Optimizer; name one")
+    return kind
+
+
+def make_state(optimizer: torch.optim.Optimizer, settings: "OptimizerSettings") -> None:
+    """Make what a first step would, for all that the optimizer steps; a user's optimizer makes its own then."""
+    if settings.make is not None:
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter].update(STATE[settings.name](parameter, settings))
 
 
-def _sgd_state(parameter: Tensor, settings: OptimizerSettings) -> dict[str, Tensor]:
+def _sgd_state(parameter: Tensor, settings: "OptimizerSettings") -> dict[str, Tensor]:
     return {"momentum_buffer": torch.zeros_like(parameter)} if settings.momentum else {}
 
 
-def _adamw_state(parameter: Tensor, settings: OptimizerSettings) -> dict[str, Tensor]:
+def _adamw_state(parameter: Tensor, settings: "OptimizerSettings") -> dict[str, Tensor]:
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
@@ -98,7 +119,7 @@ def _cosine(done: float) -> float:
 SHAPES: Final[dict[str, Callable[[float], float]]] = {"constant": _constant, "linear": _linear, "cosine": _cosine}
 
 
-def learning_rate(settings: ScheduleSettings, peak: float, step: int, steps: int) -> float:
+def learning_rate(settings: "ScheduleSettings", peak: float, step: int, steps: int) -> float:
     """Return the learning rate of a step, counted from 0, of `steps`.
 
     lr  peak      ____

@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Final
@@ -81,6 +82,38 @@ class Body:
 
         y: Tensor = checkpoint(run, layers, x, use_reentrant=False, preserve_rng_state=self.draws, context_fn=contexts)
         return y
+
+
+def by_units(model: nn.Module, units: Sequence[Sequence[nn.Module]], *, compile: bool, recompute: bool) -> None:
+    """Compile each unit of a user's model, or run its forward again in the backward to keep less; in place.
+
+    Raises:
+        RefusedError: there is no unit that could be forwarded again.
+    """
+    layers = [layer for unit in units for layer in unit]
+    if recompute and not layers:
+        raise RefusedError(
+            f"train.activation_checkpointing: found no repeated children in {type(model).__name__}; name the modules "
+            "that are to run again in model.units, or set activation_checkpointing: false"
+        )
+    for layer in layers:
+        if recompute:
+            layer.forward = partial(_forward_again, layer.forward, layer)
+        if compile:
+            layer.compile()
+    if compile and not layers:
+        model.compile()
+
+
+def _forward_again(forward: Callable[..., Any], layer: nn.Module, *given: Any, **named: Any) -> Any:
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(*given, **named)
+    norms = [module for module in layer.modules() if isinstance(module, _NormBase)]
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), silent(norms)
+
+    return checkpoint(forward, *given, use_reentrant=False, context_fn=contexts, **named)
 
 
 @contextmanager

@@ -5,27 +5,30 @@ evaluation, are those of virtual rank 0 alone (what PyTorch's DDP saves).
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.rng.layer_seeds import forward_seed
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 
 class Accumulation:
     """Runs all micro-batches of a rank's step, and lets the replica average their gradients."""
 
-    def __init__(self, replica: Replica, numerics: Numerics, scaler: Scaler, settings: TrainSettings) -> None:
+    def __init__(self, replica: Replica, numerics: Numerics, scaler: Scaler, settings: "TrainSettings") -> None:
         self.replica = replica
         self.numerics = numerics
         self.scaler = scaler
-        self.dropout_seed = settings.seed if settings.model.dropout > 0.0 else None
+        self.dropout_seed = settings.seed if settings.model.draws and not settings.cuda_graph else None
         self.norms = [module for module in replica.module.modules() if isinstance(module, _NormBase)]
         self.tracking = True
 

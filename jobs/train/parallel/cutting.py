@@ -6,28 +6,28 @@ gradient of embed's use ─────────── + ──────�
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.models.model_shape import context_of
-from muster.jobs.models.shapes import IMAGE_CHANNELS
 from muster.jobs.spec.expand import first_layers
-from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.world.world import World
 from muster.pipe.boundaries import weights_of
 from muster.pipe.schedules.cuts import Cuts, balanced_ranks, by_hand
 
-IMAGE_SIDE = 32
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 
-def cuts_of(settings: TrainSettings, model: Stack, rank_of: Sequence[int], samples: int, world: World) -> Cuts:
+def cuts_of(
+    settings: "TrainSettings", model: Stack, rank_of: Sequence[int], inputs: Sequence[int], world: World
+) -> Cuts:
     """Cut a model into stages as the job says, the same on every rank: a collective where layers are timed.
 
-    `samples` are those of a micro-batch.
+    `inputs` is the shape of a micro-batch's inputs.
 
     Raises:
         RefusedError: it cannot be cut so.
@@ -38,14 +38,9 @@ def cuts_of(settings: TrainSettings, model: Stack, rank_of: Sequence[int], sampl
             return by_hand(first_layers(settings.cut, names), len(names), len(rank_of))
         weights = torch.zeros(len(names), dtype=torch.float64, device=world.device)
         if settings.cut != "profile" or world.rank == 0:
-            weights += weights.new_tensor(weights_of(model, settings.cut, input_size(settings.model, samples)))
+            weights += weights.new_tensor(weights_of(model, settings.cut, inputs))
         if settings.cut == "profile" and world.group is not None:
             dist.broadcast(weights, 0, group=world.group)
         return balanced_ranks(weights.tolist(), rank_of)
     except ValueError as error:
         raise RefusedError(f"train.cut: {error}") from error
-
-
-def input_size(model: ModelSettings, samples: int) -> tuple[int, ...]:
-    """Return the shape of a model's inputs."""
-    return (samples, IMAGE_CHANNELS, IMAGE_SIDE, IMAGE_SIDE) if model.is_vgg else (samples, context_of(model))

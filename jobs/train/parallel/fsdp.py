@@ -7,7 +7,7 @@ inside out, then the whole. The optimizer is an ordinary one, of a rank's rows: 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from muster.ddp.base import broadcast
 from muster.ddp.primitives import all_gather, reduce_scatter
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradient_of, gradients_of
@@ -29,13 +28,16 @@ from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.world.world import World
 from muster.zero.flat import Held
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 
 class FsdpReplica(Replica):
     """A copy whose parameters, gradients and optimizer state PyTorch shares out by rows."""
 
     shares_out = True
 
-    def __init__(self, module: nn.Module, forms: Forms, world: World, clock: Clock, settings: TrainSettings) -> None:
+    def __init__(self, module: nn.Module, forms: Forms, world: World, clock: Clock, settings: "TrainSettings") -> None:
         super().__init__(module, world, clock)
         assert world.group is not None
         self.forms = forms
@@ -44,7 +46,7 @@ class FsdpReplica(Replica):
         reshard_after_forward = settings.reshard_after_forward
         broadcast([*module.parameters(), *module.buffers()], world.group)
         mesh = DeviceMesh.from_group(world.group, world.device.type)
-        for unit in units_of(module):
+        for unit in units_of(module, settings.model):
             for part in of_one_dtype(unit):
                 fully_shard(list(part), mesh=mesh, reshard_after_forward=reshard_after_forward)
         # By default parameters of the root stay whole after its forward: the backward begins with them.
@@ -96,7 +98,7 @@ class FsdpReplica(Replica):
             parameter.grad = None
         return gradients_of(self.rows.values())
 
-    def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
+    def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
         """Build what steps this rank's rows."""
         return numerics.optimizer(self.rows.values(), settings.optimizer)
 

@@ -20,19 +20,22 @@ and counts it in norms. One number for all of a parameter, as a step count is, t
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.tensors.parts import DTYPES, Part
 from muster.jobs.train.models.stack import Stack
-from muster.jobs.train.models.tensor_plan import split_gpt
+from muster.jobs.train.models.tensor_plan import split_gpt, split_made
 from muster.jobs.train.parallel.state import Forms, parameter_of
 from muster.jobs.world.world import World
 from muster.pipe.mesh import Groups
 from muster.pipe.tensor.slices import TensorSlice
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,16 @@ def whole_layers(whole: Forms, world: World) -> Parts:
     return Parts(whole, whole, {}, replace(world, rank=0, size=1, group=None, pipe=1, tensor=1))
 
 
-def split_layers(module: Stack, whole: Forms, world: World, groups: Groups, settings: TrainSettings) -> Parts:
+def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, settings: "TrainSettings") -> Parts:
     """Split a model's layers over the tensor ranks, in place; return the parts of this rank. A collective.
 
     Raises:
-        ValueError: it is no GPT, or its heads, d_ff or vocabulary cannot be split over so many ranks.
+        ValueError: its layers cannot be split over so many ranks.
     """
-    split = split_gpt(module, groups.tensor, sequence_parallel=settings.sequence_parallel)
+    if isinstance(module, Stack) and settings.model.make is None:
+        split = split_gpt(module, groups.tensor, sequence_parallel=settings.sequence_parallel)
+    else:
+        split = split_made(module, settings, groups.tensor)
     along = replace(world, rank=world.tensor_rank, size=world.tensor, group=groups.tensor, pipe=1, tensor=1)
     return Parts(whole, Forms(module), split.slices, along)
 

@@ -8,10 +8,10 @@ data     gradients become the mean over the ranks that have the same parts of th
 zero     ... which share out the optimizer's state (1), the gradients (2), the parameters (3)     sharded.py, fsdp.py
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from muster.ddp.base import broadcast
 from muster.jobs.spec.modes import Parallel
-from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.made import layers_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.parallel.cutting import cuts_of
 from muster.jobs.train.parallel.layers import Parts, split_layers, whole_layers
@@ -32,6 +31,9 @@ from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S, World
 from muster.pipe.mesh import Groups, Mesh
 from muster.pipe.schedules.tables import schedule
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 TIMEOUT: Final = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 
@@ -109,35 +111,40 @@ def groups_of(world: World, split: Parallel) -> Groups | None:
 
 
 def parallelize(
-    model: Stack,
+    model: nn.Module,
     split: Parallel,
     groups: Groups | None,
-    settings: TrainSettings,
+    settings: "TrainSettings",
     *,
     world: World,
     numerics: Numerics,
     clock: Clock,
+    sample: Sequence[int],
 ) -> RankModel:
     """Split a model that all ranks have built alike, in place; return this rank's part. A collective.
 
+    `sample` is the shape of one input.
+
     Raises:
         RefusedError: it cannot be cut so, or several ranks are to synchronize nothing.
-        ValueError: it is no GPT, or its heads, d_ff or vocabulary cannot be split over so many tensor ranks.
+        ValueError: its layers cannot be split over so many tensor ranks.
     """
     whole = Forms(model)
-    if split.schedule:  # cuts go by the sizes or times of whole layers
+    in_layers = bool(split.schedule) or (settings.layerwise and split.zero == 3)
+    layers = layers_of(model, settings) if in_layers else None
+    if layers is not None and split.schedule:  # cuts go by the sizes or times of whole layers
         table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
         samples = -(-settings.batch_size // (split.data * split.microbatches))
-        cuts = cuts_of(settings, model, table.rank_of, samples, world)
+        cuts = cuts_of(settings, layers, table.rank_of, (samples, *sample), world)
 
     parts = whole_layers(whole, world)
     if groups is not None and split.tensor > 1:
         parts = split_layers(model, whole, world, groups, settings)
 
-    module: nn.Module = model
+    module = layers or model
     stages = None
-    if split.schedule:
-        stages = Stages(model, table, cuts, settings, numerics, world, groups, clock)
+    if layers is not None and split.schedule:
+        stages = Stages(layers, table, cuts, settings, numerics, world, groups, clock)
         module = stages.module
 
     data = replace(

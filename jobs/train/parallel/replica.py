@@ -10,7 +10,7 @@ asked for whole - to compare it, to evaluate - is a collective.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from muster.ddp.base import DataParallel
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradients_of, named_gradients
 from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.world.world import World
 from muster.zero.flat import Held
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 
 class Replica:
@@ -70,7 +72,7 @@ class Replica:
 
     # What it is made of ---------------------------------------------------------------------------------------------
 
-    def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
+    def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
         """Build what steps this rank's parameters."""
         capturable = settings.cuda_graph and not settings.is_pipeline  # whose graphs are of actions, not of steps
         return numerics.optimizer(self.module.parameters(), settings.optimizer, capturable=capturable)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import make_state, recipe
 from muster.jobs.train.parallel.replica import WrappedReplica
@@ -16,6 +16,9 @@ from muster.zero import ShardedOptimizer
 from muster.zero.flat import Held
 from muster.zero.layerwise import Layerwise
 from muster.zero.sharded import Sharded
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
 
 
 class Waits:
@@ -77,7 +80,7 @@ class ShardedReplica(WrappedReplica):
         self.waits.phase = "optimizer"
         return self.optimizer.gradients()
 
-    def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
+    def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
         """Build what steps this rank's share; parameters of 16 bits in float32 copies."""
         trainable = [each for each in self.module.parameters() if each.requires_grad]
         kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)

@@ -16,7 +16,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,11 @@ from torch import Tensor, nn
 from muster.ddp import FlatAllReduce
 from muster.ddp.reduced import Reduced
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.tensors.parts import dtype_of
 from muster.jobs.train.data.loading import ShardInput
-from muster.jobs.train.models.stack import Stack, mean_loss
-from muster.jobs.train.models.tensor_plan import loss_of
+from muster.jobs.train.models.made import loss_of
+from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.tensor_plan import loss_of as split_loss_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.parallel.ready import ReadyGradients
@@ -45,6 +46,9 @@ from muster.pipe.schedules.cuts import Cuts
 from muster.pipe.schedules.programs import Step
 from muster.pipe.tensor.vocabulary import VocabularyLinear
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 
 class Stages:
     """The layers of one rank of a pipeline, `module`; their gradients' mean over pipelines is a replica's."""
@@ -54,7 +58,7 @@ class Stages:
         model: Stack,
         table: Schedule,
         cuts: Cuts,
-        settings: TrainSettings,
+        settings: "TrainSettings",
         numerics: Numerics,
         world: World,
         groups: Groups | None,
@@ -65,11 +69,14 @@ class Stages:
         self.seed = settings.seed
         self.group = None if groups is None else groups.pipe
         stages = [sum(number >= cut for cut in cuts) - 1 for number in range(len(model))]
-        names = [name for name, _ in model.named_children()]
-        self.rank_of = {name: table.rank_of[stage] for name, stage in zip(names, stages, strict=True)}
+        self.rank_of: dict[str, int] = {}  # of parameters and buffers
+        for (name, layer), stage in zip(model._modules.items(), stages, strict=True):
+            assert layer is not None
+            for own, _ in chain(layer.named_parameters(name), layer.named_buffers(name)):
+                self.rank_of.setdefault(own, table.rank_of[stage])
         self.at = (0, world.data_rank)  # step, virtual rank
         self.of_all: float | None = None  # samples of all pipelines, where they have different numbers
-        self.loss_of = loss_of(model[-1]) if isinstance(model[-1], VocabularyLinear) else mean_loss
+        self.loss_of = split_loss_of(model[-1]) if isinstance(model[-1], VocabularyLinear) else loss_of(settings)
         in_autocast(model, numerics)
         self.pipeline = Pipeline(
             model,
@@ -82,7 +89,7 @@ class Stages:
             exact=settings.exact,
             cuda_graphs=settings.cuda_graph,
         )
-        if settings.model.dropout > 0.0:
+        if settings.model.draws:
             self.pipeline.hooks.seeds = self._seed_of
         self.module: nn.Module = self.pipeline.module
 
@@ -155,7 +162,7 @@ class Stages:
         found = {}
         for piece in pieces:
             name = piece.name.removeprefix(MODEL)
-            source = self.world.rank_at(self.rank_of[name.partition(".")[0]])
+            source = self.world.rank_at(self.rank_of[name])
             if self.world.rank == source:
                 found[name] = own[name]
             else:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from muster.ddp import AllReduce, BucketedDDP, FlatAllReduce, GatherScatter, Ove
 from muster.ddp.base import DataParallel, broadcast
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.modes import Parallel, Sync
-from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.units import units_of
 from muster.jobs.train.parallel.fsdp import FsdpReplica
@@ -24,9 +23,12 @@ from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from muster.zero.layerwise import Layerwise
 
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
 SENT_AS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Wrap = Callable[[nn.Module, World, TrainSettings], Any]
+Wrap = Callable[[nn.Module, World, "TrainSettings"], Any]
 
 
 def replica_of(
@@ -35,7 +37,7 @@ def replica_of(
     forms: Forms,
     world: World,
     clock: Clock,
-    settings: TrainSettings,
+    settings: "TrainSettings",
     *,
     in_pipeline: bool,
 ) -> Replica:
@@ -66,11 +68,11 @@ def _own(kind: type[DataParallel]) -> Wrap:
     return lambda module, world, settings: kind(module, world.group, **options(settings))
 
 
-def _bucketed(module: nn.Module, world: World, settings: TrainSettings) -> BucketedDDP:
+def _bucketed(module: nn.Module, world: World, settings: "TrainSettings") -> BucketedDDP:
     return BucketedDDP(module, world.group, bucket_size_mb=settings.bucket_size_mb, **options(settings))
 
 
-def _torch_ddp(module: nn.Module, world: World, settings: TrainSettings) -> DistributedDataParallel:
+def _torch_ddp(module: nn.Module, world: World, settings: "TrainSettings") -> DistributedDataParallel:
     # torch 2.13 renamed the switch and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -82,13 +84,13 @@ def _torch_ddp(module: nn.Module, world: World, settings: TrainSettings) -> Dist
     )
 
 
-def _sharded(module: nn.Module, world: World, settings: TrainSettings) -> ShardedDataParallel:
+def _sharded(module: nn.Module, world: World, settings: "TrainSettings") -> ShardedDataParallel:
     assert settings.zero != 0
     return ShardedDataParallel(
         module,
         world.group,
         stage=settings.zero,
-        units=None if settings.is_pipeline else units_of(module),
+        units=None if settings.is_pipeline else units_of(module, settings.model),
         bucket_size_mb=settings.bucket_size_mb,
         accumulate="local" if settings.is_pipeline else settings.accumulate,  # a resume may keep what is not read
         reshard_after_forward=settings.reshard_after_forward,
@@ -107,12 +109,12 @@ SYNCS: Final[dict[Sync, tuple[Wrap, Callable[..., Replica]]]] = {
 }
 
 
-def options(settings: TrainSettings) -> dict[str, Any]:
+def options(settings: "TrainSettings") -> dict[str, Any]:
     """Return what a job says to all of our own wrappers alike."""
     return {"exact": settings.exact, "communication_dtype": communication_dtype(settings)}
 
 
-def communication_dtype(settings: TrainSettings) -> torch.dtype | None:
+def communication_dtype(settings: "TrainSettings") -> torch.dtype | None:
     """Return what a job's gradients are sent as; None: as they are."""
     return None if settings.communication_dtype is None else SENT_AS[settings.communication_dtype]
 

@@ -12,17 +12,15 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
-from typing_extensions import Self
 
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.spec.profile import ProfileSettings
 from muster.jobs.trace.events import MARK, START
 from muster.jobs.trace.record import numbers
 from muster.jobs.trace.window import Window, window_of
@@ -30,13 +28,18 @@ from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.train.profiling.memory import History
 from muster.jobs.train.profiling.writing import write_profile
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from muster.jobs.spec.profile import ProfileSettings
+
 
 class NotProfiling:
     """Records nothing."""
 
     word: str | None = None  # of the step under way: what the metrics say of it
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         return self
 
     def __exit__(
@@ -63,7 +66,7 @@ class Recorder(NotProfiling):
 
     def __init__(
         self,
-        settings: ProfileSettings,
+        settings: "ProfileSettings",
         folder: ProfileDir,
         clock: Clock,
         device: torch.device,
@@ -84,7 +87,7 @@ class Recorder(NotProfiling):
         self.record: dict[str, Any] | None = None
         self.said = self.window.note
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         self._guarded(self._move_on)
         return self
 
@@ -186,7 +189,7 @@ class Recorder(NotProfiling):
             self.history.stop()
 
 
-def prepare(settings: ProfileSettings, *, cuda_graph: bool) -> None:
+def prepare(settings: "ProfileSettings", *, cuda_graph: bool) -> None:
     """Get a process ready before it records a CUDA graph: the profiler's library must be there earlier, and stay."""
     if settings.on and cuda_graph and torch.cuda.is_available():
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")

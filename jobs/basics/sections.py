@@ -1,0 +1,60 @@
+"""Sections of a job file, checked by pydantic or plain: both have the keys as attributes.
+
+A rank's Python needs torch alone, so a rank holds plain sections (`jobs/spec/plain.py`). The functions here return for
+both kinds what attributes do not say.
+"""
+
+from collections.abc import Collection, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+T = TypeVar("T")
+
+
+class PlainSection(SimpleNamespace):
+    """A section whose keys were checked elsewhere.
+
+    `given` names the keys that the file gives, `changed` those whose value is not the default.
+    """
+
+    def __init__(self, values: Mapping[str, Any], given: Collection[str], changed: Collection[str]) -> None:
+        super().__init__(**values)
+        self._given, self._changed = frozenset(given), frozenset(changed)
+
+
+def given(section: Any) -> frozenset[str]:
+    """Return the keys that the file gives."""
+    return section._given if isinstance(section, PlainSection) else frozenset(section.model_fields_set)
+
+
+def values(section: Any) -> dict[str, Any]:
+    """Return all keys with their values as JSON has them; sections within become mappings, too."""
+    if not isinstance(section, PlainSection):
+        return _dumped(section)
+    return {key: values(value) if isinstance(value, PlainSection) else value for key, value in _own(section).items()}
+
+
+def changed(section: Any) -> dict[str, Any]:
+    """Return the keys whose value is not the default, with their values as JSON has them."""
+    if not isinstance(section, PlainSection):
+        return _dumped(section, exclude_defaults=True)
+    return {key: value for key, value in values(section).items() if key in section._changed}
+
+
+def replaced(section: T, **updates: Any) -> T:
+    """Return a copy with other values for some keys."""
+    if not isinstance(section, PlainSection):
+        return cast(T, cast("BaseModel", section).model_copy(update=updates))
+    now = {**_own(section), **updates}
+    return type(section)(now, section._given | updates.keys(), section._changed | updates.keys())
+
+
+def _dumped(section: "BaseModel", **options: Any) -> dict[str, Any]:
+    return section.model_dump(mode="json", **options)
+
+
+def _own(section: PlainSection) -> dict[str, Any]:
+    return {key: value for key, value in vars(section).items() if not key.startswith("_")}

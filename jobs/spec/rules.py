@@ -1,0 +1,158 @@
+"""What follows from the keys of a `train:` section: its mode, its split, its batches.
+
+Two classes have these rules. `TrainSettings` (`jobs/spec/train.py`) checks the keys, with pydantic. `PlainTrain`
+(`jobs/spec/plain.py`) holds checked keys on a rank, whose Python needs torch alone.
+"""
+
+from typing import TYPE_CHECKING
+
+from muster.jobs.models.shapes import VGG_SHAPES
+from muster.jobs.spec.expand import check_batch, check_pipeline, check_tensor, split_of
+from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train_fields import TrainFields  # the keys that the rules read
+else:
+    TrainFields = object
+
+
+class ModelRules:
+    """What follows from the keys of `train.model`."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def name(self) -> str | None:
+            """The key `name`."""
+
+        @property
+        def make(self) -> str | None:
+            """The key `make`."""
+
+        @property
+        def context(self) -> int | None:
+            """The key `context`."""
+
+        @property
+        def tied(self) -> bool:
+            """The key `tied`."""
+
+        @property
+        def dropout(self) -> float:
+            """The key `dropout`."""
+
+    @property
+    def is_vgg(self) -> bool:
+        """True for an image model."""
+        return self.name in VGG_SHAPES
+
+    @property
+    def reads_tokens(self) -> bool:
+        """True where the data sets that ship with Muster give this model tokens, and not images."""
+        return self.context is not None if self.make is not None else not self.is_vgg
+
+    @property
+    def ties_head(self) -> bool:
+        """True where the head of a model that ships with Muster is its embedding."""
+        return self.tied and self.make is None and not self.is_vgg
+
+    @property
+    def draws(self) -> bool:
+        """True where a forward may draw random numbers."""
+        return self.make is not None or self.dropout > 0.0
+
+    @property
+    def title(self) -> str:
+        """What messages call the model."""
+        return self.make or self.name or "gpt"
+
+
+class TrainRules(TrainFields):
+    """What follows from the keys of `train:`, alone and for a world size."""
+
+    @property
+    def mode_name(self) -> str:
+        """The mode; of a split that is written out, the one whose gradients are shared in the same way."""
+        if self.parallel is None:
+            return self.mode
+        given = self.parallel
+        return mode_of(Parallel(tensor=given.tensor, sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
+
+    @property
+    def makes(self) -> dict[str, str]:
+        """The keys that name code of the user's, with what they name."""
+        keys = {
+            "train.model.make": self.model.make,
+            "train.model.plan": self.model.plan,
+            "train.data.make": self.data.make,
+            "train.loss": self.loss,
+            "train.optimizer.make": self.optimizer.make,
+        }
+        return {key: text for key, text in keys.items() if text is not None}
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True where ranks have slices of the layers."""
+        return self.mode_name in PIPELINES
+
+    @property
+    def is_product(self) -> bool:
+        """True where ranks are split in more than one way: pipelines beside each other, split layers of stages."""
+        several = self.parallel is not None and self.parallel.data > 1
+        return several + self.is_pipeline + self.splits_layers > 1
+
+    @property
+    def splits_layers(self) -> bool:
+        """True where ranks have a part of every layer each."""
+        return self.mode == TENSOR if self.parallel is None else self.parallel.tensor > 1
+
+    @property
+    def sync(self) -> Sync:
+        """How data-parallel ranks average gradients."""
+        return MODES[self.mode].expand(1).sync if self.parallel is None else self.parallel.sync
+
+    @property
+    def zero(self) -> Zero:
+        """ZeRO's stage."""
+        return MODES[self.mode].expand(1).zero if self.parallel is None else self.parallel.zero
+
+    @property
+    def same_norm(self) -> bool:
+        """True where gradients are clipped by a norm that has the same bits whoever has which of them."""
+        return self.exact or self.deterministic
+
+    def virtual_world_size(self, world_size: int) -> int:
+        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank.
+
+        All ranks that have one copy of the model together have one shard.
+        """
+        if self.is_pipeline or self.splits_layers:
+            return 1 if self.parallel is None else self.parallel.data
+        return (self.virtual_ranks or 4) if self.exact else world_size
+
+    def split(self, world_size: int) -> Parallel:
+        """Expand mode or `parallel:` for a world size.
+
+        Raises:
+            RefusedError: the split does not fit the world size.
+        """
+        return split_of(self, world_size)
+
+    def accumulation(self, world_size: int) -> int:
+        """Return the micro-batches of a shard."""
+        return self.split(world_size).microbatches if self.is_pipeline else self.grad_accumulation
+
+    def check(self, world_size: int) -> None:
+        """Refuse what only the world size shows.
+
+        Raises:
+            RefusedError: too small a batch, more stages than layers, layers that cannot be split over so many ranks,
+                or virtual ranks that the ranks do not divide.
+        """
+        parallel = self.split(world_size)
+        if parallel.tensor > 1:
+            check_tensor(self, parallel)
+        if parallel.schedule:
+            check_pipeline(self, parallel)
+            return
+        check_batch(self, parallel)

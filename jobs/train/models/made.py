@@ -1,0 +1,169 @@
+"""The user's own model and loss: what `train.model.make` and `train.loss` name.
+
+    model                            data parallel, ZeRO     pipelines, layerwise
+    an nn.Sequential                 its layers in turn      its layers
+    has stages()                     its own forward         the layers that stages() returns
+    any other nn.Module              its own forward         refused
+
+Every one gets a second argument: `forward(inputs)` returns outputs, `forward(inputs, targets)` their mean loss.
+Parameters keep the names that the model gives them, in every mode: a layer of stages() goes by its place in the model.
+"""
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR
+from muster.jobs.train.models.stack import Loss, Stack, head_loss, mean_loss
+from muster.jobs.train.rng.draws import drawing
+from muster.jobs.train.rng.keyed import INITIALISE, key
+from muster.jobs.user import code
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+
+KEY = "train.model"
+
+
+def make_model(settings: "TrainSettings") -> nn.Module:
+    """Call the user's function and give its module the loss; random numbers are a function of the seed alone.
+
+    Raises:
+        RefusedError: it cannot be called, raises, or returns no module with trainable parameters.
+    """
+    text, args = settings.model.make, settings.model.args
+    assert text is not None
+    with drawing(key(settings.seed, INITIALISE)):
+        model = code.make(KEY, text, args, Path.cwd())
+    if not isinstance(model, nn.Module):
+        raise RefusedError(f"{KEY}.make: {text} returned a {type(model).__name__}; return an nn.Module")
+    if not any(each.requires_grad for each in model.parameters()):
+        raise RefusedError(f"{KEY}.make: {text} returned a {type(model).__name__} without parameters to train")
+    loss = loss_of(settings)
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return stack_of([(name, each) for name, each in model._modules.items() if each is not None], loss)
+    give_loss(model, loss)
+    return model
+
+
+def give_loss(model: nn.Module, loss: Loss) -> None:
+    """Let a model return the mean loss where it is given targets, too; in place."""
+    if isinstance(model, Stack):
+        model.run_loss = partial(head_loss, loss)
+        return
+    forward = model.forward.args[0] if isinstance(model.forward, partial) else model.forward
+    model.forward = partial(_forward, forward, loss)
+
+
+def loss_of(settings: "TrainSettings") -> Loss:
+    """Return the job's loss of outputs and targets.
+
+    Raises:
+        RefusedError: the user's function cannot be imported, or is none.
+    """
+    if settings.loss is None:
+        return mean_loss
+    found = code.load("train.loss", settings.loss, Path.cwd())
+    if not callable(found):
+        raise RefusedError(f"train.loss: {settings.loss} is a {type(found).__name__}; name a function")
+    return partial(_checked, found, settings.loss)
+
+
+def layers_of(model: nn.Module, settings: "TrainSettings") -> Stack:
+    """Return the layers of a model, which share its parameters and their names.
+
+    Raises:
+        RefusedError: it has no layers that run one after the other.
+    """
+    if isinstance(model, Stack):
+        return model
+    text = settings.model.make
+    stages = getattr(model, "stages", None)
+    if not callable(stages):
+        others = ", ".join(name for name in MODES if name not in PIPELINES and name != TENSOR)
+        raise RefusedError(
+            f"{KEY}.make: {text} returned a {type(model).__name__}, which cannot be cut into layers: it is no "
+            f"nn.Sequential and has no stages() that returns one; add stages(), or choose one of {others}"
+        )
+    found = code.called(f"{KEY}.make", f"stages() of {text}", stages)
+    if not isinstance(found, nn.Sequential):
+        raise RefusedError(f"{KEY}.make: stages() of {text} returned a {type(found).__name__}; return an nn.Sequential")
+    return stack_of(_named_in(model, found, str(text)), loss_of(settings))
+
+
+def stack_of(named: list[tuple[str, nn.Module]], loss: Loss) -> Stack:
+    """Return a stack of layers under their names, which may have dots in them."""
+    stack = Stack()
+    stack._modules.update(dict(named))  # add_module takes no dots; parameters' names then are the model's own
+    give_loss(stack, loss)
+    return stack
+
+
+def require_graphable(model: nn.Module, settings: "TrainSettings") -> None:
+    """Refuse dropout in a made model whose steps are recorded: its numbers would not be keyed by the step.
+
+    Raises:
+        RefusedError: it has a dropout layer.
+    """
+    drops = [name for name, each in model.named_modules() if isinstance(each, nn.modules.dropout._DropoutNd) and each.p]
+    if drops:
+        raise RefusedError(
+            f"train.cuda_graph: does not go with dropout, and {settings.model.make} has it in {drops[0]}: the host "
+            "seeds every micro-batch anew; make the model without, or set cuda_graph: false"
+        )
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return the sha256 of names, types, shapes and values (the sum of their bits) of parameters and buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        words = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} {int(words.sum(dtype=torch.int64))}\n".encode())
+    return digest.hexdigest()
+
+
+def _forward(forward: Callable[[Tensor], Any], loss: Loss, inputs: Tensor, targets: Tensor | None = None) -> Any:
+    outputs = forward(inputs)
+    return outputs if targets is None else loss(outputs, targets)
+
+
+def _checked(loss: Callable[..., Any], text: str, outputs: Any, targets: Tensor) -> Tensor:
+    value = loss(outputs, targets)
+    if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
+        shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise RefusedError(f"train.loss: {text} returned {shape}; return the mean loss, a tensor with one number")
+    return value
+
+
+def _named_in(model: nn.Module, found: nn.Sequential, text: str) -> list[tuple[str, nn.Module]]:
+    """Name the layers of stages() by their places in the model.
+
+    Raises:
+        RefusedError: one holds parameters and is no module of the model, stands twice, or one is missing.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    named: dict[str, nn.Module] = {}
+    for number, layer in enumerate(found):
+        name = names.get(id(layer))
+        if name is None and any(True for _ in layer.state_dict()):
+            raise RefusedError(
+                f"{KEY}.make: layer {number} of stages() of {text}, a {type(layer).__name__}, is no module of the "
+                "model itself, so its parameters have two names; keep it as an attribute of the model"
+            )
+        name = f"stage{number}" if name is None else name
+        if name in named:
+            raise RefusedError(f"{KEY}.make: stages() of {text} has {name} twice; a layer can be in one place")
+        named[name] = layer
+    own = {id(each) for layer in named.values() for each in layer.parameters()}
+    left = [name for name, each in model.named_parameters() if id(each) not in own]
+    if left:
+        raise RefusedError(f"{KEY}.make: stages() of {text} leaves out {left[0]}; every parameter belongs to a layer")
+    return list(named.items())

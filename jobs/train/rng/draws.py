@@ -1,0 +1,32 @@
+"""The generators of the host, which a user's code draws from: torch's, Python's and NumPy's."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.random import default_generator  # type: ignore[attr-defined]
+
+
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Within it the generators are seeded; after it they go on as before."""
+    numpy = sys.modules.get("numpy")
+    torch_state, python_state = default_generator.get_state(), random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    seed_all(seed)
+    try:
+        yield
+    finally:
+        default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators; NumPy's only where it is imported."""
+    default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
