@@ -47,15 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(word: str, runs: str | None) -> "Sequence[MeasuredRow]":
     """Read a side, and say what of it is missing."""
-    from muster.collectives_bench.results.missing import missing
-    from muster.collectives_bench.results.rows import rows_of
-    from muster.jobs.timing.records import Timings
-    from muster.jobs.timing.rows import joined_rows
-
-    result = results.side(word, runs)
-    if text := result.missing if isinstance(result, Timings) else missing(result).text:
-        print(f"muster: warning: {word}: {text}", file=sys.stderr)
-    return joined_rows(result) if isinstance(result, Timings) else rows_of(result)
+    found = results.side(word, runs)
+    if found.missing:
+        print(f"muster: warning: {word}: {found.missing}", file=sys.stderr)
+    return found.rows()
 
 
 def gate(found: "Comparison[Any]", fail_on: str) -> int:
