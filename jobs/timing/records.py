@@ -14,6 +14,7 @@ from typing import Final, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from muster.jobs.basics.words import counted
 from muster.jobs.spec.strict import NonNegative, Strict, UnixTime
 from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.settings import Case, Pass, TimingSettings
@@ -155,6 +156,14 @@ class Timing(Strict):
     dtypes: list[Dtypes] = Field(default_factory=list)
     is_over: bool = False
 
+    @property
+    def left(self) -> list[tuple[int, Case]]:
+        """The rows with launches left, the next one first: how many launches each has, and what it is."""
+        most = self.header.settings.launches
+        done = {row.case: len(row.launches) if row.state == "ok" else most for row in self.rows}
+        counts = [(done.get(case, 0), case) for case in self.header.settings.cases()]
+        return sorted((each for each in counts if each[0] < most), key=lambda each: each[0])
+
 
 class Timings(Strict):
     """All of one or more runs."""
@@ -166,5 +175,5 @@ class Timings(Strict):
     def missing(self) -> str:
         """What of the rows that were asked for is missing, in one line; empty if nothing is."""
         unfinished = [each for each in self.timings if not each.is_over]
-        asked = sum(len(each.header.settings.cases()) for each in unfinished)
-        return f"not finished: {sum(len(each.rows) for each in unfinished)} of {asked} rows begun" if unfinished else ""
+        left = sum(len(each.left) for each in unfinished)
+        return f"not finished: {counted(left, 'row')} with launches left" if unfinished else ""

@@ -115,10 +115,10 @@ def test_while_it_goes_on_the_rows_so_far_are_shown_and_what_is_under_way(tmp_pa
     assert [type(record).__name__ for record in view.poll()] == ["Header", "Peak", "Timed"]
     text = rendered(view)
     assert "gpt-nano  forward      fp32       746,816" in text
-    assert "# now gpt-nano step fp32, launch 1 of 3; 0 of 4 done" in text
+    assert "# now gpt-nano step fp32, launch 1 of 3, 0 of 4 rows done" in text
     write_lines(tmp_path / "run/attempt-001/bench.jsonl", header(settings()))
     view.poll()
-    assert "# now gpt-nano forward fp32, launch 1 of 3; 0 of 4 done" in rendered(view)
+    assert "# now gpt-nano forward fp32, launch 1 of 3, 0 of 4 rows done" in rendered(view)
 
 
 def test_without_a_terminal_the_beginning_and_each_row_are_a_line(tmp_path: Path) -> None:
@@ -173,6 +173,11 @@ def test_timings_are_compared_by_their_launches(tmp_path: Path, capsys) -> None:
     assert "2 and 2 launches; 3 are the least" in capsys.readouterr().out
     assert cli.main(["bench", "compare", f"{one},{same}", str(one), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["launches"] == [5, 5]  # launches of one time are the same
+    old = write_lines(tmp_path / "old.jsonl", header(settings()), timed(launches=[]))  # of a Muster without launches
+    assert cli.main(["bench", "compare", str(old), str(one)]) == 0
+    captured = capsys.readouterr()
+    assert "1 and 5 launches" in captured.out
+    assert captured.err == f"muster: warning: {old}: not finished: 4 rows with launches left\n"
     assert cli.main(["bench", "compare", f"{one},{slow}", str(one)]) == 78
     assert "cannot be one side" in capsys.readouterr().err
 
