@@ -9,7 +9,7 @@ needs (`jobs/models/anatomy.py`: causal attention by half); what activation chec
 """
 
 from itertools import islice
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -21,6 +21,7 @@ from muster.jobs.timing.settings import Case, Pass, TimingSettings
 
 VERSION: Final = 1
 
+Seconds = Annotated[float, Field(ge=0.0, lt=1e9)]
 State = Literal["ok", "memory", "timeout", "refused", "failed"]
 
 
@@ -87,8 +88,8 @@ class Timed(Strict):
     batch: int
     context: int | None  # tokens of a sample; None: images
     build_s: float | None = None  # the model, on its device; of the last launch
-    warm_up_s: list[float] = Field(default_factory=list)  # each step before those that count, launch by launch
-    steps_s: list[float] = Field(default_factory=list)
+    warm_up_s: list[Seconds] = Field(default_factory=list)  # each step before those that count, launch by launch
+    steps_s: list[Seconds] = Field(default_factory=list)
     launches: list[Launch] = Field(default_factory=list)  # none: one launch, by a Muster that knew no others
     summary: Summary | None = None
     rate: float | None = None  # tokens, or images, a second

@@ -163,7 +163,7 @@ def step_and_engine(world: World, precision: str) -> list[bool]:
     training = asked.training(task.case)
     numerics = numerics_of(training, CPU)
     model = numerics.place(build_model(training.model, vocabulary=300, seed=training.seed))
-    engine = build_engine(training, model, World(0, 1, None, CPU), clock_for(CPU), numerics)
+    engine = build_engine(training, model, World(0, 1, None, CPU), clock_for(CPU), numerics, (TINY["context"],))
     inputs, targets = work.random_batch(task, numerics)
     for number in range(2):
         engine.train_step(number, [ShardInput(0, (MicroInput(inputs, targets, 2, 1.0),))])
