@@ -37,12 +37,9 @@ def plot(timings: Timings, path: Path) -> None:
 
 
 def _draw(axis: Any, names: Mapping[str, Sequence[tuple[int, ModelRow]]], *, several: bool) -> None:
-    bars = [(name, run, *_times_ms(row)) for name, rows in names.items() for run, row in rows]
-    for place, (_, run, median, low, high) in enumerate(bars):
+    bars = [(name, run, row) for name, rows in names.items() for run, row in rows]
+    for place, (_, run, row) in enumerate(bars):
+        median, low, high = ((us or 0.0) / 1e3 for us in (row.p50_us, row.low_us, row.high_us))
         axis.barh(place, median, xerr=[[median - low], [high - median]], color=f"C{run % 10}", capsize=2)
-    axis.set_yticks(range(len(bars)), [f"{name} [{run + 1}]" if several else name for name, run, *_ in bars])
+    axis.set_yticks(range(len(bars)), [f"{name} [{run + 1}]" if several else name for name, run, _ in bars])
     axis.invert_yaxis()
-
-
-def _times_ms(row: ModelRow) -> list[float]:
-    return [(us or 0.0) / 1e3 for us in (row.p50_us, row.low_us, row.high_us)]
