@@ -6,6 +6,7 @@ from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.files import FORMAT, Record, gather
 from muster.jobs.timing.records import Dtypes, Header, Timed
+from muster.jobs.timing.rows import rows_of
 from muster.jobs.timing.table import heading, row_text, table
 from muster.launch.bench.watching import View
 
@@ -33,7 +34,8 @@ class ModelView(View):
             machine = record.machine
             return f"timing {counted(len(record.settings.cases()), 'row')} on {machine.gpu or machine.cpu}"
         if isinstance(record, Timed):
-            return row_text(record)
+            found = gather(self._records)
+            return None if found and record.case in (case for _, case in found.timings[0].left) else row_text(record)
         return f"types of {record.model} in {record.precision}" if isinstance(record, Dtypes) else None
 
     def table(self, width: int) -> "Group | None":
@@ -45,9 +47,11 @@ class ModelView(View):
         if found is None:
             return None
         (timing,) = found.timings
-        cases, done = timing.header.settings.cases(), len(timing.rows)
-        lines = [*heading(timing.header), *(table(timing.rows) if timing.rows else [])]
-        if done < len(cases):
-            under_way = f"{cases[done].model} {cases[done].pass_name} {cases[done].precision}"
-            lines.append(f"# now {under_way}, {done} of {len(cases)} done")
+        lines = [*heading(timing.header), *(table(rows_of(timing)) if timing.rows else [])]
+        if timing.left:
+            launch, now = timing.left[0]
+            under_way = f"{now.model} {now.pass_name} {now.precision}, launch {launch + 1}"
+            settings, left = timing.header.settings, len(timing.left)
+            rows = len(settings.cases())
+            lines.append(f"# now {under_way} of {settings.launches}, {rows - left} of {rows} rows done")
         return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))
