@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from muster.jobs.basics.files import read_lines
+from muster.jobs.spec.load import EXAMPLES
 from muster.launch.common.processes import of_run
 from support.box import BoxUser, LiveBox, ended
 from support.live import wait_until
@@ -227,3 +228,14 @@ def test_without_shared_storage_logs_and_metrics_come_home(apart_box: LiveBox, t
         assert len(list(read_lines(attempt.metrics(rank)))) == 3
         assert attempt.node(rank).is_file()
     assert "step 3/3" in attempt.out(0).read_text()
+
+
+def test_a_class_of_the_users_is_checked_across_nodes_and_the_table_comes_home(apart_box: LiveBox, tmp_path) -> None:
+    user = BoxUser(apart_box, tmp_path)
+    assert apart_box.runs is not None
+    user.runs = apart_box.runs
+    own = ("--with", "my_ddp.py:MyDDP", "--set", f"workdir={EXAMPLES / 'own'}", "--steps", "1", "--json")
+    code, out, err = ended(user.start("verify", TRAINING, "--on", "ssh", "-N", "2", *own))
+    assert code == 0, err
+    record = json.loads(out)
+    assert (record["pass"], record["kind"], record["world_size"]) == (True, "wrapper", 2)

@@ -18,6 +18,7 @@ class MyPipeline:
         cuts = [len(layers) * each // (self.last + 1) for each in range(self.last + 2)]
         self.stage = nn.Sequential(*list(layers)[cuts[self.rank] : cuts[self.rank + 1]])
         self.microbatches = microbatches
+        self.like = next(layers.parameters()).detach()[:0]  # what is received has its type and device
         self.sending: list[tuple[Any, Tensor]] = []
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -44,7 +45,9 @@ class MyPipeline:
         return x, y
 
     def backward(self, x: Tensor, y: Tensor) -> None:
-        y.backward(None if self.rank == self.last else self.receive(self.rank + 1))
+        gradient = None if self.rank == self.last else self.receive(self.rank + 1)
+        if y.requires_grad:  # a first stage may have nothing to train
+            y.backward(gradient)
         if self.rank > 0:
             assert x.grad is not None
             self.send(x.grad, self.rank - 1)
@@ -57,9 +60,8 @@ class MyPipeline:
             self.sending.append((dist.isend(each, rank), each))
 
     def receive(self, rank: int) -> Tensor:
-        own = next(self.stage.parameters())
-        shape = torch.zeros(MOST_DIMENSIONS, dtype=torch.int64, device=own.device)
+        shape = self.like.new_zeros(MOST_DIMENSIONS, dtype=torch.int64)
         dist.recv(shape, rank)
-        tensor = torch.empty([size for size in shape.tolist() if size], dtype=own.dtype, device=own.device)
+        tensor = self.like.new_empty([size for size in shape.tolist() if size])
         dist.recv(tensor, rank)
         return tensor

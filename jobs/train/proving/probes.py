@@ -82,14 +82,14 @@ class Progress:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def mark(self, step: str) -> None:
-        """Note that the user's code begins something; "": that it has done it."""
+        """Note that the user's code begins a step; "": that it has ended, and this rank may take its time."""
         self._busy, self._since = bool(step), time.monotonic()
         self.step = step or self.step
 
     def _watch(self) -> None:
         while True:
             time.sleep(min(LEAST_POLL_S, self._silent_s / 10))
-            if time.monotonic() - self._since > self._silent_s * (1 if self._busy else 4):
+            if self._busy and time.monotonic() - self._since > self._silent_s:
                 where = place(sys._current_frames().get(self._main), self._folder)
                 self._tell({"stuck": {"step": self.step, "where": where, "doing": self._traffic.doing}})
                 return

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 POLL_S: Final = 0.1
 VICTIM_S: Final = 1.0  # for a rank to report its own failure after another one's
-ENDING_S: Final = 600.0  # rank 0 may train the reference for so long after the others have ended
+ENDING_S: Final = 3600.0  # rank 0 trains the reference after the others have ended
 
 TROUBLE: Final = frozenset({"failed", "stuck", "refused"})
 

@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.sections import replaced
 from muster.jobs.basics.words import counted
-from muster.jobs.train.data import Data, open_data
+from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import MicroInput, Steps, move, move_inputs
 from muster.jobs.train.data.sampling import GlobalBatch, Plan
 from muster.jobs.train.models import model_of
@@ -33,6 +32,9 @@ Found = tuple[list[float], dict[str, Tensor]]
 def trains(bench: Bench) -> None:
     """Compare losses and the state after the last step; rank 0 alone trains the reference."""
     setting = setting_of(bench)
+    if why := unfit(bench, setting):
+        bench.row("one-process", None, why)
+        return
     losses, state = (by_pipeline if bench.user.kind.name == "pipeline" else by_batches)(bench, setting)
     if bench.world.rank != 0:
         return
@@ -58,23 +60,20 @@ def setting_of(bench: Bench) -> Setting:
     size = min(settings.batch_size, data.train_samples)
     if in_pipe:
         size -= size % accumulation
-        require_untied(settings, data)
     plan = Plan(data.train_samples, size, 1 if in_pipe else bench.world.size, accumulation, settings.seed)
     return Setting(settings, data, plan, bench.steps, bench.steps, bench.device, torch.float64)
 
 
-def require_untied(settings: Any, data: Data) -> None:
-    """Refuse a model that cannot be given to a pipeline class as layers.
-
-    Raises:
-        RefusedError: two layers share a parameter.
-    """
-    model = model_of(settings, vocabulary=data.vocabulary)
+def unfit(bench: Bench, setting: Setting) -> str:
+    """Return why the job's model does not fit a pipeline class; "" if it does, and for other kinds."""
+    if bench.user.kind.name != "pipeline":
+        return ""
+    model = model_of(setting.settings, vocabulary=setting.data.vocabulary)
     if len(list(model.named_parameters(remove_duplicate=False))) != len(list(model.parameters())):
-        raise RefusedError(
-            "--with: the job's model shares a parameter between layers, which pipeline classes are not asked to "
-            "support; choose another model, or set train.model.tied=false"
-        )
+        return "the job's model shares a parameter between layers; choose another one, or set train.model.tied=false"
+    if any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p for each in model.modules()):
+        return "the job's model has dropout, which draws in the order of layers; choose a model without"
+    return ""
 
 
 class Task:
