@@ -19,7 +19,7 @@ def check(on_ranks, classes: list[str], **train) -> dict:
         {
             "text": text,
             "folder": str(ROOT),
-            "silent_s": 3.0 if "Waits" in text else 20.0,
+            "silent_s": 5.0 if "Waits" in text else 20.0,
             "probes": FAULTY.get(text, ())[:1],
         }
         for text in classes
@@ -72,6 +72,8 @@ value = 7
 
 def test_a_class_that_cannot_be_built_is_one_message_with_the_rank(on_ranks, tmp_path):
     (tmp_path / "bad.py").write_text(BAD)
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "waits.py").write_text("while True:\n    pass\n")
     wanted = {
         "bad.py:Depth": "takes (module, depth), but verify calls it as Class(module)",
         "bad.py:Broken": "raised KeyError: 'nothing here'",
@@ -79,8 +81,12 @@ def test_a_class_that_cannot_be_built_is_one_message_with_the_rank(on_ranks, tmp
         "bad.py:value": "is of type int; name a class",
         "bad.py:Dept": "did you mean 'Depth'",
         "gone.py:Depth": "no such file",
+        "ends.py:DDP": "unknown: its process ended with code 3",
+        "waits.py:DDP": "import: is still at waits.py:",
     }
-    records = prove(on_ranks, [{"text": text, "folder": str(tmp_path)} for text in wanted])
+    silent = {"waits.py:DDP": 2.0}
+    asked = [{"text": text, "folder": str(tmp_path), "silent_s": silent.get(text, 20.0)} for text in wanted]
+    records = prove(on_ranks, asked)
     for text, said in wanted.items():
-        assert "RefusedError: rank 0: --with: " in records[text]["error"]
-        assert said in records[text]["error"]
+        assert said in records[text]["error"], records[text]
+        assert ": rank " in records[text]["error"]

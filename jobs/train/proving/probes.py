@@ -123,7 +123,9 @@ def probe_in_child(
         try:
             make_deterministic(settings)
             warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that it has changed
+            progress.mark("import")
             user = load_class(asked.text, asked.kind, asked.args, asked.folder)
+            progress.mark("")
             world = open_world(PrefixStore(f"probe-{number}", connect(env, timeout_s)), env, device, timeout_s)
             control = dist.new_group(backend="gloo")
             bench = Bench(world, user, settings, asked.steps, traffic, control, progress.mark)

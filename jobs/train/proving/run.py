@@ -2,8 +2,7 @@
 
     rank            forks  probe  probe  probe   each with a process group of its own; never joins one itself
     PROBE/trouble   store: a rank's probe has failed or is stuck; the others' are ended
-    PROBE/RANK      store: what that rank's probe reported
-    PROBE/next      store: rank 0 has read all of it; the next probe begins, or all ranks end
+    PROBE/RANK      store: what that rank's probe reported; when all have, every rank goes on to the next probe
 
 A class that raises, hangs or dies costs the probe it does so in.
 """
@@ -31,6 +30,7 @@ from muster.jobs.spec.plain import plain_job
 from muster.jobs.train.main import run_of, settings_of
 from muster.jobs.train.proving.bench import merged
 from muster.jobs.train.proving.probes import PROBES, Asked, probe_in_child
+from muster.jobs.user.code import UserCodeError
 from muster.jobs.user.properties import TITLES
 from muster.jobs.world.forked import Forked
 from muster.jobs.world.guard import FAILED, guarded, show_stacks
@@ -93,10 +93,13 @@ class Prover:
         names, number = ["runs"], 0
         while number < len(names):
             reports = self.probe(names[number], number)
-            self.kind = self.kind or next(each["kind"] for each in reports if "kind" in each)
+            found = rows_of(names[number], reports)
+            self.kind = self.kind or next((each["kind"] for each in reports if "kind" in each), "")
+            if not self.kind:
+                raise UserCodeError(f"--with: {self.asked.text} cannot be imported: {found[-1]['evidence']}")
             wanted = self.asked.probes or tuple(PROBES[self.kind])
             names = [each for each in PROBES[self.kind] if each == "runs" or each in wanted]
-            rows += rows_of(names[number], reports)
+            rows += found
             failures = [{"rank": rank, **each["failed"]} for rank, each in enumerate(reports) if "failed" in each]
             tracebacks += [each for each in failures if each not in tracebacks]
             number += 1
