@@ -34,6 +34,8 @@ FAULTY = {
     f"{WRAPPERS}:LastMicroBatch": ("micro-batches",),
     f"{WRAPPERS}:WaitsForever": ("no-hang", TRAINS),
     f"{WRAPPERS}:Raises": ("runs", "micro-batches", "unused", TRAINS),
+    f"{WRAPPERS}:SameData": ("data",),
+    f"{WRAPPERS}:UnequalSteps": ("steps",),
     f"{OTHERS}:KeepsAllState": ("state-sharded",),
     f"{OTHERS}:NoBroadcastAfterStep": ("agree", "groups", TRAINS),
     f"{OTHERS}:ForgetsGroups": ("groups",),

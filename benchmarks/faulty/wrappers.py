@@ -1,7 +1,7 @@
 """Data-parallel wrappers with one fault each, for `benchmarks/with_faults.py`."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
 import torch
@@ -122,3 +122,17 @@ class Raises(MyDDP):
         self.steps += 1
         if self.steps == 2 and dist.get_rank() == 1:
             raise IndexError("bucket 7 of 6")
+
+
+class SameData(MyDDP):
+    """Deals all samples to every rank."""
+
+    def sampler(self, dataset: Sized) -> list[int]:
+        return list(range(len(dataset)))
+
+
+class UnequalSteps(MyDDP):
+    """Deals every rank its samples, and some ranks one more."""
+
+    def sampler(self, dataset: Sized) -> list[int]:
+        return list(range(len(dataset)))[dist.get_rank() :: dist.get_world_size()]
