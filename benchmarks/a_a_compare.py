@@ -36,11 +36,11 @@ from pathlib import Path
 from harness import Options, finish, table, verdict
 
 from muster.collectives_bench.records import Block, Result
-from muster.collectives_bench.results.compare import Comparison, comparison
 from muster.collectives_bench.results.files import read_result
 from muster.collectives_bench.results.rows import rows_of
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.measuring.compare import Comparison, comparison
 
 ARMS = {"A": 1.0, "A'": 1.0, "+10": 1.10, "+25": 1.25}
 FALSE_REACH, FOUND_REACH = 0.05, {"+10": 0.95, "+25": 1.0}

@@ -19,10 +19,9 @@ from harness import Options, finish, turns
 from ranks import BOX_PORT, QUIET, ROOT
 
 from muster.collectives_bench.results.causes import findings
-from muster.collectives_bench.results.compare import comparison
 from muster.collectives_bench.results.files import read_result
 from muster.collectives_bench.results.rows import rows_of
-from muster.collectives_bench.sizes import size_text
+from muster.jobs.measuring.compare import comparison
 
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 RANKS = 2
@@ -72,15 +71,15 @@ def main() -> int:
     found = comparison(before, after)
     print(f"{args.one} against {args.other}: {found.line()}")
     for row in [*found.rows, found.together]:
-        name = f"{row.cell.operation} {size_text(row.nbytes or 0)}" if row.cell else "all together"
+        name = row.row.named(in_full=False) if row.row else "all together"
         numbers = "" if row.ratio is None else f"{row.ratio:6.2f}x ({row.low:.2f} .. {row.high:.2f})  "
         print(f"  {name:22}{numbers}{row.verdict}: {row.why}")
     for text in told:
         print(f"  {text}")
     rows = [
-        {"name": f"{row.cell.operation}/{row.nbytes}", "reached": True, "ratio": row.ratio}
+        {"name": f"{row.row.cell.operation}/{row.row.nbytes}", "reached": True, "ratio": row.ratio}
         for row in found.rows
-        if row.cell
+        if row.row
     ]
     return finish(args, "congestion_cost", rows, one=args.one, other=args.other)
 

@@ -10,6 +10,8 @@ cell in one launch.
 The time of a call is that of the slowest rank. Times are in microseconds, sizes in bytes.
 """
 
+from collections.abc import Sequence
+from math import fsum
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
@@ -17,7 +19,9 @@ from typing_extensions import Self
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.basics.words import unknown
+from muster.collectives_bench.sizes import size_text
+from muster.jobs.basics.words import counted, unknown
+from muster.jobs.measuring.stats import median_interval, quantile
 from muster.jobs.spec.strict import NonNegative, Strict, UnixTime
 
 VERSION: Final = 1
@@ -37,6 +41,12 @@ class World(Strict):
     backend: Literal["gloo", "nccl"]
     device: Literal["cpu", "cuda"]
 
+    @property
+    def text(self) -> str:
+        """The world in words: 2 nodes x 3 ranks, gloo on cpu."""
+        place = f"{counted(self.nodes, 'node')} x {counted(self.ranks_per_node, 'rank')}"
+        return f"{place}, {self.backend} on {self.device}"
+
 
 class Cell(Strict):
     """One thing to measure; `asked_bytes` as it was asked for, before rounding to whole chunks."""
@@ -46,6 +56,17 @@ class Cell(Strict):
     asked_bytes: int
     place: Literal["in", "out"]
     call: Literal["sync", "async"] = "sync"
+
+    @property
+    def way(self) -> str:
+        """How the operation is called: in, out, in/async."""
+        return self.place if self.call == "sync" else f"{self.place}/{self.call}"
+
+    def text(self, nbytes: int | None = None) -> str:
+        """Name the cell: all_reduce 1 MB fp32 in; `nbytes` is its size as used."""
+        if not OPERATIONS[self.operation].has_size:
+            return self.operation
+        return " ".join([self.operation, size_text(nbytes or self.asked_bytes), self.dtype, self.way])
 
 
 class Timing(Strict):
@@ -60,6 +81,15 @@ class Timing(Strict):
     mean_us: float
     low_us: float
     high_us: float
+
+    @classmethod
+    def of(cls, samples_us: Sequence[float]) -> Self:
+        """Describe samples. With fewer than six the interval has less than 95 %; `n` tells."""
+        ordered = sorted(samples_us)
+        low, high = median_interval(ordered)
+        names = ("min_us", "p50_us", "p95_us", "p99_us", "max_us")
+        values = {name: quantile(ordered, share) for name, share in zip(names, (0, 0.5, 0.95, 0.99, 1), strict=True)}
+        return cls(n=len(ordered), mean_us=fsum(ordered) / len(ordered), low_us=low, high_us=high, **values)
 
     @model_validator(mode="after")
     def _is_ordered(self) -> Self:

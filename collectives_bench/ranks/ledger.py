@@ -16,7 +16,7 @@ from muster.collectives_bench.ranks.pairs import pair_record
 from muster.collectives_bench.records import Block, Cell, Header, State
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.rowlog import RowLog
-from muster.jobs.timing.recorded import End
+from muster.jobs.measuring.recorded import End
 
 BAD: Final[tuple[State, ...]] = ("wrong", "failed", "timeout")
 

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from muster.collectives_bench.ranks.company import Company
 from muster.collectives_bench.ranks.sampling import Voices
 from muster.collectives_bench.records import Pair, Timing
-from muster.collectives_bench.results.stats import timing
 from muster.collectives_bench.rounds import orders
 from muster.collectives_bench.settings import BenchSettings
 from muster.ddp.primitives import begin, wait
@@ -180,7 +179,7 @@ def _measured(here: _Player, pair: Link | None) -> list[dict[str, Any] | None]:
     found = []
     for measured in (here.latency_us, here.sent_us):
         samples = [each for node in pair or () for each in measured.get(node, ())]  # there are none with itself
-        found.append(timing([round(each, DIGITS) for each in samples]).model_dump() if samples else None)
+        found.append(Timing.of([round(each, DIGITS) for each in samples]).model_dump() if samples else None)
     return found
 
 

@@ -29,8 +29,7 @@ from muster.collectives_bench.ranks.company import Company
 from muster.collectives_bench.ranks.nccl import StreamClock
 from muster.collectives_bench.ranks.pairs import PairGame
 from muster.collectives_bench.ranks.sampling import Clock, HostClock, Sampler, TooSlowError, Voices
-from muster.collectives_bench.records import Block, Cell, Memory, Wire
-from muster.collectives_bench.results import stats
+from muster.collectives_bench.records import Block, Cell, Memory, Timing, Wire
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.node.page import Page
 from muster.jobs.world.forked import Tell
@@ -155,7 +154,7 @@ class Stage:
             reason=f"{wrong_of_all} wrong elements" if wrong_of_all else "",
             first_us=round(first_us / parts, DIGITS),
             warm_up_calls=warm_up_calls,
-            latency=stats.timing(samples_us),
+            latency=Timing.of(samples_us),
             throughput_us=round(back_to_back_us / parts, DIGITS),
             host_us=host_us,
             wrong=wrong_of_all if self.settings.check else None,

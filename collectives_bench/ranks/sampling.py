@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import BarrierOptions
 
-from muster.collectives_bench.results import stats
 from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.measuring import stats
 
 Run = Callable[[], None]
 

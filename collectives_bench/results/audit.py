@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 from muster.collectives_bench.known import LEAST_JUDGED, deviation
 from muster.collectives_bench.records import Wire, World
-from muster.collectives_bench.results.table import way_of, world_text
 from muster.collectives_bench.sizes import size_text
-from muster.jobs.timing.columns import Column, cells, headings
+from muster.jobs.measuring.columns import Column, cells, headings
 
 if TYPE_CHECKING:
     from muster.collectives_bench.results.rows import Row
@@ -21,7 +20,7 @@ def _over_size(value: "Callable[[Row], float | None]") -> "Callable[[Row], str]"
 LABELS: Final[tuple[Column, ...]] = (
     ("operation", "", 25, lambda row: row.cell.operation),
     ("size", "", 10, lambda row: size_text(row.nbytes)),
-    ("place", "", 10, lambda row: way_of(row.cell)),
+    ("place", "", 10, lambda row: row.cell.way),
 )
 SENT: Final[tuple[Column, ...]] = (
     *LABELS,
@@ -47,7 +46,7 @@ def lines(rows: "Sequence[Row]") -> list[str]:
     for world, group in groupby(counted, key=lambda each: each[0].world):
         of_world = list(group)
         interfaces = sorted({name for _, wire in of_world for name in wire.interfaces})
-        found += ["#", f"# bytes that all ranks together sent ({', '.join(interfaces)}), over S · {world_text(world)}"]
+        found += ["#", f"# bytes that all ranks together sent ({', '.join(interfaces)}), over S · {world.text}"]
         found += headings(SENT, "")
         found += [f"{cells(SENT, row)}  {_verdict(row.cell.operation, wire)}" for row, wire in of_world]
     return found
@@ -58,7 +57,7 @@ def memory(rows: "Sequence[Row]") -> list[str]:
     largest: dict[tuple[World, str, str, str], Row] = {}
     for row in rows:
         if row.hidden_bytes is not None and row.nbytes:
-            largest[row.world, row.cell.operation, row.cell.dtype, way_of(row.cell)] = row  # rows come by size
+            largest[row.world, row.cell.operation, row.cell.dtype, row.cell.way] = row  # rows come by size
     if not largest:
         return []
     head = ["#", "# memory of a rank, the largest, over S", *headings(HELD, "")]

@@ -11,11 +11,11 @@ from statistics import median
 from typing import Final
 
 from muster.collectives_bench.records import Block, Header, HostFacts, Result
-from muster.collectives_bench.results.compare import Verdict, comparison
 from muster.collectives_bench.results.rows import Row, rows_of
 from muster.collectives_bench.results.symptoms import SYMPTOMS, Finding
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import counted
+from muster.jobs.measuring.compare import Verdict, comparison
 
 # Loopback of a 2-core machine, kernel 6.18, gloo, 100 MB, against reno.
 BBR_ALL_REDUCE: Final = 1.35
@@ -114,7 +114,7 @@ def _is_bbr(name: str) -> bool:
     return name.startswith("bbr")
 
 
-def _measured_control(result: Result) -> tuple[str, str, Verdict, float] | None:
+def _measured_control(result: Result) -> tuple[str, str, Verdict[Row], float] | None:
     """Compare runs that differ in congestion control: two names, and how the first does against the second."""
     blocks: dict[str, list[Block]] = {}
     for header in result.headers:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from muster.collectives_bench.records import VERSION, Block, Header, Pair, Result
 from muster.collectives_bench.results.rows import Row
 from muster.jobs.basics.errors import JobFileError
-from muster.jobs.timing.recorded import End, Format, write, write_table
+from muster.jobs.measuring.recorded import End, Format, write, write_table
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -40,7 +40,7 @@ FORMAT: Final[Format[Any, Result]] = Format(
 def read_result(paths: Sequence[Path]) -> Result:
     """Read runs or files and return all that they hold as one; what two of them hold is taken once.
 
-    Errors as `jobs.timing.recorded.Format.read`.
+    Errors as `jobs.measuring.recorded.Format.read`.
     """
     found = [FORMAT.read(path) for path in paths]
     if nothing := [path for path, each in zip(paths, found, strict=True) if each == Result()]:

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Final
 
 from muster.collectives_bench.records import Pair, Timing
-from muster.collectives_bench.results.table import number, world_text
+from muster.collectives_bench.results.table import number
 from muster.collectives_bench.sizes import size_text
 
 MOST_NODES: Final = 16  # of a matrix; of more only the ends of the list are told
@@ -25,7 +25,7 @@ def lines(pairs: Sequence[Pair]) -> list[str]:
     speed, delay = bandwidths(pairs), latencies(pairs)
     found = [
         "#",
-        f"# pairs of {len(hosts)} nodes, {size_text(pairs[0].nbytes)} messages · {world_text(pairs[0].world)}",
+        f"# pairs of {len(hosts)} nodes, {size_text(pairs[0].nbytes)} messages · {pairs[0].world.text}",
     ]
     found += [f"# node {node}: {host}" for node, host in hosts.items()]
     if len(hosts) <= MOST_NODES:

@@ -1,20 +1,16 @@
 """Rows as plots: busbw and time against size on log axes, one line for each operation and way, its interval a band.
 
-    columns   worlds              rows   types, each with busbw above time
-
-The same rows make the same file, byte for byte.
+columns   worlds              rows   types, each with busbw above time
 """
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.collectives_bench.results.table import world_text
 from muster.collectives_bench.sizes import size_text, time_text
-from muster.jobs.basics.files import write_bytes
+from muster.jobs.measuring.figures import NothingToPlotError, drawing
 
 if TYPE_CHECKING:
     from muster.collectives_bench.results.rows import Row
@@ -23,19 +19,10 @@ CELL_INCHES: Final = (5.2, 3.1)  # of one panel
 LEGEND_INCHES: Final = 2.4
 MARKERS: Final = "os^Dv<>Pph8X*"
 MOST_TICKS: Final = 7
-NO_DATES: Final[dict[str, dict[str, Any]]] = {
-    ".png": {"Software": None},
-    ".svg": {"Date": None},
-    ".pdf": {"CreationDate": None, "Producer": None, "Creator": None},
-}
-
-
-class NothingToPlotError(ValueError):
-    """No row has a size and a time."""
 
 
 def plot(rows: "Sequence[Row]", path: Path) -> None:
-    """Draw rows into a file; its suffix says what kind: .png, .svg or .pdf.
+    """Draw rows into a file.
 
     Raises:
         NothingToPlotError: no row has a size and a time.
@@ -44,17 +31,11 @@ def plot(rows: "Sequence[Row]", path: Path) -> None:
     drawn = [row for row in rows if row.p50_us is not None and row.nbytes > 0]
     if not drawn:
         raise NothingToPlotError("no row has a size and a time; barrier has no size, and rows that failed have no time")
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     worlds = list(dict.fromkeys(row.world for row in drawn))
     dtypes = list(dict.fromkeys(row.cell.dtype for row in drawn))
     ways = list(dict.fromkeys(way_of(row) for row in drawn))
     width, height = CELL_INCHES[0] * len(worlds) + LEGEND_INCHES, CELL_INCHES[1] * 2 * len(dtypes) + 0.4
-    with rc_context({"svg.hashsalt": "muster", "font.size": 9, "svg.fonttype": "path"}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(figure)
+    with drawing(path, width, height) as figure:
         panels = figure.subplots(2 * len(dtypes), len(worlds), squeeze=False, sharex=True, sharey="row")
         for column, world in enumerate(worlds):
             for line, dtype in enumerate(dtypes):
@@ -63,13 +44,12 @@ def plot(rows: "Sequence[Row]", path: Path) -> None:
                 _draw(panels[2 * line + 1][column], of_panel, ways, "time")
                 panels[2 * line][0].set_ylabel(f"{dtype}\nbusbw (GB/s)" if len(dtypes) > 1 else "busbw (GB/s)")
                 panels[2 * line + 1][0].set_ylabel(f"{dtype}\ntime" if len(dtypes) > 1 else "time")
-            panels[0][column].set_title(world_text(world))
+            panels[0][column].set_title(world.text)
             panels[-1][column].set_xlabel("size")
             _name_sizes(panels[-1][column], sorted({row.nbytes for row in drawn}))
         for line in panels:
             _name_values(line[0])
         _legend(figure, panels, ways, confidence=min(row.confidence for row in drawn))
-        save(figure, path)
 
 
 def way_of(row: "Row") -> str:
@@ -148,10 +128,3 @@ def _legend(figure: Any, panels: Any, ways: Sequence[str], *, confidence: float)
     named = [way for way in ways if way in handles]
     title = f"band: {confidence:.0%} interval"
     figure.legend([handles[way] for way in named], named, loc="outside right upper", title=title, frameon=False)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a figure; its suffix says what kind. Errors as `plot`."""
-    kind, drawn = path.suffix.lower(), io.BytesIO()
-    figure.savefig(drawn, format=kind.removeprefix("."), dpi=120, metadata=NO_DATES[kind])
-    write_bytes(path, drawn.getvalue())

@@ -1,24 +1,16 @@
-"""From blocks to rows: one cell of one world over all its launches. Pure.
-
-A launch's time is its median, a row's time the median of its launches': neither a scheduler's tick nor one unlucky
-launch moves it. Its interval is over launches, which differ more than calls do (on a shared machine by 16 %, Hunold &
-Carpen-Amarie 2016 saw the same on clusters), and is that of order statistics, as within a block (`stats.py`): with five
-launches the quickest and the slowest, which enclose the median with 93.75 % whatever the distribution. A t-interval of
-the logarithms is as wide at five (1.24 against 1.16 standard deviations to each side) and believes in a distribution
-that has no stragglers. With fewer launches less is known, and `confidence` says how much: 87.5 %, 75 %, 50 %; one
-launch has its own calls' interval and the flag `one launch`.
-"""
+"""From blocks to rows: one cell of one world over all its launches (`jobs/measuring/launches.py`). Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.records import Block, Cell, Result, State, Timing, Wire, World
-from muster.collectives_bench.results.stats import CONFIDENCE, confidence_of, median_interval, quantile, spread
+from muster.jobs.measuring.compare import FOREIGN_LIMIT
+from muster.jobs.measuring.launches import Launch, MeasuredRow, over_launches
+from muster.jobs.measuring.stats import quantile, spread
 
-FOREIGN_LIMIT: Final = 0.05  # of all cores' time, taken by others: from here on a row is flagged
 STEAL_LIMIT: Final = 0.02
 SPREAD_LIMIT: Final = 0.30  # (slowest - quickest launch) / median: twice what is usual on a shared machine
 FIRST_CALL_LIMIT: Final = 5.0  # times the median; nine of ten cells were below it on a loopback
@@ -38,25 +30,16 @@ SYMMETRIC: Final = frozenset(
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(MeasuredRow):
     """One cell in one world over its launches. Times are in microseconds, algbw and busbw in GB/s.
 
-    `state` and `reason` are those of the worst block; the numbers are of the blocks that were measured, so that a row
-    with one failed launch of five shows four launches' numbers and the failure. None: not measured.
+    A row with one failed launch of five shows four launches' numbers and the failure.
     """
 
     world: World
     cell: Cell
     nbytes: int
-    state: State
-    reason: str = ""
-    launches: int = 0  # that were measured
-    tried: int = 0  # all of them
-    samples: int = 0
-    p50_us: float | None = None  # median of launch medians
-    low_us: float | None = None
-    high_us: float | None = None
-    confidence: float = 0.0  # that low_us and high_us enclose the median over launches
+    tried: int = 0  # launches, measured or not
     min_us: float | None = None
     p95_us: float | None = None  # p95 and p99: median over launches of each launch's own
     p99_us: float | None = None
@@ -74,16 +57,26 @@ class Row:
     wire: Wire | None = None
     foreign: float | None = None  # median over launches of the worst host's share
     flags: tuple[str, ...] = ()
-    launch_medians_us: tuple[float, ...] = ()
-    # Of the same launches, in the same order. Lower quartiles are what is compared; () where samples were not kept.
-    launch_quartiles_us: tuple[float, ...] = ()
-    launch_times: tuple[float, ...] = ()  # unix seconds, at the end of the block
-    launch_foreign: tuple[float | None, ...] = ()
 
     @property
-    def is_measured(self) -> bool:
-        """True if there are numbers."""
-        return self.p50_us is not None
+    def key(self) -> tuple[World, Cell]:
+        """What two results have in common if they measured the same thing."""
+        return self.world, self.cell
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The world, the cell and the size as used."""
+        return {"world": self.world.model_dump(), "cell": self.cell.model_dump(), "nbytes": self.nbytes}
+
+    def named(self, *, in_full: bool) -> str:
+        """Name the row: all_reduce 1 MB fp32 in; in full: ..., 2 nodes x 1 rank, gloo on cpu."""
+        cell = self.cell.text(self.nbytes)
+        return f"{cell}, {self.world.text}" if in_full else cell
+
+    def unlike(self, other: MeasuredRow) -> str:
+        """Say which sizes were used, where they differ."""
+        assert isinstance(other, Row)
+        return "" if self.nbytes == other.nbytes else f"{self.nbytes} bytes before, {other.nbytes} after"
 
 
 def rows_of(result: Result) -> list[Row]:
@@ -105,7 +98,8 @@ def _place_in_table(row: Row) -> tuple[object, ...]:
 def _row(blocks: Sequence[Block]) -> Row:
     state, reason = _worst(blocks)
     first = blocks[0]
-    row = Row(first.world, first.cell, first.nbytes, state, reason, tried=len(blocks), wrong=_wrong(blocks))
+    wrong = _wrong(blocks)
+    row = Row(first.world, first.cell, first.nbytes, state=state, reason=reason, tried=len(blocks), wrong=wrong)
     measured = [block for block in blocks if block.state == "ok" and block.latency is not None]
     # Nothing but wrong results: their times are shown all the same, beside the verdict.
     measured = measured or [block for block in blocks if block.state == "wrong" and block.latency is not None]
@@ -132,9 +126,8 @@ def _wrong(blocks: Sequence[Block]) -> int | None:
 def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
     """Fill in what was measured; the blocks are in the order of time."""
     timings = [block.latency for block in blocks if block.latency is not None]
-    medians = [timing.p50_us for timing in timings]
-    p50_us = median(medians)
-    low_us, high_us, confidence = _interval(timings)
+    measured = over_launches([_launch(block, timing) for block, timing in zip(blocks, timings, strict=True)])
+    p50_us = measured["p50_us"]
     cvs = [spread(block.samples_us) for block in blocks if len(block.samples_us) > 1]
     # GB/s: bytes a microsecond / 1000.
     algbw = row.nbytes / p50_us / 1e3 if row.nbytes and p50_us > 0 else None
@@ -146,12 +139,7 @@ def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
     late_rank = _late_rank(blocks)
     return replace(
         row,
-        launches=len(blocks),
-        samples=sum(timing.n for timing in timings),
-        p50_us=p50_us,
-        low_us=low_us,
-        high_us=high_us,
-        confidence=confidence,
+        **measured,
         min_us=min(timing.min_us for timing in timings),
         p95_us=median([timing.p95_us for timing in timings]),
         p99_us=median([timing.p99_us for timing in timings]),
@@ -167,30 +155,19 @@ def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
         hidden_bytes=max(hidden, default=None),
         wire=_wire(blocks),
         foreign=median(foreign) if foreign else None,
-        flags=(*_flags_of_load(blocks), *_flags_of_times(medians, first_us, late_rank)),
-        launch_medians_us=tuple(medians),
-        launch_quartiles_us=_quartiles(blocks),
-        launch_times=tuple(block.time for block in blocks),
-        launch_foreign=tuple(block.load.foreign if block.load else None for block in blocks),
+        flags=(*_flags_of_load(blocks), *_flags_of_times(measured["launch_medians_us"], first_us, late_rank)),
     )
 
 
-def _interval(timings: Sequence[Timing]) -> tuple[float, float, float]:
-    """Return the interval over launches, and its confidence; of one launch, that over its calls."""
-    if len(timings) == 1:
-        return timings[0].low_us, timings[0].high_us, confidence_of(timings[0].n)
-    low_us, high_us = median_interval([timing.p50_us for timing in timings], CONFIDENCE)
-    return low_us, high_us, confidence_of(len(timings))
+def _launch(block: Block, timing: Timing) -> Launch:
+    quartile_us = quantile(block.samples_us, 0.25) if block.samples_us else None
+    foreign = block.load.foreign if block.load else None
+    return Launch(timing.n, timing.p50_us, timing.low_us, timing.high_us, block.time, quartile_us, foreign)
 
 
 def _middle(blocks: Iterable[Block], value: Callable[[Block], float | None]) -> float | None:
     found = [each for each in map(value, blocks) if each is not None]
     return median(found) if found else None
-
-
-def _quartiles(blocks: Sequence[Block]) -> tuple[float, ...]:
-    kept = all(block.samples_us for block in blocks)
-    return tuple(quantile(block.samples_us, 0.25) for block in blocks) if kept else ()
 
 
 def _wire(blocks: Sequence[Block]) -> Wire | None:

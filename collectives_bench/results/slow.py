@@ -21,7 +21,7 @@ from statistics import median
 from typing import Final, Literal
 
 from muster.collectives_bench.records import Pair, Timing
-from muster.collectives_bench.results.stats import median_interval, quantile
+from muster.jobs.measuring.stats import median_interval, quantile
 
 THRESHOLD: Final = math.log(1.15)  # time, slower by 15 %
 SURE: Final = THRESHOLD / 3  # the low end of a culprit's interval

@@ -7,10 +7,11 @@ from statistics import median
 from typing import Final
 
 from muster.collectives_bench.records import Block, Cell, Header, Result, World
-from muster.collectives_bench.results.rows import FOREIGN_LIMIT, STEAL_LIMIT, SYMMETRIC, Row
-from muster.collectives_bench.results.stats import quantile
+from muster.collectives_bench.results.rows import STEAL_LIMIT, SYMMETRIC, Row
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.basics.words import counted
+from muster.jobs.measuring.compare import FOREIGN_LIMIT
+from muster.jobs.measuring.stats import quantile
 
 SMALL_BYTES: Final = 2**20
 LOADED: Final = 0.30  # foreign load that has been seen to cost a median of 1.24x

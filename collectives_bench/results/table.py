@@ -14,17 +14,16 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
-from muster.collectives_bench.records import Cell, Header, HostFacts, World
-from muster.collectives_bench.sizes import size_text
+from muster.collectives_bench.records import Header, HostFacts
 from muster.jobs.basics.words import counted
-from muster.jobs.timing.columns import Column, cells, headings, utc
+from muster.jobs.measuring.columns import SPREAD, Column, cells, headings, utc
+from muster.jobs.measuring.launches import confidence_lines
 
 if TYPE_CHECKING:
     from muster.collectives_bench.results.rows import Row
 
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter", "tree_broadcast", "tree_reduce", "gather_scatter")
 BAD_STATES: Final = ("wrong", "failed", "timeout")  # what turns the verdict; refused and unsupported are no failures
-ENOUGH: Final = 0.90  # confidence; five launches have 94 %
 MOST_FLAGGED: Final = 5  # rows that the footer names
 
 
@@ -37,13 +36,6 @@ def number(value: float | None, width: int = 0) -> str:
     return f"{value:.{digits}f}".rjust(width)
 
 
-def spread(row: "Row") -> float | None:
-    """Return half the interval of a row's time as a percentage of it."""
-    if row.p50_us is None or row.low_us is None or row.high_us is None or row.p50_us <= 0:
-        return None
-    return (row.high_us - row.low_us) / 2 / row.p50_us * 100
-
-
 def _count(row: "Row") -> str:
     return str(row.nbytes // DTYPES[row.cell.dtype]) if row.nbytes else "-"
 
@@ -52,22 +44,17 @@ def _launches(row: "Row") -> str:
     return str(row.launches) if row.launches == row.tried else f"{row.launches}/{row.tried}"
 
 
-def _spread(row: "Row") -> str:
-    value = spread(row)
-    return "-" if value is None else f"{value:.1f}"
-
-
 LABELS: Final[tuple[Column, ...]] = (
     ("size", "(B)", 12, lambda row: str(row.nbytes) if row.nbytes else "-"),
     ("count", "(elements)", 12, _count),
     ("type", "", 7, lambda row: row.cell.dtype if row.nbytes else "-"),
     ("redop", "", 6, lambda row: "sum" if OPERATIONS[row.cell.operation].reduces else "-"),
     ("root", "", 5, lambda row: "0" if row.cell.operation in ROOTED else "-"),
-    ("place", "", 10, lambda row: way_of(row.cell)),
+    ("place", "", 10, lambda row: row.cell.way),
 )
 NUMBERS: Final[tuple[Column, ...]] = (
     ("time", "(us)", 10, lambda row: number(row.p50_us)),
-    ("+-", "(%)", 6, _spread),
+    SPREAD,
     ("min", "(us)", 10, lambda row: number(row.min_us)),
     ("p99", "(us)", 10, lambda row: number(row.p99_us)),
     ("b2b", "(us)", 10, lambda row: number(row.throughput_us)),
@@ -83,7 +70,7 @@ def header(header: Header) -> list[str]:
     """Return the lines that say what was measured where: versions, world, settings, one line for each host."""
     world, settings = header.world, header.settings
     nccl = f" · nccl {header.nccl}" if header.nccl else ""
-    lines = [f"# {header.name}: {world_text(world)} · torch {header.torch}{nccl} · {utc(header.time)}"]
+    lines = [f"# {header.name}: {world.text} · torch {header.torch}{nccl} · {utc(header.time)}"]
     shown = f"launches {settings.launches}, block {settings.block_s:g} s, timeout {settings.timeout_s:g} s, "
     shown += f"precision {settings.precision:g}, seed {settings.seed}, check {'yes' if settings.check else 'no'}"
     lines.append(f"# settings: {shown}")
@@ -93,17 +80,11 @@ def header(header: Header) -> list[str]:
     return lines
 
 
-def world_text(world: World) -> str:
-    """Write a world: 2 nodes x 3 ranks, gloo on cpu."""
-    place = f"{counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}"
-    return f"{place}, {world.backend} on {world.device}"
-
-
 def lines(rows: "Iterable[Row]") -> list[str]:
     """Return one section for each operation and world, in the order of the rows."""
     found: list[str] = []
     for (world, operation), group in groupby(rows, key=lambda row: (row.world, row.cell.operation)):
-        found += ["#", f"# {operation}: {OPERATIONS[operation].phrase} · {world_text(world)}"]
+        found += ["#", f"# {operation}: {OPERATIONS[operation].phrase} · {world.text}"]
         found += headings((*LABELS, *NUMBERS), "flags")
         found += [_line(row) for row in group]
     return found
@@ -120,48 +101,18 @@ def footer(rows: "Sequence[Row]") -> list[str]:
         found.append(f"# failed: {len(failed)} of {counted(len(rows), 'row')}: {_names(failed)}")
     if skipped:
         found.append(f"# left out: {len(skipped)} of {counted(len(rows), 'row')}: {_names(skipped)}")
-    flagged = sorted((row for row in rows if row.flags), key=lambda row: (-len(row.flags), -(spread(row) or 0.0)))
+    flagged = sorted((row for row in rows if row.flags), key=lambda row: (-len(row.flags), -(row.spread or 0.0)))
     several = len({row.world for row in rows}) > 1
     for row in flagged[:MOST_FLAGGED]:
-        name = name_of(row) if several else cell_text(row.cell, row.nbytes)
-        found.append(f"# flagged: {name}: {', '.join(row.flags)}")
+        found.append(f"# flagged: {row.named(in_full=several)}: {', '.join(row.flags)}")
     if len(flagged) > MOST_FLAGGED:
         found.append(f"# and {counted(len(flagged) - MOST_FLAGGED, 'other row')} with flags")
-    return [*found, *_confidence(rows)]
-
-
-def _confidence(rows: "Sequence[Row]") -> list[str]:
-    """Say how much the intervals are worth, which hangs on the number of launches."""
-    measured = [row for row in rows if row.is_measured]
-    if not measured:
-        return []
-    lowest = min(measured, key=lambda row: row.confidence)
-    of = f"{lowest.launches} launch{'es' * (lowest.launches != 1)}"
-    what = "medians of the launches" if lowest.launches > 1 else "calls of one launch, which says nothing of others"
-    advice = "; more --launches make it surer" if lowest.confidence < ENOUGH or lowest.launches == 1 else ""
-    return [f"# +- encloses the median with {lowest.confidence:.0%} ({of}: {what}){advice}"]
+    return [*found, *confidence_lines(rows)]
 
 
 def is_failed(rows: "Sequence[Row]") -> bool:
     """Say whether something was wrong: a value, a crash or a stall."""
     return any(row.state in BAD_STATES or row.wrong for row in rows)
-
-
-def name_of(row: "Row") -> str:
-    """Name a row in a sentence: all_reduce 1 MB fp32 in, 2 nodes x 1 rank, gloo on cpu."""
-    return f"{cell_text(row.cell, row.nbytes)}, {world_text(row.world)}"
-
-
-def cell_text(cell: Cell, nbytes: int | None = None) -> str:
-    """Name a cell: all_reduce 1 MB fp32 in; `nbytes` is its size as used."""
-    if not OPERATIONS[cell.operation].has_size:
-        return cell.operation
-    return " ".join([cell.operation, size_text(nbytes or cell.asked_bytes), cell.dtype, way_of(cell)])
-
-
-def way_of(cell: Cell) -> str:
-    """Write how an operation is called: in, out, in/async."""
-    return cell.place if cell.call == "sync" else f"{cell.place}/{cell.call}"
 
 
 def _names(rows: "Sequence[Row]") -> str:

@@ -7,8 +7,9 @@ from typing import Any, Final
 from muster.jobs.basics.errors import NotFoundError
 from muster.jobs.basics.files import write_text
 from muster.jobs.basics.reading import open_file, parse_json
-from muster.jobs.timing.recorded import End, Format, newest, write_table
+from muster.jobs.measuring.recorded import End, Format, newest, write_table
 from muster.jobs.timing.records import VERSION, Dtypes, Header, Peak, Timed, Timing, Timings
+from muster.jobs.timing.rows import ModelRow, rows_of
 
 Record = Header | Peak | Timed | Dtypes | End
 
@@ -21,7 +22,7 @@ def gather(records: Sequence[Record]) -> Timings | None:
     timing = Timing(
         header=header,
         peaks=[each for each in records if isinstance(each, Peak)],
-        rows=[each for each in records if isinstance(each, Timed)],
+        rows=list({each.case: each for each in records if isinstance(each, Timed)}.values()),  # the newest of each
         dtypes=[each for each in records if isinstance(each, Dtypes)],
         is_over=any(isinstance(each, End) for each in records),
     )
@@ -67,19 +68,23 @@ def write_timings(timings: Timings, path: Path) -> None:
 
 def write_csv(timings: Timings, path: Path) -> None:
     """Write all rows as CSV; errors as `recorded.write`."""
-    rows = ((timing, row) for timing in timings.timings for row in timing.rows)
+    rows = ((timing, row) for timing in timings.timings for row in rows_of(timing))
     write_table(COLUMNS, ([value(*row) for value in COLUMNS.values()] for row in rows), path)
 
 
-def _of(name: str) -> Callable[[Timing, Timed], Any]:
-    return lambda timing, row: getattr(row, name)
+def _of(name: str) -> Callable[[Timing, ModelRow], Any]:
+    return lambda timing, row: getattr(row.timed, name)
 
 
-def _summary(name: str) -> Callable[[Timing, Timed], Any]:
-    return lambda timing, row: getattr(row.summary, name, None)
+def _summary(name: str) -> Callable[[Timing, ModelRow], Any]:
+    return lambda timing, row: getattr(row.timed.summary, name, None)
 
 
-COLUMNS: Final[dict[str, Callable[[Timing, Timed], Any]]] = {
+def _seconds(name: str) -> Callable[[Timing, ModelRow], Any]:
+    return lambda timing, row: None if (us := getattr(row, name)) is None else us / 1e6
+
+
+COLUMNS: Final[dict[str, Callable[[Timing, ModelRow], Any]]] = {
     "host": lambda timing, row: timing.header.machine.host,
     "device": lambda timing, row: timing.header.machine.gpu or timing.header.machine.cpu,
     "model": _of("model"),
@@ -96,13 +101,18 @@ COLUMNS: Final[dict[str, Callable[[Timing, Timed], Any]]] = {
     "mean_s": _summary("mean_s"),
     "std_s": _summary("std_s"),
     "min_s": _summary("min_s"),
+    "launches": lambda timing, row: row.launches,
+    "median_s": _seconds("p50_us"),
+    "low_s": _seconds("low_us"),
+    "high_s": _seconds("high_us"),
+    "confidence": lambda timing, row: row.confidence if row.is_measured else None,
     "rate": _of("rate"),
-    "unit": lambda timing, row: f"{row.unit}/s",
+    "unit": lambda timing, row: f"{row.timed.unit}/s",
     "flops": _of("flops"),
     "flops_per_s": _of("flops_per_s"),
     "matmul_share": _of("matmul_share"),
     "peak_bytes": _of("peak_bytes"),
-    "warm_up_s": lambda timing, row: " ".join(f"{each:g}" for each in row.warm_up_s),
-    "steps_s": lambda timing, row: " ".join(f"{each:g}" for each in row.steps_s),
+    "warm_up_s": lambda timing, row: " ".join(f"{each:g}" for each in row.timed.warm_up_s),
+    "steps_s": lambda timing, row: " ".join(f"{each:g}" for each in row.timed.steps_s),
     "reason": _of("reason"),
 }

@@ -1,19 +1,21 @@
 """What has been timed, as records, torch-free: a line of JSON each while a job runs, one JSON file for all of it after.
 
-    attempt-000/bench.jsonl      timing (the header), then peak, timed and dtypes as they come; the last line is `end`
+    attempt-000/bench.jsonl      timing (the header), then peak, timed and dtypes as they come; the last line is `end`;
+                                 each launch of a row writes the row again, with all launches until then
     result.json                  {"muster_timing": 1, "timings": [{"header": ..., "peaks": [...], "rows": [...], ...}]}
 
 Times are seconds, sizes bytes. Work is counted in floating-point operations, a multiply-add as two, of what the model
 needs (`jobs/models/anatomy.py`: causal attention by half); what activation checkpointing computes again does not count.
 """
 
+from itertools import islice
 from typing import Final, Literal
 
 from pydantic import Field
 
 from muster.jobs.spec.strict import Strict, UnixTime
 from muster.jobs.spec.train_fields import Precision
-from muster.jobs.timing.settings import Pass, TimingSettings
+from muster.jobs.timing.settings import Case, Pass, TimingSettings
 
 VERSION: Final = 1
 
@@ -53,8 +55,16 @@ class Peak(Strict):
     flops_per_s: float
 
 
+class Launch(Strict):
+    """One fresh process of a row: how many steps it did, to warm up and timed, and when it ended."""
+
+    warm_up: int
+    steps: int
+    time: UnixTime
+
+
 class Summary(Strict):
-    """The steps that were timed; of one alone there is no deviation."""
+    """All steps that were timed; of one alone there is no deviation."""
 
     n: int
     mean_s: float
@@ -63,7 +73,7 @@ class Summary(Strict):
 
 
 class Timed(Strict):
-    """One row."""
+    """One row over its launches so far; each launch writes it again."""
 
     record: Literal["timed"] = "timed"
     model: str
@@ -74,9 +84,10 @@ class Timed(Strict):
     parameters: int
     batch: int
     context: int | None  # tokens of a sample; None: images
-    build_s: float | None = None  # the model, on its device
-    warm_up_s: list[float] = Field(default_factory=list)  # each step before those that count
+    build_s: float | None = None  # the model, on its device; of the last launch
+    warm_up_s: list[float] = Field(default_factory=list)  # each step before those that count, launch by launch
     steps_s: list[float] = Field(default_factory=list)
+    launches: list[Launch] = Field(default_factory=list)  # none: one launch, by a Muster that knew no others
     summary: Summary | None = None
     rate: float | None = None  # tokens, or images, a second
     flops: int  # of a step
@@ -84,6 +95,18 @@ class Timed(Strict):
     matmul_share: float | None = None  # of the rate of a matrix product in the same numbers
     peak_bytes: int | None = None  # CUDA: the most that was allocated; CPU: by how much the process grew
     time: UnixTime
+
+    @property
+    def case(self) -> Case:
+        """What was asked for."""
+        return Case(self.model, self.pass_name, self.precision)
+
+    @property
+    def steps_of_launches(self) -> list[tuple[list[float], float]]:
+        """The timed steps of each launch that has any, and when it ended (unix seconds)."""
+        steps = iter(self.steps_s)
+        launches = self.launches or [Launch(warm_up=len(self.warm_up_s), steps=len(self.steps_s), time=self.time)]
+        return [(list(islice(steps, each.steps)), each.time) for each in launches if each.steps]
 
     @property
     def first_s(self) -> float | None:
@@ -131,3 +154,10 @@ class Timings(Strict):
 
     muster_timing: Literal[1] = VERSION
     timings: list[Timing] = Field(min_length=1)
+
+    @property
+    def missing(self) -> str:
+        """What of the rows that were asked for is missing, in one line; empty if nothing is."""
+        unfinished = [each for each in self.timings if not each.is_over]
+        asked = sum(len(each.header.settings.cases()) for each in unfinished)
+        return f"not finished: {sum(len(each.rows) for each in unfinished)} of {asked} rows begun" if unfinished else ""

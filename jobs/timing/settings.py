@@ -52,8 +52,9 @@ class TimingSettings(Strict):
         json_schema_extra=one_or_many,
     )
     precision: list[Precision] = Field(["fp32"], min_length=1, json_schema_extra=one_or_many)
-    warmup: NonNegative = Field(1, description="steps before those that are timed; their times are shown too")
-    steps: Positive = 5
+    warmup: NonNegative = Field(1, description="steps of a launch before the timed ones; their times are shown")
+    steps: Positive = Field(2, description="that are timed in each launch")
+    launches: Positive = Field(3, description="fresh processes for each row: the unit that is compared")
     batch: Positive = Field(16, description="samples")
     context: Positive = Field(128, description="of GPTs: tokens of a sample")
     vocabulary: Positive = Field(10_000, description="of GPTs")
@@ -64,7 +65,7 @@ class TimingSettings(Strict):
     activation_checkpointing: bool = Field(False, description="forward every block again in the backward")
     dtypes: bool = Field(False, description="instead: the types that autocast gives each layer")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: Annotated[float, Field(gt=0.0)] = Field(300.0, description="for one row, its model's making included")
+    timeout_s: Annotated[float, Field(gt=0.0)] = Field(300.0, description="for a launch of a row")
     matmul: bool = Field(True, description="also time a large matrix product, to hold the rows against")
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.9, description="of a host's free memory")
     seed: Seed = 0

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from muster.jobs.basics.words import counted
+from muster.jobs.measuring.columns import SPREAD, Column, cells, headings, utc
+from muster.jobs.measuring.launches import confidence_lines
 from muster.jobs.models.shapes import GPT_SHAPES
-from muster.jobs.timing.columns import Column, cells, headings, utc
 from muster.jobs.timing.records import Dtypes, Header, Peak, State, Timed, Timing, Timings
+from muster.jobs.timing.rows import ModelRow, rows_of
 from muster.jobs.timing.settings import TimingSettings
 
 MB: Final = 2**20
@@ -26,23 +28,30 @@ STATE_WORDS: Final[dict[State, str]] = {
 }
 MOST_WARM_UPS: Final = 4  # that a row shows
 
+
+def _summary(row: ModelRow, name: str) -> str:
+    return milliseconds(getattr(row.timed.summary, name, None))
+
+
 LABELS: Final[tuple[Column, ...]] = (
-    ("model", "", 11, lambda row: row.model),
-    ("pass", "", 9, lambda row: row.pass_name),
-    ("precision", "", 10, lambda row: row.precision),
-    ("parameters", "", 14, lambda row: f"{row.parameters:,}"),
-    ("batch", "", 6, lambda row: str(row.batch)),
-    ("context", "", 8, lambda row: "-" if row.context is None else str(row.context)),
+    ("model", "", 11, lambda row: row.timed.model),
+    ("pass", "", 9, lambda row: row.timed.pass_name),
+    ("precision", "", 10, lambda row: row.timed.precision),
+    ("parameters", "", 14, lambda row: f"{row.timed.parameters:,}"),
+    ("batch", "", 6, lambda row: str(row.timed.batch)),
+    ("context", "", 8, lambda row: "-" if row.timed.context is None else str(row.timed.context)),
 )
 NUMBERS: Final[tuple[Column, ...]] = (
-    ("first", "(ms)", 9, lambda row: milliseconds(row.first_s)),
-    ("mean", "(ms)", 9, lambda row: milliseconds(row.summary.mean_s if row.summary else None)),
-    ("std", "(ms)", 8, lambda row: milliseconds(row.summary.std_s if row.summary else None)),
-    ("min", "(ms)", 9, lambda row: milliseconds(row.summary.min_s if row.summary else None)),
-    ("rate", "(units/s)", 10, lambda row: number(row.rate)),
-    ("work", "(TFLOP/s)", 10, lambda row: number(None if row.flops_per_s is None else row.flops_per_s / 1e12)),
-    ("matmul", "(%)", 7, lambda row: number(None if row.matmul_share is None else row.matmul_share * 100)),
-    ("memory", "(MB)", 9, lambda row: "-" if row.peak_bytes is None else f"{row.peak_bytes / MB:,.0f}"),
+    ("first", "(ms)", 9, lambda row: milliseconds(row.timed.first_s)),
+    ("median", "(ms)", 9, lambda row: number(row.p50_us, 1e-3)),
+    SPREAD,
+    ("mean", "(ms)", 9, lambda row: _summary(row, "mean_s")),
+    ("std", "(ms)", 8, lambda row: _summary(row, "std_s")),
+    ("min", "(ms)", 9, lambda row: _summary(row, "min_s")),
+    ("rate", "(units/s)", 10, lambda row: number(row.timed.rate)),
+    ("work", "(TFLOP/s)", 10, lambda row: number(row.timed.flops_per_s, 1e-12)),
+    ("matmul", "(%)", 7, lambda row: number(row.timed.matmul_share, 100)),
+    ("memory", "(MB)", 9, lambda row: "-" if row.timed.peak_bytes is None else f"{row.timed.peak_bytes / MB:,.0f}"),
 )
 
 
@@ -53,7 +62,7 @@ def report_lines(timings: Timings) -> list[str]:
         lines += ["#"] if lines else []
         lines += [*heading(timing.header), *(_peak(each) for each in timing.peaks)]
         if timing.rows:
-            lines += ["#", *table(timing.rows), *_footer(timing)]
+            lines += ["#", *table(rows_of(timing)), *_footer(timing), *confidence_lines(rows_of(timing))]
         for each in timing.dtypes:
             lines += ["#", *_dtypes(each)]
     return [*lines, f"# verdict: {verdict(timings)}"]
@@ -74,8 +83,9 @@ def heading(header: Header) -> list[str]:
 
 def _asked(settings: TimingSettings) -> list[str]:
     """Say what the rows have in common."""
+    launches = f"{settings.launches} launch{'es' * (settings.launches != 1)} of each row"
     timed = f"{counted(settings.warmup, 'step')} to warm up, {counted(settings.steps, 'step')} timed"
-    asked = [] if settings.dtypes else [f"{timed}, each until the device is done"]
+    asked = [] if settings.dtypes else [f"{launches}: {timed}, each until the device is done"]
     if any(name in GPT_SHAPES for name in settings.models()):
         head, biases = "tied" if settings.tied else "untied", "with" if settings.bias else "no"
         asked.append(f"vocabulary {settings.vocabulary:,}, {settings.norm} norm, {biases} biases, {head} head")
@@ -84,7 +94,7 @@ def _asked(settings: TimingSettings) -> list[str]:
     return asked
 
 
-def table(rows: Sequence[Timed]) -> list[str]:
+def table(rows: Sequence[ModelRow]) -> list[str]:
     """Return names, units and one line for each row."""
     return [*headings((*LABELS, *NUMBERS), "warm-up", "(ms)"), *map(_line, rows)]
 
@@ -112,10 +122,11 @@ def verdict(timings: Timings) -> str:
     return "OK" if all(timing.is_over for timing in timings.timings) else "UNFINISHED"
 
 
-def number(value: float | None) -> str:
-    """Write a measured value with three digits, never in powers of ten; None is `-`."""
+def number(value: float | None, unit: float = 1.0) -> str:
+    """Write a measured value in another unit with three digits, never in powers of ten; None is `-`."""
     if value is None:
         return "-"
+    value *= unit
     size = abs(value)
     if size >= 100:
         return f"{value:,.0f}"
@@ -124,17 +135,17 @@ def number(value: float | None) -> str:
 
 def milliseconds(seconds: float | None) -> str:
     """Write a time in milliseconds; None is `-`."""
-    return number(None if seconds is None else seconds * 1e3)
+    return number(seconds, 1e3)
 
 
-def _line(row: Timed) -> str:
-    start = cells(LABELS, row)
+def _line(measured: ModelRow) -> str:
+    row, start = measured.timed, cells(LABELS, measured)
     reason = f"{STATE_WORDS[row.state]}: {row.reason}" if row.state != "ok" else ""
     if row.summary is None:
         return f"{start}  {reason}"
     warm_up = " ".join(milliseconds(each) for each in row.warm_up_s[:MOST_WARM_UPS]) or "-"
     more = f" … {len(row.warm_up_s)} in all" if len(row.warm_up_s) > MOST_WARM_UPS else ""
-    return f"{start}{cells(NUMBERS, row)}  {warm_up}{more}{f'  {reason}' if reason else ''}"
+    return f"{start}{cells(NUMBERS, measured)}  {warm_up}{more}{f'  {reason}' if reason else ''}"
 
 
 def _footer(timing: Timing) -> list[str]:

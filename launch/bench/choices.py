@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -73,22 +73,36 @@ def add(group: argparse._ActionsContainer, choices: Sequence[Choice], switches: 
         group.add_argument(switch.flag, dest=switch.field, action="store_const", const=switch.value, help=switch.help)
 
 
-def add_measuring(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add where results of a measurement go, and what `muster run` takes; return the group of the results."""
+@dataclass(frozen=True)
+class Output:
+    """Where a result goes; a field for each option."""
+
+    out: str | None = None
+    plot: str | None = None
+    json: bool = False
+
+    def check(self) -> None:
+        """Refuse files that could not be written in the end; errors as `check_output`."""
+        check_output("--out", self.out, (".json",))
+        check_output("--plot", self.plot, PLOTS)
+
+
+def add_measuring(parser: argparse.ArgumentParser, *, plot: str) -> None:
+    """Add where results of a measurement go, and what `muster run` takes; `plot` says what is drawn."""
     results = parser.add_argument_group("results")
     results.add_argument("--out", metavar="FILE.json", help="write all records there, and the rows beside it as .csv")
+    results.add_argument("--plot", metavar="FILE", help=f"draw {plot}: .png, .svg or .pdf")
     add_json(parser)
     add_overrides(parser)
     add_site_and_name(parser)
     add_runs(parser)
     add_transport(parser)
-    return results
 
 
 def changes(
-    args: argparse.Namespace, model: type[BaseModel], choices: Sequence[Choice], switches: Sequence[Switch]
+    given: Mapping[str, Any], model: type[BaseModel], choices: Sequence[Choice], switches: Sequence[Switch]
 ) -> dict[str, Any]:
-    """Return the settings that options change, checked one by one and against one another.
+    """Return the settings that the options `given` change, checked one by one and against one another.
 
     Raises:
         UsageError: some are wrong; all of them at once.
@@ -97,7 +111,7 @@ def changes(
     unread: set[str] = set()
     wrong: list[str] = []
     for choice in choices:
-        text = getattr(args, choice.name)
+        text = given[choice.name]
         if text is None:
             continue
         try:
@@ -106,8 +120,8 @@ def changes(
             wrong.append(f"{choice.flag}: {error}")
             unread.add(choice.field)
     for switch in switches:
-        if getattr(args, switch.field) is not None:
-            found[switch.field] = getattr(args, switch.field)
+        if given[switch.field] is not None:
+            found[switch.field] = given[switch.field]
     flags = {switch.field: switch.flag for switch in switches} | {choice.field: choice.flag for choice in choices}
     places: dict[KeyPath, Place] = {(field,): Place(flag) for field, flag in flags.items()}
     document = Document("the options", found, places)

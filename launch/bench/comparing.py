@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.words import counted
@@ -10,8 +11,8 @@ from muster.launch.bench import results
 from muster.launch.common.options import add_json, add_runs
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.results.compare import Comparison, Verdict
-    from muster.collectives_bench.results.rows import Row
+    from muster.jobs.measuring.compare import Comparison, Verdict
+    from muster.jobs.measuring.launches import MeasuredRow
 
 FAILING: Final = {"worse": {"worse"}, "better": {"better"}, "any": {"worse", "better"}}
 COLUMNS: Final = ("row", "before>", "after>", "time>", "from>", "to>", "launches>", "verdict", "why")
@@ -36,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; the exit code is what `--fail-on` makes of it."""
-    from muster.collectives_bench.results.compare import comparison
+    from muster.jobs.measuring.compare import comparison
 
     before, after = (_rows(word, args.runs) for word in (args.before, args.after))
     found = comparison(before, after)
@@ -44,18 +45,20 @@ def run(args: argparse.Namespace) -> int:
     return 0 if args.fail_on is None else gate(found, args.fail_on)
 
 
-def _rows(word: str, runs: str | None) -> "list[Row]":
+def _rows(word: str, runs: str | None) -> "Sequence[MeasuredRow]":
     """Read a side, and say what of it is missing."""
     from muster.collectives_bench.results.missing import missing
     from muster.collectives_bench.results.rows import rows_of
+    from muster.jobs.timing.records import Timings
+    from muster.jobs.timing.rows import joined_rows
 
     result = results.side(word, runs)
-    if text := missing(result).text:
+    if text := result.missing if isinstance(result, Timings) else missing(result).text:
         print(f"muster: warning: {word}: {text}", file=sys.stderr)
-    return rows_of(result)
+    return joined_rows(result) if isinstance(result, Timings) else rows_of(result)
 
 
-def gate(found: "Comparison", fail_on: str) -> int:
+def gate(found: "Comparison[Any]", fail_on: str) -> int:
     """Return 1 where a row, or all together, is what nobody wants; also where a row has gone, or nothing was seen."""
     said = {each.verdict for each in (*found.rows, found.together)}
     if said == {"no verdict"}:
@@ -70,47 +73,40 @@ def gate(found: "Comparison", fail_on: str) -> int:
     return int(bool(said & FAILING[fail_on]))
 
 
-def record(found: "Comparison") -> dict[str, Any]:
+def record(found: "Comparison[Any]") -> dict[str, Any]:
     """Return a comparison as plain values."""
+    rows = [_plain(each, each.row.labels) for each in found.rows if each.row is not None]
     return {
         "verdict": found.verdict,
         "only_before": found.only_before,
         "only_after": found.only_after,
         "vanished": found.vanished,
-        "together": _plain(found.together),
-        "rows": [_plain(each) for each in found.rows],
+        "together": _plain(found.together, dict.fromkeys(rows[0].keys() - vars(found.together).keys())),
+        "rows": rows,
     }
 
 
-def _plain(verdict: "Verdict") -> dict[str, Any]:
-    values = dict(vars(verdict))
-    for name in ("world", "cell"):
-        values[name] = values[name].model_dump() if values[name] is not None else None
+def _plain(verdict: "Verdict[Any]", labels: dict[str, Any]) -> dict[str, Any]:
+    values = {**vars(verdict), **labels}
+    del values["row"]
     for name in ("ratio", "low", "high"):  # JSON has no infinity: an interval without an end has none
         values[name] = None if values[name] in (float("inf"), float("-inf")) else values[name]
     return values
 
 
-def render(found: "Comparison") -> str:
+def render(found: "Comparison[Any]") -> str:
     """Lay a comparison out as a table: `time` is after over before, above 1 is slower, `from` and `to` its interval."""
     from muster.launch.common import screen
 
-    worlds = {each.world for each in found.rows}
-    rows = [(_name(each, of_world=len(worlds) > 1), *_cells(each)) for each in found.rows]
+    measured = [each.row for each in found.rows if each.row is not None]
+    names = [(row.named(in_full=False), row.named(in_full=True)) for row in measured]
+    in_full = len({full.removeprefix(short) for short, full in names}) > 1
+    rows = [(full if in_full else short, *_cells(each)) for (short, full), each in zip(names, found.rows, strict=True)]
     rows.append(("all together", *_cells(found.together)))
     return f"{screen.table(COLUMNS, rows)}\n{found.line()}"
 
 
-def _name(verdict: "Verdict", *, of_world: bool) -> str:
-    from muster.collectives_bench.results.table import cell_text, world_text
-
-    assert verdict.cell is not None
-    assert verdict.world is not None
-    name = cell_text(verdict.cell, verdict.nbytes)
-    return f"{name}, {world_text(verdict.world)}" if of_world else name
-
-
-def _cells(verdict: "Verdict") -> tuple[str | None, ...]:
+def _cells(verdict: "Verdict[Any]") -> tuple[str | None, ...]:
     from muster.collectives_bench.sizes import time_text
 
     times = (None if value is None else time_text(value / 1e6) for value in (verdict.before_us, verdict.after_us))

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from muster.collectives_bench.cost.fit import fit
 
     choices.check_output("--output", args.output, (".json",))
-    profile = fit(results.read(args.results, args.runs), name=Path(args.output).stem)
+    profile = fit(results.collectives(args.results, args.runs), name=Path(args.output).stem)
     write(profile, Path(args.output))
     print(json.dumps(record(profile), indent=1) if args.json else render(profile))
     print(f"wrote {args.output}", file=sys.stderr)

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Final
 from muster.collectives_bench.plan import cells_of, order_of
 from muster.collectives_bench.records import Block, Cell, Header, Pair
 from muster.collectives_bench.results.files import FORMAT
-from muster.collectives_bench.results.table import cell_text, way_of, world_text
 from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.basics.words import counted
+from muster.jobs.measuring.recorded import End
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.timing.recorded import End
 from muster.launch.bench.watching import View
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class CollectivesView(View):
         if isinstance(record, Header):
             what = counted(len(self.cells), "cell") if self.cells else "pairs"
             launches = f"{self.launches} launch{'es' * (self.launches != 1)}"
-            return f"measuring {what} in {launches}: {world_text(record.world)}"
+            return f"measuring {what} in {launches}: {record.world.text}"
         if isinstance(record, Block):
             return self._of_block(record)
         if isinstance(record, Pair):
@@ -111,7 +110,7 @@ class CollectivesView(View):
     def _of_block(self, block: Block) -> str | None:
         if block.state != "ok":
             rank = f", rank {block.rank}" if block.rank is not None else ""
-            return f"{cell_text(block.cell)}: {block.state} in launch {block.launch + 1}{rank}: {block.reason}"
+            return f"{block.cell.text()}: {block.state} in launch {block.launch + 1}{rank}: {block.reason}"
         alike = [each for each in self.blocks if each.launch == block.launch]
         if alike[-1] is not block or len({each.cell for each in alike}) < len(self.cells):
             return None
@@ -137,10 +136,10 @@ class CollectivesView(View):
         if self.header is None:
             return None
         current = self.current
-        under_way = f"now {cell_text(current)}, " if current is not None else ""
+        under_way = f"now {current.text()}, " if current is not None else ""
         done = f"{self.done or len(self.pairs)} of {self.total} done"
         head = [
-            world_text(self.header.world),
+            self.header.world.text,
             f"launch {self.launch + 1} of {self.launches}, {under_way}{done}",
         ]
         grid = Table(box=box.SIMPLE)
@@ -171,7 +170,7 @@ class CollectivesView(View):
 
 
 def _way(cell: Cell) -> str:
-    return f"{cell.operation} {cell.dtype} {way_of(cell)}" if cell.asked_bytes else cell.operation
+    return f"{cell.operation} {cell.dtype} {cell.way}" if cell.asked_bytes else cell.operation
 
 
 def _spaced(sizes: list[int], most: int) -> list[int]:

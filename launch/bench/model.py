@@ -2,25 +2,22 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Final, get_args
 
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.spec.train_fields import Precision
-from muster.jobs.timing.files import read_timings, write_csv, write_timings
-from muster.jobs.timing.records import Timings
 from muster.jobs.timing.settings import NAMES, Pass, TimingSettings
-from muster.jobs.timing.table import report_lines, verdict
 from muster.launch.bench import choices
-from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
-from muster.launch.bench.report import Report
+from muster.launch.bench.choices import Choice, Output, Switch, number, whole, word_list
+from muster.launch.common.options import given
 from muster.launch.common.program_words import COMMAND_LINE
 
 EPILOG: Final = """\
 What is timed is what train: would run on one rank: its model, loss, numbers and optimizer (AdamW), on a random batch.
-Each row has a process of its own. What does not fit in memory, or not in its time, is a row with the reason. The exit
-code is 1 where a row failed, or none has a time.
+Each launch of a row has a process of its own. What does not fit in memory, or not in its time, is a row with the
+reason. The exit code is 1 where a row failed, or none has a time.
 """
 
 
@@ -51,14 +48,15 @@ CHOICES: Final = (
         "P,P",
         "fp32 (default), bf16, fp16, pure_bf16, fp64",
     ),
-    Choice("--warmup", "warmup", whole, "N", "steps before those that count, shown apart (default: 1)"),
-    Choice("--steps", "steps", whole, "N", "steps that are timed (default: 5)"),
+    Choice("--warmup", "warmup", whole, "N", "steps of a launch before those that count (default: 1)"),
+    Choice("--steps", "steps", whole, "N", "steps of a launch that are timed (default: 2)"),
+    Choice("--launches", "launches", whole, "N", "fresh processes for each row: the unit of comparison (default: 3)"),
     Choice("--batch", "batch", whole, "N", "samples (default: 16)"),
     Choice("--context", "context", whole, "N", "of GPTs: tokens of a sample (default: 128)"),
     Choice("--vocabulary", "vocabulary", whole, "N", "of GPTs (default: 10000)"),
     Choice("--norm", "norm", str, "NAME", "of GPTs: rms (default), layer"),
     Choice("--device", "device", str, "NAME", "auto (default), cpu, cuda"),
-    Choice("--timeout", "timeout_s", number, "S", "for one row; what is not done by then says so (default: 300)"),
+    Choice("--timeout", "timeout_s", number, "S", "for a launch of a row; the row says when it ran out (default: 300)"),
     Choice("--seed", "seed", whole, "N", "of the model and its batch (default: 0)"),
 )
 SWITCHES: Final = (
@@ -75,47 +73,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = EPILOG
     choices.add(parser.add_argument_group("what is timed"), CHOICES, SWITCHES)
-    choices.add_measuring(parser)
+    choices.add_measuring(parser, plot="the time of every row")
 
 
 def run(args: argparse.Namespace) -> int:
     """Time every row, then show the table; the exit code is the run's, or 1 for a bad result."""
-    from muster.launch.bench.measuring import has_rows, run_watched
+    from muster.launch.bench import measuring
     from muster.launch.bench.model_view import ModelView
     from muster.launch.common.host import visible_gpus
-    from muster.launch.common.options import given
     from muster.launch.submit.prepare import prepare
     from muster.launch.submit.request import Request
 
-    check(args)
-    asked = choices.changes(args, TimingSettings, CHOICES, SWITCHES)
-    args.job = COMMAND_LINE
-    args.job_text = choices.job_text(["model", *asked["model"]], threads_per_rank="auto", timing=asked)
-    args.nodes = args.ranks_per_node = None
-    prepared = prepare(given(args, Request))
-    if asked.get("device") == "cuda" and prepared.submission.route.is_here and not visible_gpus():
-        raise RefusedError("--device: cuda: this machine has no GPU; name a host that has (-w HOST), or take cpu")
-    code = run_watched(prepared, ModelView(prepared.context.run))
-    if not has_rows(prepared.context.run):
-        return code or 1
-    return of_models(read_timings([prepared.context.run.path])).deliver(args) or code
-
-
-def check(args: argparse.Namespace) -> None:
-    """Refuse what could not end well, before anything starts.
-
-    Raises:
-        UsageError: it could not.
-    """
-    if args.on == "hand":
-        raise UsageError("--on hand: muster bench model starts its run itself; write a job file with timing: in it")
+    request, output = given(args, Request), given(args, Output)
+    measuring.check(request, output)
     if args.model is None:
         raise UsageError(f"--model: is missing; name one or several of {', '.join(NAMES)}, or all")
-    choices.check_output("--out", args.out, (".json",))
-
-
-def of_models(timings: Timings) -> Report:
-    """Return the report of timings."""
-    of_csv = partial(write_csv, timings) if any(timing.rows for timing in timings.timings) else None
-    is_bad = verdict(timings) != "OK"
-    return Report(timings, partial(report_lines, timings), is_bad, partial(write_timings, timings), of_csv)
+    asked = choices.changes(vars(args), TimingSettings, CHOICES, SWITCHES)
+    text = choices.job_text(["model", *asked["model"]], threads_per_rank="auto", timing=asked)
+    prepared = prepare(replace(request, job=COMMAND_LINE, job_text=text))
+    if asked.get("device") == "cuda" and prepared.submission.route.is_here and not visible_gpus():
+        raise RefusedError("--device: cuda: this machine has no GPU; name a host that has (-w HOST), or take cpu")
+    return measuring.measure([measuring.World("", prepared)], ModelView, output)

@@ -6,6 +6,7 @@ from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.files import FORMAT, Record, gather
 from muster.jobs.timing.records import Dtypes, Header, Timed
+from muster.jobs.timing.rows import rows_of
 from muster.jobs.timing.table import heading, row_text, table
 from muster.launch.bench.watching import View
 
@@ -33,7 +34,9 @@ class ModelView(View):
             machine = record.machine
             return f"timing {counted(len(record.settings.cases()), 'row')} on {machine.gpu or machine.cpu}"
         if isinstance(record, Timed):
-            return row_text(record)
+            header = next(each for each in self._records if isinstance(each, Header))
+            is_whole = record.state != "ok" or len(record.launches) >= header.settings.launches
+            return row_text(record) if is_whole else None
         return f"types of {record.model} in {record.precision}" if isinstance(record, Dtypes) else None
 
     def table(self, width: int) -> "Group | None":
@@ -45,9 +48,14 @@ class ModelView(View):
         if found is None:
             return None
         (timing,) = found.timings
-        cases, done = timing.header.settings.cases(), len(timing.rows)
-        lines = [*heading(timing.header), *(table(timing.rows) if timing.rows else [])]
-        if done < len(cases):
-            under_way = f"{cases[done].model} {cases[done].pass_name} {cases[done].precision}"
-            lines.append(f"# now {under_way}, {done} of {len(cases)} done")
+        failed = {row.case for row in timing.rows if row.state != "ok"}
+        settings, done = timing.header.settings, {row.case: len(row.launches) for row in timing.rows}
+        lines = [*heading(timing.header), *(table(rows_of(timing)) if timing.rows else [])]
+        left = [case for case in settings.cases() if done.get(case, 0) < settings.launches]
+        left = [case for case in left if case not in failed]
+        if left:
+            now = min(left, key=lambda case: done.get(case, 0))  # of equals the first, as the ranks measure
+            whole = len(settings.cases()) - len(left)
+            under_way = f"{now.model} {now.pass_name} {now.precision}, launch {done.get(now, 0) + 1}"
+            lines.append(f"# now {under_way} of {settings.launches}; {whole} of {len(settings.cases())} done")
         return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))

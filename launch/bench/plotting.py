@@ -1,4 +1,4 @@
-"""`muster bench plot R... --output FILE`: busbw and time against size, of runs or result files together."""
+"""`muster bench plot R... --output FILE`: busbw and time against size, or times of models, of runs or files."""
 
 import argparse
 from pathlib import Path
@@ -15,8 +15,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw."""
-    from muster.collectives_bench.results.rows import rows_of
-
     choices.check_output("--output", args.output, choices.PLOTS)
-    report.plot(rows_of(results.read(args.results, args.runs)), Path(args.output), flag="--output")
+    report.plot(results.read(args.results, args.runs), Path(args.output), flag="--output")
     return 0

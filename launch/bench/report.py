@@ -1,6 +1,5 @@
 """After the measuring: the report on standard output, and the files that were asked for."""
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,10 +11,14 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from muster.jobs.basics.errors import RunFolderError, StorageError, UsageError
+from muster.jobs.measuring.figures import NothingToPlotError
+from muster.jobs.timing.files import write_csv, write_timings
+from muster.jobs.timing.records import Timings
+from muster.jobs.timing.table import report_lines, verdict
+from muster.launch.bench.choices import Output
 
 if TYPE_CHECKING:
     from muster.collectives_bench.records import Result
-    from muster.collectives_bench.results.rows import Row
 
 Write = Callable[[Path], None]
 
@@ -35,17 +38,17 @@ class Report:
         print(self.whole.model_dump_json(indent=1) if as_json else "\n".join(self.lines()))
         return int(self.is_bad)
 
-    def deliver(self, args: argparse.Namespace) -> int:
+    def deliver(self, output: Output) -> int:
         """Write `--out`, and show it; return 1 for a bad result.
 
         Raises:
             RunFolderError, StorageError: a file cannot be written; the runs keep what was measured.
         """
         try:  # the file first: a reader that goes away (| head) ends us; and the report whatever becomes of the file
-            if args.out is not None:
-                self._save(Path(args.out))
+            if output.out is not None:
+                self._save(Path(output.out))
         finally:
-            code = self.show(as_json=args.json)
+            code = self.show(as_json=output.json)
         return code
 
     def _save(self, path: Path) -> None:
@@ -56,19 +59,31 @@ class Report:
                     say(f"wrote {file}")
 
 
+def of(whole: "Result | Timings", unmeasured: Sequence[str] = ()) -> Report:
+    """Return the report of a result; `unmeasured` names the worlds of a grid of which there is nothing."""
+    return of_models(whole) if isinstance(whole, Timings) else of_collectives(whole, unmeasured)
+
+
+def of_models(timings: Timings) -> Report:
+    """Return the report of timings."""
+    of_csv = partial(write_csv, timings) if any(timing.rows for timing in timings.timings) else None
+    is_bad = verdict(timings) != "OK"
+    return Report(timings, partial(report_lines, timings), is_bad, partial(write_timings, timings), of_csv)
+
+
 def of_collectives(result: "Result", unmeasured: Sequence[str] = ()) -> Report:
-    """Return the report of collectives; `unmeasured` names the worlds of a grid of which there is nothing."""
-    from muster.collectives_bench.results.files import write_csv, write_result
-    from muster.collectives_bench.results.report import is_failed, report_lines
+    """Return the report of collectives."""
+    from muster.collectives_bench.results import files
+    from muster.collectives_bench.results import report as of_result
     from muster.collectives_bench.results.rows import rows_of
 
     rows = rows_of(result)
     return Report(
         result,
-        partial(report_lines, result, unmeasured),
-        is_failed(result, rows, unmeasured),
-        partial(write_result, result),
-        partial(write_csv, rows) if rows else None,
+        partial(of_result.report_lines, result, unmeasured),
+        of_result.is_failed(result, rows, unmeasured),
+        partial(files.write_result, result),
+        partial(files.write_csv, rows) if rows else None,
     )
 
 
@@ -82,19 +97,21 @@ def naming(flag: str) -> Iterator[None]:
         raise type(error)(f"{flag}: {found}; choose another place, for the runs keep what was measured") from error
 
 
-def plot(rows: "Sequence[Row]", path: Path, *, flag: str = "--plot") -> None:
-    """Draw rows into the file that an option names.
+def plot(whole: "Result | Timings", path: Path, *, flag: str = "--plot") -> None:
+    """Draw a result into the file that an option names.
 
     Raises:
         UsageError: there is nothing to draw.
         RunFolderError, StorageError: it cannot be written.
     """
-    from muster.collectives_bench.results import plots
+    from muster.collectives_bench.results.plots import plot as plot_collectives
+    from muster.collectives_bench.results.rows import rows_of
+    from muster.jobs.timing.plots import plot as plot_models
 
     try:
         with naming(flag):
-            plots.plot(rows, path)
-    except plots.NothingToPlotError as error:
+            plot_models(whole, path) if isinstance(whole, Timings) else plot_collectives(rows_of(whole), path)
+    except NothingToPlotError as error:
         raise UsageError(f"{flag} {path}: {error}") from error
     say(f"wrote {path}")
 

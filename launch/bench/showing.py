@@ -5,8 +5,7 @@ Collectives and timings of models have reports of their own, and are not shown a
 
 import argparse
 
-from muster.jobs.timing.files import is_timing, read_timings
-from muster.launch.bench import model, report, results
+from muster.launch.bench import report, results
 from muster.launch.common.options import add_json, add_runs
 
 
@@ -26,7 +25,4 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print; return 1 for a bad result, as the measurement did."""
-    paths = results.located(args.results, args.runs)
-    if all(is_timing(path) for path in paths):
-        return model.of_models(read_timings(paths)).show(as_json=args.json)
-    return report.of_collectives(results.read(args.results, args.runs)).show(as_json=args.json)
+    return report.of(results.read(args.results, args.runs)).show(as_json=args.json)

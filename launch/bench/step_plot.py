@@ -3,21 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from muster.collectives_bench.results.plots import save
+from muster.jobs.measuring.figures import drawing
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Draw a prediction into a file; its suffix says what kind: .png, .svg or .pdf.
-
-    Raises:
-        RunFolderError, StorageError: it cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Draw a prediction into a file; errors as `drawing`."""
     panels = 3 if record.get("buckets") else 2
-    figure = Figure(figsize=(5.5 * panels, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    with drawing(path, 5.5 * panels, 4.5) as figure:
+        _draw(record, figure, panels)
+
+
+def _draw(record: dict[str, Any], figure: Any, panels: int) -> None:
     axes = figure.subplots(1, panels)
     rows = [row for row in record["steps"] if row["exposed"] is not None][::-1]
     names = [row["mode"] if row["built"] else f"{row['mode']} *" for row in rows]
@@ -39,7 +35,6 @@ def plot(record: dict[str, Any], path: Path) -> None:
     if panels == 3:
         _curve(axes[2], record["buckets"])
     figure.suptitle(f"{record['job']}: {record['model']}, {record['ranks']} ranks, profile {record['profile']}")
-    save(figure, path)
 
 
 def _curve(axis: Any, buckets: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics import exits
+from muster.jobs.measuring.recorded import Format
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.timing.recorded import Format
 from muster.launch.common import screen
 from muster.launch.common.follow import LineFollower
 from muster.launch.plan.plan import NodePlan

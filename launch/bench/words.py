@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,20 +72,19 @@ def operations(word: str) -> list[str]:
     return names
 
 
-def changes(args: argparse.Namespace) -> dict[str, Any]:
+def changes(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of `bench:` that options change; errors as `choices.changes`."""
-    return choices.changes(args, BenchSettings, CHOICES, SWITCHES)
+    return choices.changes(given, BenchSettings, CHOICES, SWITCHES)
 
 
-def worlds(args: argparse.Namespace) -> list[tuple[int | None, int | str | None]]:
+def worlds(nodes: str | None, ranks_per_node: str | None) -> list[tuple[int | None, int | str | None]]:
     """Return the nodes and ranks per node of each world, the latter running fastest; None where nobody says.
 
     Raises:
         UsageError: one is no such number, or is given twice.
     """
-    nodes = _counts("--nodes", args.nodes)
-    ranks = _counts("--ranks-per-node", args.ranks_per_node, "slots")
-    return list(itertools.product(nodes, ranks))  # type: ignore[arg-type]
+    ranks = _counts("--ranks-per-node", ranks_per_node, "slots")
+    return list(itertools.product(_counts("--nodes", nodes), ranks))  # type: ignore[arg-type]
 
 
 def _counts(flag: str, text: str | None, *also: str) -> list[int | str | None]:

@@ -1,10 +1,16 @@
 """`muster bench`: measure what the network can do, and look at, compare, draw and fit what came of it."""
 
 import argparse
-from typing import Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
-from muster.launch.bench.choices import add_measuring
+from muster.launch.bench import words
+from muster.launch.bench.choices import Output, add_measuring
 from muster.launch.bench.words import add_choices
+from muster.launch.common.options import given
+
+if TYPE_CHECKING:
+    from muster.launch.bench.grid import Grid
 
 # A first word that is one of these is a command of its own; anything else is measured.
 WITHIN: Final = {
@@ -30,12 +36,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "what", metavar="WHAT", nargs="*", help="a job file, or operations: all_reduce,broadcast, or all, or ours"
     )
     add_choices(parser)
-    results = add_measuring(parser)
-    results.add_argument("--plot", metavar="FILE", help="draw busbw and time against size: .png, .svg or .pdf")
+    add_measuring(parser, plot="busbw and time against size")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every world of the grid, then show the result."""
+    from muster.launch.bench.grid import check, prepare_worlds
+    from muster.launch.bench.live import CollectivesView
     from muster.launch.bench.measuring import measure
 
-    return measure(args)
+    grid, output = grid_of(args), given(args, Output)
+    check(grid, output)
+    return measure(prepare_worlds(grid), CollectivesView, output)
+
+
+def grid_of(args: argparse.Namespace) -> "Grid":
+    """Return what a command line asks for; errors as `words.changes` and `words.worlds`."""
+    from muster.launch.bench.grid import Grid
+    from muster.launch.submit.request import Request
+
+    worlds = words.worlds(args.nodes, args.ranks_per_node)
+    request = replace(given(args, Request), nodes=None, ranks_per_node=None)
+    return Grid(",".join(args.what), words.changes(vars(args)), worlds, request)

@@ -10,8 +10,8 @@ import a_a_compare
 import pytest
 
 from muster.collectives_bench.records import Block
-from muster.collectives_bench.results.compare import Comparison, Verdict
 from muster.collectives_bench.results.files import read_result
+from muster.jobs.measuring.compare import Comparison, Verdict
 from support.bench_records import a_block, a_cell
 
 pytestmark = pytest.mark.slow

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
-from muster.collectives_bench.records import Block, Cell, Header, HostFacts, Load, World
-from muster.collectives_bench.results.stats import timing
+from muster.collectives_bench.records import Block, Cell, Header, HostFacts, Load, Timing, World
 
 
 def a_world(ranks: int = 2, *, nodes: int = 1, backend: str = "gloo") -> World:
@@ -41,7 +40,7 @@ def a_block(
         "nbytes": nbytes,
         "state": "ok",
         "time": 1000.0 + launch,
-        "latency": timing(samples_us) if samples_us else None,
+        "latency": Timing.of(samples_us) if samples_us else None,
         "samples_us": list(samples_us or ()),
         "load": None if foreign is None else Load(foreign=foreign, steal=0.0, host="node0"),
         **more,

@@ -20,7 +20,7 @@ from muster.collectives_bench.records import (
 )
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.files import append_lines
-from muster.jobs.timing.recorded import End
+from muster.jobs.measuring.recorded import End
 from support.bench_records import a_host, a_world
 
 

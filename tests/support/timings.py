@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.jobs.basics.files import append_lines
+from muster.jobs.measuring.recorded import End
 from muster.jobs.spec.strict import Strict
-from muster.jobs.timing.recorded import End
 from muster.jobs.timing.records import Header, Machine, Peak, Summary, Timed
 from muster.jobs.timing.settings import TimingSettings
 

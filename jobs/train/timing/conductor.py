@@ -1,9 +1,11 @@
-"""The conductor of a `timing:` job: for each row it forks a process, listens to it, and writes down what came of it.
+"""The launch manager of a `timing:` job: it forks a process for each launch of each row, and writes what it reports.
 
-    survey ── header, peaks ── row: fork · make the model · warm up · steps · peak memory ── row ── ... ── end
+    survey ── header, peaks ── launch 1: row · row · ... ── launch 2: row · row · ... ── end
+                                         └ fork · build the model · warm up · steps · peak memory
 
-It runs no torch operation itself, so that every fork is a fresh start: no row warms up another one's caches, or leaves
-it memory. A row whose time is over is killed; what it had told by then is kept.
+It runs no torch operation itself, so every fork is a fresh start: no row warms up the caches of another or leaves it
+memory. The launches of a row are spread over the run, so a drift of the machine meets all rows alike. A launch that
+exceeds its time is killed; its steps until then are kept. A row whose launch failed gets no other launch.
 """
 
 import os
@@ -18,11 +20,11 @@ import torch
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.basics.words import counted
 from muster.jobs.machine.hardware import cpu_name
+from muster.jobs.measuring.recorded import End
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.node.page import Page
 from muster.jobs.spec.strict import Strict
-from muster.jobs.timing.recorded import End
-from muster.jobs.timing.records import Dtypes, Header, LayerTypes, Machine, Peak, State, Summary, Timed
+from muster.jobs.timing.records import Dtypes, Header, Launch, LayerTypes, Machine, Peak, State, Summary, Timed
 from muster.jobs.timing.settings import Case, TimingSettings
 from muster.jobs.train.timing import memory, work
 from muster.jobs.train.timing.work import Task
@@ -43,7 +45,7 @@ class Conductor:
         self.settings = settings
         self.device = device
         self.name = name
-        self.rows: list[Timed] = []
+        self.rows: dict[Case, Timed] = {}
         self.rates: dict[str, float] = {}
         self._log = log
 
@@ -51,12 +53,12 @@ class Conductor:
         """Survey the machine, then measure; each record is written as it comes."""
         began = time.monotonic()
         self._survey()
-        for case in self.settings.cases():
-            if self.settings.dtypes:
-                self._find_types(case)
-            else:
-                self.rows.append(self._row(case))
-                self._write(self.rows[-1])
+        cases = self.settings.cases()
+        for case in cases if self.settings.dtypes else ():
+            self._find_types(case)
+        for case in () if self.settings.dtypes else cases * self.settings.launches:
+            if case not in self.rows or self.rows[case].state == "ok":
+                self._launch(case)
         self._write(End(seconds=round(time.monotonic() - began, 3), time=time.time()))
 
     def _write(self, record: Strict) -> None:
@@ -86,7 +88,8 @@ class Conductor:
             self.rates[precision] = rate
             self._write(Peak(precision=precision, side=side, flops_per_s=rate))
 
-    def _row(self, case: Case) -> Timed:
+    def _launch(self, case: Case) -> None:
+        """Launch a row once, and write it."""
         allowed = memory.allowed_bytes(self.settings.memory_share)
         if self.device.type == "cpu":
             why = memory.refusal(
@@ -98,13 +101,17 @@ class Conductor:
                 allowed=allowed,
             )
             if why is not None:
-                return self._judged(case, [{"memory": why}], Ended("done", time.time()))
+                self._keep(case, [{"memory": why}], Ended("done", time.time()))
+                return
         task = Task(self.settings, case, self.device, allowed)
         heard, ended = listen(lambda tell, page: work.measure(task, tell, page), self.settings.timeout_s)
-        return self._judged(case, heard, ended)
+        self._keep(case, heard, ended)
 
-    def _judged(self, case: Case, heard: Heard, ended: Ended) -> Timed:
-        return judged(self.settings, case, heard, ended, matmul_rate=self.rates.get(case.precision))
+    def _keep(self, case: Case, heard: Heard, ended: Ended) -> None:
+        """Write a row with its newest launch."""
+        rate, earlier = self.rates.get(case.precision), self.rows.get(case)
+        self.rows[case] = judged(self.settings, case, heard, ended, matmul_rate=rate, earlier=earlier)
+        self._write(self.rows[case])
 
     def _find_types(self, case: Case) -> None:
         """Write the types of one model; of a case that cannot be built, a row with the reason."""
@@ -112,8 +119,7 @@ class Conductor:
         heard, ended = listen(lambda tell, page: work.find_types(task, tell), self.settings.timeout_s)
         layers = merged(heard).get("layers")
         if layers is None:
-            self.rows.append(self._judged(case, heard, ended))
-            self._write(self.rows[-1])
+            self._keep(case, heard, ended)
             return
         types = [LayerTypes.model_validate(layer) for layer in layers]
         self._write(Dtypes(model=case.model, precision=case.precision, layers=types))
@@ -132,12 +138,24 @@ def merged(heard: Heard) -> dict[str, Any]:
 
 
 def judged(
-    settings: TimingSettings, case: Case, heard: Heard, ended: Ended, *, matmul_rate: float | None = None
+    settings: TimingSettings,
+    case: Case,
+    heard: Heard,
+    ended: Ended,
+    *,
+    matmul_rate: float | None = None,
+    earlier: Timed | None = None,
 ) -> Timed:
-    """Return the row of a case from what its process told, and how it ended. Pure, but for the time of day."""
+    """Return the row of a case from its earlier launches, the messages of its process, and how that ended."""
     shape, told = settings.shape(case), merged(heard)
     seconds = [round(message["step"], DIGITS) for message in heard if "step" in message]
     warm_up, steps = seconds[: settings.warmup], seconds[settings.warmup :]
+    launches = [Launch(warm_up=len(warm_up), steps=len(steps), time=ended.time)]
+    peaks = [told["peak_bytes"]] if "peak_bytes" in told else []
+    if earlier is not None:
+        warm_up, steps = earlier.warm_up_s + warm_up, earlier.steps_s + steps
+        launches = earlier.launches + launches
+        peaks += [earlier.peak_bytes] if earlier.peak_bytes is not None else []
     state, reason = verdict_of(settings, told, len(seconds), ended)
     parts = anatomy(shape).parts
     forward, backward = sum(part.flops for part in parts), sum(part.backward_flops for part in parts)
@@ -157,12 +175,13 @@ def judged(
         build_s=told.get("build_s"),
         warm_up_s=warm_up,
         steps_s=steps,
+        launches=launches,
         summary=summary,
         rate=units / summary.mean_s if summary is not None else None,
         flops=flops,
         flops_per_s=flops_per_s,
         matmul_share=flops_per_s / matmul_rate if flops_per_s and matmul_rate else None,
-        peak_bytes=told.get("peak_bytes") if state == "ok" else None,
+        peak_bytes=max(peaks) if state == "ok" and peaks else None,
         time=time.time(),
     )
 

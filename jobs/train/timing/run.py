@@ -60,8 +60,9 @@ def time_all(settings: TimingSettings, device: torch.device, path: Path, *, name
     conductor = Conductor(settings, device, RowLog(path, patient=True, say=complain), name=name)
     conductor.run()
     print("\n".join(report_lines(read_timings([path]))), flush=True)
-    failed = [row for row in conductor.rows if row.state == "failed"]
-    if not failed and (settings.dtypes or any(row.summary is not None for row in conductor.rows)):
+    rows = conductor.rows.values()
+    failed = [row for row in rows if row.state == "failed"]
+    if not failed and (settings.dtypes or any(row.summary is not None for row in rows)):
         return 0
     bad = f"{counted(len(failed), 'row')} failed" if failed else "no row could be timed"
     return measured(reporter, bad, path)

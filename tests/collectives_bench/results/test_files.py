@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from muster.collectives_bench.records import Block, Header, Result
 from muster.collectives_bench.results.causes import findings
-from muster.collectives_bench.results.compare import comparison
 from muster.collectives_bench.results.files import COLUMNS, read_result, write_csv, write_result
 from muster.collectives_bench.results.rows import rows_of
 from muster.jobs.basics.errors import JobFileError, MusterError, RunFolderError, StorageError
+from muster.jobs.measuring.compare import comparison
+from muster.jobs.measuring.recorded import End
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.timing.recorded import End
 from support.bench_records import a_block, a_cell, a_header, a_world
 
 BLOCKS = [a_block(launch=launch, lateness=[0.9, 1.0], foreign=0.01) for launch in range(3)]

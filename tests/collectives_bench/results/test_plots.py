@@ -1,6 +1,8 @@
 """Plots: a file of the kind that its name says, the same bytes for the same rows, and a word where there is none."""
 
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,9 +27,23 @@ def test_the_same_rows_make_the_same_file_of_the_kind_that_its_name_says(suffix,
     assert first == second
 
 
-def test_a_grid_has_a_column_for_each_world_and_two_rows_for_each_type(tmp_path: Path, monkeypatch) -> None:
+def kept_figures(monkeypatch) -> list[Any]:
+    """Keep the figures that are drawn from now on."""
     figures = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    draw = plots.drawing
+
+    @contextmanager
+    def keeping(*arguments):
+        with draw(*arguments) as figure:
+            figures.append(figure)
+            yield figure
+
+    monkeypatch.setattr(plots, "drawing", keeping)
+    return figures
+
+
+def test_a_grid_has_a_column_for_each_world_and_two_rows_for_each_type(tmp_path: Path, monkeypatch) -> None:
+    figures = kept_figures(monkeypatch)
     worlds = [world(1, 2), world(2, 1), world(2, 2)]
     plots.plot(rows_of(result(settings(dtypes=["fp32", "bf16"]), worlds)), tmp_path / "grid.png")
     (figure,) = figures
@@ -45,8 +61,7 @@ def test_a_grid_has_a_column_for_each_world_and_two_rows_for_each_type(tmp_path:
 
 
 def test_every_line_is_a_way_with_its_interval_as_a_band(tmp_path: Path, monkeypatch) -> None:
-    figures = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: figures.append(figure))
+    figures = kept_figures(monkeypatch)
     plots.plot(ROWS, tmp_path / "one.png")
     panel = figures[0].axes[1]
     assert [line.get_label() for line in panel.get_lines()] == ["all_reduce", "all_gather in", "all_gather out"]

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.collectives_bench.records import Pair, World
+from muster.collectives_bench.records import Pair, Timing, World
 from muster.collectives_bench.results.slow import Findings, slow
-from muster.collectives_bench.results.stats import timing
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +34,7 @@ def measured(
 
     def one_way(source: int, target: int):
         level = 4 * MB / rate(source, target) / 1e3 * draw.lognormvariate(0, drift)
-        return timing(
+        return Timing.of(
             [level * draw.lognormvariate(0, noise) * (3.0 if draw.random() < 0.05 else 1.0) for _ in range(samples)]
         )
 

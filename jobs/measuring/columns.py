@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Final
 
 # name, unit, width, value; nothing is cut: a value wider than its column pushes the rest of its row
 Column = tuple[str, str, int, Callable[[Any], str]]
+
+SPREAD: Final[Column] = ("+-", "(%)", 6, lambda row: "-" if row.spread is None else f"{row.spread:.1f}")
 
 
 def headings(columns: Sequence[Column], last: str, unit: str = "") -> list[str]:

@@ -27,14 +27,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final, Literal
+from typing import Any, Final, Generic, Literal, TypeVar
 
-from muster.collectives_bench.records import Cell, World
-from muster.collectives_bench.results.rows import FOREIGN_LIMIT, Row
-from muster.collectives_bench.results.shift import Shift, student_quantile, unpaired_ranks
-from muster.collectives_bench.results.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, together, values_of
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.measuring.launches import MeasuredRow
+from muster.jobs.measuring.shift import Shift, student_quantile, unpaired_ranks
+from muster.jobs.measuring.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, together, values_of
 
+FOREIGN_LIMIT: Final = 0.05  # of all cores' time, taken by others: from here on a row is flagged
 ALPHA: Final = 0.02  # of any false verdict in a comparison
 HOGGED: Final = 0.30  # foreign load above which results of different times are not compared
 TO_FIND: Final = math.log(1.10)  # the difference for which the launches needed are told
@@ -42,18 +42,17 @@ MISSED: Final = 0.05  # the share of such differences that may be missed
 MANY: Final = 1000  # degrees of freedom
 BAD: Final = frozenset({"failed", "timeout", "wrong"})
 
+RowT = TypeVar("RowT", bound=MeasuredRow)
 Answer = Literal["better", "worse", "same", "no verdict"]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One row of a comparison; without a cell, all rows together. `ratio` is time after / before, above 1 is slower."""
+class Verdict(Generic[RowT]):
+    """One row of a comparison, or all of them together. `ratio` is time after / before: above 1 is slower."""
 
     verdict: Answer
     why: str
-    world: World | None = None
-    cell: Cell | None = None
-    nbytes: int | None = None
+    row: RowT | None = None  # as it is after; None: all together
     before_us: float | None = None
     after_us: float | None = None
     ratio: float | None = None
@@ -65,15 +64,15 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Generic[RowT]):
     """What a comparison says as a whole; `verdict` is what a gate goes by.
 
     worse: any row is, or all together; better: some are and none is worse; same: every row there was before was looked
     at and is the same; no verdict: anything else, above all where nothing could be told.
     """
 
-    rows: list[Verdict]
-    together: Verdict
+    rows: list[Verdict[RowT]]
+    together: Verdict[RowT]
     only_before: int
     only_after: int
     vanished: int = 0  # rows that had a time before, and have none after: they are gone, or refused, or failed
@@ -104,31 +103,31 @@ class Comparison:
         return f"{self.verdict}: of {len(self.rows)} common rows {counts}{more}"
 
 
-def comparison(before: Sequence[Row], after: Sequence[Row]) -> Comparison:
+def comparison(before: Sequence[RowT], after: Sequence[RowT]) -> Comparison[RowT]:
     """Compare all rows that both have, and all of them together.
 
     Raises:
         RefusedError: they have none in common: nothing was looked at, so nothing is the same.
     """
-    earlier = {(row.world, row.cell): row for row in before}
-    common = [(earlier[key], row) for row in after if (key := (row.world, row.cell)) in earlier]
+    earlier = {row.key: row for row in before}
+    common = [(earlier[row.key], row) for row in after if row.key in earlier]
     if not common:
         raise RefusedError(
-            f"compare: no row in common ({len(before)} rows before, {len(after)} after); name two results of the same "
-            "operations, sizes, types and worlds"
+            f"compare: no row in common ({len(before)} rows before, {len(after)} after); name two results that "
+            "measured the same: operations, sizes, types and worlds, or models, passes, precisions, batches and devices"
         )
     found = [_unfit(old, new) for old, new in common]
     sides = {i: sides_of(*common[i]) for i, verdict in enumerate(found) if verdict is None}
     whole = together(list(sides.values()))
     drift = whole.drift if whole else 0.0  # what drifts, drifts in all rows
     alpha = ALPHA / 2 if whole else ALPHA
-    of_all = Verdict("no verdict", "fewer than two rows can be judged")
+    of_all: Verdict[RowT] = Verdict("no verdict", "fewer than two rows can be judged")
     if whole:
         (of_all,) = _judge([whole], drift, alpha)
     judged = _judge(list(sides.values()), drift, alpha)
     for i, verdict in zip(sides, judged, strict=True):
         found[i] = _of_row(verdict, *common[i])
-    of_before, of_after = ({(row.world, row.cell) for row in rows if row.is_measured} for rows in (before, after))
+    of_before, of_after = ({row.key for row in rows if row.is_measured} for rows in (before, after))
     return Comparison(
         rows=[verdict for verdict in found if verdict is not None],
         together=of_all,
@@ -138,13 +137,13 @@ def comparison(before: Sequence[Row], after: Sequence[Row]) -> Comparison:
     )
 
 
-def _unfit(before: Row, after: Row) -> Verdict | None:
+def _unfit(before: RowT, after: RowT) -> Verdict[RowT] | None:
     """Return the verdict of a row whose times cannot be, or need not be, compared."""
     answer, why = _by_state(before, after) or _by_launches(before, after) or _by_load(before, after) or ("", "")
     return _of_row(Verdict(answer, why), before, after) if answer else None
 
 
-def _by_state(before: Row, after: Row) -> tuple[Answer, str] | None:
+def _by_state(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | None:
     was_bad, is_bad = (row.state == "wrong" or (row.state in BAD and not row.is_measured) for row in (before, after))
     if is_bad and not was_bad and before.is_measured:
         return "worse", f"after: {_state(after)}"
@@ -156,9 +155,9 @@ def _by_state(before: Row, after: Row) -> tuple[Answer, str] | None:
     return None
 
 
-def _by_launches(before: Row, after: Row) -> tuple[Answer, str] | None:
-    if before.nbytes != after.nbytes:
-        return "no verdict", f"{before.nbytes} bytes before, {after.nbytes} after"
+def _by_launches(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | None:
+    if why := before.unlike(after):
+        return "no verdict", why
     if min(before.launches, after.launches) < LEAST_LAUNCHES:
         return "no verdict", f"{before.launches} and {after.launches} launches; {LEAST_LAUNCHES} are the least"
     if min(min(values) for values in values_of(before, after)) <= 0:
@@ -166,7 +165,7 @@ def _by_launches(before: Row, after: Row) -> tuple[Answer, str] | None:
     return None
 
 
-def _by_load(before: Row, after: Row) -> tuple[Answer, str] | None:
+def _by_load(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | None:
     """Refuse to judge launches that shared their hosts with others, unless both sides did so alike."""
     x, y = ([share for share in row.launch_foreign if share is not None] for row in (before, after))
     if not x or not y:
@@ -182,7 +181,7 @@ def _by_load(before: Row, after: Row) -> tuple[Answer, str] | None:
     return None
 
 
-def _judge(family: Sequence[Sides], drift: float, alpha: float) -> list[Verdict]:
+def _judge(family: Sequence[Sides], drift: float, alpha: float) -> list[Verdict[Any]]:
     """Judge all of a family, so that none of its better and worse is false but with the chance alpha: Holm's steps."""
     count = len(family)
     tests = [sides.test(alpha / count) for sides in family]
@@ -207,7 +206,7 @@ def _beyond(test: Shift, margin: float) -> float:
     return test.p_value(math.copysign(margin, test.estimate))
 
 
-def _verdict(sides: Sides, test: Shift, margin: float, level: float) -> Verdict:
+def _verdict(sides: Sides, test: Shift, margin: float, level: float) -> Verdict[Any]:
     low, high = test.interval(level)
     if low >= -EQUAL and high <= EQUAL:
         answer: Answer = "same"
@@ -242,7 +241,7 @@ def _too_few(sides: Sides, level: float) -> str:
     return f"launches differ too much: about {needed} of each would tell 10 %{apart}"
 
 
-def _of_row(verdict: Verdict, before: Row, after: Row) -> Verdict:
+def _of_row(verdict: Verdict[RowT], before: RowT, after: RowT) -> Verdict[RowT]:
     """Say which row a verdict is of; some launches that failed keep it from being good news."""
     answer, why = verdict.verdict, verdict.why
     if answer == "same" and abs(apart := math.log((after.p50_us or 1.0) / (before.p50_us or 1.0))) > EQUAL:
@@ -254,14 +253,12 @@ def _of_row(verdict: Verdict, before: Row, after: Row) -> Verdict:
         verdict,
         verdict=answer,
         why=why,
-        world=after.world,
-        cell=after.cell,
-        nbytes=after.nbytes,
+        row=after,
         before_us=before.p50_us,
         after_us=after.p50_us,
         launches=verdict.launches if verdict.ratio is not None else (before.launches, after.launches),
     )
 
 
-def _state(row: Row) -> str:
+def _state(row: MeasuredRow) -> str:
     return f"{row.state}: {row.reason}" if row.reason else row.state

@@ -12,31 +12,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from statistics import median
 
-from muster.collectives_bench.records import Timing
-
 CONFIDENCE = 0.95
 LEAST_SAMPLES = 6  # the fewest whose smallest and largest enclose the median with 95 %: 1 - 2^-5
-
-
-def timing(samples_us: Sequence[float]) -> Timing:
-    """Describe a block's samples, in microseconds.
-
-    The interval is `median_interval`'s, which with fewer than six samples is narrower than 95 %; `n` tells.
-    """
-    assert samples_us, "a block without samples has no timing"
-    ordered = sorted(samples_us)
-    low, high = median_interval(ordered)
-    return Timing(
-        n=len(ordered),
-        min_us=ordered[0],
-        p50_us=quantile(ordered, 0.5),
-        p95_us=quantile(ordered, 0.95),
-        p99_us=quantile(ordered, 0.99),
-        max_us=ordered[-1],
-        mean_us=math.fsum(ordered) / len(ordered),
-        low_us=low,
-        high_us=high,
-    )
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.collectives_bench.records import Result
-from muster.collectives_bench.results import shift
-from muster.collectives_bench.results.compare import Comparison, Verdict, comparison
 from muster.collectives_bench.results.rows import Row, rows_of
-from muster.collectives_bench.results.sides import drift_of, pairs_in_time
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.measuring import shift
+from muster.jobs.measuring.compare import Comparison, Verdict, comparison
+from muster.jobs.measuring.sides import drift_of, pairs_in_time
 from support.bench_records import a_block, a_cell, a_world
 
 SPREAD = 0.095
@@ -54,7 +54,7 @@ def a_row(
     )
 
 
-def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Verdict]:
+def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Verdict[Row]]:
     return comparison(before, after).rows
 
 
@@ -64,7 +64,9 @@ def abba(launches: int) -> tuple[list[int], list[int]]:
     return [a for a, _ in turns], [b for _, b in turns]
 
 
-def simulated(rng: random.Random, launches: int, rows: int, *, slower: float, interleaved: bool = True) -> Comparison:
+def simulated(
+    rng: random.Random, launches: int, rows: int, *, slower: float, interleaved: bool = True
+) -> Comparison[Row]:
     """Compare launches of one and the same noise, those of the second result slower by a factor."""
     drawn = noisy(rng, 2 * launches, rows)
     first, second = abba(launches) if interleaved else (list(range(launches)), list(range(launches, 2 * launches)))
@@ -111,7 +113,7 @@ def test_of_many_rows_the_one_that_is_slower_is_named_and_no_other() -> None:
         a_row([drawn[i][row] * (1.4 if row == 7 else 1.0) for i in second], second, size=64 << row) for row in range(12)
     ]
     found = comparison(before, after)
-    assert [verdict.nbytes for verdict in found.rows if verdict.verdict == "worse"] == [64 << 7]
+    assert [verdict.row.nbytes for verdict in found.rows if verdict.verdict == "worse"] == [64 << 7]
     assert found.verdict == "worse"
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
-from muster.collectives_bench.results.rows import Row
-from muster.collectives_bench.results.shift import Mean, Shift, paired_mean, paired_ranks, unpaired_mean, unpaired_ranks
+from muster.jobs.measuring.launches import MeasuredRow
+from muster.jobs.measuring.shift import Mean, Shift, paired_mean, paired_ranks, unpaired_mean, unpaired_ranks
 
 LEAST_LAUNCHES: Final = 3
 LEAST_PAIRS: Final = 5  # of fewer, two results one after the other could look like neighbours
@@ -77,7 +77,7 @@ def drift_of(values: Sequence[float]) -> float:
     return math.sqrt(max(0.0, apart**2 - math.pi * noise**2 / half))  # a median's variance is pi / 2n
 
 
-def sides_of(before: Row, after: Row) -> Sides:
+def sides_of(before: MeasuredRow, after: MeasuredRow) -> Sides:
     """Return the launches to compare: in pairs of neighbours in time where they alternate, else all of them."""
     pairs = pairs_in_time(before.launch_times, after.launch_times)
     x, y = (tuple(math.log(value) for value in values) for values in values_of(before, after))
@@ -104,7 +104,7 @@ def pairs_in_time(before: Sequence[float], after: Sequence[float]) -> list[tuple
     return pairs
 
 
-def values_of(before: Row, after: Row) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def values_of(before: MeasuredRow, after: MeasuredRow) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return what is compared of each launch, in microseconds: the lower quartile of its calls, where both have it.
 
     On a shared machine the median of a launch's few calls is at times that of calls that met a scheduler's tick; the

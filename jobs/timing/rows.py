@@ -1,0 +1,85 @@
+"""Timed rows as rows over launches, which statistics, tables, plots and comparisons read. Pure."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.measuring.launches import MeasuredRow, launch_of, over_launches
+from muster.jobs.timing.records import Launch, Timed, Timing, Timings
+
+
+@dataclass(frozen=True)
+class ModelRow(MeasuredRow):
+    """One model, pass and precision over its launches."""
+
+    timed: Timed
+    device: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two results have in common if they measured the same thing."""
+        return tuple(self.labels.values())
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The model, what of it was timed, on how much data."""
+        row = self.timed
+        return {
+            "model": row.model,
+            "pass": row.pass_name,
+            "precision": row.precision,
+            "parameters": row.parameters,
+            "batch": row.batch,
+            "context": row.context,
+            "device": self.device,
+        }
+
+    def named(self, *, in_full: bool) -> str:
+        """Name the row: gpt-nano step fp32; in full: ..., 746,816 parameters, batch 16 x 128 on cpu."""
+        row = self.timed
+        name = f"{row.model} {row.pass_name} {row.precision}"
+        batch = f"batch {row.batch}" if row.context is None else f"batch {row.batch} x {row.context}"
+        return f"{name}, {row.parameters:,} parameters, {batch} on {self.device}" if in_full else name
+
+
+def rows_of(timing: Timing) -> list[ModelRow]:
+    """Return the rows of one run."""
+    return [row_of(row, timing.header.device) for row in timing.rows]
+
+
+def row_of(row: Timed, device: str) -> ModelRow:
+    """Return one row with the statistics of its launches."""
+    launches = [launch_of([each * 1e6 for each in steps], time) for steps, time in row.steps_of_launches]
+    numbers = over_launches(launches) if launches else {}
+    return ModelRow(row, device, state=row.state, reason=row.reason, **numbers)
+
+
+def joined_rows(timings: Timings) -> list[ModelRow]:
+    """Return the rows of several runs as one result: the launches of equal rows together, in the order of time.
+
+    Raises:
+        RefusedError: the runs computed in different ways.
+    """
+    settings = [timing.header.settings for timing in timings.timings]
+    if len({(each.compile, each.activation_checkpointing) for each in settings}) > 1:
+        raise RefusedError(
+            "results with and without compile or activation_checkpointing cannot be one side; compare one with another"
+        )
+    found: dict[tuple[Any, ...], ModelRow] = {}
+    for row in (row for timing in timings.timings for row in rows_of(timing)):
+        earlier = found.get(row.key)
+        found[row.key] = row_of(_joined(earlier.timed, row.timed), row.device) if earlier else row
+    return list(found.values())
+
+
+def _joined(one: Timed, other: Timed) -> Timed:
+    """Return a row with the launches of both; the state is that of the one that failed, if one did."""
+    launches = {time: steps for row in (one, other) for steps, time in row.steps_of_launches}
+    ordered = sorted(launches.items())
+    return (one if one.state != "ok" else other).model_copy(
+        update={
+            "warm_up_s": [],
+            "steps_s": [each for _, steps in ordered for each in steps],
+            "launches": [Launch(warm_up=0, steps=len(steps), time=time) for time, steps in ordered],
+        }
+    )

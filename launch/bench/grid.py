@@ -1,0 +1,110 @@
+"""The worlds that `muster bench` measures in: the typed request, and one prepared run for each world."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from muster.collectives_bench.settings import ALL, BenchSettings
+from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.launch.bench import measuring, words
+from muster.launch.bench.choices import Output
+from muster.launch.bench.measuring import World
+from muster.launch.common.program_words import COMMAND_LINE
+from muster.launch.submit.hostsource import site_of
+from muster.launch.submit.prepare import prepare, route_of
+from muster.launch.submit.request import Request
+
+RANKS_HERE: Final = 2  # of a job without a file on this machine, where it has not several GPUs
+NODES_AWAY: Final = 2  # of one in a queue, where no hosts are named
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to measure, with which settings over those of the job file, in which worlds."""
+
+    what: str  # a job file or operations; empty: pairs
+    settings: dict[str, Any]
+    worlds: list[tuple[int | None, int | str | None]]  # nodes and ranks per node; None where nobody says
+    request: Request  # without nodes and ranks
+
+    @property
+    def is_pairs(self) -> bool:
+        """True for messages between every two nodes."""
+        return "pairs" in self.settings
+
+
+def check(grid: Grid, output: Output) -> None:
+    """Refuse what could not end well, before anything starts.
+
+    Raises:
+        UsageError: it could not.
+    """
+    measuring.check(grid.request, output)
+    what = grid.what
+    if output.plot is not None and grid.is_pairs:
+        raise UsageError(
+            f"--plot {output.plot}: pairs are measured at one size, which is no line; leave one of both out"
+        )
+    if grid.is_pairs and ("wire" in grid.settings or (what and not words.is_file(what))):
+        unused = "--wire" if "wire" in grid.settings else what
+        raise UsageError(f"--pairs: sends messages between nodes, and measures no operation; leave {unused} out")
+    if not what and not grid.is_pairs:
+        raise UsageError(
+            "WHAT: is missing; name a job file, or operations such as all_reduce,broadcast, or all, or give --pairs"
+        )
+
+
+def prepare_worlds(grid: Grid) -> list[World]:
+    """Prepare a run for each world, before anything starts. A world that is refused alone is left out of the grid.
+
+    Raises:
+        UsageError, JobFileError: the command line or the job file is wrong.
+        RefusedError: no world is possible.
+    """
+    what, worlds = grid.what, []
+    of_file = words.is_file(what)
+    names = [] if of_file else words.operations(what) if what else [ALL]
+    for nodes, ranks in grid.worlds:
+        if of_file:
+            changed = (*words.overrides(grid.settings), *grid.request.overrides)
+            per_node = None if ranks is None else str(ranks)
+            request = replace(grid.request, job=what, nodes=nodes, ranks_per_node=per_node, overrides=changed)
+        else:
+            usual = usual_world(grid, nodes)
+            nodes, ranks = nodes or usual[0], ranks or usual[1]
+            text = words.job_text(names, grid.settings, nodes, ranks)
+            request = replace(grid.request, job=COMMAND_LINE, job_text=text)
+        worlds.append(prepare_world(request, f"nodes={nodes} ranks_per_node={ranks}"))
+    refusals = [world.refusal for world in worlds if world.refusal is not None]
+    if len(refusals) == len(worlds):
+        raise refusals[0]
+    return worlds
+
+
+def prepare_world(request: Request, label: str) -> World:
+    """Prepare one run; errors as `prepare_worlds`, but for a refusal."""
+    try:
+        prepared = prepare(request)
+    except RefusedError as error:
+        return World(label, None, error)
+    settings = prepared.context.job.settings
+    if not isinstance(settings, BenchSettings):
+        kind = prepared.context.job.kind
+        raise UsageError(f"{request.job}: is a {kind}: job; muster bench measures bench: jobs, muster run runs it")
+    if settings.is_hello:
+        raise UsageError(f"{request.job}: hello measures nothing; start it by muster run")
+    return World(label, prepared)
+
+
+def usual_world(grid: Grid, nodes: int | str | None) -> tuple[int, int]:
+    """Return nodes and ranks per node where nobody says: all hosts that are named; here the GPUs, else two ranks."""
+    route = route_of(grid.request, site_of(grid.request))
+    if not route.is_here:
+        return len(route.hosts.hosts) or NODES_AWAY, 1
+    if grid.is_pairs:
+        return 2, 1
+    if nodes not in (None, 1):
+        return 1, 1
+    from muster.launch.common.host import visible_gpus
+
+    gpus = len(visible_gpus()) if grid.settings.get("device") != "cpu" else 0
+    return 1, gpus if gpus > 1 else RANKS_HERE
