@@ -8,7 +8,7 @@ the activations unknown; all else is counted.
 import io
 import traceback
 from collections.abc import Mapping
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +22,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.data import Data, open_data
+from muster.jobs.train.data.loading import move_inputs
 from muster.jobs.train.memory.followed import Follower, Passed, Roles, follow, key_of
 from muster.jobs.train.models import model_of
 from muster.jobs.train.models.made import layers_of, loss_of
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 FEW: Final = 2  # samples: a batch norm wants two
 MANY: Final = 4
+CPU: Final = torch.device("cpu")
 KEY: Final = "train.model.make"
 SIDE: Final = 8  # of the parameter that a user's optimizer steps once
 
@@ -57,6 +60,25 @@ def count(settings: "TrainSettings") -> dict[str, Any]:
     optimizer = settings.optimizer
     model = _Count(settings).record() if settings.model.make is not None else None
     return {"model": model, "state_bytes": None if optimizer.make is None else _state_bytes(settings)}
+
+
+def size_of_made(settings: "TrainSettings") -> dict[str, Any]:
+    """Return {"parameters": n, "flops": [of a sample's forward, with its backward], "context": tokens or null}.
+
+    Operations are those of matrix products and convolutions; zeros where the forward cannot be followed.
+
+    Raises:
+        RefusedError: the user's code fails, or the data is not there.
+    """
+    counting, flops = _Count(settings), [0, 0]
+    with suppress(Exception), FlopCounterMode(display=False) as counter:  # such as a forward that looks at numbers
+        loss = counting.forward(FEW)
+        forward = counter.get_total_flops()
+        torch.autograd.backward(loss)
+        flops = [forward // FEW, counter.get_total_flops() // FEW]
+    data, elements = counting.data, sum(each.numel() for each in counting.model.parameters())
+    context = data.units_per_sample if data.unit == "tokens" else None
+    return {"parameters": elements, "flops": flops, "context": context}
 
 
 def _state_bytes(settings: "TrainSettings") -> int:
@@ -92,7 +114,7 @@ class _Count:
     def __init__(self, settings: "TrainSettings") -> None:
         self.settings = settings
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.numerics = replace(numerics_of(settings, torch.device("cpu")), compile=False, recompute=False)
+        self.numerics = replace(numerics_of(settings, CPU), compile=False, recompute=False)
         self.no_activations, self.no_layers, self.no_plan = "", "", "its job names no model.plan"
         self.model = self._built()
         self.layers = self._layers()
@@ -106,7 +128,7 @@ class _Count:
     def record(self) -> dict[str, Any]:
         """Return all that is known of the model."""
         try:
-            passed = follow(self._follower, self._forward, FEW, MANY)
+            passed = follow(self._follower, self.forward, FEW, MANY)
         except Exception as error:  # the user's code or data, or an operator that needs numbers
             self.no_activations = _why(error)
             passed = [Passed(name, "", is_last=True) for name, _ in [*self.model.named_modules()][::-1]]
@@ -123,15 +145,17 @@ class _Count:
 
     def _built(self) -> nn.Module:
         """Build the model, without memory for its numbers if its function can."""
-        text = self.settings.model.make
-        assert text is not None
-        code.load(KEY, text, Path.cwd())  # what a file makes when it is imported has numbers
+        text, vocabulary = self.settings.model.make, 0
+        if text is None:
+            vocabulary = self.data.vocabulary
+        else:
+            code.load(KEY, text, Path.cwd())  # what a file makes when it is imported has numbers
         loss_of(self.settings)
         try:
             with self.fake, redirect_stderr(io.StringIO()):
-                return self.numerics.place(model_of(self.settings, vocabulary=0))
+                return self.numerics.place(model_of(self.settings, vocabulary=vocabulary))
         except Exception:  # its function looks at numbers: the CPU has them, and shows what else is wrong
-            return self.numerics.place(model_of(self.settings, vocabulary=0))
+            return self.numerics.place(model_of(self.settings, vocabulary=vocabulary))
 
     def _layers(self) -> Stack | None:
         try:
@@ -169,7 +193,7 @@ class _Count:
     def _runs(self) -> nn.Module:
         return self.model if self.layers is None else self.layers
 
-    def _forward(self, samples: int) -> Tensor:
+    def forward(self, samples: int) -> Tensor:
         """Compute the loss of a batch; its graph keeps what a training step would keep."""
         inputs, targets = self._batch(samples)
         self._runs.train()
@@ -178,8 +202,7 @@ class _Count:
 
     def _batch(self, samples: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.data.train_batch(torch.zeros(samples, dtype=torch.long), 0)
-        floats = (each.to(self.numerics.inputs) if each.is_floating_point() else each for each in (inputs, targets))
-        return next(floats), next(floats)
+        return move_inputs(inputs, CPU, self.numerics.inputs), targets
 
     @cached_property
     def data(self) -> Data:
