@@ -4,6 +4,9 @@
 lies in, so that a node runs the code it was told to (a checkout, a copy, a snapshot in the run folder), whatever its
 Python has installed. The root itself is never on `sys.path`: what else lies there cannot be imported. Then MODULE is
 `__main__`, as after `python -m`. Nothing new is imported: `runpy` and `importlib.util` would cost 4 ms more.
+
+The warm process of a job with a `python:` of its own runs without -I: its ranks need the packages that this Python
+finds by PYTHONPATH or in the user's site-packages.
 """
 
 import os
@@ -18,12 +21,14 @@ def main() -> None:
     """Run the module that the first argument names."""
     if sys.version_info < OLDEST:  # said before any newer syntax of ours is read
         found = "{}.{}.{}".format(*sys.version_info[:3])
-        raise refusal(
-            f"{sys.executable} is Python {found}, Muster needs 3.10 or newer; set interpreter in the site file"
-        )
+        key = "interpreter in the site file" if sys.flags.isolated else "python in the job file"
+        raise refusal(f"{sys.executable} is Python {found}, Muster needs 3.10 or newer; set {key}")
     if len(sys.argv) < 2:
         raise refusal("boot.py starts Muster's own processes and was given no module; users run muster")
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    launch = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    if not sys.flags.isolated and os.path.realpath(sys.path[0]) == os.path.realpath(launch):
+        del sys.path[0]  # this file's folder, in which a user's import would find our modules
+    here = os.path.dirname(launch)  # noqa: PTH120
     register(here)
     run(sys.argv[1], here)
 

@@ -198,6 +198,20 @@ def test_libraries_are_those_that_pyproject_gives_reasons_for_and_ddp_needs_none
     assert wrong == []
 
 
+def test_ranks_of_train_jobs_need_torch_alone() -> None:
+    """Their Python may be a user's. `rich` is for ranks started by hand, with Muster's; `cuda` only if it is there."""
+    found, wanted = set[str](), ["jobs.train.main", "jobs.train.verify", "jobs.node.warm", "jobs.checkpoint.writer"]
+    outside = dict[str, str]()
+    while wanted:
+        if (name := wanted.pop()) not in found:
+            found.add(name)
+            targets = imported(modules()[name], functions=True, typing=False)
+            wanted += targets & modules().keys()
+            outside |= {root(target): name for target in targets - modules().keys()}
+    assert outside.keys() - set(sys.stdlib_module_names) - set(PACKAGES) == {"torch", "rich", "cuda"}
+    assert (outside["rich"], outside["cuda"]) == ("jobs.train.screen", "pipe.wires.driver")
+
+
 def test_nobody_imports_launch() -> None:
     wrong = [
         name

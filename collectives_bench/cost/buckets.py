@@ -104,12 +104,6 @@ def registered(model: Anatomy, itemsize: int, backward_s: float) -> list[Bucket]
     return [Bucket(tensor.elements * itemsize, ready[tensor.name]) for tensor in reversed(model.tensors)]
 
 
-def uniform(total_bytes: int, pieces: int, backward_s: float) -> list[Bucket]:
-    """Return equal gradients that become ready evenly, the last one at the end of the backward."""
-    each, rest = divmod(total_bytes, pieces)
-    return [Bucket(each + (i < rest), backward_s * (i + 1) / pieces) for i in range(pieces)]
-
-
 def at_most(gradients: Sequence[Bucket], cap: int) -> list[Bucket]:
     """Fill buckets up to `cap` bytes in ready order; a gradient that is larger has one for itself."""
     return _launched(gradients, _dealt(gradients, cap, cap, None))

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.cost.curves import Curve, Errors
@@ -24,10 +24,10 @@ from muster.collectives_bench.cost.predicting import (
     nearest_type,
 )
 from muster.collectives_bench.cost.second import Constants
-from muster.jobs.basics.errors import JobFileError, RefusedError, UsageError
+from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.files import write_text
-from muster.jobs.basics.reading import LARGEST, parse_json, read_bytes
 from muster.jobs.basics.words import unknown
+from muster.jobs.measuring.recorded import Format
 from muster.jobs.spec.strict import Strict
 
 __all__ = ["Prediction", "Profile", "link", "load", "save"]
@@ -201,31 +201,17 @@ def _dense(record: object) -> str:
     return json.dumps(record, separators=(",", ":"))
 
 
+FORMAT: Final[Format[Any, Profile]] = Format(
+    "muster bench fit", "muster_profile", VERSION, "", {}, Profile, lambda records: None
+)
+
+
 def load(path: Path) -> Profile:
-    """Read a profile.
+    """Read a profile; errors as `Format.read`.
 
     Raises:
-        UsageError: the file cannot be read.
-        JobFileError: it is no profile, or one of a newer version.
+        UsageError: there is no such file.
     """
-    try:
-        text = read_bytes(path, owned=False)
-        record = parse_json(text, largest=LARGEST)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}; make it with muster bench fit") from error
-    except ValueError as error:
-        raise JobFileError(f"{path}: is not JSON; make a profile with muster bench fit") from error
-    version = record.get("muster_profile") if isinstance(record, dict) else None
-    if isinstance(version, int) and version != VERSION:
-        raise JobFileError(
-            f"{path}: is a profile of version {version}, this Muster reads version {VERSION}; "
-            "fit it again, or use the Muster that made it"
-        )
-    if version != VERSION:
-        raise JobFileError(f"{path}: is no profile of Muster; make one with muster bench fit RESULT -o profile.json")
-    try:
-        return Profile.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise JobFileError(f"{path}: {where}: {first['msg'].lower()}; fit it again with muster bench fit") from error
+    if not path.is_file():
+        raise UsageError(f"{path}: cannot be read: no such file; make it with muster bench fit")
+    return FORMAT.read(path)

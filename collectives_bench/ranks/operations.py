@@ -30,10 +30,6 @@ from muster.ddp.primitives import begin, wait
 
 PLACES: Final = {"in": "over", "out": "beside"}
 
-# torch 2.13 renamed them and warns of the old names; torch 2.11 has only those.
-_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-
 
 class SendRecv(FromPeer):
     """A ring: every rank sends to the next and receives from the one before, all at once."""
@@ -120,9 +116,11 @@ def _of(shape: type[Call], start: Callable[[Any, bool], Any]) -> type[Call]:
 
 CALLS: Final[dict[str, type[Call]]] = {
     "all_reduce": _of(Summed, lambda c, later: dist.all_reduce(c.buffer, group=c.group, async_op=later)),
-    "all_gather": _of(Gathered, lambda c, later: _all_gather(c.output, c.input, group=c.group, async_op=later)),
+    "all_gather": _of(
+        Gathered, lambda c, later: primitives.all_gather(c.output, c.input, group=c.group, async_op=later)
+    ),
     "reduce_scatter": _of(
-        ReduceScattered, lambda c, later: _reduce_scatter(c.output, c.input, group=c.group, async_op=later)
+        ReduceScattered, lambda c, later: primitives.reduce_scatter(c.output, c.input, group=c.group, async_op=later)
     ),
     "broadcast": _of(
         FromRoot, lambda c, later: dist.broadcast(c.buffer, group_src=ROOT, group=c.group, async_op=later)

@@ -38,10 +38,11 @@ def values(section: Any) -> dict[str, Any]:
 
 
 def changed(section: Any) -> dict[str, Any]:
-    """Return the keys whose value is not the default, with their values as JSON has them."""
+    """Return the keys whose value is not the default, as `values` does, and of sections within the same."""
     if not isinstance(section, PlainSection):
         return _dumped(section, exclude_defaults=True)
-    return {key: value for key, value in values(section).items() if key in section._changed}
+    own = {key: value for key, value in _own(section).items() if key in section._changed}
+    return {key: changed(value) if isinstance(value, PlainSection) else value for key, value in own.items()}
 
 
 def replaced(section: T, **updates: Any) -> T:

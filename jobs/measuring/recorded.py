@@ -45,7 +45,7 @@ class Format(Generic[Record, Whole]):
     mark: str  # the key of a whole result; its value is the version
     version: int
     header: str  # the record that says which version a file of lines has
-    records: Mapping[str, type[Record]]
+    records: Mapping[str, type[Record]]  # none: every file is one result
     whole: type[Whole]
     gather: Callable[[Sequence[Record]], Whole | None]  # None: they say nothing
 
@@ -78,6 +78,8 @@ class Format(Generic[Record, Whole]):
 
     def _is_lines(self, data: bytes) -> bool:
         """Return whether a file has one record a line; otherwise the whole file is one result."""
+        if not self.records:
+            return False
         try:
             first = parse_json(data.lstrip().partition(b"\n")[0])
         except ValueError:

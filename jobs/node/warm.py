@@ -41,6 +41,9 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to every process of the job; the agent answers it
     linux.adopt_orphans()
     sockets = [socket.socket(fileno=int(text)) for text in args.fds.split(",")]
+    if is_of_job():
+        for each in sockets:  # so that an agent can tell a Python that cannot run this from a process that was killed
+            each.sendall((json.dumps({"begun": os.getpid()}) + "\n").encode())
     modules, warm, keepers = list(filter(None, args.preload.split(","))), os.getpid(), set()
     if len(sockets) > 1:
         preload(modules, sockets)
@@ -67,7 +70,7 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
         for module in modules:
             importlib.import_module(module)
     except Exception as error:  # a broken torch raises OSError or RuntimeError as well
-        broken = f"{sys.executable}: {error}; run ./setup.sh, or name an interpreter that has it in the site file"
+        broken = f"{sys.executable}: {error}; {advice()}"
         for each in sockets:
             each.sendall((json.dumps({"broken": broken, "code": exits.REFUSED}) + "\n").encode())
             each.shutdown(socket.SHUT_WR)
@@ -79,6 +82,20 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
         sys.exit(exits.REFUSED)
     gc.collect()
     gc.freeze()  # what is imported stays shared between the forks
+
+
+def is_of_job() -> bool:
+    """Return whether this is a job's own Python: Muster's runs with -I (launch/boot.py)."""
+    return not sys.flags.isolated
+
+
+def advice() -> str:
+    """Return what to do about a failed import."""
+    if not is_of_job():
+        return "run ./setup.sh, or name an interpreter that has it in the site file"
+    torch = sys.modules.get("torch")
+    found = f"its torch is {torch.__version__}; install another one" if torch else "install torch for this Python"
+    return f"{found}, or name another Python with python in the job file"
 
 
 def bury(keepers: set[int]) -> None:

@@ -82,10 +82,10 @@ class Job(Strict):
 
     @model_validator(mode="after")
     def _has_a_program(self) -> Self:
-        if self.python is not None and self.kind not in ("", "command"):
+        if self.python is not None and self.kind not in ("", "command", "train"):
             raise ValueError(
-                f"python is for command: jobs; the ranks of a {self.kind}: job run in Muster's own, which interpreter "
-                "in the site file names: remove it"
+                f"python is for command: and train: jobs; the ranks of a {self.kind}: job run in Muster's own, which "
+                "interpreter in the site file names: remove it"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""`python:` of a job or site file: the Python of `command:` jobs, as a path, a name on PATH, or several words."""
+"""`python:` of a job or site file: the Python of the ranks, as a path, a name on PATH, or several words."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,10 @@ def _names_a_program(python: str | list[str]) -> str | list[str]:
 Python = Annotated[
     Passable | Annotated[list[Passable], Field(min_length=1)],
     AfterValidator(_names_a_program),
-    Field(description="the Python of command: jobs; several words such as [apptainer, exec, image.sif, python]"),
+    Field(
+        description="the Python of command: jobs, and in a job file that of train: jobs; several words such as "
+        "[apptainer, exec, image.sif, python]"
+    ),
 ]
 
 

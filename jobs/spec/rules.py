@@ -138,11 +138,6 @@ class TrainRules(TrainFields):
         """
         return split_of(self, world_size)
 
-    def is_tied_over_stages(self, world_size: int) -> bool:
-        """True where a weight of the first stage of a pipeline is one of the last, too."""
-        split = self.split(world_size)
-        return bool(split.schedule) and split.pipe * split.chunks > 1 and self.model.ties_head
-
     def accumulation(self, world_size: int) -> int:
         """Return the micro-batches of a shard."""
         return self.split(world_size).microbatches if self.is_pipeline else self.grad_accumulation

@@ -9,16 +9,19 @@ needs (`jobs/models/anatomy.py`: causal attention by half); what activation chec
 """
 
 from itertools import islice
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
-from muster.jobs.spec.strict import Strict, UnixTime
+from muster.jobs.basics.words import counted
+from muster.jobs.spec.strict import NonNegative, Strict, UnixTime
 from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.settings import Case, Pass, TimingSettings
 
 VERSION: Final = 1
 
+Seconds = Annotated[float, Field(ge=0.0, lt=1e9)]
 State = Literal["ok", "memory", "timeout", "refused", "failed"]
 
 
@@ -58,8 +61,8 @@ class Peak(Strict):
 class Launch(Strict):
     """One fresh process of a row: how many steps it did, to warm up and timed, and when it ended."""
 
-    warm_up: int
-    steps: int
+    warm_up: NonNegative
+    steps: NonNegative
     time: UnixTime
 
 
@@ -86,8 +89,8 @@ class Timed(Strict):
     context: int | None  # tokens of a sample; None: images, or other samples
     is_own: bool = False  # the model of a train: section
     build_s: float | None = None  # the model, on its device; of the last launch
-    warm_up_s: list[float] = Field(default_factory=list)  # each step before those that count, launch by launch
-    steps_s: list[float] = Field(default_factory=list)
+    warm_up_s: list[Seconds] = Field(default_factory=list)  # each step before those that count, launch by launch
+    steps_s: list[Seconds] = Field(default_factory=list)
     launches: list[Launch] = Field(default_factory=list)  # none: one launch, by a Muster that knew no others
     summary: Summary | None = None
     rate: float | None = None  # tokens, or images, a second
@@ -96,6 +99,12 @@ class Timed(Strict):
     matmul_share: float | None = None  # of the rate of a matrix product in the same numbers
     peak_bytes: int | None = None  # CUDA: the most that was allocated; CPU: by how much the process grew
     time: UnixTime
+
+    @model_validator(mode="after")
+    def _launches_have_all_steps(self) -> Self:
+        if self.launches and sum(each.steps for each in self.launches) != len(self.steps_s):
+            raise ValueError(f"launches that do not add up to {len(self.steps_s)} steps")
+        return self
 
     @property
     def case(self) -> Case:
@@ -149,6 +158,14 @@ class Timing(Strict):
     dtypes: list[Dtypes] = Field(default_factory=list)
     is_over: bool = False
 
+    @property
+    def left(self) -> list[tuple[int, Case]]:
+        """The rows with launches left, the next one first: how many launches each has, and what it is."""
+        most = self.header.settings.launches
+        done = {row.case: len(row.launches) if row.state == "ok" else most for row in self.rows}
+        counts = [(done.get(case, 0), case) for case in self.header.settings.cases()]
+        return sorted((each for each in counts if each[0] < most), key=lambda each: each[0])
+
 
 class Timings(Strict):
     """All of one or more runs."""
@@ -160,5 +177,5 @@ class Timings(Strict):
     def missing(self) -> str:
         """What of the rows that were asked for is missing, in one line; empty if nothing is."""
         unfinished = [each for each in self.timings if not each.is_over]
-        asked = sum(len(each.header.settings.cases()) for each in unfinished)
-        return f"not finished: {sum(len(each.rows) for each in unfinished)} of {asked} rows begun" if unfinished else ""
+        left = sum(len(each.left) for each in unfinished)
+        return f"not finished: {counted(left, 'row')} with launches left" if unfinished else ""

@@ -98,7 +98,7 @@ def table(rows: Sequence[ModelRow]) -> list[str]:
     """Return names, units and one line for each row."""
     (name, unit, width, value), *others = LABELS
     longest = max((len(row.timed.model) for row in rows), default=0)
-    labels = ((name, unit, max(width, longest + 2), value), *others)
+    labels = ((name, unit, max(width, longest + 1), value), *others)
     return [*headings((*labels, *NUMBERS), "warm-up", "(ms)"), *(_line(labels, row) for row in rows)]
 
 

@@ -64,6 +64,8 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
     except RefusedError as error:
         raise RefusedError(f"{args.job}: {error}") from error
     warn_of_one_rank(job, detected)
+    if job.python is not None and env.rank == 0:
+        complain(f"muster: warning: {args.job}: python has no effect on this start, which runs in {sys.executable}")
     for mistake in loaded.dropped if env.rank == 0 else ():
         complain(f"muster: warning: {mistake}")
     os.environ.update(job.env)

@@ -67,9 +67,21 @@ def verify(job: "Job", world: World, steps: int) -> dict[str, Any] | None:
     trainer = build_trainer(settings_of(job), data, world)
     job_steps = max(total_steps(trainer.settings, trainer.plan), steps)
     setting = Setting(
-        trainer.settings, data, trainer.plan, steps, job_steps, world.device, trainer.dtype, trainer.world.tensor
+        trainer.settings,
+        data,
+        trainer.plan,
+        steps,
+        job_steps,
+        world.device,
+        trainer.dtype,
+        trainer.world.tensor,
+        shares_weights=bool(trainer.engine.model.whole.aliases),
     )
-    test_inputs = move_inputs(data.eval_batch(block_indices(0, data.eval_samples))[0], world.device, trainer.dtype)
+    if data.eval_samples:
+        inputs, _ = data.eval_batch(block_indices(0, data.eval_samples))
+    else:
+        inputs, _ = data.train_batch(block_indices(0, data.train_samples), 0)
+    test_inputs = move_inputs(inputs, world.device, trainer.dtype)
     outcome = run_mode(trainer, setting, test_inputs)
     differing = ranks_that_differ(outcome.state, world)
     if world.rank != 0:
@@ -99,7 +111,7 @@ def judge(
     job: "Job", world: World, setting: Setting, outcome: Outcome, test_inputs: Tensor, differing: dict[str, list[int]]
 ) -> dict[str, Any]:
     """Run the reference and write down how the mode compares."""
-    promise, why = promise_of(setting.settings, world.size)
+    promise, why = promise_of(setting.settings, world.size, shares_weights=setting.shares_weights)
     alone = Reference(setting).run(test_inputs)
     if promise == "bitwise":
         rows = compare_outcomes(outcome, alone, None)
@@ -166,8 +178,8 @@ def _named(outcome: Outcome) -> dict[str, Tensor]:
     return {**outcome.state, LOSS: torch.tensor(outcome.losses, dtype=torch.float64), OUTPUT: outcome.output}
 
 
-def promise_of(settings: "TrainSettings", world_size: int) -> tuple[Exactness, str]:
-    """Return the class that a mode is held to, and why."""
+def promise_of(settings: "TrainSettings", world_size: int, *, shares_weights: bool) -> tuple[Exactness, str]:
+    """Return the class that a mode is held to, and why; `shares_weights`: the model uses one in several places."""
     if settings.exact:
         what = (
             "micro-batches are added in order"
@@ -180,8 +192,9 @@ def promise_of(settings: "TrainSettings", world_size: int) -> tuple[Exactness, s
         return "near", f"{where}: products are added up over ranks, and what follows computes with their rounding"
     if settings.communication_dtype is not None and world_size > 1:
         return "tight", f"{where}: gradients are sent as {settings.communication_dtype}, and differ by its rounding"
-    if settings.is_tied_over_stages(world_size):
-        return "tight", f"{where}: the head is the embedding, on another stage, and the two uses are added at the end"
+    split = settings.split(world_size)
+    if shares_weights and split.schedule and split.pipe * split.chunks > 1:
+        return "tight", f"{where}: stages share a weight, and the gradients of its uses are added at the end of a step"
     promise = MODES[settings.mode_name].exactness(world_size)
     if settings.is_pipeline and settings.split(world_size).data > 1:
         promise = "tight"

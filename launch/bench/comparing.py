@@ -47,15 +47,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(word: str, runs: str | None) -> "Sequence[MeasuredRow]":
     """Read a side, and say what of it is missing."""
-    from muster.collectives_bench.results.missing import missing
-    from muster.collectives_bench.results.rows import rows_of
-    from muster.jobs.timing.records import Timings
-    from muster.jobs.timing.rows import joined_rows
-
-    result = results.side(word, runs)
-    if text := result.missing if isinstance(result, Timings) else missing(result).text:
-        print(f"muster: warning: {word}: {text}", file=sys.stderr)
-    return joined_rows(result) if isinstance(result, Timings) else rows_of(result)
+    found = results.side(word, runs)
+    if found.missing:
+        print(f"muster: warning: {word}: {found.missing}", file=sys.stderr)
+    return found.rows()
 
 
 def gate(found: "Comparison[Any]", fail_on: str) -> int:
@@ -81,7 +76,7 @@ def record(found: "Comparison[Any]") -> dict[str, Any]:
         "only_before": found.only_before,
         "only_after": found.only_after,
         "vanished": found.vanished,
-        "together": _plain(found.together, dict.fromkeys(rows[0].keys() - vars(found.together).keys())),
+        "together": _plain(found.together, {key: None for key in rows[0] if key not in vars(found.together)}),
         "rows": rows,
     }
 
@@ -99,9 +94,8 @@ def render(found: "Comparison[Any]") -> str:
     from muster.launch.common import screen
 
     measured = [each.row for each in found.rows if each.row is not None]
-    names = [(row.named(in_full=False), row.named(in_full=True)) for row in measured]
-    in_full = len({full.removeprefix(short) for short, full in names}) > 1
-    rows = [(full if in_full else short, *_cells(each)) for (short, full), each in zip(names, found.rows, strict=True)]
+    in_full = len({row.named(in_full=False) for row in measured}) < len(measured)
+    rows = [(row.named(in_full=in_full), *_cells(each)) for row, each in zip(measured, found.rows, strict=True)]
     rows.append(("all together", *_cells(found.together)))
     return f"{screen.table(COLUMNS, rows)}\n{found.line()}"
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from muster.jobs.basics.errors import RunFolderError, StorageError
+from muster.jobs.basics.errors import UsageError
 from muster.launch.bench import choices, results
+from muster.launch.bench.report import naming
 from muster.launch.bench.showing import add_results
 from muster.launch.common.options import add_json
 
@@ -48,25 +49,19 @@ def run(args: argparse.Namespace) -> int:
         RunFolderError, StorageError: the profile cannot be written.
     """
     from muster.collectives_bench.cost.fit import fit
+    from muster.collectives_bench.cost.profile import save
+    from muster.collectives_bench.records import Result
 
     choices.check_output("--output", args.output, (".json",))
-    profile = fit(results.collectives(args.results, args.runs), name=Path(args.output).stem)
-    write(profile, Path(args.output))
+    measured = results.read(args.results, args.runs).whole
+    if not isinstance(measured, Result):
+        raise UsageError("a timing of models has nothing to fit; name results of collectives")
+    profile = fit(measured, name=Path(args.output).stem)
+    with naming("--output"):
+        save(profile, Path(args.output))
     print(json.dumps(record(profile), indent=1) if args.json else render(profile))
     print(f"wrote {args.output}", file=sys.stderr)
     return 0
-
-
-def write(profile: "Profile", path: Path) -> None:
-    """Write a profile; errors as `run`."""
-    from muster.collectives_bench.cost.profile import save
-
-    if not path.parent.is_dir():
-        raise RunFolderError(f"{path}: there is no folder {path.parent}; make it, or name another file")
-    try:
-        save(profile, path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written: {error.strerror}; name another file with --output") from error
 
 
 def record(profile: "Profile") -> dict[str, object]:

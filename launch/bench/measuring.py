@@ -7,7 +7,7 @@ from pathlib import Path
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, UsageError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.bench import report, results
+from muster.launch.bench import results
 from muster.launch.bench.choices import Output
 from muster.launch.bench.report import say
 from muster.launch.bench.watching import BenchConsole, View, watching
@@ -60,12 +60,9 @@ def measure(worlds: Sequence[World], view_of: Callable[[RunDir], View], output: 
     code = next((code for code in codes if code), 0)
     if not runs:
         return code or 1
-    whole = results.of_paths(runs)
     if output.json and unmeasured:
         say(f"muster: not measured: {'; '.join(unmeasured)}")
-    bad = report.of(whole, unmeasured).deliver(output)
-    if output.plot is not None:
-        report.plot(whole, Path(output.plot))
+    bad = results.of_paths(runs, unmeasured).deliver(output)
     return code or bad
 
 

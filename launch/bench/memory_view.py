@@ -1,6 +1,5 @@
 """`muster memory JOB.yaml`: what the fullest rank of a job would hold in every mode, as records and as a table."""
 
-import argparse
 import math
 from contextlib import suppress
 from dataclasses import replace
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.words import counted
 from muster.launch.bench import counting, loads
+from muster.launch.bench.wanted import Wanted
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.load import Load
@@ -36,7 +36,7 @@ of a 16-bit step where those are more. Not counted: Python with torch (300 MB on
 freed blocks that the allocator keeps, scratch memory of kernels."""
 
 
-def predict(args: argparse.Namespace) -> dict[str, Any]:
+def predict(asked: Wanted) -> dict[str, Any]:
     """Return everything as plain values, in bytes.
 
     Raises:
@@ -45,16 +45,16 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     """
     from muster.jobs.spec.train import TrainSettings
 
-    job = loads.train_job(args.target, args.overrides)
+    job = loads.train_job(asked.job, asked.overrides)
     settings = job.settings
     assert isinstance(settings, TrainSettings)
-    if args.world is not None and args.world < 1:
-        raise UsageError(f"--world {args.world}: must be 1 or more")
-    ranks = args.world or loads.ranks_of(job, args.target, "--world N")
-    backend = args.backend or ("nccl" if settings.device == "cuda" else "gloo")
+    if asked.world is not None and asked.world < 1:
+        raise UsageError(f"--world {asked.world}: must be 1 or more")
+    ranks = asked.world or loads.ranks_of(job, asked.job, "--world N")
+    backend = asked.backend or ("nccl" if settings.device == "cuda" else "gloo")
     own = counting.own_code(job, settings)
-    load = loads.load_of(job, ranks=ranks, backend=backend, microbatches=args.microbatches, own=own)
-    limit = loads.memory_limit(args.memory)
+    load = loads.load_of(job, ranks=ranks, backend=backend, microbatches=asked.microbatches, own=own)
+    limit = loads.memory_limit(asked.memory)
     return {
         "job": job.name,
         "model": load.model.name,
@@ -66,43 +66,41 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         "backend": backend,
         "memory_limit": limit,
         "activations_unknown": None if own.model is None else own.model.no_activations or None,
-        "modes": _modes(args, settings, load, limit, own.model),
+        "modes": _modes(asked, settings, load, limit, own.model),
     }
 
 
 def _modes(
-    args: argparse.Namespace,
+    asked: Wanted,
     settings: "TrainSettings",
     load: "Load",
     limit: float | None,
     made: "Counted | None",
 ) -> list[dict[str, Any]]:
     """Return a row for every mode that is asked for, and one for the job's own product."""
-    from muster.collectives_bench.cost import modes
     from muster.jobs.spec.expand import split_text
     from muster.launch.bench.own_split import at_world, own_split
 
-    chosen = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])
-    rows = {way.name: _of_way(way.name, way, load, limit) for way in chosen}
+    rows = {way.name: _of_way(way.name, way, load, limit) for way in asked.ways}
     if not settings.is_product and settings.mode_name in rows:
-        if args.world is None and args.microbatches is None:
+        if asked.world is None and asked.microbatches is None:
             with suppress(RefusedError):  # a mode's own line says why
                 way, of = own_split(settings, load)  # cut as the job says
                 rows[settings.mode_name] = _of_way(split_text(settings), way, of, limit)
         rows[settings.mode_name]["is_jobs"] = True
-    if settings.is_product and args.modes is None:
+    if settings.is_product and asked.modes is None:
         try:
-            scaled = settings if args.world is None else at_world(settings, load.ranks)
+            scaled = settings if asked.world is None else at_world(settings, load.ranks)
             way, of = own_split(scaled, load)
-            of = of if args.microbatches is None else replace(of, microbatches=load.microbatches)
+            of = of if asked.microbatches is None else replace(of, microbatches=load.microbatches)
             own = _of_way(split_text(scaled), way, of, limit)
         except RefusedError as error:
-            if args.world is None:
+            if asked.world is None and made is None:
                 raise
             own = {"mode": split_text(settings), "built": True, "memory": None, "fits": None, "note": str(error)}
         rows[""] = {**own, "is_jobs": True}
     if made is not None:
-        families: dict[str, list[str]] = {way.name: [way.family] for way in chosen}
+        families: dict[str, list[str]] = {way.name: [way.family] for way in asked.ways}
         families[""] = ["pipe"] * settings.is_pipeline + ["tensor"] * settings.splits_layers
         for name, row in rows.items():
             if why := "; ".join(filter(None, map(made.why_not, families[name]))):

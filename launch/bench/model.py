@@ -38,6 +38,14 @@ def _each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 AGAIN: Final = ("activation_checkpointing", "activation_checkpointing")
+OF_JOB: Final = {  # settings, with the key of a train: section that is their default
+    "batch": "batch_size",
+    "precision": "precision",
+    "compile": "compile",
+    "activation_checkpointing": "activation_checkpointing",
+    "device": "device",
+    "seed": "seed",
+}
 CHOICES: Final = (
     Choice("--model", "model", word_list, "NAME,NAME", "gpt-small, vgg11, ...; one row each; or all"),
     Choice(

@@ -34,9 +34,8 @@ class ModelView(View):
             machine = record.machine
             return f"timing {counted(len(record.settings.cases()), 'row')} on {machine.gpu or machine.cpu}"
         if isinstance(record, Timed):
-            header = next(each for each in self._records if isinstance(each, Header))
-            is_whole = record.state != "ok" or len(record.launches) >= header.settings.launches
-            return row_text(record) if is_whole else None
+            found = gather(self._records)
+            return None if found and record.case in (case for _, case in found.timings[0].left) else row_text(record)
         return f"types of {record.model} in {record.precision}" if isinstance(record, Dtypes) else None
 
     def table(self, width: int) -> "Group | None":
@@ -48,14 +47,11 @@ class ModelView(View):
         if found is None:
             return None
         (timing,) = found.timings
-        failed = {row.case for row in timing.rows if row.state != "ok"}
-        settings, done = timing.header.settings, {row.case: len(row.launches) for row in timing.rows}
         lines = [*heading(timing.header), *(table(rows_of(timing)) if timing.rows else [])]
-        left = [case for case in settings.cases() if done.get(case, 0) < settings.launches]
-        left = [case for case in left if case not in failed]
-        if left:
-            now = min(left, key=lambda case: done.get(case, 0))  # of equals the first, as the ranks measure
-            whole = len(settings.cases()) - len(left)
-            under_way = f"{now.model} {now.pass_name} {now.precision}, launch {done.get(now, 0) + 1}"
-            lines.append(f"# now {under_way} of {settings.launches}; {whole} of {len(settings.cases())} done")
+        if timing.left:
+            launch, now = timing.left[0]
+            under_way = f"{now.model} {now.pass_name} {now.precision}, launch {launch + 1}"
+            settings, left = timing.header.settings, len(timing.left)
+            rows = len(settings.cases())
+            lines.append(f"# now {under_way} of {settings.launches}, {rows - left} of {rows} rows done")
         return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))

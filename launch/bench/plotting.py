@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from muster.launch.bench import choices, report, results
+from muster.launch.bench import choices, results
 from muster.launch.bench.showing import add_results
 
 
@@ -16,5 +16,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw."""
     choices.check_output("--output", args.output, choices.PLOTS)
-    report.plot(results.read(args.results, args.runs), Path(args.output), flag="--output")
+    results.read(args.results, args.runs).plot(Path(args.output), flag="--output")
     return 0

@@ -1,4 +1,4 @@
-"""After the measuring: the report on standard output, and the files that were asked for."""
+"""A result and all that is made of it: the report on standard output, files, plots, rows to compare."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from muster.jobs.basics.errors import RunFolderError, StorageError, UsageError
-from muster.jobs.measuring.figures import NothingToPlotError
-from muster.jobs.timing.files import write_csv, write_timings
-from muster.jobs.timing.records import Timings
-from muster.jobs.timing.table import report_lines, verdict
 from muster.launch.bench.choices import Output
 
 if TYPE_CHECKING:
     from muster.collectives_bench.records import Result
+    from muster.jobs.measuring.launches import MeasuredRow
+    from muster.jobs.timing.records import Timings
 
 Write = Callable[[Path], None]
 
@@ -29,9 +27,12 @@ class Report:
 
     whole: BaseModel
     lines: Callable[[], list[str]]
+    rows: "Callable[[], Sequence[MeasuredRow]]"  # runs of one world or model joined
+    missing: str  # what was asked for and not measured; empty: nothing
     is_bad: bool
     write: Write
     write_rows: Write | None  # None: there are no rows
+    draw: Write
 
     def show(self, *, as_json: bool) -> int:
         """Print it on standard output, as text or JSON; return 1 for a bad result."""
@@ -39,17 +40,36 @@ class Report:
         return int(self.is_bad)
 
     def deliver(self, output: Output) -> int:
-        """Write `--out`, and show it; return 1 for a bad result.
+        """Write `--out`, show it, and draw `--plot`; return 1 for a bad result.
 
         Raises:
             RunFolderError, StorageError: a file cannot be written; the runs keep what was measured.
+            UsageError: as `plot`.
         """
         try:  # the file first: a reader that goes away (| head) ends us; and the report whatever becomes of the file
             if output.out is not None:
                 self._save(Path(output.out))
         finally:
             code = self.show(as_json=output.json)
+        if output.plot is not None:
+            self.plot(Path(output.plot))
         return code
+
+    def plot(self, path: Path, *, flag: str = "--plot") -> None:
+        """Draw it into the file that an option names.
+
+        Raises:
+            UsageError: there is nothing to draw.
+            RunFolderError, StorageError: it cannot be written.
+        """
+        from muster.jobs.measuring.figures import NothingToPlotError
+
+        try:
+            with naming(flag):
+                self.draw(path)
+        except NothingToPlotError as error:
+            raise UsageError(f"{flag} {path}: {error}") from error
+        say(f"wrote {path}")
 
     def _save(self, path: Path) -> None:
         with naming("--out"):
@@ -59,31 +79,40 @@ class Report:
                     say(f"wrote {file}")
 
 
-def of(whole: "Result | Timings", unmeasured: Sequence[str] = ()) -> Report:
-    """Return the report of a result; `unmeasured` names the worlds of a grid of which there is nothing."""
-    return of_models(whole) if isinstance(whole, Timings) else of_collectives(whole, unmeasured)
-
-
-def of_models(timings: Timings) -> Report:
+def of_models(timings: "Timings") -> Report:
     """Return the report of timings."""
-    of_csv = partial(write_csv, timings) if any(timing.rows for timing in timings.timings) else None
-    is_bad = verdict(timings) != "OK"
-    return Report(timings, partial(report_lines, timings), is_bad, partial(write_timings, timings), of_csv)
+    from muster.jobs.timing import files, plots, table
+    from muster.jobs.timing.rows import joined_rows
+
+    return Report(
+        timings,
+        partial(table.report_lines, timings),
+        partial(joined_rows, timings),
+        timings.missing,
+        table.verdict(timings) != "OK",
+        partial(files.write_timings, timings),
+        partial(files.write_csv, timings) if any(timing.rows for timing in timings.timings) else None,
+        partial(plots.plot, timings),
+    )
 
 
 def of_collectives(result: "Result", unmeasured: Sequence[str] = ()) -> Report:
-    """Return the report of collectives."""
-    from muster.collectives_bench.results import files
-    from muster.collectives_bench.results import report as of_result
+    """Return the report of collectives; `unmeasured` names the worlds of a grid of which there is nothing."""
+    from muster.collectives_bench.results import files, plots
+    from muster.collectives_bench.results.missing import missing
+    from muster.collectives_bench.results.report import is_failed, report_lines
     from muster.collectives_bench.results.rows import rows_of
 
     rows = rows_of(result)
     return Report(
         result,
-        partial(of_result.report_lines, result, unmeasured),
-        of_result.is_failed(result, rows, unmeasured),
+        partial(report_lines, result, unmeasured),
+        lambda: rows,
+        missing(result).text,
+        is_failed(result, rows, unmeasured),
         partial(files.write_result, result),
         partial(files.write_csv, rows) if rows else None,
+        partial(plots.plot, rows),
     )
 
 
@@ -95,25 +124,6 @@ def naming(flag: str) -> Iterator[None]:
     except (RunFolderError, StorageError) as error:
         found = str(error).partition(";")[0]
         raise type(error)(f"{flag}: {found}; choose another place, for the runs keep what was measured") from error
-
-
-def plot(whole: "Result | Timings", path: Path, *, flag: str = "--plot") -> None:
-    """Draw a result into the file that an option names.
-
-    Raises:
-        UsageError: there is nothing to draw.
-        RunFolderError, StorageError: it cannot be written.
-    """
-    from muster.collectives_bench.results.plots import plot as plot_collectives
-    from muster.collectives_bench.results.rows import rows_of
-    from muster.jobs.timing.plots import plot as plot_models
-
-    try:
-        with naming(flag):
-            plot_models(whole, path) if isinstance(whole, Timings) else plot_collectives(rows_of(whole), path)
-    except NothingToPlotError as error:
-        raise UsageError(f"{flag} {path}: {error}") from error
-    say(f"wrote {path}")
 
 
 def say(text: str) -> None:

@@ -2,18 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from muster.jobs.basics.errors import NotFoundError, UsageError
 from muster.jobs.runfolder.rundir import find_run, runs_root
 from muster.jobs.timing.files import is_timing, read_timings
-from muster.jobs.timing.records import Timings
-
-if TYPE_CHECKING:
-    from muster.collectives_bench.records import Result
+from muster.launch.bench.report import Report, of_collectives, of_models
 
 
-def read(words: Sequence[str], runs: str | None) -> "Result | Timings":
+def read(words: Sequence[str], runs: str | None) -> Report:
     """Read what was measured, all of it as one; without words, the newest run. `runs` is the folder of all runs.
 
     Raises:
@@ -23,26 +19,18 @@ def read(words: Sequence[str], runs: str | None) -> "Result | Timings":
     return of_paths([locate(word, runs) for word in words] or [find_run(runs_root(runs), None).path])
 
 
-def of_paths(paths: Sequence[Path]) -> "Result | Timings":
-    """Read files and run folders; errors as `read`."""
+def of_paths(paths: Sequence[Path], unmeasured: Sequence[str] = ()) -> Report:
+    """Read files and run folders; `unmeasured` as `of_collectives`, errors as `read`."""
     from muster.collectives_bench.results.files import read_result
 
     timings = [path for path in paths if is_timing(path)]
     if timings and len(timings) < len(paths):
         other = next(path for path in paths if path not in timings)
         raise UsageError(f"{timings[0]}: is a timing of models, and {other} is not; name results of one kind")
-    return read_timings(paths) if timings else read_result(paths)
+    return of_models(read_timings(paths)) if timings else of_collectives(read_result(paths), unmeasured)
 
 
-def collectives(words: Sequence[str], runs: str | None) -> "Result":
-    """Read what was measured of collectives; errors as `read`."""
-    found = read(words, runs)
-    if isinstance(found, Timings):
-        raise UsageError(f"{' '.join(words) or 'the newest run'}: is a timing of models; name a result of collectives")
-    return found
-
-
-def side(word: str, runs: str | None) -> "Result | Timings":
+def side(word: str, runs: str | None) -> Report:
     """Read one side of a comparison: one result, or several with commas between; errors as `read`."""
     return read([word] if Path(word).exists() else word.split(","), runs)
 

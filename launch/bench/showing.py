@@ -5,7 +5,7 @@ Collectives and timings of models have reports of their own, and are not shown a
 
 import argparse
 
-from muster.launch.bench import report, results
+from muster.launch.bench import results
 from muster.launch.common.options import add_json, add_runs
 
 
@@ -25,4 +25,4 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print; return 1 for a bad result, as the measurement did."""
-    return report.of(results.read(args.results, args.runs)).show(as_json=args.json)
+    return results.read(args.results, args.runs).show(as_json=args.json)

@@ -1,12 +1,12 @@
 """Where predictions come from: the profile that `--profile` names, or the link that `--link` and `--latency` give."""
 
-import argparse
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import UsageError
+from muster.launch.bench.wanted import Wanted
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Profile
@@ -17,7 +17,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|ns)?", re.IGNORECASE)
 
 
-def source_of(args: argparse.Namespace) -> "Profile":
+def source_of(asked: Wanted) -> "Profile":
     """Return the profile that `--profile` names, or one for `--link`.
 
     Raises:
@@ -26,13 +26,13 @@ def source_of(args: argparse.Namespace) -> "Profile":
     """
     from muster.collectives_bench.cost import profile
 
-    if (args.profile is None) == (args.link is None):
+    if asked.link is not None and asked.profile is None:
+        return profile.link(parse_rate(asked.link), parse_time(asked.latency or "0"), name=f"link of {asked.link}")
+    if asked.profile is None or asked.link is not None:
         raise UsageError("give --profile FILE.json (muster bench fit makes it), or --link RATE such as 100Gbit")
-    if args.link is not None:
-        return profile.link(parse_rate(args.link), parse_time(args.latency or "0"), name=f"link of {args.link}")
-    if args.latency is not None:
-        raise UsageError(f"--latency {args.latency}: belongs to --link; a profile has its own")
-    return profile.load(Path(args.profile))
+    if asked.latency is not None:
+        raise UsageError(f"--latency {asked.latency}: belongs to --link; a profile has its own")
+    return profile.load(Path(asked.profile))
 
 
 def parse_rate(text: str) -> float:

@@ -117,7 +117,13 @@ class Inspection:
         program, script = needs(self.context)
         interpreter = self.context.interpreter
         folder = interpreter.folder if interpreter else ""
-        channel.post(Inspect(program=program[:PATH_MAX], script=script[:PATH_MAX], folder=folder[:PATH_MAX]))
+        python = self.context.warm_python if program else ()
+        env = {**self.context.site.env, **self.context.job.env}
+        if python and "PYTHONPATH" in env:  # its torch may lie there
+            python = ("env", f"PYTHONPATH={env['PYTHONPATH']}", *python)
+        channel.post(
+            Inspect(program=program[:PATH_MAX], script=script[:PATH_MAX], folder=folder[:PATH_MAX], python=python)
+        )
         channel.post(Inspect(run=str(self.context.run.path), nonce=self.nonce, mark=str(node)))
         if node == 0:
             channel.post(prepare_message(self.context, self.answers[0].hello))

@@ -22,6 +22,8 @@ FREE_BAD_MIB: Final = 100
 FREE_WARN_MIB: Final = 1024
 MEMORY_SHARE: Final = 0.7  # of the usual free memory; a node with less is worth a word
 OPEN_FILES: Final = 1024
+OF_JOB: Final = "python in the job file"
+OF_SITE: Final = "interpreter in the site file"
 
 
 @dataclass
@@ -43,7 +45,8 @@ class Expected:
 
     code: str  # fingerprint of the code here
     ranks: tuple[int, ...]  # of each node
-    torch: bool  # the ranks are ours
+    torch: bool  # the ranks are ours, and the nodes say which torch they will have
+    python: str  # the key that names their Python, and its file
     device: str  # auto, cpu or cuda; "" for a program of the user's
     master: str  # "address:port", "" where it is not known
     one_host: bool
@@ -93,7 +96,7 @@ Judge = Callable[[int, Answer, Expected, Usual], Cell]
 def _python(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
     version = answer.facts["python"]
     if _minor(version) != usual.python:
-        why = f"runs Python {version}, most nodes {usual.python}; make them alike with interpreter in the site file"
+        why = f"runs Python {version}, most nodes {usual.python}; make them alike with {expected.python}"
         return Cell(version, WARNING, why)
     return Cell(version)
 
@@ -103,11 +106,13 @@ def _torch(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
     if not expected.torch:
         return Cell(version or "-")
     if version is None:
-        why = f"{where} has no torch, which the ranks need; run ./setup.sh there, or set interpreter in the site file"
+        install = "install it there" if expected.python == OF_JOB else "run ./setup.sh there"
+        why = f"{where} has no torch, which the ranks need; {install}, or set {expected.python}"
         return Cell("none", BAD, why)
     if version.partition("+")[0] != str(usual.torch).partition("+")[0]:
         why = f"has torch {version}, most nodes {usual.torch}, and ranks of two versions may not understand one another"
-        return Cell(version, BAD, f"{why}; install one version everywhere: ./setup.sh")
+        how = "" if expected.python == OF_JOB else ": ./setup.sh"
+        return Cell(version, BAD, f"{why}; install one version everywhere{how}")
     if version != usual.torch:
         return Cell(version, WARNING, f"has another build of torch, {version}, than most nodes, {usual.torch}")
     return Cell(version)
@@ -129,6 +134,8 @@ def _program(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cel
     why = answer.facts.get("program", "")
     if not why:
         return Cell("ok")
+    if expected.torch:
+        return Cell("none", BAD, f"lacks the job's Python: {why}; bring it there, or correct python in the job file")
     return Cell("none", BAD, f"lacks the program of the command: {why}; bring it there, or set python or workdir")
 
 

@@ -13,11 +13,12 @@ from typing import Any
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.runfolder.rundir import make_run
 from muster.launch.check.inspection import Inspection
-from muster.launch.check.judges import BAD, MARKS, WARNING, Answer, Expected
+from muster.launch.check.judges import BAD, MARKS, OF_JOB, OF_SITE, WARNING, Answer, Expected
 from muster.launch.check.preflight import Row, exit_code, remarks, rows, titles, without
 from muster.launch.common.fingerprint import fingerprint
 from muster.launch.common.screen import table
 from muster.launch.plan.plan import Context
+from muster.launch.plan.program import needs
 from muster.launch.submit.prepare import Prepared
 from muster.launch.submit.routes import make_transport
 
@@ -71,7 +72,8 @@ def expected_of(context: Context) -> Expected:
     return Expected(
         code=fingerprint(),
         ranks=tuple(node.ranks for node in context.placement.nodes),
-        torch=context.entry is not None,
+        torch=context.entry is not None and not (context.warm_python and not needs(context)[0]),
+        python=OF_JOB if context.warm_python else OF_SITE,
         device=str(getattr(context.job.settings, "device", "")),
         master="",
         one_host=not context.remote or len(context.placement.nodes) == 1,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -73,8 +74,9 @@ def is_job_file(target: str) -> bool:
 
 def _of_job(args: argparse.Namespace) -> int:
     from muster.launch.bench import memory_view
+    from muster.launch.bench.wanted import Wanted
 
-    record = memory_view.predict(args)
+    record = memory_view.predict(replace(options.given(args, Wanted), job=args.target))
     print(json.dumps(record, indent=1) if args.json else memory_view.render(record))
     return 0
 

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import UsageError
-from muster.launch.common.options import add_json
+from muster.launch.bench.wanted import Wanted
+from muster.launch.common import options
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Prediction
@@ -21,8 +23,6 @@ Sizes are those of muster bench (S); 1 MB is 2^20 bytes. Ranks behind --link are
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    from muster.launch.bench import step_view
-
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("job", metavar="JOB", nargs="?", help="a job file: predict its steps instead of an exchange")
@@ -37,26 +37,54 @@ def configure(parser: argparse.ArgumentParser) -> None:
     exchange.add_argument("--nodes", metavar="N", type=int, help="nodes they are on (default: as measured)")
     exchange.add_argument("--backend", choices=("gloo", "nccl"), help="default: the one that was measured")
     exchange.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "int32"), help="default: the one measured")
-    add_json(parser)
-    step_view.configure(parser)
+    options.add_json(parser)
+    steps = parser.add_argument_group("a job's steps")
+    steps.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one value of the job, as in train.batch_size=256; may be repeated",
+    )
+    steps.add_argument("-n", "--ranks-per-node", metavar="M", type=int, help="as --set ranks_per_node=M")
+    steps.add_argument("--modes", metavar="NAMES", help="only these, with commas (default: all, built or not)")
+    steps.add_argument("--microbatches", metavar="M", type=int, help="of pipelines (default: the job's, else 8)")
+    steps.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80G: a mode may fill nine tenths of it")
+    steps.add_argument("--buckets", metavar="SIZES", nargs="?", const="", help="the curve over bucket sizes, 1M:64M")
+    steps.add_argument("--plot", metavar="FILE", help="draw it too: .png, .svg or .pdf")
+    compute = parser.add_argument_group("how long a rank computes for its part of a batch")
+    for name in ("forward", "backward", "optimizer"):
+        compute.add_argument(f"--{name}-ms", metavar="MS", type=float, help=f"its {name}, in milliseconds")
+    compute.add_argument("--run", metavar="RUN", dest="measured_run", help="or a run of this model that measured it")
+    options.add_runs(compute)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Predict exchanges, or hand a job over to the view of its steps.
+    """Predict exchanges, or the steps of a job.
 
     Raises:
         UsageError: options that do not go together, or make no sense.
         RefusedError: the profile does not know.
     """
     if args.job is not None:
-        from muster.launch.bench import step_view
-
         for flag, value in (("--op", args.op), ("--bytes", args.bytes), ("--world", args.world)):
             if value is not None:
                 raise UsageError(f"{flag} {value}: predicts an exchange, {args.job} a job's steps; give one of them")
-        return step_view.run(args)
+        return _steps(args)
     records = [describe(*each) for each in predictions(args)]
     print(json.dumps(records, indent=1) if args.json else render(records))
+    return 0
+
+
+def _steps(args: argparse.Namespace) -> int:
+    from muster.launch.bench import choices, step_plot, step_text, step_view
+
+    choices.check_output("--plot", args.plot, choices.PLOTS)
+    record = step_view.predict(options.given(args, Wanted))
+    if args.plot is not None:
+        step_plot.plot(record, Path(args.plot))
+    print(json.dumps(record, indent=1) if args.json else step_text.render(record))
     return 0
 
 
@@ -67,7 +95,7 @@ def predictions(args: argparse.Namespace) -> "list[tuple[Asked, Prediction]]":
     """Predict every operation at every size in every world."""
     from muster.launch.bench.source import source_of
 
-    known = source_of(args)
+    known = source_of(options.given(args, Wanted))
     for flag, value in (("--op", args.op), ("--world", args.world)):
         if value is None:
             raise UsageError(f"{flag} is missing: wanted a job file, or --op, --bytes and --world")

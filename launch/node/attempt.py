@@ -99,7 +99,12 @@ class NodeAttempt:
     def follow(self, keeper: KeeperLink) -> None:
         """Begin to watch: the ranks have been ordered to start."""
         for work in (self._forward(), self._cap(), self._look(keeper), *(() if self.ours else (self._take_census(),))):
-            self._tasks.add(asyncio.create_task(self._guard(work)))
+            self._watch(work)
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._guard(work))
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
 
     def tell_programs(self, message: wire.StopRanks) -> None:
         """Write for the user's programs why and until when (unix seconds) they may end by themselves."""

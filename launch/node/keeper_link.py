@@ -7,6 +7,7 @@ descriptor goes out over a second handle of the same socket while that queue is 
 import asyncio
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,31 +15,33 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
-from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.boot import CODE_ROOT, job_argv, module_argv
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.machine import linux
 from muster.launch.common.limits import restore_open_files
 from muster.launch.wire.channel import START_BYTES
 
 CHUNK: Final = 1 << 16
+OTHER_PYTHON: Final = "correct python in the job file"
+WARM: Final = "muster.jobs.node.warm"
 END_S: Final = 5.0  # a keeper needs 1 s and a sweep to end
 TIMES: Final = 6  # that it is given END_S, as long as it runs or wants to: a loaded machine is slow
 
 
 def start_warm(
-    sockets: Sequence[socket.socket], *, python: str, preload: str, env: dict[str, str]
+    sockets: Sequence[socket.socket], *, python: str, of_job: Sequence[str], preload: str, env: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start a warm process that serves one keeper per socket.
 
-    It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks.
+    It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks. `of_job`: the words that
+    start the job's own Python; empty: it runs in `python`, Muster's.
+
+    Raises:
+        OSError: the Python cannot be run.
     """
     descriptors = [each.fileno() for each in sockets]
-    argv = [
-        *module_argv(python, "muster.jobs.node.warm"),
-        "--fds",
-        ",".join(map(str, descriptors)),
-        "--preload",
-        preload,
-    ]
+    argv = job_argv(of_job, WARM) if of_job else module_argv(python, WARM)
+    argv += ["--fds", ",".join(map(str, descriptors)), "--preload", preload]
     warm = subprocess.Popen(
         argv,
         pass_fds=descriptors,
@@ -57,6 +60,8 @@ class KeeperLink:
     def __init__(self, keeper: socket.socket | None) -> None:
         self.keeper = keeper
         self._warm: subprocess.Popen[bytes] | None = None
+        self._of_job: Sequence[str] = ()
+        self._has_begun = False  # the warm process, in the job's Python
         self._pid = 0
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -67,15 +72,39 @@ class KeeperLink:
         """True once the keeper has been spoken to."""
         return self._writer is not None
 
-    async def open(self, *, preload: str, env: dict[str, str]) -> None:
-        """Meet the keeper; orders wait in the socket until it has imported what it needs."""
+    async def open(self, *, preload: str, env: dict[str, str], of_job: Sequence[str] = ()) -> None:
+        """Meet the keeper; orders wait in the socket until it has imported what it needs.
+
+        `env` is the whole environment of a warm process, `of_job` as in `start_warm`.
+
+        Raises:
+            RefusedError: the job's Python cannot be run.
+        """
+        self._of_job = of_job
         if self.keeper is None:
-            self.keeper, theirs = socket.socketpair()
-            self._warm = start_warm([theirs], python=sys.executable, preload=preload, env={**os.environ, **env})
-            theirs.close()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    self._warm = start_warm([theirs], python=sys.executable, of_job=of_job, preload=preload, env=env)
+                except OSError as error:
+                    ours.close()
+                    if not of_job:
+                        raise
+                    raise RefusedError(f"python: {of_job[0]}: {error.strerror}; {OTHER_PYTHON}") from error
+            self.keeper = ours
         copy = self.keeper.dup()  # one for asyncio, one for passing descriptors
         self._reader, self._writer = await asyncio.open_unix_connection(sock=copy, limit=START_BYTES)
         self._writer.transport.set_write_buffer_limits(high=0)  # now drain() waits for the last byte
+
+    @property
+    def unusable(self) -> str:
+        """Why the job's Python has started no warm process, once `messages` has ended; "" if it has."""
+        if self._has_begun or not self._of_job:
+            return ""
+        return (
+            f"python: {shlex.join(self._of_job)}: ended before it could start ranks; it must be a Python 3.10 or newer "
+            f"that inherits open files and can read {CODE_ROOT}; {OTHER_PYTHON}"
+        )
 
     async def give_store(self, listening: socket.socket, attempt: int) -> None:
         """Hand over the bound socket of an attempt's store; if the keeper has gone, `messages` ends."""
@@ -124,7 +153,10 @@ class KeeperLink:
                 return
             message = json.loads(line)
             self._pid = message.get("ready", self._pid)
-            yield message
+            if "begun" in message:
+                self._has_begun = True
+            else:
+                yield message
 
     async def close(self) -> None:
         """Let the keeper go, and wait until it has ended everything; a frozen one is killed, and its ranks with it."""

@@ -34,6 +34,16 @@ DEADLINE_S: Final = 4.0
 REACH_S: Final = 3.0
 MIB: Final = 1 << 20
 
+OF_JOB: Final = "Python of the job"
+OF_PYTHON: Final = ("python", "executable", "torch")
+ASKED: Final = """
+import json, sys
+from importlib import metadata
+torch = [each.version for each in metadata.distributions(name="torch")] or [None]
+version = "{}.{}.{}".format(*sys.version_info[:3])
+print(json.dumps({"python": version, "executable": sys.executable, "torch": torch[0]}))
+"""  # of the job's Python, of any version
+
 Probe = Callable[[], Any]
 EVERYTHING: Final = Inspect()
 
@@ -43,10 +53,11 @@ def facts(request: Inspect = EVERYTHING) -> Facts:
 
     nothing           what this node is and has
     program, script   whether this node has them; a program that is a name is looked for in `folder`, too
+    python            the version of the job's own Python and of its torch, in place of this process's
     peer, port        the way to a peer, and whether its port answers
     run, nonce, mark  whether this node sees a run folder that holds a nonce, and can write a mark there
 
-    The last two may be asked in one, and so may the first two.
+    The last two may be asked in one, and so may the first three.
     """
     probes: dict[str, Probe] = {}
     if request.run:
@@ -57,7 +68,36 @@ def facts(request: Inspect = EVERYTHING) -> Facts:
         probes |= STANDING
     if request.program or request.script:
         probes["program"] = partial(fault, request.program, request.script, request.folder)
-    return run_probes(probes, DEADLINE_S)
+    if not request.python:
+        return run_probes(probes, DEADLINE_S)
+    found = run_probes({**probes, OF_JOB: partial(of_job, request)}, DEADLINE_S)
+    return about_ranks(cast(dict[str, Any], found))
+
+
+def about_ranks(found: dict[str, Any]) -> Facts:
+    """Put facts about the job's own Python in place of those about this process's."""
+    why = found["failed"].pop(OF_JOB, "")
+    others = {name: value for name, value in found.items() if name not in (*OF_PYTHON, OF_JOB)}
+    found["failed"] |= dict.fromkeys(OF_PYTHON, why) if why else {}
+    return cast(Facts, {**others, **found.get(OF_JOB, {})})
+
+
+def of_job(request: Inspect) -> dict[str, str | None]:
+    """Ask the job's own Python for its version and that of its torch."""
+    path = os.pathsep.join(filter(None, (request.folder, os.environ.get("PATH", os.defpath))))
+    done = subprocess.run(
+        [*request.python, "-c", ASKED],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=DEADLINE_S,
+        env={**os.environ, "PATH": path},
+    )
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise OSError(f"{request.python[0]}: ended with code {done.returncode}: {said}")
+    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    return {name: found[name] for name in OF_PYTHON}
 
 
 def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from muster.jobs.basics import terminal
 from muster.jobs.basics.errors import MusterError
-from muster.jobs.basics.exits import UNREACHABLE
+from muster.jobs.basics.exits import REFUSED, UNREACHABLE
 from muster.jobs.machine import linux, network, ports
 from muster.jobs.node import leftovers
 from muster.jobs.runfolder.rundir import RunDir
@@ -202,7 +202,10 @@ class Agent:
         ranks = [setup_lines.with_changes(start, self.changed if setup else {}) for start in message.ranks]
         if not self.keeper.is_open:
             await self._ranks_gone()
-            await self.keeper.open(preload=warm["preload"], env=warm["env"])
+            environ = {**os.environ, **warm["env"]}
+            if setup and warm["python"]:  # the lines may be what makes this Python run
+                environ = setup_lines.environ_after(environ, self.changed)
+            await self.keeper.open(preload=warm["preload"], env=environ, of_job=warm["python"])
             self._spawn(self._watch_keeper(self.keeper))
         if self.listening is not None and message.store:
             await self.keeper.give_store(self.listening, attempt.number)
@@ -239,8 +242,11 @@ class Agent:
         if self.keeper is keeper:
             self.keeper = KeeperLink(None)  # the next attempt starts another
         await self.attempt.close()
-        why = "its warm process or keeper has gone"
-        await self.channel.send(wire.Broken(self.attempt.number, why, UNREACHABLE, gone=True))
+        if why := keeper.unusable:
+            await self.channel.send(wire.Broken(self.attempt.number, why, REFUSED))
+        else:
+            why = "its warm process or keeper has gone"
+            await self.channel.send(wire.Broken(self.attempt.number, why, UNREACHABLE, gone=True))
         await keeper.close()
 
     async def _ranks_gone(self) -> list[int]:

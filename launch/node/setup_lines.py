@@ -80,6 +80,11 @@ def changes(before: Mapping[str, str], after: Mapping[str, str], env: Mapping[st
     return found
 
 
+def environ_after(environ: Mapping[str, str], changed: Changes) -> dict[str, str]:
+    """Return an environment after the setup lines."""
+    return {name: value for name, value in {**environ, **changed}.items() if value is not None}
+
+
 def with_changes(start: Mapping[str, Any], changed: Changes) -> dict[str, Any]:
     """Return the start of a rank (jobs/node/rank_start.py) after the setup lines."""
     env = {name: value for name, value in changed.items() if value is not None}

@@ -1,6 +1,7 @@
-"""Which Python a `command:` job starts. It is chosen where the job is submitted, and kept in its submission.
+"""Which Python the ranks run in. It is chosen where the job is submitted, and kept in its submission.
 
-the job's python:  >  the site's python:  >  the active virtual or conda environment  >  Muster's own interpreter
+command:  the job's python:  >  the site's python:  >  the active virtual or conda environment  >  Muster's own
+train:    the job's python:  >  Muster's own
 """
 
 import os
@@ -20,10 +21,11 @@ ENVIRONMENTS: Final = {"VIRTUAL_ENV": "virtual", "CONDA_PREFIX": "conda"}
 
 @dataclass(frozen=True)
 class Interpreter:
-    """The Python of a command.
+    """The Python of a job's ranks.
 
-    `words` replace a first word of `PYTHONS`; none: PATH on the node decides what that word is. `folder` comes first on
-    PATH, so that programs of this Python's environment are found, such as torchrun; "": PATH stays as it is.
+    `words` replace a first word of `PYTHONS` in a command, or start the warm process of a `train:` job; none: PATH on
+    the node decides what that first word is. `folder` comes first on PATH, so that programs of this Python's
+    environment are found, such as torchrun; "": PATH stays as it is.
     """
 
     words: tuple[str, ...]
@@ -36,13 +38,13 @@ class Interpreter:
 
 
 def choose(job: Job, site: Site, own: str, environ: Mapping[str, str] = os.environ) -> Interpreter | None:
-    """Choose the Python of a job; `own` is Muster's on the nodes. None: the job is no `command:`.
+    """Choose the Python of a job; `own` is Muster's on the nodes. None: the ranks run in Muster's own.
 
     Raises:
         RefusedError: if the job names one that its command does not use.
     """
     if not isinstance(job.settings, CommandSettings):
-        return None
+        return None if job.python is None else explicit(words_of(job.python), "job file: python")
     for file, python in (("job", job.python), ("site", site.python)):
         if python is None:
             continue

@@ -91,7 +91,7 @@ class Context:
     iface: str | None = None  # the user's choice of a network: an interface, or a CIDR
     tee: bool = False  # every rank's output is shown where the run is supervised, not only rank 0's
     spares: tuple[NodePlacement, ...] = ()  # nodes that have an agent, and no ranks until another one is lost
-    interpreter: Interpreter | None = None  # of a program; None: it is Muster's own, and no word is replaced
+    interpreter: Interpreter | None = None  # of the ranks; None: it is Muster's own, and no word is replaced
 
     @property
     def crew(self) -> tuple[NodePlacement, ...]:
@@ -103,6 +103,16 @@ class Context:
         """The words of a `command:` job, as its file has them."""
         words: list[str] = self.job.settings.model_dump()["argv"]
         return words
+
+    @property
+    def warm_python(self) -> tuple[str, ...]:
+        """The words that start the warm process in the job's own Python; none: it runs in Muster's."""
+        return self.interpreter.words if self.entry is not None and self.interpreter else ()
+
+    @property
+    def has_setup(self) -> bool:
+        """True if lines are run on every node before its ranks."""
+        return bool(self.site.setup or self.job.setup)
 
     @property
     def argv(self) -> list[str]:
@@ -203,7 +213,11 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
         setup=(*context.site.setup, *context.job.setup),
         store=store,
         master_port=master_port,
-        warm={"preload": preload(context), "env": {each.name: each.value for each in plan.warm_environment}},
+        warm={
+            "preload": preload(context),
+            "env": {each.name: each.value for each in plan.warm_environment},
+            "python": context.warm_python,
+        },
         console=tuple(rank.rank for rank in plan.ranks if context.tee or rank.rank == 0),
         ranks=tuple(
             {

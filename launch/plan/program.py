@@ -1,4 +1,4 @@
-"""What a node must have for the program of a `command:` job to start there."""
+"""What a node must have for the ranks of a job to start there: a program or a Python, and a script."""
 
 import os
 from typing import Final
@@ -10,8 +10,10 @@ STARTERS: Final = (*PYTHONS, "bash", "sh")  # of scripts
 
 
 def replaced(context: Context) -> bool:
-    """Tell whether the command begins with the chosen interpreter."""
-    return context.interpreter is not None and bool(context.interpreter.words) and context.command[0] in PYTHONS
+    """Return whether ranks start with the chosen interpreter: in its warm process, or by a command that begins so."""
+    if context.interpreter is None or not context.interpreter.words:
+        return False
+    return context.entry is not None or context.command[0] in PYTHONS
 
 
 def needs(context: Context) -> tuple[str, str]:
@@ -19,16 +21,16 @@ def needs(context: Context) -> tuple[str, str]:
 
     "" stands for one that cannot be known before the ranks start: setup lines may bring it, or a container holds it.
     """
-    if context.entry is not None:
-        return "", ""
-    program, script = context.argv[0], (context.command[1:2] or [""])[0]
-    by_setup, ours = bool(context.site.setup or context.job.setup), replaced(context)
+    program, script = (context.warm_python or ("",))[0], ""
+    if context.entry is None:
+        program, script = context.argv[0], (context.command[1:2] or [""])[0]
+    by_setup, ours = context.has_setup, replaced(context)
     if (by_setup or "PATH" in {**context.site.env, **context.job.env}) and not (ours and "/" in program):
         program = ""
     elif "/" in program:
         program = os.path.join(context.workdir, program)  # noqa: PTH118 (keeps "..")
     in_container = ours and context.interpreter is not None and len(context.interpreter.words) > 1
-    is_script = context.command[0] in STARTERS and script.endswith((".py", ".sh"))
+    is_script = context.entry is None and context.command[0] in STARTERS and script.endswith((".py", ".sh"))
     if not is_script or by_setup or in_container:
         return program, ""
     return program, os.path.join(context.workdir, script)  # noqa: PTH118

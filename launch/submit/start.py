@@ -80,7 +80,7 @@ def check_torch(submission: Submission) -> None:
     """
     context = submission.context
     ours = submission.route.transport == "local" and context.python == sys.executable
-    if ours and context.entry is not None and find_spec("torch") is None:
+    if ours and context.entry is not None and not context.warm_python and find_spec("torch") is None:
         raise RefusedError(f"{context.python}: has no torch, which a {context.job.kind}: job needs; run ./setup.sh")
 
 
@@ -175,12 +175,17 @@ def supervise(submission: Submission, console: Console, own_job: OwnJob | None =
 
 
 def warm_up(submission: Submission, transport: Local) -> None:
-    """Start the import of torch before anything else, where the ranks will be forked on this very machine."""
+    """Start the import of torch before anything else, where the ranks will be forked on this very machine.
+
+    A Python of the job's waits for setup lines: they may be what makes it run.
+    """
     context, machine = submission.context, this_machine()
+    if context.warm_python and context.has_setup:
+        return
     threads = context.job.threads_per_rank
     number = max(1, len(machine.cores) // context.placement.world_size) if threads == "auto" else threads
     environment = {each.name: each.value for each in shared_environment(context, machine, number)}
-    transport.warm_up(preload(context), environment)
+    transport.warm_up(preload(context), environment, context.warm_python)
 
 
 def detach(run: RunDir, python: str, code: str | None) -> None:

@@ -224,6 +224,8 @@ class Startup:
         """Plan, write the plans down, and start the ranks."""
         context, nodes = self.context, self.roster.nodes
         machines = [machine_of(node.hello, node.reached) for node in nodes if node.hello is not None]
+        if context.warm_python:  # the agents know their own Python's torch; the job's cannot start without
+            machines = [replace(machine, torch=True) for machine in machines]
         try:
             plans = plan_nodes(context, machines, self.port)
             attempt = context.run.attempt(context.attempt)

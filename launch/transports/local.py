@@ -31,12 +31,17 @@ class Local:
         self._keepers: list[socket.socket] = []
         self._warm: subprocess.Popen[bytes] | None = None
 
-    def warm_up(self, preload: str, environment: Mapping[str, str]) -> None:
-        """Start the warm process; call it as early as its environment is known."""
+    def warm_up(self, preload: str, environment: Mapping[str, str], of_job: Sequence[str] = ()) -> None:
+        """Start the warm process, in Muster's Python or the job's; call it as early as its environment is known."""
         pairs = [socket.socketpair() for _ in range(self.nodes)]
-        self._keepers = [ours for ours, _ in pairs]
-        theirs = [keepers for _, keepers in pairs]
-        self._warm = start_warm(theirs, python=self.python, preload=preload, env={**os.environ, **environment})
+        ours, theirs = [mine for mine, _ in pairs], [keepers for _, keepers in pairs]
+        environ = {**os.environ, **environment}
+        try:
+            self._warm = start_warm(theirs, python=self.python, of_job=of_job, preload=preload, env=environ)
+            self._keepers = ours
+        except OSError:  # each agent will try it, and say why it cannot be run
+            for mine in ours:
+                mine.close()
         for each in theirs:
             each.close()
 

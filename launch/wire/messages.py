@@ -30,6 +30,7 @@ from muster.launch.wire.records import (
     Text,
     Ticks,
     Warm,
+    Words,
 )
 
 # To the supervisor ---------------------------------------------------------------------------------------------------
@@ -232,6 +233,7 @@ class Inspect:
     program: Text = ""
     script: Text = ""
     folder: Text = ""
+    python: Words = ()
 
 
 @dataclass(frozen=True)

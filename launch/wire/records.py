@@ -16,6 +16,7 @@ Seconds = Annotated[float, Bound(0, 1e12)]
 Real = Annotated[float, ANY_FLOAT]
 Name = Annotated[str, Bound(most=256)]
 Text = Annotated[str, Bound(most=1 << 13)]
+Words = Annotated[tuple[Annotated[str, Bound(most=1 << 18)], ...], Bound(most=1 << 10)]  # of a command line
 Line = Annotated[str, Bound(most=1 << 20)]
 ExitCode = Annotated[int, Bound(0, 255)]
 Address = Annotated[str, Bound(most=64)]
@@ -201,7 +202,8 @@ class Facts(TypedDict, total=False):
 
 
 class Warm(TypedDict):
-    """What a node's warm process imports, and its environment."""
+    """What a node's warm process imports, its environment, and the words that start its Python (none: the agent's)."""
 
     preload: Text
     env: dict[str, Annotated[str, Bound(most=1 << 20)]]
+    python: Words

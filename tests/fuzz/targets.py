@@ -129,6 +129,8 @@ def targets(folder: Path) -> list[Target]:
         ("bench: compare", through(file, "bench", "compare", file, CORPUS / "bench" / "seed-2.jsonl")),
         ("bench: fit", through(file, "bench", "fit", file, "-o", folder / "fitted.json")),
         ("timing", through(file, "bench", "show", file)),
+        ("timing: compare", through(file, "bench", "compare", file, file)),
+        ("timing: plot", through(file, "bench", "plot", file, "-o", folder / "drawn.svg")),
         ("cluster-profile", through(file, *predict)),
         ("sweep", through(sweep / "sweep.json", "sweep", sweep, "--show")),
         ("slurm", of_slurm),

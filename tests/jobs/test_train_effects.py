@@ -74,7 +74,8 @@ def test_so_are_other_settings_without_effect(tmp_path: Path, train: dict[str, A
 
 
 def test_every_row_has_a_test() -> None:
-    others = {("augment",), ("schedule", "final"), ("parallel", "microbatches")}
+    nested = {("schedule", "final"), ("parallel", "microbatches"), ("model", "units"), ("model", "plan")}
+    others = {("augment",), *nested}
     assert {row.key for row in READERS} == {(key,) for key in READ} | others
 
 

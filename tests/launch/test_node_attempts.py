@@ -127,7 +127,7 @@ time.sleep(1000)
         prepared = node.next(Prepared)
         assert (prepared.attempt, prepared.bound) == (attempt, LOOPBACK)
         ports.append(prepared.port)
-        warm = {"preload": "torch,torch.distributed", "env": {}}
+        warm = {"preload": "torch,torch.distributed", "env": {}, "python": []}
         one = {**rank(0, code), "env": {"PORT": str(ports[-1])}}
         node.order_start(attempt, one, store=True, warm=warm)
         while not isinstance(message := node.receive(), Started):

@@ -109,7 +109,7 @@ def test_a_program_becomes_a_job_named_after_its_script(line: str, name: str, ar
         (["--set", "python=no/python", "train.py"], 78, "--set python=no/python: python: {folder}/no/python: no such"),
         (["--set", "python=[none, -u]", "train.py"], 78, "python: none: not found on PATH; correct it"),
         (["--set", "python=apptainer exec x", "train.py"], 65, "write python: [apptainer, exec, x]"),
-        (["--set", "python=./x", "train.yaml"], 65, "python is for command: jobs; the ranks of a train: job run in"),
+        (["--set", "python=./x", "train.yaml"], 78, "--set python=./x: python: {folder}/x: no such file; correct it"),
         (["--restart=often", "train.py"], 2, "--restart: must be a number of restarts"),
         (["--env", "1A=2", "train.py"], 2, "-x 1A=2: a variable's name"),
     ],

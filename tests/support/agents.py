@@ -169,7 +169,7 @@ class Supervised(Started):
             "setup": (),
             "store": False,
             "master_port": 0,
-            "warm": {"preload": "", "env": {}},
+            "warm": {"preload": "", "env": {}, "python": []},
             "console": (),
             "ranks": tuple(self.placed(attempt, rank) for rank in ranks),
         }

@@ -72,43 +72,6 @@ def test_a_large_gradient_of_ours_goes_by_itself_where_there_are_several_buckets
     assert buckets.as_ours(gradients, 24, first=2, alone=9) == [Bucket(24, 5)]
 
 
-def test_uniform_gradients_add_up_and_end_with_the_backward():
-    gradients = buckets.uniform(10, 4, 2.0)
-    assert sum(each.nbytes for each in gradients) == 10
-    assert [each.ready_s for each in gradients] == [0.5, 1.0, 1.5, 2.0]
-
-
-#          0    1    2    3    4    5    6        a collective of n bytes takes n seconds alone
-# one      [a a]          [b b b]                 b is ready at 3
-TIMELINES = [
-    ([Bucket(2, 0.0), Bucket(3, 3.0)], Lanes(1), 6.0),
-    ([Bucket(4, 0.0), Bucket(1, 1.0)], Lanes(1), 5.0),  # b waits for a
-    ([Bucket(4, 0.0), Bucket(1, 1.0)], Lanes(2), 5.0),  # b shares the link from 1 to 3, a ends at 5
-    ([Bucket(1, 0.0), Bucket(1, 3.0)], Lanes(1, host_s=0.5), 5.0),  # each start delays all that follow
-    ([], Lanes(1), 0.0),
-]
-
-
-@pytest.mark.parametrize(("made", "lanes", "wanted"), TIMELINES)
-def test_the_last_byte_leaves_when_the_drawn_time_line_says(made, lanes, wanted):
-    assert buckets.finish_s(made, float, lanes) == pytest.approx(wanted)
-
-
-@settings(max_examples=50)
-@given(
-    st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 50)), min_size=1, max_size=20),
-    st.integers(1, 4),
-)
-def test_the_end_lies_between_all_at_once_and_one_after_another(drawn, concurrent):
-    ready = sorted(when for _, when in drawn)
-    made = [Bucket(size, when) for (size, _), when in zip(drawn, ready, strict=True)]
-    end_s = buckets.finish_s(made, float, Lanes(concurrent))
-    alone = max(each.ready_s + each.nbytes for each in made)
-    in_turn = buckets.finish_s(made, float, Lanes(1))
-    assert alone - 1e-6 <= end_s <= in_turn + 1e-6
-    assert end_s == pytest.approx(in_turn)  # the link is busy as long as there is anything to send
-
-
 def test_with_everything_ready_at_once_and_one_stream_the_closed_form_holds():
     for count in (1, 4, 16):
         total = 64 * MB
@@ -122,7 +85,7 @@ def test_with_everything_ready_at_once_and_one_stream_the_closed_form_holds():
 def test_the_simulation_finds_the_optimum_of_the_communication_bound_form():
     total, backward_s, alpha = 64 * MB, 50e-3, 0.305e-3  # measured: best at 4 MB; M sqrt(alpha / T_b) is 5.0 MB
     points = buckets.curve(
-        buckets.uniform(total, 64, backward_s),
+        [Bucket(total // 64, backward_s * part / 64) for part in range(1, 65)],
         lambda nbytes: alpha + nbytes / 1.31e9,
         Lanes(1),
         [count * MB for count in (1, 2, 4, 8, 16, 32, 64)],

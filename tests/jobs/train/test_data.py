@@ -38,7 +38,7 @@ def cifar10(tiny_cifar10, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_name_of_a_job_file_has_its_row():
-    assert set(OPENERS) == {*DATA_NAMES, "text"}
+    assert set(OPENERS) == {*DATA_NAMES, "text", "make"}
 
 
 def test_digits_are_split_and_fingerprinted_as_the_attribution_says():

@@ -17,8 +17,8 @@ import pytest
 from muster.collectives_bench.records import Result
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import cli
-from muster.launch.bench.measuring import prepare_worlds
-from muster.launch.commands.bench import configure
+from muster.launch.bench.grid import prepare_worlds
+from muster.launch.commands.bench import configure, grid_of
 from support.live import wait_until
 
 pytestmark = pytest.mark.slow
@@ -209,7 +209,7 @@ def test_where_nobody_says_all_hosts_are_measured_or_two_ranks_here(arguments, s
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     parser = argparse.ArgumentParser()
     configure(parser)
-    worlds = prepare_worlds(parser.parse_args([*arguments.split(), "--runs", str(tmp_path)]))
+    worlds = prepare_worlds(grid_of(parser.parse_args([*arguments.split(), "--runs", str(tmp_path)])))
     placements = [world.prepared.context.placement for world in worlds if world.prepared is not None]
     assert [(len(each.nodes), each.world_size // len(each.nodes)) for each in placements] == shape
     assert not list(tmp_path.iterdir())

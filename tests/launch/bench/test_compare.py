@@ -1,6 +1,5 @@
 """`muster bench compare`, `plot` and `show`: of result files and of runs, and what is wrong with them."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from muster.jobs.basics.errors import RunFolderError, StorageError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import cli
 from muster.launch.bench import report
+from muster.launch.bench.choices import Output
 from muster.launch.bench.report import naming
 from support.measured import block, header, pairs, result, settings, world, write_lines
 
@@ -169,7 +169,7 @@ def test_a_result_that_was_broken_off_is_not_ok_whoever_reads_it(tmp_path: Path,
     write_result(made.model_copy(update={"blocks": [block(world(), first)]}), tmp_path / "cut.json")
     assert cli.main(["bench", "show", str(tmp_path / "cut.json")]) == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "# +- encloses the median with 96% (1 launch: calls of one launch, which says nothing of others); "
+        "# +- encloses the median with 96% (1 launch: samples of one launch, which say nothing of others); "
         "more --launches make it surer",
         "# not finished: 1 of 15 blocks; 2 rows never begun",
         "# verdict: UNFINISHED",
@@ -218,9 +218,9 @@ def test_shown_as_json_a_result_reads_back_as_itself(files, capsys) -> None:
 
 
 def test_a_file_that_cannot_be_written_does_not_take_the_report_with_it(tmp_path: Path, capsys) -> None:
-    args = argparse.Namespace(out=str(tmp_path / "gone" / "r.json"), json=False)
+    output = Output(out=str(tmp_path / "gone" / "r.json"))
     with pytest.raises(RunFolderError) as raised:
-        report.of_collectives(result()).deliver(args)
+        report.of_collectives(result()).deliver(output)
     assert str(raised.value).startswith(f"--out: {tmp_path}/gone/r.json: there is no folder ")
     assert str(raised.value).endswith("; choose another place, for the runs keep what was measured")
     assert capsys.readouterr().out.splitlines()[-1] == "# verdict: OK"

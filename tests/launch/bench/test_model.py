@@ -18,7 +18,7 @@ from support.timings import end, header, peak, settings, timed, without_times, w
 
 pytestmark = pytest.mark.slow
 
-TINY = ("--batch", "2", "--context", "16", "--vocabulary", "300", "--steps", "2", "--no-matmul")
+TINY = ("--batch", "2", "--context", "16", "--vocabulary", "300", "--steps", "2", "--launches", "2", "--no-matmul")
 
 
 def bench_model(*arguments: str, runs: Path) -> "subprocess.CompletedProcess[str]":
@@ -46,7 +46,7 @@ def test_models_are_timed_shown_written_and_shown_again(tmp_path: Path, capsys) 
     assert [row[6:9] for row in rows[2:]] == [["out", "of", "memory:"]] * 2
     assert lines[-1] == "# verdict: OK"
     (timing,) = read_timings([out]).timings
-    assert [len(row.steps_s) for row in timing.rows] == [2, 2, 0, 0]
+    assert [len(row.steps_s) for row in timing.rows] == [4, 4, 0, 0]
     assert timing.rows[0].parameters == 138_048
     assert [row["state"] for row in csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text()))] == [
         *["ok"] * 2,
@@ -74,7 +74,7 @@ def test_models_are_timed_shown_written_and_shown_again(tmp_path: Path, capsys) 
         ("--model gpt-nano --norm batch", 2, "--norm: must be 'rms' or 'layer', got 'batch'"),
         ("--model vgg11 --device cuda", 78, "--device: cuda: this machine has no GPU; name a host that has"),
         ("--model vgg11 --device cude", 2, "--device: "),
-        ("--model vgg11 --on hand", 2, "--on hand: muster bench model starts its run itself"),
+        ("--model vgg11 --on hand", 2, "--on hand: muster bench starts its runs itself"),
         ("--model vgg11 --out r.csv", 2, "--out r.csv: must end in .json"),
         ("--model vgg11 --set nodes=2", 78, "command line: timing: times models alone, on one rank, this job has 2"),
     ],
@@ -115,15 +115,15 @@ def test_while_it_goes_on_the_rows_so_far_are_shown_and_what_is_under_way(tmp_pa
     assert [type(record).__name__ for record in view.poll()] == ["Header", "Peak", "Timed"]
     text = rendered(view)
     assert "gpt-nano  forward      fp32       746,816" in text
-    assert "# now gpt-nano step fp32, 1 of 4 done" in text
+    assert "# now gpt-nano step fp32, launch 1 of 3, 0 of 4 rows done" in text
     write_lines(tmp_path / "run/attempt-001/bench.jsonl", header(settings()))
     view.poll()
-    assert "# now gpt-nano forward fp32, 0 of 4 done" in rendered(view)
+    assert "# now gpt-nano forward fp32, launch 1 of 3, 0 of 4 rows done" in rendered(view)
 
 
 def test_without_a_terminal_the_beginning_and_each_row_are_a_line(tmp_path: Path) -> None:
     rows = (timed(), without_times("memory", "needs 38 GB", pass_name="step"))
-    view = ModelView(run_folder(tmp_path, header(settings()), peak(), *rows, end()))
+    view = ModelView(run_folder(tmp_path, header(settings(launches=2)), peak(), *rows, end()))
     assert [line for record in view.poll() if (line := view.line_of(record))] == [
         "timing 4 rows on EPYC",
         "gpt-nano forward fp32: 11.0 ms +- 1.00 (first 100), 190 MB",
@@ -135,11 +135,57 @@ def test_timings_and_collectives_are_not_taken_for_each_other(tmp_path: Path, ca
     timing = write_lines(tmp_path / "t.jsonl", header(settings()), timed(), end())
     other = tmp_path / "c.jsonl"
     measured.write_lines(other, measured.result(measured.settings(launches=1)))
-    for arguments in (("show", timing, other), ("plot", timing, "-o", tmp_path / "x.svg"), ("compare", timing, other)):
+    for arguments in (("show", timing, other), ("plot", timing, other, "-o", tmp_path / "x.svg")):
         assert cli.main(["bench", *map(str, arguments)]) == 2
-        assert capsys.readouterr().err == (
-            f"muster: {timing}: is a timing of models, and no measurement of collectives; see it by muster bench show\n"
-        )
+        said = f"muster: {timing}: is a timing of models, and {other} is not; name results of one kind\n"
+        assert capsys.readouterr().err == said
+    assert cli.main(["bench", "fit", str(timing), "-o", str(tmp_path / "p.json")]) == 2
+    assert cli.main(["bench", "compare", str(timing), str(other)]) == 78
+    assert "compare: no row in common (1 rows before, 2 after)" in capsys.readouterr().err
     assert cli.main(["bench", "show", str(timing)]) == 0
     assert cli.main(["bench", "show", str(write_lines(tmp_path / "u.jsonl", header(settings()), timed()))]) == 1
     assert capsys.readouterr().out.endswith("# verdict: UNFINISHED\n")
+
+
+def launched(path: Path, slower: float = 1.0, *, launches: int = 5, **asked) -> Path:
+    """Write a timing of a row whose launches took 10, 10.1, 10.2, ... ms, times a factor."""
+    steps = [0.010 * slower * (1 + place / 100) for place in range(launches)]
+    counts = [{"warm_up": 0, "steps": 1, "time": 10.0 + place} for place in range(launches)]
+    row = timed(warm_up_s=[], steps_s=steps, launches=counts)
+    gone = without_times("memory", "needs 38 GB", pass_name="step")
+    return write_lines(path, header(settings(**asked)), row, gone, end())
+
+
+def test_timings_are_compared_by_their_launches(tmp_path: Path, capsys) -> None:
+    one, same = launched(tmp_path / "a.jsonl"), launched(tmp_path / "b.jsonl", 1.001)
+    slow = launched(tmp_path / "c.jsonl", 1.5, compile=True)
+    assert cli.main(["bench", "compare", str(one), str(slow), "--fail-on", "worse"]) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1].startswith("gpt-nano forward fp32 10.2 ms 15.3 ms 1.500 ")
+    assert lines[1].endswith(" 5/5 worse slower beyond doubt")
+    assert lines[2].endswith("no verdict before: memory: needs 38 GB")
+    assert cli.main(["bench", "compare", str(one), str(same), "--fail-on", "any", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"][0]["verdict"], found["rows"][0]["model"]) == ("same", "gpt-nano")
+    assert found["together"]["model"] is None
+    few = [str(launched(tmp_path / f"{name}.jsonl", launches=2)) for name in "de"]
+    assert cli.main(["bench", "compare", *few]) == 0
+    assert "2 and 2 launches; 3 are the least" in capsys.readouterr().out
+    assert cli.main(["bench", "compare", f"{one},{same}", str(one), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["launches"] == [5, 5]  # launches of one time are the same
+    old = write_lines(tmp_path / "old.jsonl", header(settings()), timed(launches=[]))  # of a Muster without launches
+    assert cli.main(["bench", "compare", str(old), str(one)]) == 0
+    captured = capsys.readouterr()
+    assert "1 and 5 launches" in captured.out
+    assert captured.err == f"muster: warning: {old}: not finished: 4 rows with launches left\n"
+    assert cli.main(["bench", "compare", f"{one},{slow}", str(one)]) == 78
+    assert "cannot be one side" in capsys.readouterr().err
+
+
+def test_timings_are_drawn_as_bars(tmp_path: Path, capsys) -> None:
+    one, slow = launched(tmp_path / "a.jsonl"), launched(tmp_path / "c.jsonl", 1.5)
+    assert cli.main(["bench", "plot", str(one), str(slow), "-o", str(tmp_path / "both.svg")]) == 0
+    assert (tmp_path / "both.svg").read_text().startswith("<?xml")
+    nothing = write_lines(tmp_path / "n.jsonl", header(settings()), without_times("memory", "needs 38 GB"), end())
+    assert cli.main(["bench", "plot", str(nothing), "-o", str(tmp_path / "n.svg")]) == 2
+    assert "no row has a time" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The command line of `muster bench`: what it stands for, and what is wrong with it before anything starts."""
 
 import argparse
+from typing import Any
 
 import pytest
 
@@ -11,16 +12,25 @@ from muster.launch.bench.words import changes, job_text, operations, overrides, 
 from muster.launch.common.kinds import KINDS
 
 
-def parsed(*arguments: str) -> argparse.Namespace:
+def parsed(*arguments: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     words.add_choices(parser)
-    return parser.parse_args(arguments)
+    return vars(parser.parse_args(arguments))
+
+
+def changed(*arguments: str) -> dict[str, Any]:
+    return changes(parsed(*arguments))
+
+
+def grid(*arguments: str) -> list[Any]:
+    given = parsed(*arguments)
+    return worlds(given["nodes"], given["ranks_per_node"])
 
 
 def test_options_are_settings_with_the_types_of_the_job_file() -> None:
     given = "--sizes 512K:2M,8 --dtype fp32,bf16 --place both --call sync,async --backend gloo --device cpu"
     more = "--launches 2 --block-s 0.1 --timeout-s 5 --seed 7 --pair-size 1M --wire --no-check --pairs"
-    assert changes(parsed(*given.split(), *more.split())) == {
+    assert changed(*given.split(), *more.split()) == {
         "sizes": [8, 512 << 10, 1 << 20, 2 << 20],
         "dtypes": ["fp32", "bf16"],
         "places": "both",
@@ -36,8 +46,8 @@ def test_options_are_settings_with_the_types_of_the_job_file() -> None:
         "pairs": True,
         "check": False,
     }
-    assert changes(parsed()) == {}
-    assert changes(parsed("--sizes", "1e3,2E6")) == {"sizes": [1000, 2_000_000]}
+    assert changed() == {}
+    assert changed("--sizes", "1e3,2E6") == {"sizes": [1000, 2_000_000]}
 
 
 @pytest.mark.parametrize(
@@ -56,20 +66,20 @@ def test_options_are_settings_with_the_types_of_the_job_file() -> None:
 )
 def test_a_wrong_option_is_a_usage_error_that_names_it(arguments: str, message: str) -> None:
     with pytest.raises(UsageError) as raised:
-        changes(parsed(*arguments.split()))
+        changed(*arguments.split())
     assert message in str(raised.value)
 
 
 def test_all_wrong_options_are_told_at_once() -> None:
     with pytest.raises(UsageError) as raised:
-        changes(parsed("--sizes", "5Q", "--launches", "0", "--dtype", "x"))
+        changed("--sizes", "5Q", "--launches", "0", "--dtype", "x")
     assert [line.partition(":")[0] for line in str(raised.value).splitlines()] == ["--sizes", "--dtype", "--launches"]
 
 
 def test_a_grid_is_the_product_with_ranks_running_fastest() -> None:
-    assert worlds(parsed("-N", "1,2", "-n", "1,slots")) == [(1, 1), (1, "slots"), (2, 1), (2, "slots")]
-    assert worlds(parsed()) == [(None, None)]
-    assert worlds(parsed("--nodes", "4")) == [(4, None)]
+    assert grid("-N", "1,2", "-n", "1,slots") == [(1, 1), (1, "slots"), (2, 1), (2, "slots")]
+    assert grid() == [(None, None)]
+    assert grid("--nodes", "4") == [(4, None)]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +93,7 @@ def test_a_grid_is_the_product_with_ranks_running_fastest() -> None:
 )
 def test_a_wrong_grid_is_a_usage_error(arguments: str, message: str) -> None:
     with pytest.raises(UsageError) as raised:
-        worlds(parsed(*arguments.split()))
+        grid(*arguments.split())
     assert message in str(raised.value)
 
 

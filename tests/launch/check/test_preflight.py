@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
-from muster.launch.check.judges import BAD, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected
+from muster.launch.check.judges import BAD, GOOD, OF_SITE, UNKNOWN, WARNING, Answer, Cell, Expected
 from muster.launch.check.preflight import Row, exit_code, remarks, rows, titles, without
 from support.messages import hello
 
@@ -15,6 +15,7 @@ EXPECTED = Expected(
     code=CODE,
     ranks=(2, 2, 2, 2),
     torch=True,
+    python=OF_SITE,
     device="auto",
     master="10.10.1.1:20000",
     one_host=False,

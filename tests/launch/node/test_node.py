@@ -98,7 +98,7 @@ def start_in(folder: Path) -> Start:
         setup=(),
         store=False,
         master_port=0,
-        warm={"preload": "", "env": {}},
+        warm={"preload": "", "env": {}, "python": ()},
         console=(),
         ranks=(),
     )

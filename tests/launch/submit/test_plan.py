@@ -105,6 +105,7 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONPATH": importable(),
             },
+            "python": (),
         },
         "console": (),
     }

@@ -119,7 +119,7 @@ def started(*ranks: dict[str, Any]) -> Start:
         setup=(),
         store=True,
         master_port=1,
-        warm={"preload": "", "env": {}},
+        warm={"preload": "", "env": {}, "python": ()},
         console=(),
         ranks=ranks,
     )

@@ -201,7 +201,7 @@ def start_that_leaves(mark: Path) -> bytes:
         setup=(f"touch {mark}",),
         store=False,
         master_port=0,
-        warm={"preload": "", "env": {}},
+        warm={"preload": "", "env": {}, "python": ()},
         console=(),
         ranks=({"rank": 0, "argv": ["touch", str(mark)], "env": {}, "workdir": "/", "out": "/dev/null"},),
     )

@@ -21,7 +21,7 @@ from support.timings import settings
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 CPU = torch.device("cpu")
-TINY = {"batch": 2, "context": 16, "vocabulary": 300, "warmup": 1, "steps": 2, "matmul": False}
+TINY = {"batch": 2, "context": 16, "vocabulary": 300, "warmup": 1, "steps": 2, "launches": 2, "matmul": False}
 MB = 2**20
 
 
@@ -69,7 +69,8 @@ def timed(on_ranks, tmp_path, **changes):
     asked = {"model": ["gpt-nano", "vgg11"], "passes": ["forward"], **TINY, **changes}
     (records,) = on_ranks(1, conduct, group=False, folder=str(tmp_path), asked=asked, **faults)
     assert [records[0]["record"], records[-1]["record"]] == ["timing", "end"]
-    return [record for record in records if record["record"] == "timed"], records
+    launches = [record for record in records if record["record"] == "timed"]
+    return list({(row["model"], row["pass_name"]): row for row in launches}.values()), records  # the newest of each
 
 
 def test_every_pass_has_its_steps_its_parameters_and_the_memory_it_took(on_ranks, tmp_path):
@@ -78,7 +79,11 @@ def test_every_pass_has_its_steps_its_parameters_and_the_memory_it_took(on_ranks
         (model, pass_name) for model in ("gpt-nano", "vgg11") for pass_name in ("forward", "backward", "step")
     ]
     assert {row["state"] for row in rows} == {"ok"}
-    assert {(len(row["warm_up_s"]), len(row["steps_s"])) for row in rows} == {(1, 2)}
+    assert {(len(row["warm_up_s"]), len(row["steps_s"])) for row in rows} == {(2, 4)}
+    assert [len(row["launches"]) for row in rows] == [2] * 6
+    assert all(
+        row["launches"][0]["time"] < rows[-1]["launches"][0]["time"] < row["launches"][1]["time"] for row in rows[:-1]
+    )
     assert all(min(row["warm_up_s"] + row["steps_s"]) > 0.0 for row in rows)
     gpt = settings(**TINY).shape(Case("gpt-nano", "step", "fp32")).parameter_count()
     assert [row["parameters"] for row in rows] == [gpt] * 3 + [VGG_SHAPES["vgg11"].parameter_count()] * 3
@@ -158,7 +163,7 @@ def step_and_engine(world: World, precision: str) -> list[bool]:
     training = asked.training(task.case)
     numerics = numerics_of(training, CPU)
     model = numerics.place(build_model(training.model, vocabulary=300, seed=training.seed))
-    engine = build_engine(training, model, World(0, 1, None, CPU), clock_for(CPU), numerics)
+    engine = build_engine(training, model, World(0, 1, None, CPU), clock_for(CPU), numerics, (TINY["context"],))
     inputs, targets = work.random_batch(task, numerics)
     for number in range(2):
         engine.train_step(number, [ShardInput(0, (MicroInput(inputs, targets, 2, 1.0),))])

@@ -1,0 +1,116 @@
+"""A step of a made model against the same model of Muster's own, in every mode: what `train.model.make` costs.
+
+    made     a module of this file with the layers of gpt-micro, its own forward and stages(); its forwards are seeded,
+             because Muster cannot know whether they draw
+    own      gpt-micro, without dropout
+
+    ranks    two processes on the loopback, one thread each; both sides are trained in one process group, in turns
+    a step   read the batch, forward, backward, synchronize, step: CPU time of all ranks, wall time of the slowest
+
+    .venv/bin/python benchmarks/made_steps.py [--modes bucketed,zero3] [--quick]
+
+Reach: the median of the repeats' ratios is 1.00 +- 0.01, CPU and wall. Eight minutes; `--quick` two.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from harness import CLOCKS, Options, by_clock, clock_cells, finish, table, turns
+from ranks import on_ranks, timed
+
+STEPS = 4  # of a block
+REACH = 0.01
+MODEL = {"make": "made_steps.py:twin", "context": 128}
+JOB = {"data": "synthetic", "batch_size": 8, "steps": 10_000, "optimizer": {"name": "adamw", "lr": 1e-3}}
+
+
+def twin() -> Any:
+    """Return the layers of gpt-micro as somebody else's module."""
+    from torch import Tensor, nn
+
+    from muster.jobs.models.shapes import GPT_SHAPES
+    from muster.jobs.train.models.gpt import build_gpt
+
+    class Twin(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, layer in build_gpt(GPT_SHAPES["gpt-micro"], seed=0).named_children():
+                self.add_module(name, layer)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            for layer in self.children():
+                tokens = layer(tokens)
+            return tokens
+
+        def stages(self) -> nn.Sequential:
+            return nn.Sequential(*self.children())
+
+    return Twin()
+
+
+def plan(model: Any) -> Any:
+    """Return how mode tensor splits it."""
+    from muster.jobs.train.models.tensor_plan import GPT_PLAN
+
+    return GPT_PLAN
+
+
+def measure(mode: str, repeats: int) -> dict[str, Any]:
+    """Train both sides in turns; return the ratios by clock."""
+    sides = {"made": MODEL | ({"plan": "made_steps.py:plan"} if mode == "tensor" else {}), "own": "gpt-micro"}
+    found = turns({side: stepper({**JOB, "mode": mode, "model": model}) for side, model in sides.items()}, repeats + 1)
+    return by_clock(found["made"][1:], found["own"][1:], STEPS)
+
+
+def stepper(keys: dict[str, Any]) -> Callable[[], tuple[float, float]]:
+    """Build a trainer; return what trains a block of its steps."""
+    import torch
+    import torch.distributed as dist
+
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.train.data import open_data
+    from muster.jobs.train.loop import build_trainer
+    from muster.jobs.world.world import World
+
+    settings = TrainSettings.model_validate(keys)
+    world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
+    trainer = build_trainer(settings, open_data(settings), world)
+    steps, done = trainer.own_steps(), iter(range(10**9))
+
+    def block() -> None:
+        for _ in range(STEPS):
+            step = next(done)
+            trainer.clock.start()
+            trainer.engine.train_step(step, steps[step].shards)
+            trainer.clock.stop()
+
+    return partial(timed, block)
+
+
+def main() -> int:
+    """Print one line a mode; return 0 if all is in reach."""
+    from muster.jobs.spec.modes import MODES
+
+    parser = Options(__doc__, repeats=24, quick={"repeats": 8})
+    parser.add_argument("--modes", metavar="NAMES", help="only these, with commas")
+    args = parser.parse_args()
+    modes = args.modes.split(",") if args.modes else [name for name in MODES if name != "single"]
+    rows = []
+    for mode in modes:
+        found = on_ranks(measure, 2, mode=mode, repeats=args.repeats)
+        far = max(abs(found[clock]["ratio"] - 1.0) for clock in CLOCKS)
+        rows.append({"mode": mode, **found, "reach": REACH, "reached": far <= REACH})
+    table(("mode", "CPU made / own", "wall made / own", "+- 0.01"), [
+        (row["mode"], *clock_cells(row), "yes" if row["reached"] else "NO") for row in rows
+    ])  # fmt: skip
+    return finish(args, "made_steps", rows)
+
+
+if __name__ == "__main__":
+    import os
+
+    os.chdir(Path(__file__).parent)
+    sys.exit(main())
