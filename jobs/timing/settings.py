@@ -46,7 +46,7 @@ class Case:
 class TimingSettings(Strict):
     """Which models, how far each step goes, in which numbers, and how many steps."""
 
-    model: list[str] = Field([], min_length=1, description="names, or all", json_schema_extra=_models)
+    model: list[str] = Field([], description="names, or all", json_schema_extra=_models)
     train: dict[str, Any] | None = Field(
         None,
         description="a train: section, such as one whose model is made by a user's function: the model is timed on its "
