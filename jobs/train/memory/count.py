@@ -175,6 +175,9 @@ class _Count:
             for name, module in self.model.named_modules():
                 if not matches(pattern, name):
                     continue
+                if problems := [*rule.problems(module, 1)]:
+                    self.no_plan = f"{name} {problems[0]}"
+                    return {}, Roles()
                 cuts |= {f"{name}.{own}": dimension for own, dimension in rule.cuts(module)}
                 rows |= {name} if isinstance(rule, Row) else set()
                 columns |= {f"{name}.{own}" for own in rule.columns} if isinstance(rule, Heads) else set()
