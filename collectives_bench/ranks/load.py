@@ -1,50 +1,15 @@
-"""What else a host does while it is measured: the share of its processor time that is not our ranks', and steal.
+"""What else the hosts do while a block is measured (`jobs/machine/load.py`): all ranks tell, one keeps the history.
 
-    foreign = (busy - what our ranks used) / (time x cores)        busy = user + nice + system of /proc/stat
-    steal   = what the hypervisor gave to other guests, as a share of the same
-
-/proc/stat counts in ticks of 10 ms, so a short block is judged by the last WINDOW_S before its end, blocks before it
-included. All ranks tell their readings at the end of a block; one of them keeps the history.
+A short block is judged by the last WINDOW_S before its end, blocks before it included: the kernel counts in ticks.
 """
 
-import os
-import resource
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from muster.collectives_bench.records import Load
+from muster.jobs.machine.load import Reading, shares
 
-STAT: Final = Path("/proc/stat")
 WINDOW_S: Final = 0.3
-# of the line "cpu": user nice system idle iowait irq softirq steal; guest times are part of user's
-BUSY: Final = (0, 1, 2)
-STEAL: Final = 7
-ALL: Final = range(8)
-
-
-class Reading(NamedTuple):
-    """What one rank sees of its host since boot, in seconds of processor time, and its own part."""
-
-    own_s: float
-    busy_s: float
-    steal_s: float
-    all_s: float
-
-
-def read() -> Reading:
-    """Read the counters of this host and of this process, all its threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    with STAT.open(encoding="ascii") as file:
-        words = file.readline().split()[1:]
-    ticks = [int(word) for word in words] + [0] * (len(ALL) - len(words))
-    tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    return Reading(
-        own_s=used.ru_utime + used.ru_stime,
-        busy_s=sum(ticks[field] for field in BUSY) * tick_s,
-        steal_s=ticks[STEAL] * tick_s,
-        all_s=sum(ticks[field] for field in ALL) * tick_s,
-    )
 
 
 class History:
@@ -75,12 +40,5 @@ class History:
         ranks = [rank for rank, each in enumerate(self.machines) if each == machine]
         own_s = sum(after[rank].own_s - before[rank].own_s for rank in ranks)
         first = ranks[0]
-        total_s = after[first].all_s - before[first].all_s
-        if total_s <= 0:  # less than a tick: nothing can be said
-            return Load(foreign=0.0, steal=0.0, host=self.hosts[first])
-        foreign_s = max(0.0, after[first].busy_s - before[first].busy_s - own_s)
-        return Load(
-            foreign=round(min(1.0, foreign_s / total_s), 4),
-            steal=round(min(1.0, (after[first].steal_s - before[first].steal_s) / total_s), 4),
-            host=self.hosts[first],
-        )
+        foreign, steal = shares(before[first], after[first], own_s)
+        return Load(foreign=foreign, steal=steal, host=self.hosts[first])

@@ -23,14 +23,16 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
-from muster.collectives_bench.ranks import facts, load, memory, operations, wire
+from muster.collectives_bench.ranks import facts, memory, operations, wire
 from muster.collectives_bench.ranks.calls import Call
 from muster.collectives_bench.ranks.company import Company
+from muster.collectives_bench.ranks.load import History
 from muster.collectives_bench.ranks.nccl import StreamClock
 from muster.collectives_bench.ranks.pairs import PairGame
 from muster.collectives_bench.ranks.sampling import Clock, HostClock, Sampler, TooSlowError, Voices
 from muster.collectives_bench.records import Block, Cell, Memory, Timing, Wire
 from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.machine import load
 from muster.jobs.node.page import Page
 from muster.jobs.world.forked import Tell
 
@@ -68,7 +70,7 @@ class Stage:
         if backend == "nccl":
             clock = StreamClock(self.voices, self.group, self.device)
         self.sampler = Sampler(clock, self.voices, settings)
-        self.history = load.History([seat.machine for seat in company.seats], [seat.host for seat in company.seats])
+        self.history = History([seat.machine for seat in company.seats], [seat.host for seat in company.seats])
         self.counter: wire.WireCounter | None = None
         if settings.wire and company.counts_the_wire(self.rank):
             interface = facts.interface_of(company.env, os.environ)

@@ -85,10 +85,10 @@ class MeasuredRow(ABC):
         return ""
 
 
-def launch_of(samples_us: Sequence[float], time: float) -> Launch:
+def launch_of(samples_us: Sequence[float], time: float, foreign: float | None) -> Launch:
     """Describe the samples of one launch."""
     low_us, high_us = median_interval(samples_us)
-    return Launch(len(samples_us), median(samples_us), low_us, high_us, time, quantile(samples_us, 0.25))
+    return Launch(len(samples_us), median(samples_us), low_us, high_us, time, quantile(samples_us, 0.25), foreign)
 
 
 def over_launches(launches: Sequence[Launch]) -> dict[str, Any]:

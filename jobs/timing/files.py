@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from muster.jobs.basics.errors import NotFoundError
@@ -102,6 +103,9 @@ COLUMNS: Final[dict[str, Callable[[Timing, ModelRow], Any]]] = {
     "std_s": _summary("std_s"),
     "min_s": _summary("min_s"),
     "launches": lambda timing, row: row.launches,
+    "foreign": lambda timing, row: (
+        median(found) if (found := [f for f in row.launch_foreign if f is not None]) else None
+    ),
     "median_s": _seconds("p50_us"),
     "low_s": _seconds("low_us"),
     "high_s": _seconds("high_us"),

@@ -21,6 +21,7 @@ from muster.jobs.timing.settings import Case, Pass, TimingSettings
 
 VERSION: Final = 1
 
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(ge=0.0, lt=1e9)]
 State = Literal["ok", "memory", "timeout", "refused", "failed"]
 
@@ -64,6 +65,7 @@ class Launch(Strict):
     warm_up: NonNegative
     steps: NonNegative
     time: UnixTime
+    foreign: Share | None = None  # of the time of all cores, taken by others meanwhile
 
 
 class Summary(Strict):
@@ -112,11 +114,11 @@ class Timed(Strict):
         return Case(self.model, self.pass_name, self.precision, self.is_own)
 
     @property
-    def steps_of_launches(self) -> list[tuple[list[float], float]]:
-        """The timed steps of each launch that has any, and when it ended (unix seconds)."""
+    def steps_of_launches(self) -> list[tuple[list[float], Launch]]:
+        """The launches that have timed steps, each with its steps."""
         steps = iter(self.steps_s)
         launches = self.launches or [Launch(warm_up=len(self.warm_up_s), steps=len(self.steps_s), time=self.time)]
-        return [(list(islice(steps, each.steps)), each.time) for each in launches if each.steps]
+        return [(list(islice(steps, each.steps)), each) for each in launches if each.steps]
 
     @property
     def first_s(self) -> float | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.measuring.launches import MeasuredRow, launch_of, over_launches
-from muster.jobs.timing.records import Launch, Timed, Timing, Timings
+from muster.jobs.timing.records import Timed, Timing, Timings
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def rows_of(timing: Timing) -> list[ModelRow]:
 
 def row_of(row: Timed, device: str) -> ModelRow:
     """Return one row with the statistics of its launches."""
-    launches = [launch_of([each * 1e6 for each in steps], time) for steps, time in row.steps_of_launches]
+    launches = [launch_of([s * 1e6 for s in steps], each.time, each.foreign) for steps, each in row.steps_of_launches]
     numbers = over_launches(launches) if launches else {}
     return ModelRow(row, device, state=row.state, reason=row.reason, **numbers)
 
@@ -74,12 +74,12 @@ def joined_rows(timings: Timings) -> list[ModelRow]:
 
 def _joined(one: Timed, other: Timed) -> Timed:
     """Return a row with the launches of both; the state is that of the one that failed, if one did."""
-    launches = {time: steps for row in (one, other) for steps, time in row.steps_of_launches}
-    ordered = sorted(launches.items())
+    launches = {launch.time: (steps, launch) for row in (one, other) for steps, launch in row.steps_of_launches}
+    ordered = [launches[time] for time in sorted(launches)]
     return (one if one.state != "ok" else other).model_copy(
         update={
             "warm_up_s": [],
-            "steps_s": [each for _, steps in ordered for each in steps],
-            "launches": [Launch(warm_up=0, steps=len(steps), time=time) for time, steps in ordered],
+            "steps_s": [each for steps, _ in ordered for each in steps],
+            "launches": [launch.model_copy(update={"warm_up": 0}) for _, launch in ordered],
         }
     )

@@ -11,6 +11,7 @@ from typing import Final
 
 from muster.jobs.basics.words import counted
 from muster.jobs.measuring.columns import SPREAD, Column, cells, headings, utc
+from muster.jobs.measuring.compare import FOREIGN_LIMIT
 from muster.jobs.measuring.launches import confidence_lines
 from muster.jobs.models.shapes import GPT_SHAPES
 from muster.jobs.timing.records import Dtypes, Header, Peak, State, Timed, Timing, Timings
@@ -166,6 +167,9 @@ def _footer(timing: Timing) -> list[str]:
     if rows:
         share = ", matmul its share of the product above" if timing.peaks else ""
         lines.append(f"# rate counts {units}; work is what the model needs{share}; memory the most {of_cpu}")
+    foreign = max((each.foreign or 0.0 for row in timing.rows for each in row.launches), default=0.0)
+    if foreign > FOREIGN_LIMIT:
+        lines.append(f"# other processes took up to {foreign:.0%} of the cores during a launch")
     return lines
 
 

@@ -18,6 +18,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="grids",
         help="a key of the job and the values that it takes, such as nodes=1,2,4; all grids are combined",
     )
+    again = whole("--repeat", least=1)
+    parser.add_argument("--repeat", metavar="N", type=again, default=1, help="run every point N times, for error bars")
     limit = whole("--limit", least=1)
     parser.add_argument("--limit", metavar="N", type=limit, help="in Slurm: at most N points of an array at a time")
     parser.add_argument(
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         return show(SweepRecord.read(folder), folder, as_json=args.json)
     request = given(args, Request)
     check(request, args.grids)
-    name, elements = prepare_points(request, read_grids(args.grids), args.limit)
+    name, elements = prepare_points(request, read_grids(args.grids, args.repeat), args.limit, args.repeat)
     record, folder = make_sweep(request, name, elements)
     print(f"sweep {folder}", file=sys.stderr)
     try:

@@ -56,7 +56,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     """Add `--json`: data on standard output, talk on standard error."""
     parser.add_argument("--json", action="store_true", help="print data as JSON")
 

@@ -108,8 +108,8 @@ class SweepRecord:
         return runs
 
 
-def read_grids(words: Sequence[str]) -> list[Grid]:
-    """Read the `--grid` options.
+def read_grids(words: Sequence[str], repeats: int = 1) -> list[Grid]:
+    """Read the `--grid` options; a sweep of repeats alone needs none.
 
     Raises:
         UsageError: one is not `key=value,value`, or they are too many together; all mistakes at once.
@@ -124,9 +124,9 @@ def read_grids(words: Sequence[str]) -> list[Grid]:
             grids.append(grid)
         except UsageError as error:
             mistakes.append(str(error))
-    if not words:
+    if not words and repeats == 1:
         mistakes.append("--grid: none is given; wanted KEY=VALUE,VALUE, such as --grid nodes=1,2,4")
-    if (count := math.prod(len(grid.values) for grid in grids)) > MOST_POINTS:
+    if (count := repeats * math.prod(len(grid.values) for grid in grids)) > MOST_POINTS:
         mistakes.append(f"--grid: together they make {count} runs, at most {MOST_POINTS} are one sweep; give fewer")
     if mistakes:
         raise UsageError("\n".join(mistakes))
@@ -172,13 +172,18 @@ def split_values(text: str) -> list[str]:
     return [value.strip() for value in values]
 
 
-def points_of(grids: Sequence[Grid], base: str) -> list[Point]:
-    """Return the product of the grids, the last one running fastest; `base` begins every name."""
+def points_of(grids: Sequence[Grid], base: str, repeats: int = 1) -> list[Point]:
+    """Return the product of the grids, the last one running fastest; `base` begins every name.
+
+    Repeats are points of their own. All points run once before any runs again, so that what drifts, drifts for all.
+    """
     points: list[Point] = []
     taken: set[str] = set()
-    for index, values in enumerate(itertools.product(*(grid.values for grid in grids))):
+    product = list(itertools.product(*(grid.values for grid in grids)))
+    for index, values in enumerate(product * repeats):
         pairs = [(grid.key, value) for grid, value in zip(grids, values, strict=True)]
-        name = point_name(base, pairs, index, taken)
+        again = [("", f"again-{index // len(product)}")] if index >= len(product) else []
+        name = point_name(base, [*pairs, *again], index, taken)
         taken.add(name)
         points.append(Point(index, tuple(f"{key}={value}" for key, value in pairs), name))
     return points
@@ -186,7 +191,7 @@ def points_of(grids: Sequence[Grid], base: str) -> list[Point]:
 
 def point_name(base: str, pairs: Iterable[tuple[str, str]], index: int, taken: set[str]) -> str:
     """Name a point's run so that a person knows it: vgg11-mode-ddp-nodes-2; with its number where it is cut."""
-    words = [f"{key.rpartition('.')[2]}-{value}" for key, value in pairs]
+    words = [f"{key.rpartition('.')[2]}-{value}" if key else value for key, value in pairs]
     name = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join([base, *words])).strip("-._")
     if len(name) <= LONGEST_NAME and name not in taken:
         return name

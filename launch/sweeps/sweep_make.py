@@ -3,13 +3,17 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.errors import JobFileError, MusterError, UsageError
+from muster.jobs.basics.errors import JobFileError, MusterError, NotFoundError, UsageError
 from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.launch.common import screen
+from muster.launch.look.comparison import compared
+from muster.launch.look.comparison_view import table
+from muster.launch.look.steps import Measured, read_measured
 from muster.launch.records.runstate import read_state
 from muster.launch.submit.prepare import Prepared, prepare
 from muster.launch.submit.request import Request
@@ -55,7 +59,7 @@ def check(request: Request, grids: Sequence[str]) -> None:
         raise UsageError("--on hand: a sweep starts its runs itself; choose another transport")
 
 
-def prepare_points(request: Request, grids: list[Grid], limit: int | None) -> tuple[str, list[Element]]:
+def prepare_points(request: Request, grids: list[Grid], limit: int | None, repeats: int) -> tuple[str, list[Element]]:
     """Prepare every point before anything starts; return also the name of the sweep.
 
     Raises:
@@ -79,7 +83,7 @@ def prepare_points(request: Request, grids: list[Grid], limit: int | None) -> tu
     if limit not in (None, 1) and not is_array(first.route):
         raise UsageError(f"--limit {limit}: is for arrays of Slurm's; here points run one after another")
     name = first.context.job.name
-    prepared = ((point, attempt(point, point.name)) for point in points_of(grids, name))
+    prepared = ((point, attempt(point, point.name)) for point in points_of(grids, name, repeats))
     return name, [Element(point, each) for point, each in prepared if not isinstance(each, MusterError)]
 
 
@@ -124,6 +128,15 @@ def execute(elements: list[Element], folder: Path, *, limit: int | None, keep_go
     return run_here(elements, folder, keep_going=keep_going)
 
 
+def measured_points(record: SweepRecord, runs: Sequence[RunDir]) -> dict[str, list[Measured]]:
+    """Return the steps of every point's runs, repeats together; points without a step are left out."""
+    found: dict[str, list[Measured]] = {}
+    for point, run in zip(record.points, runs, strict=True):
+        with suppress(NotFoundError):
+            found.setdefault(point.label or record.name, []).append(read_measured(run))
+    return found
+
+
 def show(record: SweepRecord, folder: Path, *, as_json: bool) -> int:
     """Print the table of a sweep as it is now; return the exit code of its first point that failed."""
     runs = record.runs(folder)
@@ -135,4 +148,6 @@ def show(record: SweepRecord, folder: Path, *, as_json: bool) -> int:
         rates = (each.rate.words(each.unit) if each and each.rate else (None, None) for each in states)
         shown = ({**row, "words": words} for row, words in zip(rows, rates, strict=True))
         print(screen.table(tuple(COLUMNS), ([of(row) for of in COLUMNS.values()] for row in shown), spare=SPARE))
+        if measured := measured_points(record, runs):
+            print("", table(compared(measured, next(iter(measured)))), sep="\n")
     return exit_code([row["code"] for row in rows])

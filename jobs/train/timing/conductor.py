@@ -20,6 +20,8 @@ import torch
 
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.basics.words import counted
+from muster.jobs.machine import load
+from muster.jobs.machine.free import host_bytes
 from muster.jobs.machine.hardware import cpu_name
 from muster.jobs.measuring.recorded import End
 from muster.jobs.models.anatomy import anatomy
@@ -75,7 +77,7 @@ class Conductor:
             cpu=cpu_name(),
             cores=len(os.sched_getaffinity(0)),
             threads=torch.get_num_threads(),
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            memory_bytes=host_bytes("MemTotal"),
             gpu=told.get("gpu", ""),
         )
         header = Header(
@@ -107,14 +109,24 @@ class Conductor:
                 self._keep(case, [{"memory": why}], Ended("done", time.time()))
                 return
         task = Task(self.settings, case, self.device, allowed)
+        before = load.read()
         heard, ended = listen(lambda tell, page: work.measure(task, tell, page), self.settings.timeout_s)
-        self._keep(case, heard, ended)
+        foreign, _ = load.shares(before, load.read())
+        self._keep(case, heard, ended, foreign)
 
-    def _keep(self, case: Case, heard: Heard, ended: Ended) -> None:
+    def _keep(self, case: Case, heard: Heard, ended: Ended, foreign: float | None = None) -> None:
         """Write a row with its newest launch."""
         rate, earlier = self.rates.get(case.precision), self.rows.get(case)
-        size = own_size(self.own) if case.is_own else size_of(self.settings, case)
-        self.rows[case] = judged(self.settings, case, heard, ended, size=size, matmul_rate=rate, earlier=earlier)
+        self.rows[case] = judged(
+            self.settings,
+            case,
+            heard,
+            ended,
+            size=own_size(self.own) if case.is_own else size_of(self.settings, case),
+            matmul_rate=rate,
+            earlier=earlier,
+            foreign=foreign,
+        )
         self._write(self.rows[case])
 
     def _find_types(self, case: Case) -> None:
@@ -174,12 +186,13 @@ def judged(
     size: Size,
     matmul_rate: float | None = None,
     earlier: Timed | None = None,
+    foreign: float | None = None,
 ) -> Timed:
     """Return the row of a case from its earlier launches, the messages of its process, and how that ended."""
     told = merged(heard)
     seconds = [round(message["step"], DIGITS) for message in heard if "step" in message]
     warm_up, steps = seconds[: settings.warmup], seconds[settings.warmup :]
-    launches = [Launch(warm_up=len(warm_up), steps=len(steps), time=ended.time)]
+    launches = [Launch(warm_up=len(warm_up), steps=len(steps), time=ended.time, foreign=foreign)]
     peaks = [told["peak_bytes"]] if "peak_bytes" in told else []
     if earlier is not None:
         warm_up, steps = earlier.warm_up_s + warm_up, earlier.steps_s + steps

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.collectives_bench.ranks import load
-from muster.collectives_bench.ranks.load import History, Reading
+from muster.collectives_bench.ranks.load import History
+from muster.jobs.machine import load
+from muster.jobs.machine.load import Reading
 
 
 def reading(own_s: float, busy_s: float, all_s: float, steal_s: float = 0.0) -> Reading:

@@ -147,10 +147,10 @@ def test_timings_and_collectives_are_not_taken_for_each_other(tmp_path: Path, ca
     assert capsys.readouterr().out.endswith("# verdict: UNFINISHED\n")
 
 
-def launched(path: Path, slower: float = 1.0, *, launches: int = 5, **asked) -> Path:
+def launched(path: Path, slower: float = 1.0, *, launches: int = 5, foreign: float = 0.0, **asked) -> Path:
     """Write a timing of a row whose launches took 10, 10.1, 10.2, ... ms, times a factor."""
     steps = [0.010 * slower * (1 + place / 100) for place in range(launches)]
-    counts = [{"warm_up": 0, "steps": 1, "time": 10.0 + place} for place in range(launches)]
+    counts = [{"warm_up": 0, "steps": 1, "time": 10.0 + place, "foreign": foreign} for place in range(launches)]
     row = timed(warm_up_s=[], steps_s=steps, launches=counts)
     gone = without_times("memory", "needs 38 GB", pass_name="step")
     return write_lines(path, header(settings(**asked)), row, gone, end())
@@ -168,6 +168,11 @@ def test_timings_are_compared_by_their_launches(tmp_path: Path, capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["rows"][0]["verdict"], found["rows"][0]["model"]) == ("same", "gpt-nano")
     assert found["together"]["model"] is None
+    loaded = launched(tmp_path / "loaded.jsonl", 1.5, foreign=0.5)
+    assert cli.main(["bench", "compare", str(one), str(loaded)]) == 0
+    assert "no verdict  foreign load 0% before, 50% after" in capsys.readouterr().out
+    assert cli.main(["bench", "show", str(loaded)]) == 0
+    assert "# other processes took up to 50% of the cores during a launch\n" in capsys.readouterr().out
     few = [str(launched(tmp_path / f"{name}.jsonl", launches=2)) for name in "de"]
     assert cli.main(["bench", "compare", *few]) == 0
     assert "2 and 2 launches; 3 are the least" in capsys.readouterr().out

@@ -59,6 +59,13 @@ def test_the_last_grid_runs_fastest() -> None:
     assert [point.name for point in points][:2] == ["vgg-mode-allreduce-nodes-1", "vgg-mode-allreduce-nodes-2"]
 
 
+def test_every_point_runs_once_before_any_runs_again() -> None:
+    points = points_of(read_grids(["train.mode=flat,ddp"], 2), "vgg", 2)
+    assert [point.label for point in points] == ["train.mode=flat", "train.mode=ddp"] * 2
+    assert [point.name for point in points][1:] == ["vgg-mode-ddp", "vgg-mode-flat-again-1", "vgg-mode-ddp-again-1"]
+    assert [point.name for point in points_of(read_grids([], 3), "vgg", 3)] == ["vgg", "vgg-again-1", "vgg-again-2"]
+
+
 @pytest.mark.parametrize(
     ("text", "values"),
     [

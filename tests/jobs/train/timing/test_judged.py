@@ -17,8 +17,8 @@ LATE = Ended("silent", 2.0)
 
 
 def row(heard, ended, **changes):
-    asked = settings(warmup=1, steps=2, timeout_s=3.0, **changes)
-    return judged(asked, CASE, heard, ended, size=size_of(asked, CASE), matmul_rate=1e12)
+    asked = settings(warmup=1, steps=2, timeout_s=3.0)
+    return judged(asked, CASE, heard, ended, size=size_of(asked, CASE), matmul_rate=1e12, **changes)
 
 
 def test_warm_up_steps_stand_apart_and_the_others_are_summed_up():
@@ -31,6 +31,20 @@ def test_warm_up_steps_stand_apart_and_the_others_are_summed_up():
     assert found.rate == 16 * 128 / 0.011
     assert found.flops_per_s == found.flops / 0.011
     assert found.matmul_share == found.flops / 0.011 / 1e12
+
+
+def test_a_launch_is_added_to_those_before_it_and_its_failure_is_the_rows():
+    first = row([*BUILT, *STEPS, {"peak_bytes": 77}], DONE)
+    second = row([*BUILT, *STEPS, {"peak_bytes": 70}], Ended("done", 2.0), earlier=first, foreign=0.25)
+    assert (second.warm_up_s, second.steps_s, second.peak_bytes) == ([0.1] * 2, [0.012, 0.010] * 2, 77)
+    assert [(each.warm_up, each.steps, each.time, each.foreign) for each in second.launches] == [
+        (1, 2, 1.0, None),
+        (1, 2, 2.0, 0.25),
+    ]
+    third = row([*BUILT, STEPS[0]], LATE, earlier=second)
+    assert (third.state, third.steps_s, third.launches[-1].steps) == ("timeout", second.steps_s, 0)
+    assert third.reason == "1 of 3 steps were done in 3 s (--timeout)"
+    assert len(third.steps_of_launches) == 2
 
 
 def test_without_warm_up_the_first_step_counts():

@@ -1,0 +1,154 @@
+"""What a training run measured of its steps: one number a step, of all its ranks together. Only reads.
+
+    rank 0   data | forward | backward | wait | optimizer |           |
+    rank 1   data | forward | backward        | wait | optimizer      |      a step's time: that of the slowest rank
+             └────── the mean of the ranks, part by part ──────┘ idle ┘      idle: what is left of the step
+
+A step that several attempts have done counts as the newest did it. Steps without a row of every rank are left out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from muster.jobs.basics.errors import MusterError, NotFoundError
+from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.common.fields import number, real, typed_lines
+from muster.launch.look.memories import read_memories
+
+PARTS: Final = ("data", "computation", "communication", "optimizer", "idle")
+COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # of a rank's row, in seconds
+    "data": ("data_s",),
+    "computation": ("forward_s", "backward_s", "replay_s"),
+    "communication": ("communication_s",),
+    "optimizer": ("optimizer_s",),
+}
+SLOW: Final = 1.2  # times the usual step: a step so slow at the beginning is warm-up
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: times in seconds, `units` (samples or tokens) of all ranks."""
+
+    number: int  # counted from 1
+    epoch: int
+    seconds: float
+    parts: Mapping[str, float]
+    units: float
+    loss: float | None
+    time: float  # unix seconds, at its end
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The steps of one run, without its warm-up."""
+
+    run_id: str
+    mode: str
+    ranks: int
+    batch: int | None  # global; None: the job cannot be read
+    unit: str  # of the rate
+    steps: tuple[Step, ...]
+    skipped: int
+    peak_bytes: int | None  # of the fullest rank
+
+    @property
+    def final_loss(self) -> float | None:
+        """The loss of the last step."""
+        return self.steps[-1].loss
+
+
+def read_measured(run: RunDir, *, skip: int | None = None, skip_epochs: int = 0) -> Measured:
+    """Read a run's steps; `skip` of them and `skip_epochs` epochs are warm-up (None: as `warm_up` finds).
+
+    Raises:
+        NotFoundError: no step is left.
+    """
+    mode, batch = _job(run)
+    found, ranks, unit = _steps(run)
+    counted = [step for step in found if step.epoch > skip_epochs]
+    skip = (0 if skip_epochs else warm_up(counted)) if skip is None else skip
+    steps = tuple(counted[skip:])
+    if not steps:
+        done = f"{len(found)} steps are recorded" if found else "no step is recorded"
+        raise NotFoundError(f"{run.path}: {done}, none is left to compare; skip fewer, or train longer")
+    try:
+        peak = max(each.peak for each in read_memories(run, None)[1])
+    except NotFoundError:
+        peak = None
+    return Measured(run.run_id, mode, ranks, batch, unit, steps, len(found) - len(steps), peak)
+
+
+def warm_up(steps: Sequence[Step]) -> int:
+    """Count the steps at the beginning that are slower than usual: at least one, at most half.
+
+    Usual is the median of the second half; one that takes 1.2 times as long is slower.
+    """
+    if len(steps) < 2:
+        return 0
+    half = len(steps) // 2
+    usual = median(step.seconds for step in steps[half:])
+    slow = next((place for place, step in enumerate(steps[:half]) if step.seconds <= SLOW * usual), half)
+    return max(slow, 1)
+
+
+def _steps(run: RunDir) -> tuple[list[Step], int, str]:
+    """Return all steps in order, the ranks of the newest attempt, and the unit of the rate."""
+    newest: dict[int, Step] = {}
+    ranks, unit = 0, ""
+    for attempt in run.attempt_numbers():
+        by_rank = [_rows(path) for path in sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))]
+        of_all = set.intersection(*map(set, by_rank)) if by_rank else set()
+        for place in sorted(of_all):
+            rows = [rows[place] for rows in by_rank]
+            newest[place] = _step(place, rows)
+            ranks, unit = len(rows), rows[0].get("unit") or ""
+    losses = {
+        row["step"]: row.get("loss") for row in typed_lines(run.metrics) if "step" in row and "evaluation" not in row
+    }
+    ordered = [newest[place] for place in sorted(newest)]
+    return [_with_loss(step, losses.get(step.number)) for step in ordered], ranks, unit
+
+
+def _rows(path: Any) -> dict[int, Mapping[str, Any]]:
+    return {row["step"]: row for row in typed_lines(path) if _is_step(row)}
+
+
+def _is_step(row: Mapping[str, Any]) -> bool:
+    return number(row.get("step"), least=1) is not None and (real(row.get("step_s")) or 0.0) > 0.0
+
+
+def _step(place: int, rows: Sequence[Mapping[str, Any]]) -> Step:
+    seconds = max(row["step_s"] for row in rows)
+    parts = {
+        part: sum(real(row.get(column)) or 0.0 for row in rows for column in columns) / len(rows)
+        for part, columns in COLUMNS.items()
+    }
+    parts["idle"] = max(seconds - sum(parts.values()), 0.0)
+    units = sum((real(row.get("rate")) or 0.0) * row["step_s"] for row in rows)
+    epoch = number(rows[0].get("epoch"), least=1) or 1
+    return Step(place, epoch, seconds, parts, units, None, max(real(row.get("time")) or 0.0 for row in rows))
+
+
+def _with_loss(step: Step, loss: Any) -> Step:
+    return Step(step.number, step.epoch, step.seconds, step.parts, step.units, real(loss), step.time)
+
+
+def _job(run: RunDir) -> tuple[str, int | None]:
+    """Return the mode and the batch size of a run's job, as far as it can be read."""
+    from muster.jobs.spec.expand import split_text
+    from muster.jobs.spec.train import TrainSettings
+    from muster.launch.bench import loads
+
+    try:
+        settings = loads.train_job(str(run.job), ()).settings
+    except MusterError:
+        return "", None
+    assert isinstance(settings, TrainSettings)
+    return split_text(settings), settings.batch_size
+
+
+def losses_of(measured: Measured) -> Iterator[tuple[int, float]]:
+    """Yield the steps that have a loss, each with it."""
+    return ((step.number, step.loss) for step in measured.steps if step.loss is not None)

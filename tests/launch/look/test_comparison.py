@@ -1,0 +1,150 @@
+"""`muster compare`: steps of all ranks, warm-up, rows against a baseline, and the same numbers in every form."""
+
+import csv
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muster.jobs.basics.errors import NotFoundError, UsageError
+from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.cli import main
+from muster.launch.commands.compare import baseline_of
+from muster.launch.look.comparison import compared
+from muster.launch.look.steps import PARTS, read_measured
+
+JOB = "nodes: 1\nranks_per_node: {ranks}\ntrain: {{model: gpt-nano, data: synthetic, mode: {mode}, batch_size: 16}}\n"
+
+
+def row(step: int, rank: int, seconds: float, **more: Any) -> dict[str, Any]:
+    """A rank's row: half of the step computes, a quarter waits, a tenth is the optimizer's."""
+    parts = {"forward_s": 0.2, "backward_s": 0.3, "communication_s": 0.25, "optimizer_s": 0.1, "data_s": 0.0}
+    times = {name: share * seconds for name, share in parts.items()}
+    rate = {"rate": 8 * 64 / seconds, "unit": "tokens/s", "samples": 8}
+    return {"step": step, "epoch": 1 + (step - 1) // 10, "rank": rank, "step_s": seconds, **times, **rate, **more}
+
+
+def make_run(
+    root: Path,
+    name: str,
+    seconds: float = 0.1,
+    *,
+    ranks: int = 2,
+    mode: str = "ddp",
+    steps: int = 30,
+    began: float = 0.0,
+) -> RunDir:
+    """Write the folder of a run whose first two steps are slow, and whose last rank is the slowest."""
+    run = RunDir(root / f"{name}-20260101T000000.{int(began):03d}Z-abcdef")
+    folder = run.attempt(0).path
+    folder.mkdir(parents=True)
+    run.path.chmod(0o700)
+    run.job.write_text(JOB.format(ranks=ranks, mode=mode))
+    (run.path / "events.jsonl").write_text("")
+    draw = random.Random(name)
+    of_steps = [seconds * draw.uniform(0.98, 1.02) * (5 if step <= 2 else 1) for step in range(1, steps + 1)]
+    for rank in range(ranks):
+        rows = [
+            row(step, rank, each * (1 if rank == ranks - 1 else 0.9), time=1e9 + began + step)
+            for step, each in enumerate(of_steps, 1)
+        ]
+        run.attempt(0).metrics(rank).write_text("".join(json.dumps(each) + "\n" for each in rows))
+    losses = [{"step": step, "loss": 5.0 - step / 100, "attempt": 0} for step in range(1, steps + 1)]
+    run.metrics.write_text("".join(json.dumps(each) + "\n" for each in losses))
+    return run
+
+
+def test_a_step_is_that_of_the_slowest_rank_and_its_parts_add_up(tmp_path: Path) -> None:
+    found = read_measured(make_run(tmp_path, "one"))
+    assert (found.mode, found.ranks, found.batch, found.unit, found.skipped) == ("ddp", 2, 16, "tokens/s", 2)
+    assert found.steps[0].number == 3
+    for step in found.steps:
+        assert sum(step.parts.values()) == pytest.approx(step.seconds)
+        assert step.parts["computation"] == pytest.approx(0.95 * 0.5 * step.seconds)  # the mean of both ranks
+        assert step.units == pytest.approx(16 * 64)
+
+
+def test_warm_up_is_found_or_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "one")
+    assert [len(read_measured(run, skip=skip).steps) for skip in (0, 5)] == [30, 25]
+    assert read_measured(run, skip_epochs=1).steps[0].number == 11
+    with pytest.raises(NotFoundError, match="30 steps are recorded, none is left to compare; skip fewer"):
+        read_measured(run, skip=30)
+
+
+def test_the_newest_attempt_counts_and_torn_rows_do_not(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "one")
+    again = run.attempt(1).path
+    again.mkdir()
+    run.attempt(1).metrics(0).write_text(
+        json.dumps(row(30, 0, 9.0)) + '\n{"step": 31, "step_s": "x"}\n{"step": 32, "st'
+    )
+    found = read_measured(run)
+    assert (found.steps[-1].number, found.steps[-1].seconds, found.ranks) == (30, 9.0, 1)
+
+
+def groups(root: Path, times: dict[str, float], runs: int) -> dict[str, Any]:
+    """Runs of each label, in turns."""
+    found: dict[str, Any] = {label: [] for label in times}
+    for turn in range(runs):
+        for place, (label, seconds) in enumerate(times.items()):
+            run = make_run(root, f"{label}-{turn}", seconds, began=100.0 * (turn * len(times) + place))
+            found[label].append(read_measured(run))
+    return found
+
+
+def test_a_slower_row_is_told_from_an_equal_one(tmp_path: Path) -> None:
+    rows = {each.label: each for each in compared(groups(tmp_path, {"a": 0.1, "b": 0.1, "c": 0.12}, 6), "a")}
+    assert [rows[label].verdict for label in "abc"] == ["baseline", "same", "slower"]
+    assert rows["c"].speedup == pytest.approx(1 / 1.2, rel=0.01)
+    assert rows["b"].loss_difference == 0.0
+    assert rows["a"].low_s <= rows["a"].median_s <= rows["a"].high_s
+
+
+def test_single_runs_have_numbers_and_no_verdict(tmp_path: Path) -> None:
+    _, row = compared(groups(tmp_path, {"a": 0.1, "b": 0.2}, 1), "a")
+    assert (row.verdict, row.speedup) == ("no verdict", pytest.approx(0.5, rel=0.02))
+    assert row.why == "1 run against 1, 3 of each are the least; sweep --repeat 5 makes more"
+
+
+def test_efficiency_is_the_speed_up_by_the_ranks(tmp_path: Path) -> None:
+    one, four = (read_measured(make_run(tmp_path, f"r{ranks}", ranks=ranks)) for ranks in (1, 4))
+    _, row = compared({"1": [one], "4": [four]}, "1")
+    assert row.speedup == pytest.approx(4.0, rel=0.02)
+    assert row.efficiency == pytest.approx(1.0, rel=0.02)
+
+
+def test_all_forms_have_the_same_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path, "one", 0.1), make_run(tmp_path, "two", 0.2, mode="flat")]
+    words = ["compare", "--runs", str(tmp_path), f"{runs[0].run_id}=first", runs[1].run_id]
+
+    def said(*more: str) -> str:
+        assert main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    rows = json.loads(said("--json"))["rows"]
+    assert [each["label"] for each in rows] == ["first", runs[1].run_id]
+    for line, record in zip(csv.DictReader(io.StringIO(said("--csv"))), rows, strict=True):
+        assert float(line["median_s"]) == record["median_s"]
+        assert [float(line[f"{part}_s"]) for part in PARTS] == [record["parts_s"][part] for part in PARTS]
+    table, markdown = said(), said("--markdown")
+    for record in rows:
+        for text in (f"{1e3 * record['median_s']:.2f}", f"{record['speedup']:.2f}"):
+            assert text in table
+            assert text in markdown
+    assert "warm-up left out, in steps: first 2" in table
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [("nope", "fits no row"), ("mode", "fits 2 rows"), (None, ""), ("mode=a", "")]
+)
+def test_the_baseline_is_one_row(asked: str | None, said: str) -> None:
+    labels = ["mode=a", "mode=ab"]
+    if not said:
+        assert baseline_of(labels, asked) == "mode=a"
+        return
+    with pytest.raises(UsageError, match=f"--baseline {asked}: {said}; the rows are mode=a, mode=ab"):
+        baseline_of(labels, asked)
