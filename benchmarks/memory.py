@@ -133,12 +133,12 @@ def train(shape: VggShape | GptShape, mode: str) -> tuple[dict[str, int], Any]:
     """Train some steps; return the bytes of storages by kind, and what holds them."""
     from muster.jobs.train.memory.held import bytes_by_kind, tensors_of
     from muster.jobs.train.models.gpt import build_gpt
-    from muster.jobs.train.models.units import units_of
+    from muster.jobs.train.models.units import own_units
     from muster.jobs.train.models.vgg import build_vgg
     from muster.zero import ShardedDataParallel
 
     module = build_vgg(shape, 0) if isinstance(shape, VggShape) else build_gpt(shape, 0)
-    model = ShardedDataParallel(module, stage=WAYS[mode].zero, units=units_of(module))  # type: ignore[arg-type]
+    model = ShardedDataParallel(module, stage=WAYS[mode].zero, units=own_units(module))  # type: ignore[arg-type]
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-4, fused=True)
     for _ in range(ZERO_STEPS):
         if isinstance(shape, VggShape):

@@ -119,11 +119,11 @@ def build_engine(
     world: World,
     clock: Clock,
     numerics: Numerics,
-    sample: Sequence[int],
+    sample: Sequence[int] = (),
 ) -> Engine:
     """Split a model by the job's mode and build its optimizer: a collective.
 
-    `numerics` has placed the model; `sample` is the shape of one input.
+    `numerics` has placed the model; `sample` is the shape of one input, by which a pipeline is cut.
     """
     if settings.cuda_graph:
         require_cuda(world.device)

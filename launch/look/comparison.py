@@ -134,4 +134,4 @@ def _timed(runs: Sequence[Measured]) -> _Timed:
 
 
 def _launch(run: Measured) -> Launch:
-    return launch_of([step.seconds * MICRO for step in run.steps], run.steps[-1].time)
+    return launch_of([step.seconds * MICRO for step in run.steps], run.steps[-1].time, None)

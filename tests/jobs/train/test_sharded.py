@@ -14,7 +14,7 @@ from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.models.gpt import build_gpt
-from muster.jobs.train.models.units import of_one_dtype, units_of
+from muster.jobs.train.models.units import of_one_dtype, own_units
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.parallel.state import Forms, ModelState
@@ -104,7 +104,7 @@ def models() -> list[tuple[torch.nn.Module, VggShape | GptShape]]:
 def test_units_are_those_of_the_cost_model_and_each_runs_in_turn():
     for model, shape in models():
         names = {id(each): name for name, each in model.named_parameters()}
-        found = [[names[id(each)] for module in unit for each in module.parameters()] for unit in units_of(model)]
+        found = [[names[id(each)] for module in unit for each in module.parameters()] for unit in own_units(model)]
         wanted = [[tensor.name for part in unit for tensor in part.tensors] for unit in anatomy(shape).units()]
         assert found == (wanted[1:] if isinstance(shape, GptShape) else wanted), "around the blocks is the root unit"
 
