@@ -1,4 +1,8 @@
-"""What the ranks of a run have said of their memory, beside what the formulas say. Only reads."""
+"""What the ranks of a run have said of their memory, beside what the formulas say.
+
+It only reads, with one exception: a model that a user's file makes is built to be counted. That file is run only if the
+run is the user's own and the file has not changed since.
+"""
 
 import hashlib
 import os

@@ -142,6 +142,7 @@ def hold(world: World, cases: dict) -> list[tuple[dict[str, int], int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_what_ranks_hold_of_a_made_model_is_what_the_formulas_say(on_ranks, monkeypatch):
     monkeypatch.chdir(OWN)
