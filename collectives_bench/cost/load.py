@@ -114,11 +114,12 @@ class Load:
 
     @property
     def buffer_bytes(self) -> int:
-        """What batch norms record."""
+        """What batch norms record, and a made model's buffers."""
+        own = sum(part.buffer_bytes for part in self.model.parts)
         norms = sum(1 for part in self.model.parts if part.name.startswith("norm") and self.model.buffers)
-        return self.model.buffers * max(LEAST_STATISTICS, self.recipe.parameter) + norms * COUNTER_BYTES
+        return self.model.buffers * max(LEAST_STATISTICS, self.recipe.parameter) + norms * COUNTER_BYTES + own
 
     @property
     def gradient_sizes(self) -> list[int]:
         """Bytes of every gradient."""
-        return [tensor.elements * self.recipe.gradient for tensor in self.model.tensors]
+        return [tensor.elements * self.recipe.gradient for tensor in self.model.tensors if tensor.trained]

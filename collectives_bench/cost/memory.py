@@ -62,10 +62,14 @@ class Memory:
         return self.states + self.buffers + max(self.communication + self.activations + self.adding, self.stepping)
 
 
-def states(elements: float, recipe: Recipe, *, zero: int = 0, ranks: int = 1) -> Memory:
-    """Return the model states of a rank: P (p + g + o), of which ZeRO's stage says what is divided by the ranks."""
-    optimizer = elements * recipe.optimizer / (ranks if zero >= 1 else 1)
-    gradients = elements * recipe.gradient / (ranks if zero >= 2 else 1)
+def states(elements: float, recipe: Recipe, *, zero: int = 0, ranks: int = 1, trained: float | None = None) -> Memory:
+    """Return the model states of a rank: P (p + g + o), of which ZeRO's stage says what is divided by the ranks.
+
+    `trained` elements have a gradient and an optimizer's states; None: all.
+    """
+    learning = elements if trained is None else trained
+    optimizer = learning * recipe.optimizer / (ranks if zero >= 1 else 1)
+    gradients = learning * recipe.gradient / (ranks if zero >= 2 else 1)
     return Memory(elements * recipe.parameter / (ranks if zero >= 3 else 1), gradients, optimizer)
 
 
@@ -90,17 +94,18 @@ def memories_of(way: Way, load: Load) -> list[Memory] | None:
 
 def _replica(way: Way, load: Load) -> Memory:
     ranks = 1 if way.family == "single" else load.ranks
-    held = states(load.model.elements, load.recipe, zero=way.zero, ranks=ranks)
-    stored, again = _kept(load, load.model.parts)
+    model = load.model
+    held = states(model.elements, load.recipe, zero=way.zero, ranks=ranks, trained=model.trained)
+    stored, again = _kept(load, model.parts)
     return Memory(
         0.0 if way.name == "zero3" and load.recipe.master else held.parameters,
         held.gradients,
         held.optimizer,
         buffers=load.buffer_bytes,
         communication=passing(way.name, load) if ranks > 1 else 0.0,
-        activations=load.at_once(ranks) * (stored + again + _working(load.model.parts, load.itemsize)),
+        activations=load.at_once(ranks) * (stored + again + _working(model.parts, load.itemsize)),
         adding=_adding(load, way.zero),
-        stepping=_stepping(load, load.model.elements / (ranks if way.zero else 1)),
+        stepping=_stepping(load, model.trained / (ranks if way.zero else 1)),
     )
 
 
@@ -148,7 +153,8 @@ def _slice(way: Way, load: Load, split: Split, number: int, stage: Stage) -> Mem
     micro = -(-samples // count)
     held = way.schedule.held(number, split.pipe, count, way.schedule.chunks) if way.schedule else 1.0
     own = replace(held_by(load, stage, split), accumulation=count, accumulate="local")
-    kept = states(own.model.elements, load.recipe, zero=split.zero, ranks=split.data)
+    model = own.model
+    kept = states(model.elements, load.recipe, zero=split.zero, ranks=split.data, trained=model.trained)
     stored, again = _kept_by_stage(load, stage, split) if way.schedule else _kept(load, stage.parts, split)
     averaged = f"zero{split.zero}" if split.zero else split.sync
     messages = micro * load.itemsize * message_elements(load, stage, split) + micro * _sums(load, split)
@@ -158,7 +164,7 @@ def _slice(way: Way, load: Load, split: Split, number: int, stage: Stage) -> Mem
         communication=messages + (passing(averaged, own) if split.data > 1 else 0.0),
         activations=micro * (held * stored + again + _working(stage.parts, load.itemsize, split)),
         adding=_adding(own, split.zero),
-        stepping=_stepping(load, own.model.elements / (split.data if split.zero else 1)),
+        stepping=_stepping(load, model.trained / (split.data if split.zero else 1)),
     )
 
 

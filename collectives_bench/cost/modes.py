@@ -22,6 +22,7 @@ from typing import Final, Literal
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.models.anatomy import Anatomy, Part
+from muster.jobs.models.counted import CountedPart
 from muster.jobs.spec.modes import MODES
 
 Family = Literal["single", "data", "pipe", "tensor"]
@@ -158,6 +159,8 @@ def cut(model: Anatomy, schedule: Schedule, stages: int, names: Sequence[Sequenc
 
 def _counts_its_input(model: Anatomy, part: Part) -> bool:
     """True where what a part keeps has its input in it: of a GPT's layers all, of a VGG's the norms (`anatomy.py`)."""
+    if isinstance(part, CountedPart):
+        return part.keeps_input
     return bool(model.width) or part.name.startswith("norm")
 
 

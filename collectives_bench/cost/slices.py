@@ -12,6 +12,7 @@ from typing import Final
 from muster.collectives_bench.cost.load import Load, Split
 from muster.collectives_bench.cost.modes import Schedule, Stage, cut
 from muster.jobs.models.anatomy import Part, TensorShape
+from muster.jobs.models.counted import CountedAnatomy, CountedPart, CountedTensor
 
 GOING: Final = 1  # messages of a boundary on their way, as `pipe/wires/channels.py` lets them be
 AHEAD: Final = 1  # and receives posted ahead
@@ -23,7 +24,7 @@ KEEPS_ALL: Final = (*WHOLE, "query", "up")  # they keep a norm's input or output
 
 def stages_of(load: Load, split: Split, schedule: Schedule | None) -> list[Stage] | None:
     """Return what each rank of a pipeline has of a model, all where there is none; None where it cannot be cut."""
-    if split.tensor > 1 and not load.model.width:
+    if split.tensor > 1 and not (load.model.width or isinstance(load.model, CountedAnatomy)):
         return None
     if schedule is None:
         return [Stage(load.model.parts, (load.model.parts[-1].outputs,))]
@@ -39,11 +40,15 @@ def held_by(load: Load, stage: Stage, split: Split) -> Load:
 
 def kept_share(part: Part, split: Split, *, sequence: bool) -> float:
     """Return how much of what a part keeps for the backward one rank has."""
+    if isinstance(part, CountedPart):
+        return 1.0 / split.tensor if part.splits_kept or sequence else 1.0
     return 1.0 if _is(part, KEEPS_ALL) and not sequence else 1.0 / split.tensor
 
 
 def handed_share(part: Part, split: Split) -> float:
     """Return how much of what a part makes one rank has."""
+    if isinstance(part, CountedPart):
+        return 1.0 / split.tensor if part.splits_outputs else 1.0
     return 1.0 if _is(part, HANDS_ON_ALL) else 1.0 / split.tensor
 
 
@@ -63,7 +68,14 @@ def passed_share(load: Load, split: Split) -> float:
 
 
 def _copies(load: Load, stage: Stage) -> Sequence[Part]:
-    """List the head's copy of the embedding, where the head is tied and the embedding is another rank's."""
+    """List the head's copy of the embedding, where the head is tied and the embedding is another rank's.
+
+    Of a made model: every parameter that the stage uses and another rank has.
+    """
+    if isinstance(load.model, CountedAnatomy):
+        own = {tensor.name for part in stage.parts for tensor in part.tensors}
+        shared = {each.name: (part, each) for part in stage.parts for each in _shared(part) if each.name not in own}
+        return [replace(part, tensors=(each,), buffer_bytes=0) for part, each in shared.values()]
     here = {part.name for part in stage.parts}
     if "head" not in here or "embed" in here or not load.model.width:
         return ()
@@ -71,14 +83,20 @@ def _copies(load: Load, stage: Stage) -> Sequence[Part]:
     return () if head.tensors else (Part("head", "head", load.model.tensors[:1]),)
 
 
+def _shared(part: Part) -> tuple[CountedTensor, ...]:
+    return part.shared if isinstance(part, CountedPart) else ()
+
+
 def _share(part: Part, ranks: int) -> Part:
-    if ranks == 1 or _is(part, WHOLE):
+    if ranks == 1 or (_is(part, WHOLE) and not isinstance(part, CountedPart)):
         return part
     return replace(part, tensors=tuple(_cut(part, tensor, ranks) for tensor in part.tensors))
 
 
 def _cut(part: Part, tensor: TensorShape, ranks: int) -> TensorShape:
     """Return a rank's part of a tensor; of which of its sides does not matter here."""
+    if isinstance(tensor, CountedTensor):
+        return tensor.share(ranks)
     whole = tensor.name.endswith("position.weight") or (len(tensor.shape) == 1 and not _is(part, BY_OUTPUTS))
     first, *others = tensor.shape
     return tensor if whole else TensorShape(tensor.name, (-(-first // ranks), *others))

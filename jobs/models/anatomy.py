@@ -27,6 +27,7 @@ class TensorShape:
 
     name: str
     shape: tuple[int, ...]
+    trained: bool = True  # False: frozen, without gradient and optimizer state
 
     @property
     def elements(self) -> int:
@@ -44,7 +45,8 @@ class Part:
     flops: int = 0  # forward
     outputs: int = 0  # elements that it hands on
     saved: int = 0  # elements kept for the backward that no part before it keeps
-    saved_bytes: int = 0  # what is kept besides in another type: indices
+    saved_bytes: float = 0  # what is kept besides in another type: indices; NaN: unknown
+    buffer_bytes: int = 0  # of a made model; of others the anatomy counts elements
     gives_input_gradient: bool = True
     repeats: int = 1  # how often a parameter's element is used: work of the backward
 
@@ -84,6 +86,11 @@ class Anatomy:
         return sum(tensor.elements for tensor in self.tensors)
 
     @property
+    def trained(self) -> int:
+        """How many of them learn."""
+        return sum(tensor.elements for tensor in self.tensors if tensor.trained)
+
+    @property
     def flops(self) -> int:
         """Work of one sample's forward."""
         return sum(part.flops for part in self.parts)
@@ -116,7 +123,7 @@ class Anatomy:
         units = self.units()[1:] if self.blocks else self.units()[:-1]
         return [Again(unit, inputs.get(unit[0].name, first)) for unit in units]
 
-    def saved_bytes(self, itemsize: int) -> int:
+    def saved_bytes(self, itemsize: int) -> float:
         """Return what one sample keeps until its backward."""
         return saved_bytes(self.parts, itemsize)
 
@@ -135,7 +142,7 @@ class Anatomy:
         return order
 
 
-def saved_bytes(parts: Iterable[Part], itemsize: int) -> int:
+def saved_bytes(parts: Iterable[Part], itemsize: int) -> float:
     """Return what parts keep of one sample until its backward."""
     return sum(part.saved * itemsize + part.saved_bytes for part in parts)
 

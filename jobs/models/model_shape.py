@@ -19,7 +19,8 @@ def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptS
     """
     if settings.make is not None:
         raise RefusedError(
-            f"train.model: {settings.make} is known to the ranks that build it; this needs a model of Muster's own"
+            f"train.model.make: the work of {settings.make} is not known before its ranks run it; only Muster's own "
+            "models can be predicted; muster memory counts what it holds"
         )
     wanted = settings.vocabulary or vocabulary
     if wanted < vocabulary:

@@ -88,14 +88,15 @@ class Timed(Strict):
     reason: str = ""
     parameters: int
     batch: int
-    context: int | None  # tokens of a sample; None: images
+    context: int | None  # tokens of a sample; None: images, or other samples
+    is_own: bool = False  # the model of a train: section
     build_s: float | None = None  # the model, on its device; of the last launch
     warm_up_s: list[Seconds] = Field(default_factory=list)  # each step before those that count, launch by launch
     steps_s: list[Seconds] = Field(default_factory=list)
     launches: list[Launch] = Field(default_factory=list)  # none: one launch, by a Muster that knew no others
     summary: Summary | None = None
     rate: float | None = None  # tokens, or images, a second
-    flops: int  # of a step
+    flops: int  # of a step; 0: unknown
     flops_per_s: float | None = None
     matmul_share: float | None = None  # of the rate of a matrix product in the same numbers
     peak_bytes: int | None = None  # CUDA: the most that was allocated; CPU: by how much the process grew
@@ -110,7 +111,7 @@ class Timed(Strict):
     @property
     def case(self) -> Case:
         """What was asked for."""
-        return Case(self.model, self.pass_name, self.precision)
+        return Case(self.model, self.pass_name, self.precision, self.is_own)
 
     @property
     def steps_of_launches(self) -> list[tuple[list[float], Launch]]:
@@ -127,7 +128,7 @@ class Timed(Strict):
     @property
     def unit(self) -> str:
         """What `rate` counts."""
-        return "images" if self.context is None else "tokens"
+        return "tokens" if self.context is not None else "samples" if self.is_own else "images"
 
 
 class LayerTypes(Strict):

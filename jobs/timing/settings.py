@@ -18,6 +18,7 @@ ALL: Final = "all"
 NAMES: Final = (*VGG_SHAPES, *GPT_SHAPES)
 CLASSES: Final = 10
 OF_GPTS: Final = ("context", "vocabulary", "norm", "bias", "tied")
+OF_TRAIN: Final = ("model", "data", "loss", "optimizer", "augment")  # what is timed of a train: section
 
 Pass = Literal["forward", "backward", "step"]
 
@@ -34,6 +35,7 @@ class Case:
     model: str
     pass_name: Pass
     precision: Precision
+    is_own: bool = False  # of the section `train`
 
     @property
     def is_image(self) -> bool:
@@ -44,7 +46,12 @@ class Case:
 class TimingSettings(Strict):
     """Which models, how far each step goes, in which numbers, and how many steps."""
 
-    model: list[str] = Field(min_length=1, description="names, or all", json_schema_extra=_models)
+    model: list[str] = Field([], description="names, or all", json_schema_extra=_models)
+    train: dict[str, Any] | None = Field(
+        None,
+        description="a train: section, such as one whose model is made by a user's function: the model is timed on its "
+        "own data, with its loss and its optimizer; other keys of it are not read",
+    )
     passes: list[Pass] = Field(
         ["forward", "backward", "step"],
         min_length=1,
@@ -83,8 +90,19 @@ class TimingSettings(Strict):
                 raise ValueError(unknown("model", name, (ALL, *NAMES)))
         return names
 
+    @field_validator("train")
+    @classmethod
+    def _trains(cls, section: dict[str, Any] | None) -> dict[str, Any] | None:
+        if section is not None:
+            _own_training(section, {})
+        return section
+
     @model_validator(mode="after")
     def _fit_the_models(self) -> Self:
+        if not self.model and self.train is None:
+            raise ValueError("no model is named; add model: with names, or train: with a section")
+        if self.dtypes and self.train is not None:
+            raise ValueError("dtypes is of models that ship with Muster; remove dtypes or train")
         fields = type(self).model_fields
         foreign = [name for name in OF_GPTS if getattr(self, name) != fields[name].default]
         if foreign and all(name in VGG_SHAPES for name in self.models()):
@@ -100,31 +118,46 @@ class TimingSettings(Strict):
         """List the rows in the order in which they are measured."""
         passes: list[Pass] = ["step"] if self.dtypes else list(dict.fromkeys(self.passes))  # types are of a whole step
         precisions = dict.fromkeys(self.precision)
-        return [Case(model, each, how) for model in self.models() for how in precisions for each in passes]
+        rows = [(name, False) for name in self.models()] + [(name, True) for name in [self.own_name] if name]
+        return [Case(name, each, how, is_own) for name, is_own in rows for how in precisions for each in passes]
+
+    @property
+    def own_name(self) -> str:
+        """What rows call the model of `train`; empty: there is none."""
+        if self.train is None:
+            return ""
+        model = _own_training(self.train, {}).model
+        return model.make or f"train:{model.title}"
+
+    @property
+    def makes(self) -> dict[str, str]:
+        """The keys that name code of the user's, with what they name."""
+        return {} if self.train is None else _own_training(self.train, {}).makes
 
     def training(self, case: Case) -> TrainSettings:
         """Spell a row as the training that it stands for: what is timed is what a `train:` job would run."""
+        timed = {
+            "batch_size": self.batch,
+            "steps": self.steps,
+            "precision": case.precision,
+            "compile": self.compile,
+            "activation_checkpointing": self.activation_checkpointing,
+            "device": self.device,
+            "seed": self.seed,
+        }
+        if case.is_own:
+            assert self.train is not None
+            return _own_training(self.train, timed)
         model: dict[str, Any] = {"name": case.model}
         if not case.is_image:
             model |= {name: getattr(self, name) for name in OF_GPTS}
+        optimizer = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
         return TrainSettings.model_validate(
-            {
-                "model": model,
-                "data": "synthetic",
-                "mode": "single",
-                "batch_size": self.batch,
-                "steps": self.steps,
-                "precision": case.precision,
-                "compile": self.compile,
-                "activation_checkpointing": self.activation_checkpointing,
-                "device": self.device,
-                "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1},
-                "seed": self.seed,
-            }
+            {"model": model, "data": "synthetic", "mode": "single", "optimizer": optimizer, **timed}
         )
 
     def shape(self, case: Case) -> VggShape | GptShape:
-        """Return the shape of a row's model."""
+        """Return the shape of a row's model, which is no one of `train`."""
         return resolve_shape(self.training(case).model, CLASSES if case.is_image else self.vocabulary)
 
     def check_world(self, world_size: int) -> None:
@@ -138,3 +171,14 @@ class TimingSettings(Strict):
                 f"timing: times models alone, on one rank, this job has {world_size}; set nodes: 1 and "
                 "ranks_per_node: 1, or train: with several"
             )
+
+
+def _own_training(section: dict[str, Any], timed: dict[str, Any]) -> TrainSettings:
+    """Return the training on one rank that a `train:` section stands for, as it is timed.
+
+    Raises:
+        ValueError: the section is wrong.
+    """
+    return TrainSettings.model_validate(
+        {key: section[key] for key in OF_TRAIN if key in section} | {"mode": "single", **timed}
+    )

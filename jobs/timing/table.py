@@ -97,7 +97,10 @@ def _asked(settings: TimingSettings) -> list[str]:
 
 def table(rows: Sequence[ModelRow]) -> list[str]:
     """Return names, units and one line for each row."""
-    return [*headings((*LABELS, *NUMBERS), "warm-up", "(ms)"), *map(_line, rows)]
+    (name, unit, width, value), *others = LABELS
+    longest = max((len(row.timed.model) for row in rows), default=0)
+    labels = ((name, unit, max(width, longest + 1), value), *others)
+    return [*headings((*labels, *NUMBERS), "warm-up", "(ms)"), *(_line(labels, row) for row in rows)]
 
 
 def row_text(row: Timed) -> str:
@@ -139,8 +142,8 @@ def milliseconds(seconds: float | None) -> str:
     return number(seconds, 1e3)
 
 
-def _line(measured: ModelRow) -> str:
-    row, start = measured.timed, cells(LABELS, measured)
+def _line(labels: Sequence[Column], measured: ModelRow) -> str:
+    row, start = measured.timed, cells(labels, measured)
     reason = f"{STATE_WORDS[row.state]}: {row.reason}" if row.state != "ok" else ""
     if row.summary is None:
         return f"{start}  {reason}"

@@ -11,6 +11,7 @@ OTHER: Final = "other"
 _TABLE: Final = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
+        ("python", r"\.py\(\d+\)"),  # whatever a user's file is called
         (COMMUNICATION, r"^c10d::|^(gloo|nccl|mpi|ucc):|^nccl|^communication$"),
         ("attention", r"scaled_dot_product|flash|efficient_attention|fmha|attention"),
         ("convolution", r"(?i)conv(?!ert)|implicit|[fdw]grad(?!.*gemm)|winograd|im2col|wgrad"),
@@ -23,11 +24,11 @@ _TABLE: Final = tuple(
         ("memory", r"^Mem(cpy|set)|aten::((copy_|_to_copy|to|clone|fill_|zero_|cat|contiguous|stack)$|empty|resize_)"),
         ("compiled", r"CompiledFxGraph|CompiledFunction|^Torch-Compiled|^triton_"),
         ("launch", r"^cuda[A-Z]|^cu[A-Z]"),
-        ("python", r"\.py\(\d+\)|^<built-in|^<string>|^nn\.Module"),
+        ("python", r"^<built-in|^<string>|^nn\.Module"),
         ("autograd", r"autograd::|Backward\d*$"),
     )
 )
-KINDS: Final = (*(kind for kind, _ in _TABLE), OTHER)
+KINDS: Final = (*dict.fromkeys(kind for kind, _ in _TABLE), OTHER)
 TELLING: Final = frozenset({MATMUL, "convolution", "attention", COMMUNICATION, "optimizer"})
 
 # How NCCL's kernels are named; Holistic Trace Analysis goes by the same pattern.

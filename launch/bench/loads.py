@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -9,8 +10,11 @@ from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.launch.bench.source import quantity
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.cost.load import Load
+    from muster.collectives_bench.cost.load import Load, Recipe
+    from muster.jobs.models.anatomy import Anatomy
     from muster.jobs.spec.job import Job
+    from muster.jobs.spec.train import TrainSettings
+    from muster.launch.bench.counting import OwnCode
 
 MICROBATCHES: Final = 8  # of a pipeline, where the job says nothing
 UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -44,12 +48,17 @@ def ranks_of(job: "Job", path: str, option: str) -> int:
     return job.nodes * job.ranks_per_node
 
 
-def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = None) -> "Load":
-    """Return what a rank holds and computes of a job; `microbatches` of pipelines, by default the job's."""
-    from muster.collectives_bench.cost.load import SIZES, Load, Recipe
-    from muster.jobs.models.anatomy import anatomy
-    from muster.jobs.models.model_shape import resolve_shape
-    from muster.jobs.models.shapes import GptShape, VggShape
+def load_of(
+    job: "Job", *, ranks: int, backend: str, microbatches: int | None = None, own: "OwnCode | None" = None
+) -> "Load":
+    """Return what a rank holds and computes of a job; `microbatches` of pipelines, by default the job's.
+
+    `own` is what the user's code makes, counted by `counting.py`.
+
+    Raises:
+        RefusedError: the job makes its model, and that has not been counted.
+    """
+    from muster.collectives_bench.cost.load import SIZES, Load
     from muster.jobs.spec.expand import FILL
     from muster.jobs.spec.train import TrainSettings
 
@@ -60,12 +69,10 @@ def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = 
         microbatches = of_split or settings.microbatches or (FILL * ranks if settings.is_pipeline else MICROBATCHES)
     if microbatches < 1:
         raise UsageError(f"--microbatches {microbatches}: must be 1 or more")
-    vocabulary = VggShape.classes if settings.model.is_vgg else GptShape.vocabulary
-    optimizer, sent_as, bucket_mb = settings.optimizer, settings.communication_dtype, settings.bucket_size_mb
-    model = anatomy(resolve_shape(settings.model, settings.model.vocabulary or vocabulary))
+    sent_as, bucket_mb = settings.communication_dtype, settings.bucket_size_mb
     return Load(
-        model=model,
-        recipe=Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, precision=settings.precision),
+        model=_anatomy(settings, own),
+        recipe=_recipe(settings, own),
         ranks=ranks,
         batch=settings.batch_size,
         microbatches=min(microbatches, settings.batch_size),  # a sample at least
@@ -80,6 +87,28 @@ def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = 
         recompute=settings.activation_checkpointing,
         sequence=settings.sequence_parallel,
     )
+
+
+def _anatomy(settings: "TrainSettings", own: "OwnCode | None") -> "Anatomy":
+    from muster.jobs.models.anatomy import anatomy
+    from muster.jobs.models.model_shape import resolve_shape
+    from muster.jobs.models.shapes import GptShape, VggShape
+
+    if own is not None and own.model is not None:
+        return own.model.model
+    vocabulary = VggShape.classes if settings.model.is_vgg else GptShape.vocabulary
+    return anatomy(resolve_shape(settings.model, settings.model.vocabulary or vocabulary))
+
+
+def _recipe(settings: "TrainSettings", own: "OwnCode | None") -> "Recipe":
+    from muster.collectives_bench.cost.load import Recipe
+
+    optimizer = settings.optimizer
+    recipe = Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, precision=settings.precision)
+    if own is None or own.state_bytes is None:
+        return recipe
+    wider = 2 if settings.precision == "fp64" else 1  # counted in float32
+    return replace(recipe, optimizer=own.state_bytes * wider + recipe.master)
 
 
 def memory_limit(text: str | None) -> float | None:

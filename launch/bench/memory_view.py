@@ -1,17 +1,19 @@
 """`muster memory JOB.yaml`: what the fullest rank of a job would hold in every mode, as records and as a table."""
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.words import counted
-from muster.launch.bench import loads
+from muster.launch.bench import counting, loads
 from muster.launch.bench.wanted import Wanted
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.load import Load
     from muster.collectives_bench.cost.modes import Way
+    from muster.jobs.models.counted import Counted
     from muster.jobs.spec.train import TrainSettings
 
 COLUMNS: Final = (
@@ -50,23 +52,31 @@ def predict(asked: Wanted) -> dict[str, Any]:
         raise UsageError(f"--world {asked.world}: must be 1 or more")
     ranks = asked.world or loads.ranks_of(job, asked.job, "--world N")
     backend = asked.backend or ("nccl" if settings.device == "cuda" else "gloo")
-    load = loads.load_of(job, ranks=ranks, backend=backend, microbatches=asked.microbatches)
+    own = counting.own_code(job, settings)
+    load = loads.load_of(job, ranks=ranks, backend=backend, microbatches=asked.microbatches, own=own)
     limit = loads.memory_limit(asked.memory)
     return {
         "job": job.name,
         "model": load.model.name,
         "parameters": load.model.elements,
         "precision": settings.precision,
-        "optimizer": settings.optimizer.name,
+        "optimizer": settings.optimizer.make or settings.optimizer.name,
         "batch": load.batch,
         "ranks": ranks,
         "backend": backend,
         "memory_limit": limit,
-        "modes": _modes(asked, settings, load, limit),
+        "activations_unknown": None if own.model is None else own.model.no_activations or None,
+        "modes": _modes(asked, settings, load, limit, own.model),
     }
 
 
-def _modes(asked: Wanted, settings: "TrainSettings", load: "Load", limit: float | None) -> list[dict[str, Any]]:
+def _modes(
+    asked: Wanted,
+    settings: "TrainSettings",
+    load: "Load",
+    limit: float | None,
+    made: "Counted | None",
+) -> list[dict[str, Any]]:
     """Return a row for every mode that is asked for, and one for the job's own product."""
     from muster.jobs.spec.expand import split_text
     from muster.launch.bench.own_split import at_world, own_split
@@ -85,10 +95,16 @@ def _modes(asked: Wanted, settings: "TrainSettings", load: "Load", limit: float 
             of = of if asked.microbatches is None else replace(of, microbatches=load.microbatches)
             own = _of_way(split_text(scaled), way, of, limit)
         except RefusedError as error:
-            if asked.world is None:
+            if asked.world is None and made is None:
                 raise
             own = {"mode": split_text(settings), "built": True, "memory": None, "fits": None, "note": str(error)}
         rows[""] = {**own, "is_jobs": True}
+    if made is not None:
+        families: dict[str, list[str]] = {way.name: [way.family] for way in asked.ways}
+        families[""] = ["pipe"] * settings.is_pipeline + ["tensor"] * settings.splits_layers
+        for name, row in rows.items():
+            if why := "; ".join(filter(None, map(made.why_not, families[name]))):
+                row |= {"memory": None, "fits": None, "note": why}
     return list(rows.values())
 
 
@@ -97,12 +113,14 @@ def _of_way(name: str, way: "Way", load: "Load", limit: float | None) -> dict[st
     from muster.collectives_bench.cost.steps import USABLE
 
     memory = memory_of(way, load)
+    total = math.nan if memory is None else memory.total
+    known = None if memory is None else {**vars(memory), "total": total}
     return {
         "mode": name,
         "is_jobs": False,
         "built": way.is_built,
-        "memory": memory and {**vars(memory), "total": memory.total},
-        "fits": None if memory is None or limit is None else memory.total <= USABLE * limit,
+        "memory": known and {kind: None if math.isnan(value) else value for kind, value in known.items()},
+        "fits": None if math.isnan(total) or limit is None else total <= USABLE * limit,
     }
 
 
@@ -117,6 +135,8 @@ def render(record: dict[str, Any]) -> str:
     )
     rows = [_row(row, record) for row in record["modes"]]
     lines = [head, "", screen.table(COLUMNS, rows), "", LEGEND]
+    if why := record["activations_unknown"]:
+        lines.append(f"activations are unknown, and so are totals: {why}")
     if any(row["is_jobs"] for row in record["modes"]):
         lines.append("*  the job's own mode")
     return "\n".join(lines)
@@ -133,5 +153,6 @@ def _row(row: dict[str, Any], record: dict[str, Any]) -> list[str | None]:
         return [mark, row["mode"], *[None] * 7, "; ".join([*notes, note])]
     if row["fits"] is False:
         notes.append(f"does not fit into {size_text(record['memory_limit'])}, of which nine tenths are used")
-    sizes = [size_text(row["memory"][kind]) if row["memory"][kind] else "0" for kind in (*KINDS, "total")]
+    values = [row["memory"][kind] for kind in (*KINDS, "total")]
+    sizes = ["?" if value is None else size_text(value) if value else "0" for value in values]
     return [mark, row["mode"], *sizes, "; ".join(notes)]

@@ -62,7 +62,8 @@ def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -
     from muster.pipe.schedules.cuts import balanced_ranks, by_hand, lengths
     from muster.pipe.schedules.tables import SCHEDULES
 
-    names = layer_names(settings.model)
+    made = settings.model.make is not None
+    names = [name for name, _ in model.layers()] if made else layer_names(settings.model)
     rank_of = SCHEDULES[parallel.schedule].rank_of(parallel.pipe, parallel.chunks)
     try:
         if isinstance(settings.cut, str):
@@ -85,5 +86,9 @@ def _weight(by: str, parts: "Sequence[Part]") -> float:
 
 
 def _multiplies(part: "Part") -> bool:
+    from muster.jobs.models.counted import CountedPart
+
+    if isinstance(part, CountedPart):  # only such operations are counted
+        return True
     matrix = any(len(tensor.shape) > 1 for tensor in part.tensors) and part.name != "embed"
     return matrix or part.repeats > 1

@@ -4,10 +4,14 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.errors import MusterError, UsageError
 from muster.launch.common import options
+
+if TYPE_CHECKING:
+    from muster.jobs.runfolder.rundir import RunDir
+    from muster.launch.bench.counting import OwnCode
 
 MOST_SHOWN: Final = 8  # ranks
 FOR_JOBS: Final = (
@@ -87,10 +91,23 @@ def _of_run(args: argparse.Namespace) -> int:
     chosen = memories.fullest(every, MOST_SHOWN)
     if args.rank is not None:
         chosen = of_ranks(every, args.rank, int(every[0].facts["world_size"]))
-    shown = [(each, memories.formula_of(folder, each)) for each in (every if args.json and not args.rank else chosen)]
+    own, why = _own_code(folder, attempt)
+    shown = [
+        (each, memories.formula_of(folder, each, own)) for each in (every if args.json and not args.rank else chosen)
+    ]
     if args.json:
         ranks = [{**each.to_json(), "rows": memory_view.records(each, formula)} for each, formula in shown]
         print(json.dumps({"run": folder.run_id, "attempt": attempt, "ranks": ranks}))
         return 0
-    print(memory_view.render(folder.run_id, attempt, shown, len(every)))
+    print(memory_view.render(folder.run_id, attempt, shown, len(every), why))
     return 0
+
+
+def _own_code(folder: "RunDir", attempt: int) -> "tuple[OwnCode | None, str]":
+    """Count what the user's code of a run makes; None, and why, where it cannot be counted."""
+    from muster.launch.look import memories
+
+    try:
+        return memories.own_code_of(folder, attempt), ""
+    except (MusterError, OSError, KeyError, AttributeError) as error:  # nothing read from a run folder is trusted
+        return None, str(error)

@@ -96,7 +96,7 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
 def pipeline_of(job: "Job", settings: "TrainSettings", world_size: int) -> dict[str, Any]:
     """Return a pipeline's schedule, its micro-batches, and the layers of every stage.
 
-    The stages are None where only layers that have been timed say how they are cut.
+    The stages are None where only the ranks know the layers: they are timed there, or the user's code makes them.
     """
     from muster.jobs.spec.expand import split_text
     from muster.launch.bench.loads import load_of
@@ -105,7 +105,7 @@ def pipeline_of(job: "Job", settings: "TrainSettings", world_size: int) -> dict[
 
     split = settings.split(world_size)
     record = {"split": split_text(settings), "schedule": split.schedule, "microbatches": split.microbatches}
-    if settings.cut == "profile":
+    if settings.cut == "profile" or settings.model.make is not None:
         return {**record, "stages": None}
     _, load = own_split(settings, load_of(job, ranks=world_size, backend="gloo"))
     assert load.split is not None
@@ -171,7 +171,7 @@ def _pipeline_lines(pipeline: dict[str, Any] | None) -> list[str]:
     parts = counted(pipeline["microbatches"], "micro-batch")
     lines = ["", f"pipeline {pipeline['split']}, {parts} a step"]
     if pipeline["stages"] is None:
-        return [*lines, "  its layers are timed at the start, and cut by that (cut: profile)"]
+        return [*lines, "  the ranks cut its layers at the start: they time them (cut: profile), or make the model"]
     rows = [["  stage", "pipe", "layers", "from", "to"]]
     for each in pipeline["stages"]:
         layers = each["layers"]

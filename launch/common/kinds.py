@@ -22,7 +22,8 @@ def _check_train(settings: TrainSettings, world_size: int) -> None:
 def _check_timing(settings: TimingSettings, world_size: int) -> None:
     settings.check_world(world_size)
     for case in settings.cases():
-        settings.shape(case)
+        if not case.is_own:
+            settings.shape(case)
 
 
 KINDS: Final[tuple[JobKind, ...]] = (

@@ -1,12 +1,20 @@
-"""What the ranks of a run have said of their memory, beside what the formulas say. Only reads."""
+"""What the ranks of a run have said of their memory, beside what the formulas say.
 
+It only reads, with one exception: a model that a user's file makes is built to be counted. That file is run only if the
+run is the user's own and the file has not changed since.
+"""
+
+import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.reading import read_json
 from muster.jobs.runfolder.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch.common.fields import number, typed
@@ -14,6 +22,7 @@ from muster.launch.look.attempts import newest_with
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.memory import Memory
+    from muster.launch.bench.counting import OwnCode
 
 MOST_ROWS: Final = 1000  # a rank writes them in its first steps only
 POINTS: Final = (INIT, BEFORE, AFTER, END)
@@ -92,8 +101,36 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
         return None
 
 
-def formula_of(run: RunDir, memory: RankMemory) -> "Memory | None":
-    """Return what the formulas say of a rank of this run; None where its job cannot be read."""
+def own_code_of(run: RunDir, attempt: int) -> "OwnCode":
+    """Count what the user's code of a run makes, by calling it: only where it is what the run's ranks imported.
+
+    Raises:
+        RefusedError: the run is another user's, the code has changed since, or it fails.
+        JobFileError, RunFolderError: the run cannot be read.
+    """
+    from muster.jobs.spec.train import TrainSettings
+    from muster.launch.bench import loads
+    from muster.launch.bench.counting import OwnCode, own_code
+
+    job = loads.train_job(str(run.job), ())
+    assert isinstance(job.settings, TrainSettings)
+    if not job.settings.makes:
+        return OwnCode()
+    if run.path.stat().st_uid != os.geteuid():
+        raise RefusedError("the model is made by code of another user, which is not run here")
+    record = read_json(run.attempt(attempt).code)
+    for path, digest in record["files"].items():
+        file = Path(record["workdir"], path)
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise RefusedError(f"{file} has changed since the run began, so its model cannot be counted")
+    return own_code(job, job.settings, record["workdir"])
+
+
+def formula_of(run: RunDir, memory: RankMemory, own: "OwnCode | None" = None) -> "Memory | None":
+    """Return what the formulas say of a rank of this run; None where its job cannot be read.
+
+    `own` is what the user's code makes, if the job names any.
+    """
     from muster.collectives_bench.cost.memory import memories_of
     from muster.jobs.spec.train import TrainSettings
     from muster.launch.bench import loads
@@ -103,7 +140,7 @@ def formula_of(run: RunDir, memory: RankMemory) -> "Memory | None":
         job = loads.train_job(str(run.job), ())
         assert isinstance(job.settings, TrainSettings)
         backend, ranks = "nccl" if memory.facts["device"] == "cuda" else "gloo", int(memory.facts["world_size"])
-        every = memories_of(*own_split(job.settings, loads.load_of(job, ranks=ranks, backend=backend)))
+        every = memories_of(*own_split(job.settings, loads.load_of(job, ranks=ranks, backend=backend, own=own)))
     except (MusterError, KeyError):
         return None
     return None if every is None else every[memory.rank * len(every) // ranks]  # ranks of a stage are neighbours

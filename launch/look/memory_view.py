@@ -1,5 +1,6 @@
 """`muster memory RUN` on a screen: what each rank holds by kind, beside the formula, and what no formula explains."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,16 +37,18 @@ def records(memory: RankMemory, formula: "Memory | None") -> list[dict[str, Any]
         if memory.used is not None:
             rows.append(_record("in use", memory.used, expected.get("total")))
         rows.append(_record("peak", memory.peak, expected.get("total")))
-        if formula is not None:
-            rows.append(_record("not explained", round(memory.peak - formula.total), None))
+        if "total" in expected:
+            rows.append(_record("not explained", round(memory.peak - expected["total"]), None))
         rows.append(_record("while made", memory.making, None))
     if memory.reserved is not None:
         rows.append(_record("reserved", memory.reserved, None))
     return rows
 
 
-def render(run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "Memory | None"]], ranks: int) -> str:
-    """Render some of the ranks of an attempt that had `ranks` of them."""
+def render(
+    run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "Memory | None"]], ranks: int, why: str = ""
+) -> str:
+    """Render some of the ranks of an attempt that had `ranks` of them; `why` there is no formula."""
     first = shown[0][0]
     facts = first.facts
     lines = [f"{run_id}, attempt {attempt}: mode {facts['mode']}, {counted(ranks, 'rank')} on {facts['device']}"]
@@ -60,7 +63,8 @@ def render(run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "Memory 
     else:
         lines.append("no step is done yet: this is what was there before the first")
     if any(formula is None for _, formula in shown):
-        lines.append("the job file of this run cannot be read: there is no formula to compare with")
+        reason = why or "the job file of this run cannot be read"
+        lines.append(f"there is no formula to compare with: {reason}")
     return "\n".join(lines)
 
 
@@ -82,7 +86,8 @@ def _expected(formula: "Memory | None") -> dict[str, float]:
     if formula is None:
         return {}
     kinds: dict[str, float] = {kind: getattr(formula, kind) for kind in KINDS}
-    return {**kinds, "at rest": sum(kinds.values()), "total": formula.total}
+    every = {**kinds, "at rest": sum(kinds.values()), "total": formula.total}
+    return {name: value for name, value in every.items() if not math.isnan(value)}  # activations may be unknown
 
 
 def _record(what: str, measured: int, formula: float | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from muster.jobs.basics.words import counted
 from muster.jobs.data.datafiles import cifar10_files, data_root, text_file
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.timing.settings import TimingSettings
 from muster.jobs.user import code
 from muster.launch.common.program_files import fault
 from muster.launch.plan.plan import Context
@@ -77,10 +78,12 @@ def check_files(job: Job, environ: Mapping[str, str]) -> None:
     if job.workdir is not None and not Path(job.workdir).is_dir():
         found = "is not a folder" if Path(job.workdir).exists() else "no such folder"
         raise RefusedError(f"workdir: {job.workdir}: {found}; make it, or correct workdir")
-    if not isinstance(job.settings, TrainSettings):
+    if not isinstance(job.settings, TrainSettings | TimingSettings):
         return
     for key, text in job.settings.makes.items():
         code.require_file(key, code.split(text)[0], Path(job.workdir or Path.cwd()))
+    if isinstance(job.settings, TimingSettings):
+        return
     if job.settings.data.text is not None:
         text_file(job.settings.data.text)
     elif job.settings.data.name == "cifar10":

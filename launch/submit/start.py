@@ -18,6 +18,7 @@ from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutErr
 from muster.jobs.basics.files import open_log, write_secret
 from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.timing.settings import TimingSettings
 from muster.launch.plan.plan import Context, preload, shared_environment
 from muster.launch.plan.submission import Route, Submission
 from muster.launch.records.runrows import supervisors
@@ -110,7 +111,7 @@ def copied(context: Context, folder: RunDir) -> dict[str, Any]:
     from muster.launch.submit.snapshot import take
 
     settings = context.job.settings
-    program = context.entry is None or (isinstance(settings, TrainSettings) and bool(settings.makes))
+    program = context.entry is None or (isinstance(settings, TrainSettings | TimingSettings) and bool(settings.makes))
     argv = context.command if context.entry is None else ()
     taken = take(folder, workdir=Path(context.workdir), program=program, argv=argv)
     for note in taken.notes:

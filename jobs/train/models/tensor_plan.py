@@ -62,11 +62,7 @@ def split_made(model: nn.Module, settings: "TrainSettings", group: dist.ProcessG
         ValueError: layers cannot be split so.
     """
     text = settings.model.plan
-    assert text is not None
-    plan = code.called("train.model.plan", text, code.load("train.model.plan", text, Path.cwd()), model)
-    if not isinstance(plan, Mapping):
-        raise RefusedError(f"train.model.plan: {text} returned a {type(plan).__name__}; return names with rows")
-    split = parallelize(model, plan, group, sequence_parallel=settings.sequence_parallel)
+    split = parallelize(model, plan_of(model, settings), group, sequence_parallel=settings.sequence_parallel)
     heads = [each for each in model.modules() if isinstance(each, VocabularyLinear)]
     if heads and settings.loss is not None:
         raise RefusedError(
@@ -76,6 +72,20 @@ def split_made(model: nn.Module, settings: "TrainSettings", group: dist.ProcessG
     if heads:
         give_loss(model, loss_of(heads[-1]))
     return split
+
+
+def plan_of(model: nn.Module, settings: "TrainSettings") -> Plan:
+    """Call the user's function for the plan of a user's model.
+
+    Raises:
+        RefusedError: it cannot be called, raises, or returns no plan.
+    """
+    text = settings.model.plan
+    assert text is not None
+    plan = code.called("train.model.plan", text, code.load("train.model.plan", text, Path.cwd()), model)
+    if not isinstance(plan, Mapping):
+        raise RefusedError(f"train.model.plan: {text} returned a {type(plan).__name__}; return names with rows")
+    return plan
 
 
 def split_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:

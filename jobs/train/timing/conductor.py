@@ -13,6 +13,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
@@ -49,6 +50,7 @@ class Conductor:
         self.name = name
         self.rows: dict[Case, Timed] = {}
         self.rates: dict[str, float] = {}
+        self.own: dict[str, Any] = {}  # what the survey said of the model of `train`
         self._log = log
 
     def run(self) -> None:
@@ -69,6 +71,7 @@ class Conductor:
     def _survey(self) -> None:
         heard, _ = listen(lambda tell, page: work.survey(self.settings, self.device, tell), SURVEY_S)
         told = merged(heard)
+        self.own = told.get("own", {})
         machine = Machine(
             host=socket.gethostname(),
             cpu=cpu_name(),
@@ -93,7 +96,7 @@ class Conductor:
     def _launch(self, case: Case) -> None:
         """Launch a row once, and write it."""
         allowed = memory.allowed_bytes(self.settings.memory_share)
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not case.is_own:
             why = memory.refusal(
                 anatomy(self.settings.shape(case)),
                 self.settings.batch,
@@ -114,7 +117,16 @@ class Conductor:
     def _keep(self, case: Case, heard: Heard, ended: Ended, foreign: float | None = None) -> None:
         """Write a row with its newest launch."""
         rate, earlier = self.rates.get(case.precision), self.rows.get(case)
-        self.rows[case] = judged(self.settings, case, heard, ended, matmul_rate=rate, earlier=earlier, foreign=foreign)
+        self.rows[case] = judged(
+            self.settings,
+            case,
+            heard,
+            ended,
+            size=own_size(self.own) if case.is_own else size_of(self.settings, case),
+            matmul_rate=rate,
+            earlier=earlier,
+            foreign=foreign,
+        )
         self._write(self.rows[case])
 
     def _find_types(self, case: Case) -> None:
@@ -141,18 +153,43 @@ def merged(heard: Heard) -> dict[str, Any]:
     return {key: value for message in heard for key, value in message.items()}
 
 
+@dataclass(frozen=True)
+class Size:
+    """How large a model is: parameters, operations of one sample's forward and backward, tokens of a sample."""
+
+    parameters: int
+    forward: int
+    backward: int
+    context: int | None  # None: samples are no tokens
+
+
+def size_of(settings: TimingSettings, case: Case) -> Size:
+    """Return the size of a model that ships with Muster."""
+    shape = settings.shape(case)
+    parts = anatomy(shape).parts
+    forward, backward = sum(part.flops for part in parts), sum(part.backward_flops for part in parts)
+    return Size(shape.parameter_count(), forward, backward, None if case.is_image else settings.context)
+
+
+def own_size(told: dict[str, Any]) -> Size:
+    """Return the size of the model of `train`, as the survey found it; zeros where it could not be counted."""
+    forward, whole = told.get("flops", (0, 0))
+    return Size(told.get("parameters", 0), forward, whole - forward, told.get("context"))
+
+
 def judged(
     settings: TimingSettings,
     case: Case,
     heard: Heard,
     ended: Ended,
     *,
+    size: Size,
     matmul_rate: float | None = None,
     earlier: Timed | None = None,
     foreign: float | None = None,
 ) -> Timed:
     """Return the row of a case from its earlier launches, the messages of its process, and how that ended."""
-    shape, told = settings.shape(case), merged(heard)
+    told = merged(heard)
     seconds = [round(message["step"], DIGITS) for message in heard if "step" in message]
     warm_up, steps = seconds[: settings.warmup], seconds[settings.warmup :]
     launches = [Launch(warm_up=len(warm_up), steps=len(steps), time=ended.time, foreign=foreign)]
@@ -162,21 +199,20 @@ def judged(
         launches = earlier.launches + launches
         peaks += [earlier.peak_bytes] if earlier.peak_bytes is not None else []
     state, reason = verdict_of(settings, told, len(seconds), ended)
-    parts = anatomy(shape).parts
-    forward, backward = sum(part.flops for part in parts), sum(part.backward_flops for part in parts)
-    flops = settings.batch * (forward + (backward if case.pass_name != "forward" else 0))
+    flops = settings.batch * (size.forward + (size.backward if case.pass_name != "forward" else 0))
     summary = summarized(steps)
-    units = settings.batch * (1 if case.is_image else settings.context)
-    flops_per_s = flops / summary.mean_s if summary is not None else None
+    units = settings.batch * (size.context or 1)
+    flops_per_s = flops / summary.mean_s if summary is not None and flops else None
     return Timed(
         model=case.model,
         pass_name=case.pass_name,
         precision=case.precision,
         state=state,
         reason=reason,
-        parameters=shape.parameter_count(),
+        parameters=size.parameters,
         batch=settings.batch,
-        context=None if case.is_image else settings.context,
+        context=size.context,
+        is_own=case.is_own,
         build_s=told.get("build_s"),
         warm_up_s=warm_up,
         steps_s=steps,

@@ -2,6 +2,7 @@
 
 {"build_s": s}, {"step": s} for each step, {"peak_bytes": n}; or {"memory": why}, {"refused": why}
 {"gpu": name}, {"rate": [precision, side, FLOP/s]}      of a survey
+{"own": {"parameters": n, "flops": [n, n], "context": n or null}}     of a survey, where train: is timed
 {"layers": [...]}                                       of a table of types
 
 forward    model · loss
@@ -10,6 +11,7 @@ step       gradients away · model · loss · backward · optimizer
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import perf_counter
 
@@ -20,7 +22,10 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.shapes import IMAGE_CHANNELS
 from muster.jobs.node.page import Page
 from muster.jobs.timing.settings import CLASSES, Case, TimingSettings
-from muster.jobs.train.models import build_model
+from muster.jobs.train.data import Data, open_data
+from muster.jobs.train.data.loading import move_inputs
+from muster.jobs.train.memory.count import size_of_made
+from muster.jobs.train.models import build_model, model_of
 from muster.jobs.train.numerics import Numerics, numerics_of
 from muster.jobs.train.numerics.optim import gradients_of
 from muster.jobs.train.rng.keyed import SYNTHETIC, key
@@ -71,6 +76,10 @@ def survey(settings: TimingSettings, device: torch.device, tell: Tell) -> None:
     if settings.matmul and not settings.dtypes:
         for precision in dict.fromkeys(settings.precision):
             tell({"rate": [precision, *product_rate(precision, device)]})
+    own = next((case for case in settings.cases() if case.is_own), None)
+    if own is not None:
+        with suppress(RefusedError):  # its rows say why
+            tell({"own": size_of_made(settings.training(own))})
 
 
 def find_types(task: Task, tell: Tell) -> None:
@@ -81,19 +90,30 @@ def find_types(task: Task, tell: Tell) -> None:
     memory.shield(task.device, task.allowed_bytes)
     try:
         with memory.telling(task.device):
-            model, numerics = build(task)
-            inputs, targets = random_batch(task, numerics)
+            model, numerics, (inputs, targets) = build(task)
             tell({"layers": [asdict(row) for row in dtype_rows(model, inputs, targets, numerics)]})
     except (memory.OutOfMemory, RefusedError) as error:
         tell({"refused": str(error)})
 
 
-def build(task: Task) -> tuple[torch.nn.Module, Numerics]:
-    """Make the model as the loop of a `train:` job does."""
+def build(task: Task) -> tuple[torch.nn.Module, Numerics, tuple[Tensor, Tensor]]:
+    """Make the model as the loop of a `train:` job does, and a batch."""
     training = task.settings.training(task.case)
     numerics = numerics_of(training, task.device)
-    vocabulary = CLASSES if task.case.is_image else task.settings.vocabulary
-    return numerics.place(build_model(training.model, vocabulary=vocabulary, seed=training.seed)), numerics
+    if task.case.is_own:
+        data = open_data(training)
+        model, batch = model_of(training, vocabulary=data.vocabulary), first_batch(task, data, numerics)
+    else:
+        vocabulary = CLASSES if task.case.is_image else task.settings.vocabulary
+        model = build_model(training.model, vocabulary=vocabulary, seed=training.seed)
+        batch = random_batch(task, numerics)
+    return numerics.place(model), numerics, batch
+
+
+def first_batch(task: Task, data: Data, numerics: Numerics) -> tuple[Tensor, Tensor]:
+    """Read the first samples of a job's data, again from the start where there are fewer."""
+    inputs, targets = data.train_batch(torch.arange(task.settings.batch) % data.train_samples, 0)
+    return move_inputs(inputs, task.device, numerics.inputs), targets.to(task.device)
 
 
 def random_batch(task: Task, numerics: Numerics) -> tuple[Tensor, Tensor]:
@@ -110,8 +130,7 @@ def random_batch(task: Task, numerics: Numerics) -> tuple[Tensor, Tensor]:
 
 def build_step(task: Task) -> Callable[[], None]:
     """Make a row's model, batch and optimizer; return what one step does."""
-    model, numerics = build(task)
-    inputs, targets = random_batch(task, numerics)
+    model, numerics, (inputs, targets) = build(task)
     if task.case.pass_name == "forward":
         return lambda: _drop(numerics.loss(model, inputs, targets))
     scaler = numerics.scaler()

@@ -45,7 +45,7 @@ def test_a_row_is_trained_as_a_job_with_the_same_settings_would():
         ({"model": "vgg11", "tied": False}, "tied is of GPTs, and none is timed"),
         ({"model": "gpt-nano", "steps": 0}, "greater than or equal to 1"),
         ({"model": "gpt-nano", "warmup": -1}, "greater than or equal to 0"),
-        ({"model": []}, "at least 1 item"),
+        ({"model": []}, "no model is named; add model: with names, or train: with a section"),
     ],
 )
 def test_what_cannot_be_is_refused(values, message):
@@ -62,3 +62,30 @@ def test_a_model_is_timed_on_one_rank():
 def test_what_is_written_down_can_be_read_again_for_images_too():
     asked = settings(model="vgg11", passes="forward")
     assert TimingSettings.model_validate_json(asked.model_dump_json()) == asked
+
+
+OWN = {
+    "model": {"make": "net.py:build", "args": {"width": 8}},
+    "data": "digits",
+    "loss": "net.py:loss",
+    "optimizer": {"name": "sgd", "lr": 0.5},
+    "mode": "zero3",
+    "clip_norm": 1.0,
+}
+
+
+def test_the_model_of_a_train_section_is_one_row_more_with_its_data_loss_and_optimizer():
+    asked = settings(model="vgg11", train=OWN, passes="step", batch=3, seed=5)
+    assert settings(**asked.model_dump(mode="json")) == asked
+    built_in, own = asked.cases()
+    assert [built_in.is_own, own.is_own, own.model] == [False, True, "net.py:build"]
+    training = asked.training(own)
+    assert (training.model.args, training.loss, training.optimizer.lr) == ({"width": 8}, "net.py:loss", 0.5)
+    assert (training.mode, training.clip_norm, training.batch_size, training.seed) == ("single", None, 3, 5)
+    assert asked.makes == {"train.model.make": "net.py:build", "train.loss": "net.py:loss"}
+    for wrong, message in (
+        ({"train": OWN | {"model": {"make": "net"}}}, "must be FILE.py:NAME or package.module:NAME, got 'net'"),
+        ({"train": OWN, "dtypes": True}, "dtypes is of models that ship with Muster"),
+    ):
+        with pytest.raises(ValidationError, match=re.escape(message)):
+            settings(**wrong)

@@ -113,6 +113,7 @@ def test_kinds_of_names_as_they_are() -> None:
         "aten::empty_strided": "memory",
         "prims::convert_element_type": "other",
         "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32": "convolution",
+        "model/convnet.py(12): forward": "python",
     }
     assert {name: kind_of(name) for name in names} == names
 

@@ -4,7 +4,7 @@ import pytest
 
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.timing.settings import Case
-from muster.jobs.train.timing.conductor import judged
+from muster.jobs.train.timing.conductor import judged, size_of
 from muster.jobs.train.timing.memory import GB, refusal
 from muster.jobs.world.forked import Ended
 from support.timings import settings
@@ -17,7 +17,8 @@ LATE = Ended("silent", 2.0)
 
 
 def row(heard, ended, **changes):
-    return judged(settings(warmup=1, steps=2, timeout_s=3.0), CASE, heard, ended, matmul_rate=1e12, **changes)
+    asked = settings(warmup=1, steps=2, timeout_s=3.0)
+    return judged(asked, CASE, heard, ended, size=size_of(asked, CASE), matmul_rate=1e12, **changes)
 
 
 def test_warm_up_steps_stand_apart_and_the_others_are_summed_up():
@@ -47,7 +48,7 @@ def test_a_launch_is_added_to_those_before_it_and_its_failure_is_the_rows():
 
 
 def test_without_warm_up_the_first_step_counts():
-    found = judged(settings(warmup=0, steps=3), CASE, [*BUILT, *STEPS], DONE)
+    found = judged(settings(warmup=0, steps=3), CASE, [*BUILT, *STEPS], DONE, size=size_of(settings(), CASE))
     assert found.summary is not None
     assert (found.warm_up_s, found.summary.n, found.first_s) == ([], 3, 0.1)
     assert found.matmul_share is None
@@ -81,10 +82,9 @@ def test_steps_that_were_done_before_the_time_was_over_are_kept():
 
 @pytest.mark.parametrize("name", ["gpt-nano", "vgg11"])
 def test_work_is_three_forwards_but_for_what_has_no_gradient_of_its_inputs(name):
-    work = {
-        pass_name: judged(settings(), Case(name, pass_name, "fp32"), [], DONE).flops
-        for pass_name in ("forward", "backward", "step")
-    }
+    cases = [Case(name, pass_name, "fp32") for pass_name in ("forward", "backward", "step")]
+    rows = [judged(settings(), case, [], DONE, size=size_of(settings(), case)) for case in cases]
+    work = {each.pass_name: each.flops for each in rows}
     assert work["step"] == work["backward"]
     assert 2.5 < work["backward"] / work["forward"] < 3.0
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from muster.jobs.basics.boot import CODE_ROOT
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.timing.settings import Case, TimingSettings
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 CPU = torch.device("cpu")
 TINY = {"batch": 2, "context": 16, "vocabulary": 300, "warmup": 1, "steps": 2, "launches": 2, "matmul": False}
 MB = 2**20
+OWN = Path(CODE_ROOT, "muster/jobs/examples/own")
 
 
 def stand_still(task: Task) -> Any:
@@ -176,3 +178,30 @@ def test_a_timed_step_is_the_step_of_the_engine_to_the_bit(on_ranks, precision):
     (same,) = on_ranks(1, step_and_engine, group=False, precision=precision)
     assert len(same) > 10
     assert all(same)
+
+
+def conduct_own(world: World, folder: str, asked: dict[str, Any]) -> list[Any]:
+    os.chdir(OWN)
+    return conduct(world, folder, asked)
+
+
+def test_the_model_of_a_train_section_is_timed_on_its_data_and_sized_before_it_is_timed(on_ranks, tmp_path):
+    section = {"model": {"make": "model/net.py:build", "args": {"width": 32}}, "data": "digits"}
+    section["loss"] = "model/net.py:loss"
+    asked = {"train": section, "model": "gpt-nano", "passes": ["forward", "step"], **TINY}
+    (records,) = on_ranks(1, conduct_own, group=False, folder=str(tmp_path), asked=asked)
+    rows = [record for record in records if record["record"] == "timed" and record["is_own"]]
+    found = [(row["model"], row["state"], row["context"]) for row in rows[-2:]]
+    assert found == [("model/net.py:build", "ok", None)] * 2
+    assert {row["parameters"] for row in rows} == {192 * 32 + 32 + 4 * (64 + 2 * 32 * 128 + 128 + 32) + 32 * 10 + 10}
+    forward = 2 * TINY["batch"] * (192 * 32 + 4 * 2 * 32 * 128 + 32 * 10)
+    assert [row["flops"] for row in rows[-2:]] == [forward, 3 * forward - 2 * TINY["batch"] * 192 * 32]
+
+
+def test_a_model_that_cannot_be_made_is_a_row_with_the_reason(on_ranks, tmp_path):
+    section = {"model": {"make": "model/net.py:biuld"}, "data": "digits"}
+    asked = {"train": section, "passes": ["forward"], "batch": 2, "matmul": False}
+    (records,) = on_ranks(1, conduct_own, group=False, folder=str(tmp_path), asked=asked)
+    (row,) = (record for record in records if record["record"] == "timed")
+    assert (row["state"], row["parameters"], row["flops_per_s"]) == ("refused", 0, None)
+    assert "has no biuld; did you mean 'build'?" in row["reason"]

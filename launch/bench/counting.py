@@ -1,0 +1,68 @@
+"""Have the user's model and optimizer of a job counted by its ranks' Python. This side needs no torch."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.counted import Counted, read
+from muster.jobs.spec.plain import spelled
+from muster.jobs.spec.python import words_of
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.job import Job
+    from muster.jobs.spec.train import TrainSettings
+
+TIMEOUT_S: Final = 300.0
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """What the user's code of a job makes; None where the job makes no model, or no optimizer."""
+
+    model: Counted | None = None
+    state_bytes: int | None = None  # of the optimizer, for an element of a parameter
+
+
+def own_code(job: "Job", settings: "TrainSettings", workdir: str | None = None) -> OwnCode:
+    """Count what the user's code makes, if the job names any; `workdir` in place of the job's.
+
+    Raises:
+        RefusedError: the code fails, or its Python has no torch.
+    """
+    if settings.model.make is None and settings.optimizer.make is None:
+        return OwnCode()
+    record = _asked(job, workdir or job.workdir or str(Path.cwd()))
+    if "refused" in record:
+        raise RefusedError(record["refused"])
+    return OwnCode(None if record["model"] is None else read(record["model"]), record["state_bytes"])
+
+
+def _asked(job: "Job", workdir: str) -> Mapping[str, Any]:
+    words = (sys.executable,) if job.python is None else words_of(job.python)
+    argv = [*words[:-1], *module_argv(words[-1], "muster.jobs.train.memory.meta")]
+    try:
+        done = subprocess.run(
+            argv,
+            input=json.dumps({"job": spelled(job)}),
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=workdir,
+            env={**os.environ, **job.env},
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except OSError as error:
+        raise RefusedError(f"python: cannot start {words[0]} in {workdir}: {error.strerror}; correct it") from error
+    except subprocess.TimeoutExpired as error:
+        raise RefusedError(f"train: the user's code took longer than {TIMEOUT_S:g} s to build and follow") from error
+    if done.returncode:
+        raise RefusedError(f"train: counting the model ended with {done.returncode}; what {words[0]} said stands above")
+    record: Mapping[str, Any] = json.loads(done.stdout)
+    return record

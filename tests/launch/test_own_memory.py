@@ -1,0 +1,48 @@
+"""`muster memory` and `muster bench model` of a model that a user's file makes, as a user types them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from muster.jobs.basics.boot import CODE_ROOT
+from muster.launch.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+
+
+def said(capfd: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    capfd.readouterr()
+    assert main([*arguments]) == code, capfd.readouterr().err
+    return capfd.readouterr().out
+
+
+def test_a_made_model_is_counted_before_a_run_and_beside_its_measurement(tmp_path, capfd):
+    own, runs = tmp_path / "own", ("--runs", str(tmp_path / "runs"))
+    shutil.copytree(Path(CODE_ROOT, "muster/jobs/examples/own"), own)
+    job, small = str(own / "model.yaml"), ("--set", "train.model.args={width: 32}")
+    found = json.loads(said(capfd, "memory", job, *small, "--json"))
+    rows = {row["mode"]: row for row in found["modes"]}
+    assert rows["zero3"]["memory"]["parameters"] == found["parameters"] * 4 / 2
+    assert rows["1f1b"]["memory"]["activations"] > 0
+    assert (rows["tensor"]["memory"], rows["tensor"]["note"]) == (None, "its job names no model.plan")
+    mode = ("--set", "train.mode=1f1b", "--set", "train.steps=3", *small)
+    assert "the ranks cut its layers" in said(capfd, "plan", job, *mode)
+    said(capfd, "run", job, *mode, *runs)
+    (first, second) = json.loads(said(capfd, "memory", *runs, "--json"))["ranks"]
+    for rank in (first, second):
+        ratios = {row["what"]: row["ratio"] for row in rank["rows"]}
+        assert [ratios[kind] for kind in ("parameters", "gradients", "optimizer")] == [1.0, 1.0, 1.0]
+    net = own / "model/net.py"
+    net.write_text(net.read_text() + "\n")
+    assert f"no formula to compare with: {net} has changed since the run began" in said(capfd, "memory", *runs)
+
+
+def test_the_model_of_a_job_is_timed(tmp_path, capfd):
+    job = str(Path(CODE_ROOT, "muster/jobs/examples/own/model.yaml"))
+    quick = ("--steps", "1", "--launches", "1", "--pass", "step", "--batch", "4", "--no-matmul")
+    out = said(capfd, "bench", "model", job, *quick, "--device", "cpu", "--runs", str(tmp_path))
+    row = next(line.split() for line in out.splitlines() if not line.startswith("#"))
+    assert row[:6] == ["model/net.py:build", "step", "fp32", "145,866", "4", "-"]
+    assert "rate counts samples" in out
