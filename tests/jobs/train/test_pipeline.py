@@ -97,7 +97,7 @@ def test_sums_in_another_order_stay_within_their_rounding(on_ranks):
     tied = [{**TIED, "mode": "1f1b"}, {**TIED, "mode": "interleaved", "precision": "fp64"}]
     records = check(on_ranks, 2, *split, *tied)
     assert {record["class"] for record in records} == {"tight"}
-    assert "the head is the embedding, on another stage" in records[-1]["why"]
+    assert "stages share a weight" in records[-1]["why"]
     assert max(row["difference"] for row in records[-1]["rows"]) < 1e-12, "in double precision"
     assert any(not row["bitwise"] for record in records for row in record["rows"]), "else this shows nothing"
 
@@ -305,7 +305,8 @@ def breaking(world: World, folder: str) -> list:
 def test_a_step_that_failed_behind_the_last_rank_is_never_saved_and_ends_all_ranks(on_ranks, tmp_path):
     """The last rank has done its part, of the last step of all even, when rank 0 fails: no further step tells it."""
     first, second, last = on_ranks(3, breaking, folder=str(tmp_path))
-    assert first == [[0, 1], False, "the first stage has had enough"]
+    assert first[:2] == [[0, 1], False]
+    assert "the first stage has had enough" in first[2]
     assert (second[1], last[:2]) == (True, [[0, 1, 2], True]), "a victim, not a cause"
     saved = {file.parent.name for file in tmp_path.glob("checkpoints/*/*")}
     assert "step-00000001.a000" in saved
