@@ -9,8 +9,9 @@ A step that several attempts have done counts as the newest did it. Steps withou
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.runfolder.rundir import RunDir
@@ -25,6 +26,16 @@ COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # of a rank's row, in seconds
     "optimizer": ("optimizer_s",),
 }
 SLOW: Final = 1.2  # times the usual step: a step so slow at the beginning is warm-up
+
+
+class RankStep(NamedTuple):
+    """A step as one rank has it; `parts` in the order of COLUMNS."""
+
+    epoch: int
+    seconds: float
+    parts: tuple[float, ...]
+    units: float
+    time: float
 
 
 @dataclass(frozen=True)
@@ -95,44 +106,40 @@ def warm_up(steps: Sequence[Step]) -> int:
 
 def _steps(run: RunDir) -> tuple[list[Step], int, str]:
     """Return all steps in order, the ranks of the newest attempt, and the unit of the rate."""
-    newest: dict[int, Step] = {}
-    ranks, unit = 0, ""
+    newest: dict[int, list[RankStep]] = {}
+    unit = ""
     for attempt in run.attempt_numbers():
         by_rank = [_rows(path) for path in sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))]
         of_all = set.intersection(*map(set, by_rank)) if by_rank else set()
-        for place in sorted(of_all):
-            rows = [rows[place] for rows in by_rank]
-            newest[place] = _step(place, rows)
-            ranks, unit = len(rows), rows[0].get("unit") or ""
-    losses = {
-        row["step"]: row.get("loss") for row in typed_lines(run.metrics) if "step" in row and "evaluation" not in row
-    }
-    ordered = [newest[place] for place in sorted(newest)]
-    return [_with_loss(step, losses.get(step.number)) for step in ordered], ranks, unit
+        newest |= {place: [rows[place] for rows in by_rank] for place in of_all}
+    losses = {}
+    for row in typed_lines(run.metrics):
+        if "step" in row and "evaluation" not in row:
+            losses[row["step"]] = real(row.get("loss"))
+            unit = row.get("unit", unit)
+    steps = [_step(place, newest[place], losses.get(place)) for place in sorted(newest)]
+    return steps, len(newest[steps[-1].number]) if steps else 0, unit
 
 
-def _rows(path: Any) -> dict[int, Mapping[str, Any]]:
-    return {row["step"]: row for row in typed_lines(path) if _is_step(row)}
+def _rows(path: Path) -> dict[int, RankStep]:
+    found = {}
+    for row in typed_lines(path):
+        place, seconds = number(row.get("step"), least=1), real(row.get("step_s"))
+        if place is None or not seconds or seconds < 0.0:
+            continue
+        parts = tuple(sum(real(row.get(each)) or 0.0 for each in columns) for columns in COLUMNS.values())
+        units, epoch = (real(row.get("rate")) or 0.0) * seconds, number(row.get("epoch"), least=1) or 1
+        found[place] = RankStep(epoch, seconds, parts, units, real(row.get("time")) or 0.0)
+    return found
 
 
-def _is_step(row: Mapping[str, Any]) -> bool:
-    return number(row.get("step"), least=1) is not None and (real(row.get("step_s")) or 0.0) > 0.0
-
-
-def _step(place: int, rows: Sequence[Mapping[str, Any]]) -> Step:
-    seconds = max(row["step_s"] for row in rows)
-    parts = {
-        part: sum(real(row.get(column)) or 0.0 for row in rows for column in columns) / len(rows)
-        for part, columns in COLUMNS.items()
-    }
-    parts["idle"] = max(seconds - sum(parts.values()), 0.0)
-    units = sum((real(row.get("rate")) or 0.0) * row["step_s"] for row in rows)
-    epoch = number(rows[0].get("epoch"), least=1) or 1
-    return Step(place, epoch, seconds, parts, units, None, max(real(row.get("time")) or 0.0 for row in rows))
-
-
-def _with_loss(step: Step, loss: Any) -> Step:
-    return Step(step.number, step.epoch, step.seconds, step.parts, step.units, real(loss), step.time)
+def _step(place: int, ranks: Sequence[RankStep], loss: float | None) -> Step:
+    seconds = max(each.seconds for each in ranks)
+    means = [sum(values) / len(ranks) for values in zip(*(each.parts for each in ranks), strict=True)]
+    parts = dict(zip(COLUMNS, means, strict=True))
+    parts["idle"] = max(seconds - sum(means), 0.0)
+    units, time = sum(each.units for each in ranks), max(each.time for each in ranks)
+    return Step(place, ranks[0].epoch, seconds, parts, units, loss, time)
 
 
 def _job(run: RunDir) -> tuple[str, int | None]:
