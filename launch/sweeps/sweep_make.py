@@ -133,7 +133,8 @@ def measured_points(record: SweepRecord, runs: Sequence[RunDir]) -> dict[str, li
     found: dict[str, list[Measured]] = {}
     for point, run in zip(record.points, runs, strict=True):
         with suppress(NotFoundError):
-            found.setdefault(point.label or record.name, []).append(read_measured(run))
+            measured = read_measured(run)
+            found.setdefault(point.label or record.name, []).append(measured)
     return found
 
 

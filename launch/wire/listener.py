@@ -91,9 +91,11 @@ class Listener:
         self.expected.add(node)
 
     def close(self) -> None:
-        """Give the port back; channels stay open."""
+        """Give the port back. Channels stay open, but for those that nobody has accepted."""
         for task in (*self._tasks, *self._handshakes.values()):
             task.cancel()
+        while not self._accepted.empty():
+            self._accepted.get_nowait().abort()
         if self._socket is not None:
             self._socket.close()
 

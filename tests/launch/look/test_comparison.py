@@ -52,7 +52,9 @@ def make_run(
             for step, each in enumerate(of_steps, 1)
         ]
         run.attempt(0).metrics(rank).write_text("".join(json.dumps(each) + "\n" for each in rows))
-    losses = [{"step": step, "loss": 5.0 - step / 100, "attempt": 0, "unit": "tokens/s"} for step in range(1, steps + 1)]
+    losses = [
+        {"step": step, "loss": 5.0 - step / 100, "attempt": 0, "unit": "tokens/s"} for step in range(1, steps + 1)
+    ]
     run.metrics.write_text("".join(json.dumps(each) + "\n" for each in losses))
     return run
 

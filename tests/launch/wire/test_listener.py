@@ -316,6 +316,16 @@ async def test_a_second_agent_of_a_node_is_refused() -> None:
         await watched.meets(1)
 
 
+async def test_an_agent_that_nobody_has_accepted_is_hung_up_on_at_the_end() -> None:
+    async with opened() as watched:
+        agent = await watched.agent(0)
+        while watched.listener._accepted.empty():
+            await asyncio.sleep(0.01)
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await agent.reader.readexactly(1)
+    agent.close()
+
+
 async def test_of_two_agents_of_a_node_that_prove_themselves_at_once_one_is_let_in() -> None:
     async with opened(2) as watched:
         ends = []
