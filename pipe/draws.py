@@ -5,6 +5,17 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.random import default_generator  # type: ignore[attr-defined]
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the default generators of the host and of all GPUs, as `torch.manual_seed` does.
+
+    That one spells the stack, in 130 microseconds and more, where CUDA has not begun.
+    """
+    default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
 
 
 class Hooks:

@@ -8,11 +8,10 @@ given; from then on those get copies.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from muster.pipe.buffers import Buffers
-from muster.pipe.draws import Hooks
+from muster.pipe.draws import Hooks, seed_generators
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -104,7 +103,7 @@ class Stage:
     def layer(self, index: int, x: Tensor, microbatch: int) -> Tensor:
         """Run one layer, with the random numbers that are its own."""
         if self.hooks.seeds is not None:
-            torch.manual_seed(self.hooks.seeds(microbatch, self.begin + index))
+            seed_generators(self.hooks.seeds(microbatch, self.begin + index))
         output: Tensor = self.layers[index](x)
         return output
 

@@ -35,6 +35,7 @@ from muster.jobs.train.rng.layer_seeds import LayerSeeds, forward_seed
 from muster.jobs.train.rounding import Rounding, Values
 from muster.jobs.train.tensor_draws import draw_as_split
 from muster.jobs.world.world import add_in_order
+from muster.pipe.draws import seed_generators
 from muster.pipe.run import part_lengths
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class Reference:
             if self.seeds is not None:
                 self.seeds.enter(step, shard.virtual_rank, index)
             elif self.setting.settings.model.draws:
-                torch.manual_seed(forward_seed(self.setting.settings.seed, step, shard.virtual_rank, index))
+                seed_generators(forward_seed(self.setting.settings.seed, step, shard.virtual_rank, index))
             loss = self.numerics.loss(self.model, micro.inputs, micro.targets)
             before = {name: each.grad for name, each in self.names.items()} if self.setting.settings.is_pipeline else {}
             for name in before:

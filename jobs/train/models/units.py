@@ -2,8 +2,8 @@
 
     gpt    block1 | block2 | ...            around them, for the whole step: embed, norm, head
     vgg    conv1 norm1 | conv2 norm2 | ... | head
-    made   modules that `units:` names, or else repeated children: of every ModuleList and Sequential that has two or
-           more of one class with parameters, those
+    made   modules that `units:` names, or else repeated children with parameters: two or more of one class in a
+           ModuleList, ModuleDict or Sequential, or two or more composite ones of one class in any other module
 
 `jobs/models/anatomy.py` has the units of gpt and vgg by their shapes; a test compares the two.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.train_fields import ModelSettings
 
 Unit = tuple[nn.Module, ...]
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def units_of(model: nn.Module, settings: "ModelSettings") -> list[Unit]:
@@ -40,10 +41,10 @@ def repeated(model: nn.Module) -> list[nn.Module]:
     """List the outermost repeated children of a model."""
     children = [child for child in model.children() if next(child.parameters(), None) is not None]
     kinds = Counter(type(child) for child in children)
-    in_turn = isinstance(model, nn.ModuleList | nn.Sequential)
     found: list[nn.Module] = []
     for child in children:
-        found += [child] if in_turn and kinds[type(child)] > 1 else repeated(child)
+        is_unit = isinstance(model, CONTAINERS) or (any(child.children()) and not isinstance(child, CONTAINERS))
+        found += [child] if is_unit and kinds[type(child)] > 1 else repeated(child)
     return found
 
 

@@ -7,7 +7,6 @@ evaluation, are those of virtual rank 0 alone (what PyTorch's DDP saves).
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -16,6 +15,7 @@ from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.rng.layer_seeds import forward_seed
+from muster.pipe.draws import seed_generators
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -55,7 +55,7 @@ class Accumulation:
         total: Tensor | None = None
         for index, micro in enumerate(shard.micro_batches):
             if self.dropout_seed is not None:
-                torch.manual_seed(forward_seed(self.dropout_seed, step, shard.virtual_rank, index))
+                seed_generators(forward_seed(self.dropout_seed, step, shard.virtual_rank, index))
             if last and index == len(shard.micro_batches) - 1:
                 loss = self._micro_batch(micro, last=True)
             else:

@@ -8,10 +8,10 @@ process. The modes that have all layers on a rank seed once a micro-batch.
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from muster.jobs.train.rng.keyed import DROPOUT, key
+from muster.pipe.draws import seed_generators
 
 
 def forward_seed(seed: int, step: int, virtual_rank: int, microbatch: int) -> int:
@@ -39,4 +39,4 @@ class LayerSeeds:
 
     def _seed(self, number: int, layer: nn.Module, inputs: Any) -> None:
         if layer.training:
-            torch.manual_seed(layer_seed(self.seed, *self._at, number))
+            seed_generators(layer_seed(self.seed, *self._at, number))

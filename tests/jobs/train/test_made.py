@@ -120,6 +120,11 @@ def test_units_are_repeated_children_or_what_is_named(here):
     assert units_of(model, named) == [(blocks[1],), (blocks[2],), (model.head,)]
 
 
+def test_composite_children_of_one_class_are_units_and_their_leaves_are_not(here):
+    twin = make_model(settings(model=TWIN, data="synthetic", loss=None))
+    assert units_of(twin, settings(model=TWIN).model) == [(twin.block1,), (twin.block2,)]
+
+
 def test_layers_keep_the_names_of_the_model(here):
     model = make_model(settings())
     layers = layers_of(model, settings())
