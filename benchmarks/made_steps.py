@@ -4,7 +4,8 @@
              because Muster cannot know whether they draw
     own      gpt-micro, without dropout
 
-    ranks    two processes on the loopback, one thread each; both sides are trained in one process group, in turns
+    ranks    two processes on the loopback, one thread each; both sides are trained in one process group, in turns.
+             Where in memory a model lies makes a few percent: either side is built first in half of the repeats
     a step   read the batch, forward, backward, synchronize, step: CPU time of all ranks, wall time of the slowest
 
     .venv/bin/python benchmarks/made_steps.py [--modes bucketed,zero3] [--quick]
@@ -58,11 +59,12 @@ def plan(model: Any) -> Any:
     return GPT_PLAN
 
 
-def measure(mode: str, repeats: int) -> dict[str, Any]:
-    """Train both sides in turns; return the ratios by clock."""
+def measure(mode: str, repeats: int, first: str) -> dict[str, list[tuple[float, float]]]:
+    """Build both sides, one of them `first`, and train them in turns; return the times of their blocks."""
     sides = {"made": MODEL | ({"plan": "made_steps.py:plan"} if mode == "tensor" else {}), "own": "gpt-micro"}
-    found = turns({side: stepper({**JOB, "mode": mode, "model": model}) for side, model in sides.items()}, repeats + 1)
-    return by_clock(found["made"][1:], found["own"][1:], STEPS)
+    order = sorted(sides, key=lambda side: side != first)
+    built = {side: stepper({**JOB, "mode": mode, "model": sides[side]}) for side in order}
+    return turns(built, repeats, warm_up=1)
 
 
 def stepper(keys: dict[str, Any]) -> Callable[[], tuple[float, float]]:
@@ -100,7 +102,9 @@ def main() -> int:
     modes = args.modes.split(",") if args.modes else [name for name in MODES if name != "single"]
     rows = []
     for mode in modes:
-        found = on_ranks(measure, 2, mode=mode, repeats=args.repeats)
+        halves = [on_ranks(measure, 2, mode=mode, repeats=args.repeats // 2, first=side) for side in ("made", "own")]
+        blocks = {side: [block for half in halves for block in half[side]] for side in ("made", "own")}
+        found = by_clock(blocks["made"], blocks["own"], STEPS)
         far = max(abs(found[clock]["ratio"] - 1.0) for clock in CLOCKS)
         rows.append({"mode": mode, **found, "reach": REACH, "reached": far <= REACH})
     table(("mode", "CPU made / own", "wall made / own", "+- 0.01"), [
