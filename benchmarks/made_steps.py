@@ -1,7 +1,7 @@
 """A step of a made model against the same model of Muster's own, in every mode: what `train.model.make` costs.
 
-    made     a module of this file with the layers of gpt-micro, its own forward and stages(); its forwards are seeded,
-             because Muster cannot know whether they draw
+    made     a module in a user's file with the layers of gpt-micro, its own forward and stages(); its forwards are
+             seeded, because Muster cannot know whether they draw random numbers
     own      gpt-micro, without dropout
 
     ranks    two processes on the loopback, one thread each; both sides are trained in one process group, in turns.
@@ -24,44 +24,14 @@ from ranks import on_ranks, timed
 
 STEPS = 4  # of a block
 REACH = 0.01
-MODEL = {"make": "made_steps.py:twin", "context": 128}
+NET = "../tests/support/made/net.py"
+MODEL = {"make": f"{NET}:twin", "args": {"name": "gpt-micro"}, "context": 128}
 JOB = {"data": "synthetic", "batch_size": 8, "steps": 10_000, "optimizer": {"name": "adamw", "lr": 1e-3}}
-
-
-def twin() -> Any:
-    """Return the layers of gpt-micro as somebody else's module."""
-    from torch import Tensor, nn
-
-    from muster.jobs.models.shapes import GPT_SHAPES
-    from muster.jobs.train.models.gpt import build_gpt
-
-    class Twin(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, layer in build_gpt(GPT_SHAPES["gpt-micro"], seed=0).named_children():
-                self.add_module(name, layer)
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            for layer in self.children():
-                tokens = layer(tokens)
-            return tokens
-
-        def stages(self) -> nn.Sequential:
-            return nn.Sequential(*self.children())
-
-    return Twin()
-
-
-def plan(model: Any) -> Any:
-    """Return how mode tensor splits it."""
-    from muster.jobs.train.models.tensor_plan import GPT_PLAN
-
-    return GPT_PLAN
 
 
 def measure(mode: str, repeats: int, first: str) -> dict[str, list[tuple[float, float]]]:
     """Build both sides, one of them `first`, and train them in turns; return the times of their blocks."""
-    sides = {"made": MODEL | ({"plan": "made_steps.py:plan"} if mode == "tensor" else {}), "own": "gpt-micro"}
+    sides = {"made": MODEL | ({"plan": f"{NET}:gpt_plan"} if mode == "tensor" else {}), "own": "gpt-micro"}
     order = sorted(sides, key=lambda side: side != first)
     built = {side: stepper({**JOB, "mode": mode, "model": sides[side]}) for side in order}
     return turns(built, repeats, warm_up=1)

@@ -37,9 +37,9 @@ def story(kills: int, seed: int) -> tuple[str, list[str]]:
 
 
 def trained(live: Live, ranks: int, steps: int) -> dict[str, Any] | None:
-    """Return the newest attempt's event, once so many ranks have trained so many steps in it.
+    """Return the newest attempt's event once `ranks` ranks have trained `steps` steps in it.
 
-    Without the node that was killed a run goes on with fewer ranks, until that node is back.
+    After a node is killed, the run continues with fewer ranks until that node returns.
     """
     begun = live.events("attempt")[-1:]
     if not begun or begun[0]["world_size"] != ranks:

@@ -35,7 +35,7 @@ class CountedTensor(TensorShape):
 class CountedPart(Part):
     """One module, or what it computes between its children; `flops` of the last part of a layer are the layer's."""
 
-    unit: str = ""  # empty: around all units
+    unit: str = ""  # "" if it belongs to no unit
     shared: tuple[CountedTensor, ...] = ()  # parameters that it uses and another part owns
     keeps_input: bool = False  # what its layer keeps for the backward has the layer's input in it
     splits_kept: bool = False  # tensor ranks have a part each of what it keeps

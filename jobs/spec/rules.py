@@ -48,17 +48,17 @@ class ModelRules:
 
     @property
     def reads_tokens(self) -> bool:
-        """True where the data sets that ship with Muster give this model tokens, and not images."""
+        """True if the built-in data sets give this model tokens instead of images."""
         return self.context is not None if self.make is not None else not self.is_vgg
 
     @property
     def ties_head(self) -> bool:
-        """True where the head of a model that ships with Muster is its embedding."""
+        """True if this is a built-in model whose head and embedding share their weight."""
         return self.tied and self.make is None and not self.is_vgg
 
     @property
     def draws(self) -> bool:
-        """True where a forward may draw random numbers."""
+        """True if a forward may draw random numbers."""
         return self.make is not None or self.dropout > 0.0
 
     @property

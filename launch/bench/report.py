@@ -28,7 +28,7 @@ class Report:
     whole: BaseModel
     lines: Callable[[], list[str]]
     rows: "Callable[[], Sequence[MeasuredRow]]"  # runs of one world or model joined
-    missing: str  # what was asked for and not measured; empty: nothing
+    missing: str  # what was requested but not measured; empty if nothing is missing
     is_bad: bool
     write: Write
     write_rows: Write | None  # None: there are no rows

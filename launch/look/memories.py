@@ -117,7 +117,9 @@ def own_code_of(run: RunDir, attempt: int) -> "OwnCode":
     if not job.settings.makes:
         return OwnCode()
     if run.path.stat().st_uid != os.geteuid():
-        raise RefusedError("the model is made by code of another user, which is not run here")
+        raise RefusedError(
+            "the run belongs to another user, whose code is not executed here; its owner can call muster memory"
+        )
     record = read_json(run.attempt(attempt).code)
     for path, digest in record["files"].items():
         file = Path(record["workdir"], path)

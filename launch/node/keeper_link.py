@@ -98,7 +98,7 @@ class KeeperLink:
 
     @property
     def unusable(self) -> str:
-        """Why the job's Python has started no warm process, once `messages` has ended; "" if it has."""
+        """The reason why the job's Python did not start the warm process; "" if it did. Valid after `messages` ends."""
         if self._has_begun or not self._of_job:
             return ""
         return (

@@ -1,4 +1,4 @@
-"""benchmarks/made_steps.py: both sides are built and timed, whichever is first."""
+"""benchmarks/made_steps.py: both sides are timed, whichever is built first."""
 
 from pathlib import Path
 

@@ -1,11 +1,11 @@
-"""The user's own model and loss: what `train.model.make` and `train.loss` name.
+"""The model and the loss of the user, named by `train.model.make` and `train.loss`.
 
     model                            data parallel, ZeRO     pipelines, layerwise
     an nn.Sequential                 its layers in turn      its layers
     has stages()                     its own forward         the layers that stages() returns
     any other nn.Module              its own forward         refused
 
-Every one gets a second argument: `forward(inputs)` returns outputs, `forward(inputs, targets)` their mean loss.
+Each model gets a second argument: `forward(inputs)` returns outputs, `forward(inputs, targets)` their mean loss.
 Parameters keep the names that the model gives them, in every mode: a layer of stages() goes by its place in the model.
 """
 

@@ -94,7 +94,7 @@ def judge_division(bench: Bench, names: list[str], owned: list[str], watched: Wa
 
 
 def judge_order(bench: Bench, watched: Watched) -> None:
-    """Check the size of micro-batches, and that several are under way at once."""
+    """Check the size of micro-batches, and that several are in flight at the same time."""
     size = SAMPLES // MICRO_BATCHES
     said = f"forwards of {watched.sizes} samples of a batch of {SAMPLES}"
     bench.row("micro-batches-cut", set(watched.sizes) == {size} and len(watched.sizes) >= MICRO_BATCHES, said)

@@ -50,7 +50,7 @@ Report = dict[str, Any]
 
 
 def prove_rank(payload: Mapping[str, Any]) -> int:
-    """Take part in all probes; rank 0 writes the table, and returns 1 when a property fails.
+    """Take part in all probes. Rank 0 writes the table and returns 1 if a property fails.
 
     `payload`: {"job": the spelled job, "steps": K, "with": FILE.py:NAME, "as": kind or null, "args": {...}, "waive":
     [...], "silent_s": seconds}.

@@ -43,7 +43,7 @@ def keeps(bench: Bench) -> None:
 
 
 def tensors() -> list[Tensor]:
-    """Return all tensors of this process that Python knows."""
+    """Return all live tensors of this process that Python's garbage collector tracks."""
     gc.collect()
     return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
 

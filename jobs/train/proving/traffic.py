@@ -72,7 +72,7 @@ class Traffic:
         return [each for each in self.events if each.kind == "start"]
 
     def overlapping(self) -> int:
-        """Count the collectives that were under way while a further gradient became ready."""
+        """Count the collectives that overlapped with the computation of a later gradient."""
         found = 0
         for index, event in enumerate(self.events):
             if event.kind != "start":

@@ -30,7 +30,7 @@ Found = tuple[list[float], dict[str, Tensor]]
 
 
 def trains(bench: Bench) -> None:
-    """Compare losses and the state after the last step; rank 0 alone trains the reference."""
+    """Compare the losses and the final state with one process, which rank 0 trains alone."""
     setting = setting_of(bench)
     if why := unfit(bench, setting):
         bench.row("one-process", None, why)

@@ -51,7 +51,7 @@ ALONE = World(0, 1, None, torch.device("cpu"))
 
 
 def trained(world: World, folder: str, keys: dict[str, Any]) -> str:
-    """Train in the user's folder; return the sha256 of all parameters and buffers."""
+    """Train with the user's folder as working folder; return the sha256 of all parameters and buffers."""
     os.chdir(MADE)
     job = TrainSettings.model_validate(keys)
     trainer = build_trainer(job, open_data(job), world)

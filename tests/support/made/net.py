@@ -59,12 +59,12 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Twin(nn.Module):
-    """Our smallest GPT as somebody else's module, with the same weights."""
+    """A built-in GPT as a user's module, with the same weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        for name, layer in build_gpt(GPT_SHAPES["gpt-nano"], seed=0).named_children():
-            self.add_module(name, layer)
+        for own, layer in build_gpt(GPT_SHAPES[name], seed=0).named_children():
+            self.add_module(own, layer)
 
     def forward(self, tokens: Tensor) -> Tensor:
         for layer in self.children():
@@ -75,8 +75,8 @@ class Twin(nn.Module):
         return nn.Sequential(*self.children())
 
 
-def twin() -> Twin:
-    return Twin()
+def twin(name: str = "gpt-nano") -> Twin:
+    return Twin(name)
 
 
 def gpt_plan(model: nn.Module) -> dict[str, Any]:
