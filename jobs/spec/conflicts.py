@@ -120,6 +120,11 @@ SPLIT_LAYERS: Final = (
         "choose a gpt, or a data-parallel mode",
     ),
     Conflict(
+        lambda s: s.model.make is None and s.loss is not None,
+        "loss: {s.loss} does not go with tensor parallel, which splits the logits of a gpt; remove loss, or choose "
+        "another mode",
+    ),
+    Conflict(
         lambda s: s.model.make is not None and s.model.plan is None,
         "model: {model}: tensor parallel needs to know how to split its layers; give model.plan, a function that "
         "returns a plan of muster.pipe.tensor, or choose a data-parallel mode or a pipeline",
@@ -271,6 +276,16 @@ READERS: Final = (
     Reader(("chunks",), lambda settings: settings.mode_name == "interleaved", "mode interleaved"),
     Reader(("cut",), lambda settings: settings.is_pipeline, "pipelines"),
     Reader(("augment",), lambda settings: settings.data.make is None and not settings.model.reads_tokens, "images"),
+    Reader(
+        ("model", "vocabulary"),
+        lambda settings: settings.model.make is None or settings.data.name == "synthetic",
+        "built-in models and data synthetic",
+    ),
+    Reader(
+        ("model", "context"),
+        lambda settings: settings.model.make is None or settings.data.make is None,
+        "built-in models and built-in data",
+    ),
     Reader(("model", "units"), _by_units, "modes zero3 and fsdp, compile and activation_checkpointing"),
     Reader(("model", "plan"), lambda settings: settings.splits_layers, "mode tensor"),
     Reader(("schedule", "final"), lambda settings: settings.schedule.name != "constant", "linear and cosine"),
@@ -287,7 +302,9 @@ def unread(settings: TrainRules) -> list[Unread]:
             section = getattr(section, part)
         if section is None or name not in section.model_fields_set or row.reads(settings):
             continue
-        where = {"augment": "on text", "final": "with schedule constant"}.get(name, f"in mode {split_text(settings)}")
+        places = {"augment": "on text", "final": "with schedule constant"}
+        places |= dict.fromkeys(("vocabulary", "context"), "with a made model on this data")
+        where = places.get(name, f"in mode {split_text(settings)}")
         text = f"has no effect {where}; it is for {row.readers}"
         is_default = getattr(section, name) == type(section).model_fields[name].default
         found.append(Unread(row.key, text, is_default))

@@ -64,6 +64,19 @@ def test_a_setting_is_refused_by_the_modes_that_do_not_read_it(tmp_path: Path, s
             {"parallel": {"pipe": 2, "schedule": "model", "microbatches": 4}},
             "train.parallel.microbatches: has no effect in mode data 1 x pipe 2 by model; it is for pipelines other",
         ),
+        (
+            {"model": {"make": "net.py:build", "vocabulary": 10}, "data": {"make": "net.py:data"}},
+            "train.model.vocabulary: has no effect with a made model on this data; it is for built-in models and data",
+        ),
+        (
+            {"model": {"make": "net.py:build", "context": 10}, "data": {"make": "net.py:data"}},
+            "train.model.context: has no effect with a made model on this data; it is for built-in models and",
+        ),
+        (
+            {"model": {"make": "net.py:build", "units": ["blocks.*"]}, "data": {"make": "net.py:data"}},
+            "train.model.units: has no effect in mode ddp; it is for modes zero3 and fsdp, compile and",
+        ),
+        ({"mode": "tensor", "loss": "net.py:loss"}, "loss: net.py:loss does not go with tensor parallel, which splits"),
         ({"optimizer": {"nesterov": True}}, "train.optimizer: nesterov: true needs a momentum; add momentum: 0.9"),
     ],
 )
@@ -75,6 +88,7 @@ def test_so_are_other_settings_without_effect(tmp_path: Path, train: dict[str, A
 
 def test_every_row_has_a_test() -> None:
     nested = {("schedule", "final"), ("parallel", "microbatches"), ("model", "units"), ("model", "plan")}
+    nested |= {("model", "vocabulary"), ("model", "context")}
     others = {("augment",), *nested}
     assert {row.key for row in READERS} == {(key,) for key in READ} | others
 
