@@ -13,6 +13,7 @@
 Reach: the median of the repeats' ratios is 1.00 +- 0.01, CPU and wall. Eight minutes; `--quick` two.
 """
 
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -34,7 +35,10 @@ def measure(mode: str, repeats: int, first: str) -> dict[str, list[tuple[float, 
     sides = {"made": MODEL | ({"plan": f"{NET}:gpt_plan"} if mode == "tensor" else {}), "own": "gpt-micro"}
     order = sorted(sides, key=lambda side: side != first)
     built = {side: stepper({**JOB, "mode": mode, "model": sides[side]}) for side in order}
-    return turns(built, repeats, warm_up=1)
+    found = turns(built, repeats, warm_up=1)
+    built.clear()
+    gc.collect()  # trainers are cycles: their threads end before the group and the process do
+    return found
 
 
 def stepper(keys: dict[str, Any]) -> Callable[[], tuple[float, float]]:
