@@ -82,8 +82,9 @@ def _lines(axes: "Axes", plot: Plot) -> dict[str, Any]:
         color = COLORS[LINE_COLORS[number % len(LINE_COLORS)]]
         x, y = [float(each) for each in series.x], [scale * each for each in series.y]
         style: dict[str, Any] = {"color": color, "linestyle": DASHES[number // len(LINE_COLORS) % len(DASHES)]}
-        style |= {"marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-        style["markevery"] = 1 if len(x) <= FEW else (number * len(x) // 80 % 40, max(len(x) // 8, 1))
+        style |= {"marker": MARKERS[number % len(MARKERS)], "linewidth": max(3.0 - 0.6 * number, 1.2)}  # equal lines
+        every = max(len(x) // 8, 1)  # have to be seen beneath one another
+        style |= {"markersize": 5, "markevery": (number % every, every)}
         if series.role == "reference":
             style = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.0}
         (handles[series.label.partition(",")[0] if series.role == "reference" else series.label],) = axes.plot(
@@ -106,7 +107,7 @@ def _lines(axes: "Axes", plot: Plot) -> dict[str, Any]:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(_number))
     if plot.unit == "share":
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 105 * max(max(each.y) for each in plot.series))
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(_with_unit(plot.y_label, unit))
     axes.grid(color=GRID, linewidth=0.5)

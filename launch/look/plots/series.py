@@ -135,7 +135,7 @@ def _loss(rows: Sequence[Row], groups: Groups) -> Plot:
         series.append(Series(row.label, tuple(map(float, steps)), tuple(runs[0].values()), lows, highs))
     if any(each.low for each in series):
         note = "; ".join(filter(None, ("lines: the first run; bands: all repeats", note)))
-    return Plot("loss", "Loss", "step", "loss", tuple(series), note=note)
+    return Plot("loss", "Loss", "step", "of the batch", tuple(series), note=note)
 
 
 def _memory(rows: Sequence[Row], groups: Groups, formulas: Mapping[str, float]) -> Plot:
