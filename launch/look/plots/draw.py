@@ -72,7 +72,8 @@ def inline_svg(plot: Plot) -> str:
     root = ElementTree.fromstring(drawn.getvalue())
     prefix = f"plot-{plot.kind}-{hashlib.sha256(repr(plot).encode()).hexdigest()[:8]}"
     _fit_into_page(root, prefix)
-    for place, (tag, text) in enumerate((("title", plot.title), ("desc", _description(plot)))):
+    about_it = f"{plot.y_label}: {', '.join(dict.fromkeys(each.label for each in plot.series))}. {plot.note}"
+    for place, (tag, text) in enumerate((("title", plot.title), ("desc", about_it))):
         about = ElementTree.Element(f"{{{SVG}}}{tag}", {"id": f"{prefix}-{tag}"})
         about.text = printable(text)
         root.insert(place, about)
@@ -113,11 +114,6 @@ def _fit_into_page(root: "Element", prefix: str) -> None:
         root.attrib.pop(name, None)
     root.attrib |= {"role": "img", "aria-labelledby": f"{prefix}-title {prefix}-desc"}
     root.attrib |= {"stroke-linejoin": "round", "stroke-linecap": "butt", "class": "plot"}
-
-
-def _description(plot: Plot) -> str:
-    names = ", ".join(dict.fromkeys(each.label for each in plot.series))
-    return f"{plot.y_label}, {plot.x_label or 'by run'}: {names}. {plot.note}".strip()
 
 
 def size_of(plot: Plot) -> tuple[float, float]:
