@@ -168,6 +168,7 @@ def test_a_page_s_svg_has_no_color_of_its_own_no_foreign_markup_and_unique_ids(h
     for text in texts:
         assert "<?xml" not in text
         root = ElementTree.fromstring(text)
+        assert root.get("fill") == "currentColor"  # matplotlib leaves black fills out
         tags = {each.tag.rpartition("}")[2] for each in root.iter()}
         assert tags <= {
             "svg",
