@@ -96,7 +96,7 @@ def as_text(found: Sequence[Row], spare: int) -> str:
     lines.append(f"{len(found) - bad} of {len(found)} nodes can take part")
     if left_out := without(found):
         fewer = "" if spare >= bad else f" --nodes {len(found) + spare - bad}"
-        lines.append(f"to go on without the others: --exclude {shlex.quote(left_out)}{fewer}")
+        lines.append(f"to continue without the others: --exclude {shlex.quote(left_out)}{fewer}")
     return "\n".join(lines)
 
 

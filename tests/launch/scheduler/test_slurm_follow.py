@@ -130,7 +130,7 @@ def test_a_run_is_followed_through_restarts_and_several_requeues(
     assert slurm_follow.follow(run, Console()) == 0
     said = capsys.readouterr().err
     assert "muster: n2 is gone\nattempt 1 in 0.5 s on 1 node\n" in said
-    assert "going on from step-1\nattempt 1: 4 ranks start" in said
+    assert "continuing from step-1\nattempt 1: 4 ranks start" in said
     assert "saving, then stopping: SIGUSR2\nSlurm job 12: its supervisor has it queued again\n" in said
     assert said.count("Slurm job 12: queued again: its begin time") == 2
 

@@ -153,7 +153,7 @@ def test_one_that_misbehaves_while_it_is_stopped_is_not_used_again(tmp_path: Pat
     lines = {"started": (encode(Broken(0, "a disk", 1)),), "stopping": (encode(exited(0, 0)),)}
     verdict, supervised = live(tmp_path, FakeAgent(0), FakeAgent(1, lambda at: lines.get(at, ())), FakeAgent(2))
     warned = [row["text"] for row in read_lines(supervised.run_dir.events) if row["event"] == "warning"]
-    assert warned == [f"node 1: {PROTOCOL}Exited: it speaks of rank 0, which is not its own"]
+    assert warned == [f"node 1: {PROTOCOL}Exited: it reports about rank 0, which is not its own"]
     first, last = rows(supervised)
     assert (verdict.code, first["message"], last["hosts"]) == (exits.DONE, "node 1 (n1): a disk", ["n0", "n2"])
 
@@ -209,7 +209,7 @@ def test_a_node_that_does_not_greet_is_named(tmp_path: Path, kind: str, spares: 
     first, *more = rows(supervised)
     assert first["class"] == "unreachable"
     assert first["message"].startswith("node 1: its agent hung up before its greeting: ")
-    assert first["message"].splitlines()[1:] == ["to go on without: --exclude n1"]
+    assert first["message"].splitlines()[1:] == ["to continue without them: --exclude n1"]
     assert all(text.isprintable() for text in first["message"].splitlines())
     assert verdict.code == (exits.DONE if spares else exits.UNREACHABLE)
     assert [row["hosts"] for row in more] == [["n0", "n2"]] * spares

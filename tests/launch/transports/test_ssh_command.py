@@ -200,9 +200,9 @@ Host key verification failed."""
         ),
         (
             78,
-            "muster agent on pc7: cannot read /runs/token: Permission denied; over this transport the run folder must",
+            "muster agent on pc7: cannot read /runs/token: Permission denied; with this transport the run folder must",
             RefusedError,
-            "n0: cannot read /runs/token: Permission denied; over this transport the run folder must",
+            "n0: cannot read /runs/token: Permission denied; with this transport the run folder must",
         ),
     ],
 )
