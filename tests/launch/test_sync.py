@@ -86,7 +86,7 @@ FACTS = f'{{"host": "n1", "code": "{fingerprint()}"}}'
             [],
             [],
             UnreachableError,
-            "n1: shares /d with a host whose copy did not end; run muster sync again",
+            "n1: shares /d with a host whose copy did not finish; run muster sync again",
         ),
         (
             "failed",

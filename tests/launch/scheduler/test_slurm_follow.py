@@ -70,7 +70,7 @@ def test_a_job_that_can_never_start_is_cancelled(run: RunDir, slurm: FakeSlurm) 
     slurm.job("12", reason="PartitionNodeLimit")
     assert slurm_follow.follow(run, Console(quiet=True)) == 78
     assert slurm.calls("scancel") == [["scancel", "12"]]
-    assert "was cancelled, for it would never start: the partition has fewer" in ended(run)["message"]
+    assert "was cancelled, because it would never start: the partition has fewer" in ended(run)["message"]
 
 
 def test_an_orphan_is_cancelled(run: RunDir, slurm: FakeSlurm, player: Player) -> None:

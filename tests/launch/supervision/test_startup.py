@@ -374,5 +374,5 @@ def test_an_environment_that_cannot_be_set_stops_the_run_before_anything_starts(
     start.startup.context = replace(start.startup.context, job=job)
     start.reached(0)
     stop = start.reached(1)
-    assert stop == Stop(78, "job file: env.RANK: this is Muster's to set for each rank; remove it")
+    assert stop == Stop(78, "job file: env.RANK: Muster sets this for each rank; remove it")
     assert start.orders(wire.Start) == []
