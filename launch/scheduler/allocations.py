@@ -68,8 +68,8 @@ def disagreement(found: list[Allocation], restarts: int, job: str) -> str:
     ours = f"{len(found)} on record in the run folder"
     if restarts > len(found):
         return (
-                f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), with {ours}: the others ended "
-                f"before Muster had begun; see slurm-{job}.out"
+            f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), with {ours}: the others "
+            f"ended before Muster had begun; see slurm-{job}.out"
         )
     return (
         f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), with {ours}: its count was reset"

@@ -112,8 +112,8 @@ class OwnJob:
                 return exits.REQUEUE
             why = f"scontrol requeue {self.job}: {refused}"
         self._warn(
-                f"{why}; it ends with code {exits.REQUEUE}, which requeues it at a site with RequeueExit={exits.REQUEUE}; "
-                f"otherwise continue with: {self.run.command('resume')}"
+            f"{why}; it ends with code {exits.REQUEUE}, which requeues it at a site with "
+            f"RequeueExit={exits.REQUEUE}; otherwise continue with: {self.run.command('resume')}"
         )
         return exits.REQUEUE
 
