@@ -28,8 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--fail-on",
         metavar="WHAT",
         choices=sorted(FAILING),
-        help="worse, better or any: exit with 1 if a row has this verdict or nothing could be judged; with worse and any "
-        "also if a row is no longer measured",
+        help="worse, better or any: exit with 1 if a row has this verdict or nothing could be judged; with worse and "
+        "any also if a row is no longer measured",
     )
     add_runs(parser)
     add_json(parser)

@@ -76,7 +76,7 @@ WRONG: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     ({"commit": "bbbbbbb+"}, "code", GOOD, ""),
     ({"route": None}, "network", BAD, "has no route to the master 10.10.1.1:20000; give an address"),
-    ({"route": ["lo", "127.0.0.1"]}, "network", BAD, "through lo, which the other nodes do not share; give the address"),
+    ({"route": ["lo", "127.0.0.1"]}, "network", BAD, "through lo, which the other nodes do not share; give the a"),
     ({"route": ["ib0", "10.10.1.3"]}, "network", GOOD, ""),
     (
         {"connect": "Connection refused"},

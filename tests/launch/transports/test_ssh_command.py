@@ -441,7 +441,9 @@ def wait_for_its_end(connection: socket.socket) -> None:
 
 @pytest.mark.parametrize("answer", [lambda connection: None, reset], ids=["closes", "resets"])
 def test_one_that_closes_the_connection_at_once(client: Client, serve, answer) -> None:
-    said(client(port=serve(answer)), UnreachableError, "it closed the connection at once; its sshd may refuse so many")
+    said(
+        client(port=serve(answer)), UnreachableError, "it closed the connection at once; its sshd may limit connections"
+    )
 
 
 def test_one_that_takes_the_connection_and_says_nothing(client: Client, serve) -> None:
