@@ -1,7 +1,7 @@
 """The entry point of an agent, one per node: greet the supervisor, then import the rest and serve.
 
 It is started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours.
-Everything of the user's arrives over the channel; nothing of it is on the command line. The carrier of the channel is
+All of the user's data arrives over the channel, none on the command line. The carrier of the channel is
 the agent's standard input and output or, with --connect, a TCP connection that the agent dials. Over TCP both ends
 first prove that they hold this node's key (launch/wire/handshake.py), and obey nothing before. Then
 `launch/node/serve.py` takes over.

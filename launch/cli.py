@@ -53,7 +53,7 @@ GROUPS = (
         "measure",
         (
             ("bench", "measure collectives, or models alone; show, compare, plot and fit the results"),
-            ("predict", "predict times, the best bucket and a job's steps from what was measured"),
+            ("predict", "predict times, the best bucket and a job's steps from measurements"),
             ("schedule", "draw a pipeline's step: which rank computes what and when, and how long ranks are idle"),
         ),
     ),

@@ -42,7 +42,8 @@ def check(grid: Grid, output: Output) -> None:
     what = grid.what
     if output.plot is not None and grid.is_pairs:
         raise UsageError(
-            f"--plot {output.plot}: pairs are measured at one size, so there is no line to draw; leave one of both out"
+            f"--plot {output.plot}: pairs are measured at one size, so there is no line to draw; leave out --pairs or "
+            "--plot"
         )
     if grid.is_pairs and ("wire" in grid.settings or (what and not words.is_file(what))):
         unused = "--wire" if "wire" in grid.settings else what
@@ -91,7 +92,7 @@ def prepare_world(request: Request, label: str) -> World:
         kind = prepared.context.job.kind
         raise UsageError(f"{request.job}: is a {kind}: job; muster bench measures bench: jobs, muster run runs it")
     if settings.is_hello:
-        raise UsageError(f"{request.job}: hello measures nothing; start it by muster run")
+        raise UsageError(f"{request.job}: hello measures nothing; start it with muster run")
     return World(label, prepared)
 
 

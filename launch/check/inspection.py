@@ -190,8 +190,7 @@ class Inspection:
             self._all_done.set()
 
     def _conclude(self) -> None:
-        """Mark the nodes that have not answered in time; check which nodes' marks in the run folder are readable "
-        "here."""
+        """Mark the nodes that have not answered in time; check whose marks in the run folder are readable here."""
         for node, answer in enumerate(self.answers):
             if answer.error is None and answer.hello is None:
                 answer.error = UnreachableError(

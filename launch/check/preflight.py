@@ -61,7 +61,7 @@ def titles(found: Sequence[Row]) -> list[str]:
 
 
 def remarks(found: Sequence[Row], state: str) -> list[str]:
-    """Return one line per reason for cells in a state, with the reason's nodes and the remedy."""
+    """Return one line for each reason behind cells in this state, with its nodes and the remedy."""
     reasons: dict[str, list[str]] = {}
     for row in found:
         for cell in row.cells.values():

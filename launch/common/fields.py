@@ -60,7 +60,7 @@ def texts(value: Any) -> list[str] | None:
 
 
 def plain(value: Any) -> Any:
-    """Return a value that is not a container, checked by its type."""
+    """Return a scalar, checked by its type; None for a container or an invalid scalar."""
     if isinstance(value, bool):
         return value
     return text(value) if isinstance(value, str) else number(value) if isinstance(value, int) else real(value)

@@ -115,7 +115,9 @@ def add_transport(parser: argparse.ArgumentParser) -> None:
     """Add the options for the transport, the hosts and the network."""
     parser.add_argument("--on", choices=TRANSPORTS, help="transport (default: ssh if hosts are named, else local)")
     parser.add_argument(
-        "--executor", choices=EXECUTORS, help="of --on submitit (default: slurm if sbatch is found, else local)"
+        "--executor",
+        choices=EXECUTORS,
+        help="executor of --on submitit (default: slurm if sbatch is found, else local)",
     )
     add_hosts(parser)
     add_network(parser)
@@ -131,7 +133,7 @@ def add_network(parser: argparse.ArgumentParser) -> None:
         type=_iface,
         help="network of the ranks: an interface, or a CIDR such as 10.10.1.0/24",
     )
-    network.add_argument("--port", metavar="P", type=_port, default=0, help="by hand: the supervisor's port")
+    network.add_argument("--port", metavar="P", type=_port, default=0, help="with --on hand: the supervisor's port")
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:

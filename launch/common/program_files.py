@@ -4,7 +4,7 @@
 
 import os
 import shutil
-from os.path import isfile  # pathlib's raises where a name is too long
+from os.path import isfile  # pathlib's is_file raises if a name is too long
 
 
 def fault(program: str, script: str, folder: str) -> str:

@@ -43,8 +43,7 @@ def is_shared(run: RunDir, nonce: str) -> bool:
 
 
 def find(run: RunDir, nonce: str) -> dict[str, str]:
-    """Return where this node keeps a run: "
-    "{"storage": "shared" | "apart" | "none", "run": path, "storage_why": text}."""
+    """Find where this node keeps a run: {"storage": "shared" | "apart" | "none", "run": path, "storage_why": text}."""
     if is_shared(run, nonce):
         if os.access(run.path, os.W_OK | os.X_OK):
             return {"storage": "shared", "run": str(run.path), "storage_why": ""}

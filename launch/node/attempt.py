@@ -107,8 +107,7 @@ class NodeAttempt:
         task.add_done_callback(lambda _: work.close())  # in case the task was cancelled before it began
 
     def tell_programs(self, message: wire.StopRanks) -> None:
-        """Write down for users' programs why they are stopped, and their deadline (Unix seconds) to end by "
-        "themselves."""
+        """Write down for users' programs why they are stopped, and by when (Unix seconds) they should end."""
         if self.start is None or self.ours or not message.reason:
             return
         told = {"reason": message.reason, "message": message.text, "deadline": time.time() + message.grace_s}
@@ -116,7 +115,7 @@ class NodeAttempt:
             write_json(self.folder.stop(self.node), told)
 
     def ask_to_save(self) -> None:
-        """Handle SIGUSR1: ask rank 0 for a checkpoint, through the run folder, which is shared where ranks save."""
+        """Handle SIGUSR1: ask rank 0 for a checkpoint through the run folder, which all runs that save share."""
         if self.start is not None:
             with self._saying():
                 RunDir(self.folder.path.parent).ask_to_save(f"SIGUSR1 at node {self.node}")
@@ -131,7 +130,7 @@ class NodeAttempt:
 
     async def close(self) -> None:
         """Send everything that is still unsent, and stop watching. May be called twice."""
-        async with self._sending:  # not between reading and sending a piece
+        async with self._sending:  # waits until the current piece has been sent
             tasks, self._tasks = self._tasks, set()
             for task in tasks:
                 task.cancel()

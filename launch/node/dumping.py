@@ -30,7 +30,7 @@ class _Log:
 
 
 class Dumps:
-    """The standard errors of some ranks, from their current ends on. Create it before asking the ranks for stacks."""
+    """Reads the standard-error files of some ranks from their current ends on. Create it before asking for stacks."""
 
     def __init__(self, paths: Mapping[int, Path]) -> None:
         self._logs = {rank: _Log(path, size_of(path), size_of(path)) for rank, path in paths.items()}

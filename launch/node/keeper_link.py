@@ -159,8 +159,7 @@ class KeeperLink:
                 yield message
 
     async def close(self) -> None:
-        """Close the connection; wait until the rank parent has ended everything. A frozen one is killed with its "
-        "ranks."""
+        """Close the connection; wait until the rank parent has ended everything. Kill a frozen one with its ranks."""
         if self.keeper is None:
             return
         try:

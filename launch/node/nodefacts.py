@@ -131,7 +131,7 @@ def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
 
 
 def machine() -> str:
-    """Return an identity that two names of one machine share, and two machines do not."""
+    """Return an id that is equal for two names of one machine, and different for two machines."""
     return f"{procfs.boot_id()} {socket.gethostname()}"  # nodes of a box, or containers, share the kernel's boot id
 
 

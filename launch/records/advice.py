@@ -68,7 +68,7 @@ TABLE: Final[tuple[Advice, ...]] = (
         "make it yours and not writable by others (chown, chmod go-w), or choose another folder with --runs DIR",
         class_name="untrusted",
     ),
-    Advice("name what is missing, or another run: muster list shows them", class_name="not-found"),
+    Advice("check the name, or choose another run: muster list shows them", class_name="not-found"),
     # A resource of the machine ran out.
     Advice(
         "free some space on the disk of the run folder, or repair it (df -h, df -i, dmesg); earlier checkpoints are "
@@ -178,7 +178,7 @@ TABLE: Final[tuple[Advice, ...]] = (
         class_name="timeout",
         said="no progress for",
     ),
-    Advice("give it more time: raise slurm.time, or lower the work", class_name="timeout", said="time limit"),
+    Advice("give it more time: raise slurm.time, or reduce the work", class_name="timeout", said="time limit"),
     Advice(
         "see its last output: muster logs --rank {1}; check that every node reaches node 0 "
         "(firewall, address), or raise start_timeout_s",

@@ -10,7 +10,7 @@ from typing import Any, Final
 from muster.jobs.basics import reading
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fields import MOST_RANKS, below, typed_line, typed_lines
-from muster.launch.common.fields import number as number  # those who read rows look for them here
+from muster.launch.common.fields import number as number  # re-exported for readers of rows
 from muster.launch.common.fields import real as real
 from muster.launch.records.verdict import Ending
 

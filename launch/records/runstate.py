@@ -6,7 +6,7 @@
 
 A run without an `ended` row is `lost` if its supervisor is gone: on this host, no process has the pid and the start
 time of the `submitted` row. If the supervisor is on another host, its lease decides, which it renews every two seconds.
-With a fresh lease the run lives; with one that is two minutes old it is lost. In between a clock may be off, so the
+With a fresh lease the run is alive; with one that is two minutes old it is lost. In between a clock may be off, so the
 state is marked as unsure ("lost?"), like that of a run without a lease ("running?"). For a run in Slurm's queue, Slurm
 is asked (`launch/records/slurm_job.py`).
 """
@@ -220,7 +220,7 @@ def _ask_slurm(run: RunDir, rows: Rows) -> "Seen | None":
 def _supervisor_lives(run: RunDir, submitted: dict[str, Any]) -> bool | None:
     """Return whether the process that writes the events is alive; None if that cannot be known from this host.
 
-    From another host, its lease decides: fresh, or so old that no clock error explains it.
+    On another host, the lease decides: alive if fresh, gone if too old for any clock error.
     """
     pid, ticks = submitted.get("pid"), submitted.get("pid_start")
     if pid is None or not is_here(submitted.get("host")):

@@ -33,7 +33,7 @@ from muster.slurm.states import JobState, Outcome, is_orphan, outcome, waiting
 
 # Where the clients of a cluster find it. Kept because `muster status` may be called from a shell without them.
 KEPT: Final = ("SLURM_CONF", "SLURM_CLUSTERS")
-# The codes of a run that a failed node, a preemption, the time limit or an operator ended: Slurm may start it again.
+# Codes of runs ended by a failed node, a preemption, the time limit or an operator. Slurm may start them again.
 FROM_OUTSIDE: Final = (exits.STOPPED, exits.REQUEUE, exits.INFRASTRUCTURE, exits.UNREACHABLE)
 LAST_LINES: Final = 20
 ASK_S: Final = 5.0
@@ -105,7 +105,7 @@ class Seen:
     """What Slurm adds to the rows of a run.
 
     `alive`: whether somebody will still write rows, None if that cannot be known. `waits`: the job is in the queue.
-    `ended`: if the job is over without a last row, the row that is missing.
+    `ended`: the last row to assume, if the job is over and wrote none.
     """
 
     alive: bool | None
@@ -126,7 +126,7 @@ def this_process() -> dict[str, Any]:
 
 
 def see(run: RunDir, rows: Rows) -> Seen | None:
-    """Ask Slurm about a run without a last row; return None if its rows and lease suffice, or it went through no queue.
+    """Ask Slurm about a run without a last row; return None if its rows and lease suffice, or it was not queued.
 
     Raises:
         RunFolderError: if slurm.json does not belong to this user.

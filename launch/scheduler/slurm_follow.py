@@ -127,7 +127,7 @@ class Follower:
     """Follows one run: the events seen so far, and the messages printed about it.
 
     With `patient`, it keeps waiting for a controller that does not answer. `trouble`: the console for messages about
-    that, if it is not `console`.
+    such a controller (default: `console`).
     """
 
     def __init__(self, run: RunDir, console: Console, *, patient: bool = True, trouble: Console | None = None) -> None:

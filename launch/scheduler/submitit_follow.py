@@ -33,7 +33,7 @@ def ended_early(run: RunDir) -> MusterError:
 
 
 def failure(said: str, code: int | None) -> MusterError:
-    """Return the last line of a process of ours as the error that it reports."""
+    """Turn the last line printed by one of our processes into the error that it describes."""
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
     error = MusterError(last.removeprefix("muster: ") or f"submitit ended with code {code}")
     error.exit_code = code if code is not None and code > 0 else 1

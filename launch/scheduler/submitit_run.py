@@ -57,7 +57,9 @@ def leave(submission: Submission) -> None:
     """
     run = submission.context.run
     if submission.route.executor == "debug":
-        raise UsageError("--executor debug: runs in the calling process, which stays; use muster run, or another")
+        raise UsageError(
+            "--executor debug: runs in the calling process and cannot be left; use muster run, or another executor"
+        )
     before, controller = supervisors(run), start_local(submission)
     deadline = time.monotonic() + BEGIN_S
     while supervisors(run) == before:

@@ -107,7 +107,7 @@ def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str,
     try:
         done = subprocess.run(argv, input=archive, capture_output=True, timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        return Outcome(host.name, "failed", UnreachableError(f"{host.name}: was not done after {DEADLINE_S:g} s"))
+        return Outcome(host.name, "failed", UnreachableError(f"{host.name}: did not finish within {DEADLINE_S:g} s"))
     said = done.stdout.decode(errors="replace").splitlines()
     errors = done.stderr.decode(errors="replace").splitlines()
     state = next((each for each in ("shared", "brought") if each in said), "failed")

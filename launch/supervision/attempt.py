@@ -73,7 +73,7 @@ class Attempt:
         self.ask = ask  # ask the scheduler whether it is about to end the job; the answer arrives in `noticed`
         self.unless_noticed: list[Callable[[], None]] = []  # ways to end the attempt that wait for that answer
         self.draining: Stop | None = None
-        self.growing = False  # the drain makes room for an attempt on more nodes
+        self.growing = False  # the drain is for a restart on more nodes
         self.drain_deadline = 0.0
         self.stop_at: int | None = None
         self.hangs = HangWatch(self.roster, context.job.hang_s, context.job.start_timeout_s)
@@ -334,7 +334,7 @@ class Attempt:
             ProtocolError: if the ranks were not asked to hold.
         """
         if self.draining is None:
-            raise ProtocolError("nobody has asked for it")
+            raise ProtocolError("it was not asked for")
         if self.stop_at is None:
             self.stop_at = message.steps + 1
             self._tell_all(wire.StopAt(self.number, self.stop_at))

@@ -32,8 +32,7 @@ BEAT_S: Final = 1.0
 
 @dataclass
 class ClockOffset:
-    """How far a node's clock is ahead of ours, from the exchange with the shortest travel (NTP, RFC 5905, section "
-    "8)."""
+    """A node's clock minus ours, from the exchange with the shortest travel time (NTP, RFC 5905, section 8)."""
 
     seconds: float = 0.0
     travel_s: float = math.inf

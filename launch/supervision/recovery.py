@@ -9,8 +9,8 @@ the budget is used up    restart.max                                 → the att
 else                                                                 → restart at once; from the second failure in a
                                                                        row without progress, with growing delays
 
-An outage (a lost node, a broken connection between nodes) says nothing about the program. The run waits until it is
-over, and never ends with 93 because of it.
+An outage (a lost node, a broken connection between nodes) says nothing about the program. The run waits for its end,
+and an outage never ends a run with 93.
 """
 
 import re
@@ -25,7 +25,7 @@ from muster.jobs.spec.failover import RestartSettings
 from muster.launch.records.verdict import Verdict
 
 IN_VAIN: Final = 3  # attempts in a row without a new checkpoint
-BLAMED: Final = 2  # of the last WATCHED attempts: a node blamed for so many is left out
+BLAMED: Final = 2  # a node blamed for this many of the last WATCHED attempts is left out
 WATCHED: Final = 3
 LONGEST_BACKOFF_S: Final = 60.0
 OUTAGE_S: Final = 2.0  # before the second start in a row that an outage prevents; doubles each time

@@ -7,7 +7,7 @@ from muster.jobs.hosts.placement import Placement
 from muster.launch.supervision.crew import Node
 from muster.launch.wire.codec import ProtocolError
 
-NAMED: Final = 4  # ranks or nodes that a message names; it only counts the others
+NAMED: Final = 4  # ranks or nodes listed in a message; it only counts the others
 
 
 class Roster:

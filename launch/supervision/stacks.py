@@ -68,7 +68,7 @@ class Whereabouts:
 
     @property
     def sentence(self) -> str:
-        """Describe where the rank is, and after how many steps: others may be at the same place, a step later."""
+        """Describe the rank's place and step count, because another rank may be at the same place a step later."""
         return str(self) + (f" after {self.steps} steps" if self.steps is not None else "")
 
     @property
@@ -107,7 +107,7 @@ def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = line_of) -> 
             where = _meeting(waiting)
             return Absent(tuple(busy), _each(busy, lambda rank: f"did not come to {where}: {found[rank]}"))
         if len(found) == 1:
-            return Absent(tuple(busy), _each(busy, lambda rank: f"is the only one: {found[rank]}"))
+            return Absent(tuple(busy), _each(busy, lambda rank: f"is the only rank: {found[rank]}"))
     return _odd_ones(found, all_wait=not busy)
 
 

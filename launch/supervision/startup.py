@@ -44,7 +44,7 @@ Send = Callable[[int, wire.ToAgent], None]
 
 
 class Startup:
-    """Takes an attempt up to its start messages. Every step returns the Stop that ends the attempt, or None."""
+    """Runs the start of an attempt, up to its start messages. Every step returns None, or a Stop to end the attempt."""
 
     def __init__(self, context: Context, roster: Roster, log: EventLog, console: Console, send: Send) -> None:
         self.context = context
@@ -105,13 +105,13 @@ class Startup:
         return self.prepared(number, message) if isinstance(message, wire.Prepared) else self.reached(number, message)
 
     def prepared(self, number: int, message: wire.Prepared) -> Stop | None:
-        """Tell every node to reach the port that node 0 has bound.
+        """Tell every node to connect to the port that node 0 has bound.
 
         Raises:
             ProtocolError: if this node was not asked to bind a port.
         """
         if number != 0 or self.port or not self.complete:
-            raise ProtocolError("nobody has asked for it")
+            raise ProtocolError("it was not asked for")
         self.port = message.port
         if not self.context.remote:
             return self._start()
@@ -159,7 +159,7 @@ class Startup:
             ProtocolError: if this node was not asked to reach the master.
         """
         if number not in self.roster.missing:
-            raise ProtocolError("nobody has asked for it")
+            raise ProtocolError("it was not asked for")
         self.roster.nodes[number].reached = message
         self.roster.missing.discard(number)
         if self.roster.missing:

@@ -187,7 +187,7 @@ class Supervisor:
     def _judge(self, attempt: Attempt) -> tuple[Verdict, bool]:
         """Return the verdict on an attempt, and whether it must be the last one.
 
-        If a scheduler ended the attempt, its reason is better than what the exits of ranks and agents show.
+        If a scheduler ended the attempt, use its reason: the exits of ranks and agents are only consequences.
         """
         verdict = attempt.verdict()
         if self.own_job is None or attempt.stop is not attempt.told:

@@ -249,7 +249,7 @@ def find_sweep(root: Path, given: str, *, unique: bool = False) -> Path:
     found = [path for path in sweeps if path.name == given] or [path for path in sweeps if given in path.name]
     if not found:
         names = ", ".join(path.name for path in sweeps[-4:]) or "none"
-        raise NotFoundError(f"{root}: no sweep named {given!r}; there is: {names}")
+        raise NotFoundError(f"{root}: no sweep named {given!r}; found: {names}")
     if unique and len(found) > 1:
         names = ", ".join(path.name for path in found[-4:])
         raise UsageError(f"{root}: {given!r} matches {len(found)} sweeps: {names}; give more of the name")

@@ -41,7 +41,7 @@ class Starter:
 
     argv: Callable[[str, int | None], list[str]]
     environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
-    replaces: Mapping[str, str] | None = None  # used instead of ours, if ours has too much
+    replaces: Mapping[str, str] | None = None  # used instead of our own, where that has too many variables
     prefix: str = ""  # of its messages about a node
     names: Mapping[str, int] = field(default_factory=dict)  # node names in its messages, the best name first
     explain: Callable[[str, int, Sequence[str]], MusterError] | None = None

@@ -40,7 +40,7 @@ class Ssh:
         return [ssh_argv(host, self.hosts, self.ssh, argv) for host, argv in zip(self.nodes, agents, strict=True)]
 
     async def start(self, gate: Gate) -> None:
-        """Start all agents, so many at once that slow connections do not delay the others."""
+        """Start all agents, up to `fanout` at once."""
         for node, argv in enumerate(self.commands()):
             await self._start_one(node, argv, gate)
 

@@ -75,7 +75,7 @@ class Channel:
                 return
             except NotAMessage:
                 continue
-        raise ChannelClosed("no hello among what it printed")
+        raise ChannelClosed("it printed no hello")
 
     async def receive_hello(self) -> Hello:
         """Return the agent's first message. Errors as for `receive`."""

@@ -160,7 +160,7 @@ class Swept:
 
 @dataclass(frozen=True)
 class Log:
-    """Lines printed by a rank that the console shows."""
+    """Lines printed by one of the ranks that the console shows."""
 
     attempt: Attempt
     rank: Rank

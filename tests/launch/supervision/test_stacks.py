@@ -141,7 +141,7 @@ def test_a_single_rank_is_the_one_that_hangs() -> None:
     found = absent({0: dump(SLEEPS)}, no_source)
     assert (found.ranks, found.text) == (
         (0,),
-        "rank 0 is the only one: it is at home/her/model.py:12 forward",
+        "rank 0 is the only rank: it is at home/her/model.py:12 forward",
     )
 
 

@@ -183,7 +183,7 @@ def test_a_record_reads_back_and_is_found_by_a_part_of_its_name(tmp_path: Path) 
     assert find_sweep(tmp_path, "vgg-2") == tmp_path / "sweep-vgg-2"
     assert find_sweep(Path("/nowhere"), str(tmp_path / "sweep-vgg-1")) == tmp_path / "sweep-vgg-1"
     assert find_sweep(tmp_path, "vgg") == tmp_path / "sweep-vgg-2"
-    with pytest.raises(NotFoundError, match="no sweep named 'gpt'; there is: sweep-vgg-1, sweep-vgg-2"):
+    with pytest.raises(NotFoundError, match="no sweep named 'gpt'; found: sweep-vgg-1, sweep-vgg-2"):
         find_sweep(tmp_path, "gpt")
 
 
