@@ -24,7 +24,7 @@ GROUPS = (
             ("plan", "show what run would do: hosts, ranks, environment, commands"),
             ("cmd", "print the line to paste on each node to start a run by hand"),
             ("save", "make a running training save a checkpoint now and continue"),
-            ("stop", "end a run and every process it has left"),
+            ("stop", "end a run and any processes that it left behind"),
         ),
     ),
     (

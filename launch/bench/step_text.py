@@ -112,7 +112,10 @@ def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:
         for point in buckets["points"]
     ]
     lines = [screen.table(BUCKETS, rows), ""]
-    lines.append("step: from the beginning of the backward to the last byte" + ("" if known else ", all ready at once"))
+    lines.append(
+        "step: from the beginning of the backward to the last byte"
+        + ("" if known else ", with all gradients ready at once")
+    )
     best, error = size_text(buckets["best"]), f"{100 * buckets['error']:.1f} %"
     if buckets["runner_up"] is None:
         return [*lines, f"{best}: no other size changes the buckets"]

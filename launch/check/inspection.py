@@ -29,7 +29,7 @@ from muster.launch.wire.messages import Beat, Broken, Bye, FromAgent, Heartbeat,
 LIMIT_S: Final = 9.0  # for all of it, so that the report appears within 10 s
 BEAT_S: Final = 1.0
 BEATS: Final = 3  # sent at once; the fastest one gives the best clock offset
-PATH_MAX: Final = 4096  # Linux's limit; no longer path can be a file's
+PATH_MAX: Final = 4096  # Linux's limit on the length of a path
 QUESTIONS: Final = 3  # per node
 
 

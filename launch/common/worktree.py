@@ -52,7 +52,7 @@ def survey(folder: Path, leave: Iterable[Path] = ()) -> Survey:
         listed = list(_tracked(folder, "")) if found.by_git else []
         ignored = gitfacts.names(folder, "-o", "-i", "--directory") if found.by_git else []
     except GitError as error:
-        found.notes.append(f"{folder}: all files count as code, because git does not help: {error}")
+        found.notes.append(f"{folder}: all files count as code, because git failed: {error}")
         found.by_git, listed, ignored = False, [], []
     if found.by_git:
         _by_git(found, listed, ignored, beyond)

@@ -129,7 +129,7 @@ class NodeAttempt:
             print(f"muster agent of node {self.node}: {error}", file=sys.stderr)
 
     async def close(self) -> None:
-        """Send everything that is still unsent, and stop watching. May be called twice."""
+        """Send all remaining output, and stop watching. May be called twice."""
         async with self._sending:  # waits until the current piece has been sent
             tasks, self._tasks = self._tasks, set()
             for task in tasks:

@@ -5,7 +5,7 @@
                                                                                                      stopped | failed
 
 A run without an `ended` row is `lost` if its supervisor is gone: on this host, no process has the pid and the start
-time of the `submitted` row. If the supervisor is on another host, its lease decides, which it renews every two seconds.
+time of the `submitted` row. If the supervisor is on another host, its lease decides, renewed every two seconds.
 With a fresh lease the run is alive; with one that is two minutes old it is lost. In between a clock may be off, so the
 state is marked as unsure ("lost?"), like that of a run without a lease ("running?"). For a run in Slurm's queue, Slurm
 is asked (`launch/records/slurm_job.py`).

@@ -53,7 +53,7 @@ class SlurmJob:
 
     @classmethod
     def read(cls, run: RunDir) -> "SlurmJob | None":
-        """Read the job of a run; return None if the run went through no queue.
+        """Read the job of a run; return None if the run was not queued.
 
         Raises:
             RunFolderError: if the file does not belong to this user.
@@ -146,7 +146,7 @@ def see(run: RunDir, rows: Rows) -> Seen | None:
 
 
 def _queued_again(run: RunDir, rows: Rows) -> Seen | None:
-    """Return that a run whose last try was ended from outside waits in the queue again; None if it does not."""
+    """Return a Seen if a run whose last try was ended from outside waits in the queue again, else None."""
     code = number((rows.ended or {}).get("code"))
     job = SlurmJob.read(run) if code in FROM_OUTSIDE and not run.stop.exists() else None
     if job is None:

@@ -220,7 +220,7 @@ def report(outcomes: Sequence[Outcome], to: str, code: str) -> list[str]:
     """Return one line per result, with the hosts that it applies to."""
     texts = {
         "brought": f"now have this code ({code}) in {to}",
-        "shared": f"share {to}: the code ({code}) is theirs already",
+        "shared": f"share {to} and have this code ({code}) already",
         "failed": "failed",
     }
     groups = {state: [each.host for each in outcomes if each.state == state] for state in texts}

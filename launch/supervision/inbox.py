@@ -135,7 +135,7 @@ class Inbox:
         self.put(Failed(node_rank, error))
 
     def tick(self) -> None:
-        """Start to add a Tick every TICK_S."""
+        """Start adding a Tick every TICK_S."""
         self.spawn(self._tick())
 
     def listen_for_signals(self, run: RunDir) -> None:

@@ -57,7 +57,7 @@ def limit_s(phase: str, slowest_s: float, hang_s: float | None) -> float | None:
 
 
 def hang(records: Sequence[Record], now: float, hang_s: float | None) -> Hang | None:
-    """Return the hang of the ranks of all nodes, or None; `now` is on the same clock as the records' times.
+    """Return a Hang if the ranks of all nodes hang, else None; `now` is on the same clock as the records' times.
 
     Nodes without ranks, or without a report so far, are ignored. If the newest report of a node is old, the result is
     None: either the node is about to be lost, or the supervisor itself stood still and has not read the newer reports

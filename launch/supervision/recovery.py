@@ -9,8 +9,8 @@ the budget is used up    restart.max                                 → the att
 else                                                                 → restart at once; from the second failure in a
                                                                        row without progress, with growing delays
 
-An outage (a lost node, a broken connection between nodes) says nothing about the program. The run waits for its end,
-and an outage never ends a run with 93.
+An outage (a lost node, a broken connection between nodes) says nothing about the program. The run waits
+until the outage is over, which never ends a run with 93.
 """
 
 import re
@@ -28,7 +28,7 @@ IN_VAIN: Final = 3  # attempts in a row without a new checkpoint
 BLAMED: Final = 2  # a node blamed for this many of the last WATCHED attempts is left out
 WATCHED: Final = 3
 LONGEST_BACKOFF_S: Final = 60.0
-OUTAGE_S: Final = 2.0  # before the second start in a row that an outage prevents; doubles each time
+OUTAGE_S: Final = 2.0  # delay before the second restart in a row after an outage; doubles each time
 
 # Of our own exit codes, a restart may help only against these. The others were wanted, or need a change first.
 AGAIN: Final = frozenset({exits.UNREACHABLE, exits.INFRASTRUCTURE, exits.TIMEOUT})

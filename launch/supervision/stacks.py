@@ -86,7 +86,7 @@ class Absent:
 
 
 def line_of(file: str, number: int) -> str:
-    """Return a line of a source file; "" if this machine has no such file. The name comes from a node."""
+    """Return a line of a source file; "" if there is no such file here. The name comes from a node: it is not trusted."""
     return linecache.getline(file, number) if file.endswith(".py") and Path(file).is_file() else ""
 
 
@@ -97,7 +97,7 @@ def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = line_of) -> 
     file, "" if it has none.
     """
     if not dumps:
-        return Absent((), "no rank said where it is")
+        return Absent((), "no rank sent its stacks")
     found = {rank: whereabouts(dumps[rank], source) for rank in sorted(dumps)}
     if still := [rank for rank, each in found.items() if each.stands]:
         return Absent(tuple(still), _each(still, lambda rank: f"stands still, stopped by a signal: {found[rank]}"))

@@ -89,7 +89,7 @@ def prepare_points(request: Request, grids: list[Grid], limit: int | None, repea
 
 
 def refuse_unread(tried: list[Prepared | MusterError]) -> list[Prepared | MusterError]:
-    """Replace each point by an error if it has a key that no point reads, and some value of the key has an effect."""
+    """Replace points by errors if a key is read by none of them, unless all of them have its default value."""
     loaded = [each.loaded for each in tried if not isinstance(each, MusterError)]
     common = set.intersection(*(set(each.unread) for each in loaded)) if loaded else set()
     refused = [key for key in common if any(key not in each.idle for each in loaded)]

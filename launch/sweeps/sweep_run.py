@@ -76,7 +76,7 @@ def run_here(elements: Sequence[Element], folder: Path, *, keep_going: bool) -> 
 def _run_one(prepared: Prepared, stop: Path) -> int:
     check_torch(prepared.submission)
     submission = write_run(prepared)
-    if stop.exists():  # its writer could not know this run, whose folder was made later
+    if stop.exists():  # it was written before this run's folder existed, so nobody else stops this run
         raise StoppedError("stopped by muster stop before it began")
     return stay(submission, Console(quiet=True))
 

@@ -30,7 +30,7 @@ class Complaint:
     error: type[MusterError] = UnreachableError
 
 
-CHANGED_KEY: Final = "its host key has changed: it was reinstalled, or somebody intercepts; if reinstalled: "
+CHANGED_KEY: Final = "its host key has changed: it was reinstalled, or the connection is intercepted; if reinstalled: "
 COMPLAINTS: Final = (
     # First, because messages of our agent may contain words that ssh uses too.
     Complaint(r"muster agent on \S+ (?P<what>no supervisor at .*)", "{what}"),

@@ -147,7 +147,7 @@ def test_a_single_rank_is_the_one_that_hangs() -> None:
 
 def test_without_any_answer_nothing_is_claimed() -> None:
     assert absent({}, no_source).ranks == ()
-    assert absent({}, no_source).text == "no rank said where it is"
+    assert absent({}, no_source).text == "no rank sent its stacks"
 
 
 def test_of_many_absent_ranks_four_are_described() -> None:
