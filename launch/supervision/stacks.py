@@ -86,7 +86,7 @@ class Absent:
 
 
 def line_of(file: str, number: int) -> str:
-    """Return a line of a source file; "" if there is no such file here. The name comes from a node: it is not trusted."""
+    """Return a line of a source file, "" if there is no such file here. The name comes from a node: not trusted."""
     return linecache.getline(file, number) if file.endswith(".py") and Path(file).is_file() else ""
 
 
