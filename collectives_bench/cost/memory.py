@@ -119,8 +119,8 @@ def masters_alone_text(memory: Memory) -> str | None:
         return None
     return (
         "zero3 holds 0 parameters: its shard is the float32 masters, counted under optimizer and rounded to\n"
-        f"16 bits for each gather. A textbook's rank also keeps a shard of 2 P / N bytes: parameters {size_text(memory.not_kept)}, "
-        f"all states {size_text(memory.states + memory.not_kept)}"
+        "16 bits for each gather. A textbook's rank also keeps a shard of 2 P / N bytes: parameters "
+        f"{size_text(memory.not_kept)}, all states {size_text(memory.states + memory.not_kept)}"
     )
 
 

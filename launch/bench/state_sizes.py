@@ -135,12 +135,12 @@ def _formula(stage: int, elements: int, recipe: "Recipe", ranks: int) -> str:
     return f"{count} x ({' + '.join([*whole, divided])})" if whole else f"{count} x {divided}"
 
 
-def count_text(count: int) -> str:
-    """Write a number of parameters with an exponent of millions or billions: 10e9, 123.6e6, 4096."""
+def count_text(count: float) -> str:
+    """Write a large number with an exponent of millions or billions: 10e9, 123.6e6, 4096."""
     for exponent in (9, 6):
         if count >= 10**exponent:
             return f"{count / 10**exponent:.6g}e{exponent}"
-    return str(count)
+    return f"{count:.6g}"
 
 
 def _parameters(text: str) -> int:
