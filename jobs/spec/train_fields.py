@@ -217,6 +217,9 @@ class TrainFields(Strict):
     profile: ProfileSettings = Field(
         OFF, description="traces, operators, flame graph and overlap of some steps of every rank"
     )
+    tensorboard: bool = Field(
+        False, description="write losses, rates and evaluations for TensorBoard, into tensorboard/ of the run folder"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
