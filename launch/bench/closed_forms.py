@@ -19,40 +19,29 @@ def ring(profile: "Profile", operation: str, nbytes: int, ranks: int, seconds: f
     from muster.collectives_bench.cost.closed import ring_of
 
     found = ring_of(operation, nbytes, ranks)
-    if found is None:
-        return None
     given = profile.constants[0] if profile.is_given and profile.constants else None
-    return {
-        "passes": found.passes,
-        "ranks": ranks,
-        "bytes": nbytes,
-        "steps": found.steps,
-        "bytes_per_rank": found.sent_bytes,
-        "seconds": seconds,
-        "latency_s": given and given.alpha_s,
-        "bandwidth": given and 1 / given.beta_s,
-    }
+    link = {"latency_s": given and given.alpha_s, "bandwidth": given and 1 / given.beta_s}
+    return found and {"operation": operation, **found, "seconds": seconds, **link}
 
 
-def ring_text(record: dict[str, Any], operation: str) -> str:
+def ring_text(record: dict[str, Any]) -> str:
     """Write a ring's steps, bytes and time with the numbers filled in."""
     from muster.collectives_bench.sizes import time_text
 
-    n = record["ranks"]
-    twice = record["passes"] == 2
-    steps, sent, factor = ("2 (N - 1)", "2 (N - 1) / N X", "2 x ") if twice else ("N - 1", "(N - 1) / N X", "")
+    n, sent, seconds = record["ranks"], count_text(record["bytes_per_rank"]), record["seconds"]
+    twice = record["steps"] > n - 1
+    steps, share, factor = ("2 (N - 1)", "2 (N - 1) / N X", "2 x ") if twice else ("N - 1", "(N - 1) / N X", "")
     text = (
-        f"{operation} as a ring: {steps} = {record['steps']} steps; a rank sends {sent} = "
-        f"{factor}{n - 1} / {n} x {count_text(record['bytes'])} = {count_text(record['bytes_per_rank'])} bytes"
+        f"{record['operation']} as a ring: {steps} = {record['steps']} steps; a rank sends {share} = "
+        f"{factor}{n - 1} / {n} x {count_text(record['bytes'])} = {sent} bytes"
     )
-    if record["seconds"] is None:
+    if seconds is None:
         return text
     if record["bandwidth"] is None:
-        rate = count_text(record["bytes_per_rank"] / record["seconds"])
-        return f"{text}; in {time_text(record['seconds'])}: {rate} bytes/s"
+        return f"{text}; in {time_text(seconds)}: {count_text(record['bytes_per_rank'] / seconds)} bytes/s"
     return (
         f"{text}\n  t = steps x latency + bytes / bandwidth = {record['steps']} x {time_text(record['latency_s'])} + "
-        f"{count_text(record['bytes_per_rank'])} / {count_text(record['bandwidth'])} = {time_text(record['seconds'])}"
+        f"{sent} / {count_text(record['bandwidth'])} = {time_text(seconds)}"
     )
 
 
@@ -65,86 +54,60 @@ def of_job(
     from muster.collectives_bench.cost.exposed import Times
     from muster.jobs.basics.errors import RefusedError
 
-    gradients = load.sent_bytes(sum(load.gradient_sizes))
-    times = Times(profile, load, nodes, "seconds")
+    gradients, seconds, bucket = load.sent_bytes(sum(load.gradient_sizes)), None, None
+    times, host_s = Times(profile, load, nodes, "seconds"), Lanes.of(load.backend).host_s
     try:
         seconds = times.of("all_reduce", gradients)
         bucket = best_bucket(
             gradients,
             lambda nbytes: times.of("all_reduce", nbytes, back_to_back=True),
             load.recipe.gradient,
-            Lanes.of(load.backend).host_s,
+            host_s,
         )
     except RefusedError:  # the profile has no all-reduce; rows of modes say so
-        seconds, bucket = None, None
+        pass
     return {
-        "gradient_bytes": gradients,
         "ring": ring(profile, "all_reduce", gradients, load.ranks, seconds),
         "pipeline": _boundaries(settings, load, ways),
-        "bucket": bucket
-        and {
-            "bytes": bucket.nbytes,
-            "bandwidth": bucket.bandwidth,
-            "overhead_s": bucket.overhead_s,
-            "buckets": bucket.buckets,
-            "bucket_bytes": bucket.bucket_bytes,
-            "cost_s": bucket.cost_s(bucket.buckets),
-        },
+        "bucket": bucket,
     }
 
 
 def _boundaries(settings: "TrainSettings", load: "Load", ways: "Sequence[Way]") -> dict[str, Any] | None:
     """Return what passes the boundaries of the job's own pipeline, else of one with a stage on every rank."""
-    from muster.collectives_bench.cost.closed import boundary_bytes
     from muster.collectives_bench.cost.modes import cut, messages
     from muster.jobs.basics.errors import RefusedError
     from muster.launch.bench.own_split import own_split
 
-    try:
-        way, of = own_split(settings, load) if settings.is_pipeline else (None, load)
-    except RefusedError:  # its cut fits another number of layers or ranks
-        return None
+    way = next((each for each in ways if each.schedule is not None and each.schedule.chunks == 1), None)
+    if settings.is_pipeline:
+        try:
+            way, load = own_split(settings, load)
+        except RefusedError:  # its cut fits another number of layers or ranks
+            return None
     if way is None or way.schedule is None:
-        way = next((each for each in ways if each.schedule is not None and each.schedule.chunks == 1), None)
-    if way is None or way.schedule is None:
         return None
-    stages = of.split.pipe if of.split else of.ranks
-    slices = cut(of.model, way.schedule, stages, of.split.stages if of.split else ())
+    stages, names = (load.split.pipe, load.split.stages) if load.split else (load.ranks, ())
+    slices = cut(load.model, way.schedule, stages, names)
     if slices is None or stages < 2:
         return None
-    elements = messages(slices, way.schedule)
-    total = boundary_bytes(of.batch, elements, of.itemsize)
-    return {
-        "mode": way.name,
-        "stages": stages,
-        "batch": of.batch,
-        "boundaries": [each * of.itemsize for each in elements],  # bytes of a sample
-        "forward_bytes": total,
-        "backward_bytes": total,
-    }
+    sizes = [each * load.itemsize for each in messages(slices, way.schedule)]  # bytes of a sample
+    record = {"mode": way.name, "stages": stages, "batch": load.batch, "boundaries": sizes}
+    return record | dict.fromkeys(("forward_bytes", "backward_bytes"), load.batch * sum(sizes))
 
 
 def job_text(record: dict[str, Any], simulated: float | None) -> list[str]:
     """Write the closed forms of a job; `simulated` is the best bucket of the curve, where one was asked for."""
-    lines = []
-    if record["ring"]:
-        lines += [
-            f"X = {count_text(record['gradient_bytes'])} bytes of gradients",
-            ring_text(record["ring"], "all_reduce"),
-        ]
-    if record["pipeline"]:
-        lines.append(_pipeline_text(record["pipeline"]))
-    if record["bucket"]:
-        lines.append(_bucket_text(record["bucket"], simulated))
-    return ["closed forms:", *lines] if lines else []
+    lines = [f"closed forms: {ring_text(record['ring'])}"] if record["ring"] else []
+    lines += [_pipeline_text(record["pipeline"])] if record["pipeline"] else []
+    return lines + ([_bucket_text(record["bucket"], simulated)] if record["bucket"] else [])
 
 
 def _pipeline_text(pipe: dict[str, Any]) -> str:
     sizes, p, batch = pipe["boundaries"], pipe["stages"], pipe["batch"]
+    formula = f"B x sum of N_f = {batch} x ({' + '.join(map(count_text, sizes))})"
     if len(set(sizes)) == 1 and len(sizes) == p - 1:
         formula = f"(P - 1) B N_f = {p - 1} x {batch} x {count_text(sizes[0])}"
-    else:
-        formula = f"B x sum of N_f = {batch} x ({' + '.join(map(count_text, sizes))})"
     return (
         f"{pipe['mode']} with P = {p} stages: a forward sends {formula} = {count_text(pipe['forward_bytes'])} bytes,\n"
         "  over all boundaries; a backward sends as many"

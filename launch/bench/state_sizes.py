@@ -5,36 +5,19 @@ more of them by the ranks. The formula is that of `collectives_bench/cost/memory
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import counted
 
-if TYPE_CHECKING:
-    from muster.collectives_bench.cost.load import Recipe
-
 NAMES: Final = ("baseline", "stage 1", "stage 2", "stage 3")
+KINDS: Final = ("parameters", "gradients", "optimizer", "per_rank", "all_ranks")
 COUNTS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-MOST_PARAMETERS: Final = 10**18
-MOST_STATES: Final = 64
-MOST_BITS: Final = 64
-MOST_RANKS: Final = 10**7
 BITS: Final = 8  # of a byte
-DECIMAL: Final = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
-BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-COLUMNS: Final = (
-    "",
-    "parameters>",
-    "gradients>",
-    "optimizer>",
-    "a rank>",
-    "(binary)>",
-    "all ranks>",
-    "(binary)>",
-    "a rank's bytes",
-)
+DECIMAL: Final = (1000, ("B", "kB", "MB", "GB", "TB", "PB", "EB"))
+BINARY: Final = (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
+COLUMNS: Final = ("", *(f"{kind}>" for kind in KINDS[:3]), "a rank>", "or>", "all ranks>", "or>", "bytes of a rank")
 LEGEND: Final = """\
 parameters, gradients and optimizer states only; activations, buffers and communication come on top:
 muster memory JOB.yaml predicts those. K counts every optimizer state, float32 master weights included:
@@ -44,10 +27,10 @@ _COUNT = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", r
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked for, as text of a command line where it is to be read."""
+    """What a command line asks for."""
 
     parameters: str
-    optimizer_states: str | None
+    optimizer_states: int | None
     bits: str | None
     world: int | None
 
@@ -61,48 +44,35 @@ def sizes_of(asked: Asked) -> dict[str, Any]:
     from muster.collectives_bench.cost.load import Recipe
     from muster.collectives_bench.cost.memory import states
 
-    elements, count = _parameters(asked.parameters), _states(asked.optimizer_states)
-    bits, ranks = _bits(asked.bits), _ranks(asked.world)
-    recipe = Recipe(bits[0], bits[1], count * bits[2])
-    stages = []
+    elements, bits = _parameters(asked.parameters), _bits(asked.bits or "32")
+    count = _within("--optimizer-states", asked.optimizer_states, 0, 64, "2 for Adam")
+    ranks = _within("--world", asked.world, 1, 10**7, "8, the ranks")
+    stages: list[dict[str, Any]] = []
     for stage, name in enumerate(NAMES):
-        held = states(elements, recipe, zero=stage, ranks=ranks)
-        stages.append(
-            {
-                "stage": stage,
-                "name": name,
-                "parameters": held.parameters / BITS,
-                "gradients": held.gradients / BITS,
-                "optimizer": held.optimizer / BITS,
-                "per_rank": held.states / BITS,
-                "all_ranks": held.states / BITS * ranks,
-                "formula": _formula(stage, elements, recipe, ranks),
-            }
-        )
-    return {
-        "parameters": elements,
-        "optimizer_states": count,
-        "bits": dict(zip(("parameters", "gradients", "optimizer_states"), bits, strict=True)),
-        "world": ranks,
-        "stages": stages,
-    }
+        held = states(elements, Recipe(bits[0], bits[1], count * bits[2]), zero=stage, ranks=ranks)
+        sizes = (held.parameters, held.gradients, held.optimizer, held.states, held.states * ranks)
+        record = {kind: size / BITS for kind, size in zip(KINDS, sizes, strict=True)}
+        formula = _formula(stage, elements, [bits[0], bits[1], count * bits[2]], ranks)
+        stages.append({"stage": stage, "name": name, **record, "formula": formula})
+    named = dict(zip(("parameters", "gradients", "optimizer_states"), bits, strict=True))
+    return {"parameters": elements, "optimizer_states": count, "bits": named, "world": ranks, "stages": stages}
 
 
 def render(record: dict[str, Any]) -> str:
     """Lay the record out as a table, with the formula."""
     from muster.launch.common import screen
 
-    bits = record["bits"]
+    p, g, o = record["bits"].values()
     head = (
         f"P = {count_text(record['parameters'])} parameters, N = {counted(record['world'], 'rank')}, "
-        f"K = {counted(record['optimizer_states'], 'optimizer state')}; bits: parameters p = {bits['parameters']:g}, "
-        f"gradients g = {bits['gradients']:g}, an optimizer state o = {bits['optimizer_states']:g}"
+        f"K = {counted(record['optimizer_states'], 'optimizer state')}; bits: parameters p = {p}, gradients g = {g}, "
+        f"an optimizer state o = {o}"
     )
     rows = [
         [
             each["name"],
-            *(size(each[kind], DECIMAL, 1000) for kind in ("parameters", "gradients", "optimizer")),
-            *(text for key in ("per_rank", "all_ranks") for text in both(each[key])),
+            *(size_in(DECIMAL, each[kind]) for kind in KINDS[:3]),
+            *(size_in(units, each[kind]) for kind in KINDS[3:] for units in (DECIMAL, BINARY)),
             each["formula"],
         ]
         for each in record["stages"]
@@ -110,29 +80,13 @@ def render(record: dict[str, Any]) -> str:
     return "\n".join([head, "", screen.table(COLUMNS, rows), "", LEGEND])
 
 
-def both(nbytes: float) -> tuple[str, str]:
-    """Write a size in decimal and in binary units."""
-    return size(nbytes, DECIMAL, 1000), size(nbytes, BINARY, 1024)
-
-
-def size(nbytes: float, units: Sequence[str], step: int) -> str:
+def size_in(units: tuple[int, tuple[str, ...]], nbytes: float) -> str:
     """Write a size with four figures, in the largest unit of which there is one."""
+    step, names = units
     place = 0
-    while nbytes >= step and place < len(units) - 1:
+    while nbytes >= step and place < len(names) - 1:
         nbytes, place = nbytes / step, place + 1
-    return f"{nbytes:.4g} {units[place]}"
-
-
-def _formula(stage: int, elements: int, recipe: "Recipe", ranks: int) -> str:
-    """Write P (p + g + K o) in bytes, with the numbers filled in."""
-    count = count_text(elements)
-    terms = [f"{each / BITS:g}" for each in (recipe.parameter, recipe.gradient, recipe.optimizer)]
-    whole, shared = terms[: 3 - stage], terms[3 - stage :]
-    if not shared:
-        return f"{count} x ({' + '.join(whole)})"
-    divided = f"{' + '.join(shared)}" if len(shared) == 1 else f"({' + '.join(shared)})"
-    divided += f" / {ranks}"
-    return f"{count} x ({' + '.join([*whole, divided])})" if whole else f"{count} x {divided}"
+    return f"{nbytes:.4g} {names[place]}"
 
 
 def count_text(count: float) -> str:
@@ -143,41 +97,35 @@ def count_text(count: float) -> str:
     return f"{count:.6g}"
 
 
+def _formula(stage: int, elements: int, bits: list[int], ranks: int) -> str:
+    """Write P (p + g + K o) in bytes, with the numbers filled in."""
+    terms, whole = [f"{each / BITS:g}" for each in bits], len(bits) - stage
+    shared = f"({' + '.join(terms[whole:])})" if stage > 1 else "".join(terms[whole:])
+    parts = [*terms[:whole], f"{shared} / {ranks}"] if stage else terms
+    return f"{count_text(elements)} x ({' + '.join(parts)})" if whole else f"{count_text(elements)} x {parts[0]}"
+
+
 def _parameters(text: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     value = float(match[1]) * COUNTS[match[2].lower()] if match else 0.0
-    if not 1 <= value <= MOST_PARAMETERS:
+    if not 1 <= value <= 1e18:
         raise UsageError(f"--parameters {text}: wanted a number from 1 to 1e18, such as 10e9, 10B or 1.3M")
     return round(value)
 
 
-def _states(text: str | None) -> int:
-    if text is None:
+def _bits(text: str) -> tuple[int, int, int]:
+    numbers = [int(word) for word in re.findall(r"\b(\d{1,3})\b", text)]
+    if not re.fullmatch(r"\d{1,3}(,\d{1,3},\d{1,3})?", text) or not all(1 <= each <= 64 for each in numbers):
         raise UsageError(
-            "--optimizer-states is missing: give 0 for plain SGD, 1 with momentum, 2 for Adam, 3 with masters"
+            f"--bits {text}: wanted a number from 1 to 64, or three with commas, such as 16,16,32 for parameters, "
+            "gradients and optimizer states"
         )
-    if not (text.isascii() and text.isdigit() and len(text) <= 4 and int(text) <= MOST_STATES):
-        raise UsageError(
-            f"--optimizer-states {text}: wanted a whole number from 0 to {MOST_STATES}, such as 2 for Adam"
-        )
-    return int(text)
-
-
-def _bits(text: str | None) -> tuple[int, int, int]:
-    words = ("32" if text is None else text).replace(" ", "").split(",")
-    numbers = [int(word) for word in words if word.isascii() and word.isdigit() and len(word) <= 4]
-    if len(numbers) != len(words) or len(words) not in (1, 3) or not all(1 <= each <= MOST_BITS for each in numbers):
-        raise UsageError(
-            f"--bits {text}: wanted a number from 1 to {MOST_BITS}, or three with commas, such as 16,16,32 for "
-            "parameters, gradients and optimizer states"
-        )
-    first, second, third = numbers if len(numbers) == 3 else numbers * 3
+    first, second, third = numbers * (3 // len(numbers))
     return first, second, third
 
 
-def _ranks(world: int | None) -> int:
-    if world is None:
-        raise UsageError("--world is missing: give the number of ranks, such as --world 8")
-    if not 1 <= world <= MOST_RANKS:
-        raise UsageError(f"--world {world}: wanted a number of ranks from 1 to {MOST_RANKS}")
-    return world
+def _within(flag: str, value: int | None, least: int, most: int, such: str) -> int:
+    if value is None or not least <= value <= most:
+        found = f"{flag} is missing" if value is None else f"{flag} {value}"
+        raise UsageError(f"{found}: wanted a whole number from {least} to {most}, such as {flag} {such}")
+    return value

@@ -45,7 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_json(parser)
     numbers = parser.add_argument_group("of a number of parameters, without a model")
     numbers.add_argument("--parameters", metavar="P", help="how many, such as 10e9, 10B or 1.3M; needs --world, too")
-    numbers.add_argument("--optimizer-states", metavar="K", help="0: plain SGD, 1: momentum, 2: Adam, 3: with masters")
+    numbers.add_argument(
+        "--optimizer-states", metavar="K", type=int, help="0: plain SGD, 1: momentum, 2: Adam, 3: with masters"
+    )
     numbers.add_argument("--bits", metavar="P,G,O", help="of parameters, gradients, optimizer states (default: 32)")
     job = parser.add_argument_group("of a job")
     job.add_argument("--world", metavar="N", type=int, help="ranks (default: the job's)")

@@ -189,7 +189,7 @@ def render(records: list[dict[str, Any]]) -> str:
         for each in records
     ]
     warnings = dict.fromkeys(warning for each in records for warning in each["warnings"])
-    rings = [ring_text(each["ring"], each["operation"]) for each in records if each["ring"]]
+    rings = [ring_text(each["ring"]) for each in records if each["ring"]]
     more = ["", *rings[:MOST_RINGS]] if rings else []
     if len(rings) > MOST_RINGS:
         more.append(f"{counted(len(rings) - MOST_RINGS, 'more ring')}: --json lists the steps and bytes of all")
