@@ -19,7 +19,7 @@ def ring(profile: "Profile", operation: str, nbytes: int, ranks: int, seconds: f
     from muster.collectives_bench.cost.closed import ring_of
 
     found = ring_of(operation, nbytes, ranks)
-    given = profile.constants[0] if profile.is_given and profile.constants else None
+    given = next((each for each in profile.constants if profile.is_given and each.beta_s > 0), None)
     link = {"latency_s": given and given.alpha_s, "bandwidth": given and 1 / given.beta_s}
     return found and {"operation": operation, **found, "seconds": seconds, **link}
 
@@ -35,7 +35,7 @@ def ring_text(record: dict[str, Any]) -> str:
         f"{record['operation']} as a ring: {steps} = {record['steps']} steps; a rank sends {share} = "
         f"{factor}{n - 1} / {n} x {count_text(record['bytes'])} = {sent} bytes"
     )
-    if seconds is None:
+    if not seconds:
         return text
     if record["bandwidth"] is None:
         return f"{text}; in {time_text(seconds)}: {count_text(record['bytes_per_rank'] / seconds)} bytes/s"
