@@ -72,6 +72,16 @@ def reals(value: Any) -> dict[str, float] | None:
     return None if None in found.values() else found  # type: ignore[return-value]
 
 
+def pairs(most: int) -> Callable[[Any], list[list[float]] | None]:
+    """Return a reader of at most `most` pairs of numbers."""
+
+    def read(value: Any) -> list[list[float]] | None:
+        fit = isinstance(value, list) and len(value) <= most and fits(value, [[real]])
+        return value if fit and all(len(pair) == 2 for pair in value) else None
+
+    return read
+
+
 def _loss(value: Any) -> float | None:
     return value if isinstance(value, float) and not math.isfinite(value) else real(value)
 
