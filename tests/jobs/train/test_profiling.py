@@ -22,6 +22,7 @@ from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.profiling import recorder
+from muster.jobs.train.profiling.marking import subject_of
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, Recorder
 from muster.jobs.world.world import World
 
@@ -30,7 +31,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 MODEL = {"d_model": 64, "d_ff": 256, "layers": 3, "heads": 4, "context": 64, "vocabulary": 128}
 GPT = {"model": MODEL, "data": "synthetic", "batch_size": 16, "evaluate": False, "device": "cpu", "log_every": 2}
 PROFILE = {"first_step": 3, "steps": 2}
-FILES = {"trace.json.gz", "flame.svg", "operators.txt", "operators.csv", "profile.json"}
+FILES = {"trace.json.gz", "flame.svg", "flame.json", "operators.txt", "operators.csv", "profile.json"}
 
 
 def record(
@@ -81,7 +82,10 @@ def recorder_of(run: RunDir, trainer: Trainer, first: int) -> Recorder:
     facts = {"rank": world.rank, "world_size": world.size, "attempt": 0, "mode": settings.mode, "host": "h"}
     facts |= {"device": world.device.type}
     folder = run.attempt(0).profile(world.rank)
-    return Recorder(settings.profile, folder, trainer.clock, world.device, facts, done=first, steps=trainer.steps)
+    subject = subject_of(trainer.engine, settings)
+    return Recorder(
+        settings.profile, folder, trainer.clock, world.device, facts, subject=subject, done=first, steps=trainer.steps
+    )
 
 
 def records(folder: Path, ranks: int = 2) -> list[dict]:
