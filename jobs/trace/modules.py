@@ -7,7 +7,7 @@
 
 On a CPU, the time is that of the threads within the phases forward and backward, which the kinds add up to. Of a
 pipeline, whose phases are not marked, it is the time within operators and modules. On a GPU it is the time of kernels
-other than communication. Gradients are added to `.grad` by no module's operator: that is part of `other`.
+other than communication. What hooks do in the backward, and the sums of gradients, are part of `other`.
 """
 
 import re
@@ -76,11 +76,13 @@ def forwards_of(nested: Nested) -> dict[int, Node]:
     found = {}
     for source, target in nested.trace.links:
         forward, backward = at.get(source), at.get(target)
-        if forward is None or backward is None or forward.event.start_us >= backward.event.start_us:
-            continue
-        found[id(backward)] = forward
-        if backward.parent is not None and backward.parent.event.name.startswith(ENGINE):
-            found.setdefault(id(backward.parent), forward)
+        if forward is not None and backward is not None and forward.event.start_us < backward.event.start_us:
+            found[id(backward)] = forward
+    # The link ends at the engine's event. The hooks in there, which communicate, are no part of the module.
+    for node in nested.nodes:
+        around = node.parent
+        if around is not None and id(around) in found and around.event.name == f"{ENGINE}: {node.event.name}":
+            found[id(node)] = found.pop(id(around))
     return found
 
 

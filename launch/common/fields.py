@@ -72,14 +72,14 @@ def reals(value: Any) -> dict[str, float] | None:
     return None if None in found.values() else found  # type: ignore[return-value]
 
 
-def pairs(most: int) -> Callable[[Any], list[list[float]] | None]:
-    """Return a reader of at most `most` pairs of numbers."""
+def list_of(shape: Any, most: int) -> Callable[[Any], list[Any] | None]:
+    """Return a reader of at most `most` items of a shape."""
+    return lambda value: value if isinstance(value, list) and len(value) <= most and fits(value, [shape]) else None
 
-    def read(value: Any) -> list[list[float]] | None:
-        fit = isinstance(value, list) and len(value) <= most and fits(value, [[real]])
-        return value if fit and all(len(pair) == 2 for pair in value) else None
 
-    return read
+def pair(value: Any) -> list[float] | None:
+    """Return a list of two numbers."""
+    return value if fits(value, [real]) and len(value) == 2 else None
 
 
 def _loss(value: Any) -> float | None:

@@ -9,7 +9,19 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_json
 from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
-from muster.launch.common.fields import MOST_RANKS, below, fits, number, optional, pairs, real, reals, text, texts
+from muster.launch.common.fields import (
+    MOST_RANKS,
+    below,
+    fits,
+    list_of,
+    number,
+    optional,
+    pair,
+    real,
+    reals,
+    text,
+    texts,
+)
 from muster.launch.look.attempts import newest_with
 
 PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "replay")
@@ -50,8 +62,10 @@ LATER: Final[Mapping[str, Any]] = {  # profiles of older runs lack these; one th
     # Seconds of the recorded steps by kind of module, forward and backward; on a GPU, of its kernels.
     "modules": reals,
     "modules_note": text,  # why the kinds of modules are not known: then there is no "modules"
-    "memory_over_time": pairs(MOST_POINTS),  # [seconds since the first recorded step began, bytes of tensors]
-    "allocations": [_ALLOCATION],  # alive at the peak, the largest first; step 0: allocated before the recorded steps
+    "memory_over_time": list_of(pair, MOST_POINTS),  # [seconds since the first recorded step began, bytes of tensors]
+    "allocations": list_of(
+        _ALLOCATION, MOST_ALLOCATIONS
+    ),  # alive at the peak, the largest first; step 0: allocated before the recorded steps
 }
 
 
@@ -73,6 +87,7 @@ class RankProfile:
     folder: Path
     record: Mapping[str, Any]
     breakdown: Mapping[str, float]
+    left_out: tuple[str, ...] = ()  # keys of the record that are damaged
 
     @property
     def rank(self) -> int:
@@ -116,10 +131,11 @@ def _read(folder: AttemptDir, rank: int) -> RankProfile | None:
         record = read_json(paths.record)
         if not fits(record, SHAPE):
             return None
-        record = {key: value for key, value in record.items() if key not in LATER or fits(value, LATER[key])}
+        left_out = tuple(key for key, shape in LATER.items() if key in record and not fits(record[key], shape))
+        record = {key: value for key, value in record.items() if key not in left_out}
         steps = {int(step["step"]) for step in record["steps"]}
         rows = [row for row in read_lines(folder.metrics(rank)) if row.get("step") in steps and row.get("profile")]
-        return RankProfile(paths.path, record, breakdown_of(rows) or _of_trace(record))
+        return RankProfile(paths.path, record, breakdown_of(rows) or _of_trace(record), left_out)
     except (OSError, ValueError, KeyError, TypeError):  # torn, or another version's: nothing read here is trusted
         return None
 
