@@ -151,7 +151,7 @@ def read_flame(profile: RankProfile, *, device: bool = False) -> tuple[FlameFram
         frames: list[FlameFrame] = []
         ends: list[float] = []  # by depth: where the next frame begins
         for depth, name, kind, us, calls in rows[:MOST_FRAMES]:
-            read = (below(len(ends) + 1)(depth), text(name), text(kind), real(us), number(calls, least=0))
+            read = (below(len(ends) or 1)(depth), text(name), text(kind), real(us), number(calls, least=0))
             if None in read or us < 0.0 or (depth == 0) != (not frames):
                 return ()
             start_us = ends[depth] if frames else 0.0
