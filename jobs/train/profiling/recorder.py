@@ -82,7 +82,9 @@ class Recorder(NotProfiling):
         self.folder = folder
         self.clock = clock
         self.device = device
-        self.facts = {**facts, "steps_of_job": steps, **({"modules_note": subject.note} if subject.note else {})}
+        self.facts = {**facts, "steps_of_job": steps}
+        if subject.note:
+            self.facts["modules_note"] = subject.note
         self.subject = subject
         self.marks = None if subject.note else Marks(subject)
         self.quiet = Quiet()
