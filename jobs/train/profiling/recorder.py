@@ -86,7 +86,7 @@ class Recorder(NotProfiling):
         if subject.note:
             self.facts["modules_note"] = subject.note
         self.subject = subject
-        self.marks = None if subject.note else Marks(subject)
+        self.marks: Marks | None = None
         self.quiet = Quiet()
         self.before: list[HeldStorage] = []
         self.window: Window = window_of(settings, done=done, steps=steps)
@@ -158,7 +158,8 @@ class Recorder(NotProfiling):
 
     def _look(self) -> None:
         """Begin what is done for recorded steps only."""
-        if self.marks is not None:
+        if not self.subject.note:
+            self.marks = Marks(self.subject)
             self.marks.start()
         if self.settings.memory:
             self.quiet.start()
