@@ -5,7 +5,7 @@
                           [ f e d  ]
 
 The process has one log, as it has one profiler: collectives are launched in many places, and by threads too. While it
-is off, a launch pays one comparison. Marks are whatever the recording program uses: readings of a clock, or CUDA events.
+is off, a launch pays one comparison. Marks are what the recording program uses: readings of a clock, or CUDA events.
 
 Rings and exchanges are one entry each, not one for every message. What ranks of one host read out of each other's
 memory is logged while it is read, for nothing travels before.
