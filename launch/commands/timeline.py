@@ -2,9 +2,12 @@
 
 import argparse
 import json
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from muster.launch.common import options
+
+if TYPE_CHECKING:
+    from muster.launch.look.data_steps import DataStep
 
 EPILOG: Final = """\
 Data-parallel ranks have two lines each: what the rank did, and how many of its collectives were under way. A
@@ -46,16 +49,37 @@ def run(args: argparse.Namespace) -> int:
     timeline = read_timeline(folder, args.attempt, args.step)
     recorded = timeline.slowest() if args.rank is None else timeline.of_rank(args.rank)
     title, sizes = f"{folder.run_id}, attempt {timeline.attempt}, step {timeline.step}", sizes_of(timeline, recorded)
-    if args.svg and isinstance(recorded, DataStep):
-        save_steps(args.svg, {f"{title}: {sizes}": recorded}, args.rank)
-    elif args.svg:
+    about = {"run": folder.run_id, "attempt": timeline.attempt, "step": timeline.step, "recorded": timeline.steps}
+    if isinstance(recorded, DataStep):
+        if args.svg:
+            _draw(args, recorded)
+        print(
+            json.dumps(about | recorded.to_json())
+            if args.json
+            else render_data(f"{title}: {sizes}", recorded, args.rank)
+        )
+        return 0
+    if args.svg:
         screen.save(args.svg, picture(title, sizes, recorded))
     if args.json:
         pipelines = [each.summary() for each in timeline.pipelines]
-        about = {"run": folder.run_id, "attempt": timeline.attempt, "step": timeline.step, "recorded": timeline.steps}
         print(json.dumps({**about, **recorded.to_json(), "pipelines": pipelines}))
         return 0
-    title = f"{title}: {sizes}"
-    drawn = isinstance(recorded, DataStep)
-    print(render_data(title, recorded, args.rank) if drawn else render(title, timeline, recorded))
+    print(render(f"{title}: {sizes}", timeline, recorded))
     return 0
+
+
+def _draw(args: argparse.Namespace, step: "DataStep") -> None:
+    """Draw a data-parallel step into a file."""
+    import shlex
+    from pathlib import Path
+
+    from muster.launch.bench.choices import check_output
+    from muster.launch.common.screen import say
+    from muster.launch.look.plots import draw
+    from muster.launch.look.plots.lanes import timeline_plot
+
+    check_output("--svg", args.svg, (".svg",))
+    command = shlex.join(["muster", "timeline", *filter(None, [args.run]), "--svg", args.svg])
+    draw.save(timeline_plot({step.mode: step}, args.rank), Path(args.svg), command)
+    say(f"wrote {args.svg}")

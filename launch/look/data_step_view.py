@@ -1,7 +1,7 @@
 """`muster timeline` of data-parallel ranks, on a screen: a line for what each rank did, one for its collectives.
 
-    rank 0  dFFFFFFFFBBBBBBBBBBBBBBBBB~~~~~~OO
-            ...........1112222222333322222....                how many collectives are under way
+rank 0  dFFFFFFFFBBBBBBBBBBBBBBBBB~~~~~~OO
+        ...........1112222222333322222....                how many collectives are under way
 """
 
 import shutil

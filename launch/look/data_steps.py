@@ -1,8 +1,8 @@
 """Recorded steps of data-parallel ranks, read back: what each rank did, and what of its communication was hidden.
 
-    computation    data | forward | backward           | wait | optimizer
-    communication                     [bucket 0 ]
-                                          [bucket 1       ]                  hidden: while the rank computed
+computation    data | forward | backward           | wait | optimizer
+communication                     [bucket 0 ]
+                                      [bucket 1       ]                  hidden: while the rank computed
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ LONGEST_NAME: Final = 40
 
 @dataclass(frozen=True)
 class Span:
-    """A phase of a rank (`bytes` is None), or a collective from its launch to its end, in seconds from the first one."""
+    """A phase of a rank (`bytes` is None), or a collective from its launch to its end, in seconds of the step."""
 
     rank: int
     kind: str
