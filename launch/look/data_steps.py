@@ -124,7 +124,7 @@ def _is_row(record: Any) -> bool:
 
 
 def _span(record: Any, end_s: float) -> Span | None:
-    """Read a record; a collective that had not finished ends with the last one that had."""
+    """Read a record; a collective that had not finished lasts to the end of the step."""
     if not _is_row(record):
         return None
     rank, number = _rank(record[0]), fields.number(record[2], least=0)
