@@ -32,7 +32,7 @@ from muster.jobs.world.world import World
 from muster.pipe.mesh import Mesh
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.measured import Record
-from muster.pipe.timeline import Offset, clock_offsets, on_one_clock, records_of
+from muster.pipe.timeline import Offset, clock_offsets, offsets_by_meetings, on_one_clock, records_of
 
 DIGITS: Final = 7  # of a second: 0.1 us
 COMPARED: Final = 10  # records between comparisons of clocks, which drift by 10 us a second and more
@@ -55,9 +55,8 @@ class NotRecording:
 class Recorder(NotRecording, ABC):
     """Gathers what all ranks did in the last step; rank 0 writes it."""
 
-    def __init__(self, world: World, group: Any, path: Path | None) -> None:
+    def __init__(self, world: World, path: Path | None) -> None:
         self.world = world
-        self.group = group  # whose clocks are compared with that of its first rank
         self.path = path  # None: on other ranks, and where it could not be written
         self.offsets: list[Offset] = []
         self.recorded = 0
@@ -65,7 +64,7 @@ class Recorder(NotRecording, ABC):
     def record(self, step: int) -> None:
         """Gather and write the spans of the step just done."""
         if self.recorded % COMPARED == 0:  # counted alike by all ranks: it is a collective
-            self.offsets = clock_offsets(self.group)
+            self.offsets = self._compare_clocks()
         self.recorded += 1
         told = [self._spans(), [[each.offset_s, each.uncertainty_s] for each in self.offsets]]
         every = gather(told, self.world)
@@ -77,6 +76,10 @@ class Recorder(NotRecording, ABC):
         except MusterError as error:
             self.path = None
             warn(f"{error}; no further timeline is written")
+
+    @abstractmethod
+    def _compare_clocks(self) -> list[Offset]:
+        """Find out how far the ranks' clocks are off: a collective."""
 
     @abstractmethod
     def _spans(self) -> list[Any]:
@@ -91,8 +94,11 @@ class PipelineRecorder(Recorder):
     """Records the actions and messages of pipelines, which keep them in every step."""
 
     def __init__(self, stages: Stages, path: Path | None) -> None:
-        super().__init__(stages.world, stages.group, path)
-        self.pipeline = stages.pipeline
+        super().__init__(stages.world, path)
+        self.pipeline, self.group = stages.pipeline, stages.group
+
+    def _compare_clocks(self) -> list[Offset]:
+        return clock_offsets(self.group)
 
     def _spans(self) -> list[Any]:
         return [list(vars(each).values()) for each in records_of(self.pipeline.spans, self.world.rank)]
@@ -106,7 +112,7 @@ class StepRecorder(Recorder):
     """Records the phases of data-parallel steps, and the collectives launched in them."""
 
     def __init__(self, clock: Clock, world: World, path: Path | None, *, mode: str, not_timed: str) -> None:
-        super().__init__(world, world.group, path)
+        super().__init__(world, path)
         self.clock = clock
         self.facts = {"mode": mode, "timed_by": "device" if world.device.type == "cuda" else "host"}
         self.facts["not_timed"] = not_timed
@@ -124,6 +130,9 @@ class StepRecorder(Recorder):
         if self.is_on:
             self.is_on = False
             super().record(step)
+
+    def _compare_clocks(self) -> list[Offset]:
+        return offsets_by_meetings(self.world.group)
 
     def _spans(self) -> list[Span]:
         laps, collectives = self.clock.newest, LOG.end()
