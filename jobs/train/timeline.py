@@ -132,7 +132,8 @@ class StepRecorder(Recorder):
             super().record(step)
 
     def _compare_clocks(self) -> list[Offset]:
-        return offsets_by_meetings(self.world.group)
+        by = offsets_by_meetings if self.world.device.type == "cuda" else clock_offsets
+        return by(self.world.group)
 
     def _spans(self) -> list[Span]:
         laps, collectives = self.clock.newest, LOG.end()

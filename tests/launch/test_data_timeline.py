@@ -13,8 +13,7 @@ from muster.jobs.world.world import World
 from muster.launch import cli
 from muster.launch.look.data_steps import OTHER, DataStep, data_step_of
 from muster.launch.look.plots.draw import inline_svg
-from muster.launch.look.plots.lanes import timeline_plot, totals
-from muster.launch.look.plots.series import Plot
+from muster.launch.look.plots.lanes import timeline_plot
 from muster.launch.look.timelines import read_timeline
 from support.resuming import GPT, attempt
 
@@ -130,7 +129,6 @@ def test_it_is_drawn_told_as_data_and_saved(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("attempt 0, step 10: bucketed, 2 ranks")
     computing, under_way = (line[8:].ljust(112, ".") for line in lines[2:4])
-    assert computing[60:80].count("B") > 10
     assert under_way[computing.index("B")] == "."
     assert "2" in under_way[computing.index("B") : computing.index("~")]
     assert cli.main(["timeline", str(run.path), "--step", "5", "--rank", "1", "--json"]) == 0
@@ -159,17 +157,9 @@ def test_two_steps_are_plotted_above_each_other(capsys, tmp_path):
     assert (series["all_reduce"]["low"][:2], series["all_reduce"]["high"][:2]) == ([4.0, 5.0], [6.0, 8.0])
     assert (tmp_path / "two.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main(["plot", "timeline", *targets, "--rank", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "a, rank 1: communication" in out
-    assert "6000.00" in out, "the sum of 2 s and 4 s in ms"
-    assert "rank 0" not in out
-
-
-def test_totals_keep_the_lanes():
-    step = data_step_of(row())
-    assert step is not None
-    plot: Plot = totals(timeline_plot({"a": step}))
-    assert plot.lanes == timeline_plot({"a": step}).lanes
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:9] for line in lines[:4]] == ["a, rank 1", " " * 9, "b, rank 1", " " * 9]
+    assert lines[1].split(" ")[-1].strip(".").strip("1") == lines[3].split(" ")[-1].strip(".").strip("1") != ""
 
 
 @pytest.mark.parametrize(

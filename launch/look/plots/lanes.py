@@ -1,7 +1,6 @@
 """Timelines as plots: for each rank a lane of computation and one of communication, all on one time axis."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,10 +50,11 @@ def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
         if not ranks:
             raise NothingToPlotError(f"{label} has no rank {rank}")
         if len(ranks) > MOST_RANKS:
-            notes.append(f"{label}: the first {MOST_RANKS} of {len(ranks)} ranks")
+            notes.append(f"{label}: the first {MOST_RANKS} of {len(ranks)} ranks are drawn".removeprefix(": "))
         if isinstance(step, DataStep) and step.not_timed:
-            notes.append(f"{label}: collectives are missing, {step.not_timed}")
-        drawn = {each: {lane: f"{label}, rank {each}: {lane}" for lane in LANES} for each in ranks[:MOST_RANKS]}
+            notes.append(f"{label}: collectives are missing, {step.not_timed}".removeprefix(": "))
+        prefix = f"{label}, " if label else ""
+        drawn = {each: {lane: f"{prefix}rank {each}: {lane}" for lane in LANES} for each in ranks[:MOST_RANKS]}
         lanes += [name for names in drawn.values() for name in names.values()]
         for number, lane, kind, start_s, end_s in _bars(step):
             if number in drawn:
@@ -87,17 +87,6 @@ def _place(found: tuple[str, Any]) -> tuple[int, str]:
 def _series(kind: str, found: Sequence[tuple[str, float, float]]) -> Series:
     lanes, starts, ends = zip(*found, strict=True)
     return Series(kind, lanes, tuple(end - start for start, end in zip(starts, ends, strict=True)), starts, ends)
-
-
-def totals(plot: Plot) -> Plot:
-    """Return a timeline with one number a kind and lane: how long its bars last together."""
-    series = []
-    for each in plot.series:
-        seconds = dict.fromkeys(each.x, 0.0)
-        for lane, lasted_s in zip(each.x, each.y, strict=True):
-            seconds[lane] += lasted_s
-        series.append(Series(each.label, tuple(seconds), tuple(seconds.values())))
-    return replace(plot, series=tuple(series))
 
 
 def paint_lanes(axes: "Axes", plot: Plot) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from muster.launch.common import screen
-from muster.launch.look.plots.lanes import totals
+from muster.launch.look.plots.lane_text import drawing
 from muster.launch.look.plots.series import Plot, Series
 
 FORMATS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {  # by unit
@@ -21,11 +21,12 @@ def render(plot: Plot) -> str:
 
 
 def _panel(plot: Plot) -> str:
-    plot = totals(plot) if plot.style == "lanes" else plot
+    if plot.style == "lanes":
+        return drawing(plot)
     unit, text = FORMATS.get(plot.unit, (plot.unit, lambda value: f"{value:,.0f}"))
     series = [each for each in plot.series if plot.unit != "share" or each.role != "reference"]
     columns = [{str(x): place for place, x in enumerate(each.x)} for each in series]
-    every = dict.fromkeys([*plot.lanes, *(x for each in series for x in each.x)])
+    every = dict.fromkeys(x for each in series for x in each.x)
     names = sorted(every, key=float) if plot.style == "lines" else list(every)
     rows = [
         [_name(x), *(_cell(each, places.get(str(x)), text) for each, places in zip(series, columns, strict=True))]
