@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.files import append_line
+from muster.jobs.measuring.figures import NothingToPlotError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.train.timeline import is_kept, step_row
 from muster.jobs.world.world import World
@@ -14,7 +15,7 @@ from muster.launch import cli
 from muster.launch.look.data_steps import OTHER, DataStep, data_step_of
 from muster.launch.look.plots.draw import inline_svg
 from muster.launch.look.plots.lanes import timeline_plot
-from muster.launch.look.timelines import read_timeline
+from muster.launch.look.timelines import read_timeline, step_of
 from support.resuming import GPT, attempt
 
 FACTS = {"mode": "bucketed", "timed_by": "host", "not_timed": ""}
@@ -35,8 +36,7 @@ def row(step: int = 10, **facts: Any) -> dict[str, Any]:
         ("all_reduce", 0, 1 << 20, 5.0, 7.0),
         ("all_reduce", 1, 1 << 21, 6.0, 9.0),
     ]
-    later: Any = [(*what, HOUR + start, HOUR + end) for *what, start, end in spans[:-1]]
-    later.append(("all_reduce", 1, 1 << 21, HOUR + 6.0, None))
+    later: Any = [(*what, HOUR + start, HOUR + end) for *what, start, end in spans]
     return step_row(step, FACTS, [(spans, [[0.0, 0.0], [HOUR, 0.001]]), (later, [])]) | facts
 
 
@@ -110,16 +110,15 @@ def test_a_row_is_on_the_first_ranks_clock_and_says_how_far_clocks_may_differ():
         [0, "backward", 2, None, 3.0, 6.0],
         [1, "backward", 2, None, 3.0, 6.0],
     ]
-    assert made["records"][-1] == [1, "all_reduce", 1, 1 << 21, 5.0, None]
+    assert made["records"][-1] == [1, "all_reduce", 1, 1 << 21, 5.0, 8.0]
 
 
 def test_hidden_communication_is_what_passes_while_the_rank_computes():
     step = data_step_of(row())
     assert step is not None
-    first, second = step.by_rank()
+    first, _ = step.by_rank()
     assert (first.collectives, first.bytes) == (2, 3 << 20)
     assert (first.under_way_s, first.hidden_s) == (4.0, 2.0)  # 5 to 9 s, of which the backward has 5 to 7
-    assert (second.under_way_s, second.hidden_s) == (5.0, 3.0), "what had not finished lasts to the end of the step"
     assert (step.seconds, first.phases_s["communication"]) == (9.0, 2.0)
 
 
@@ -139,6 +138,26 @@ def test_it_is_drawn_told_as_data_and_saved(capsys, tmp_path):
     assert (tmp_path / "step.svg").read_text().startswith("<?xml")
     assert cli.main(["timeline", str(run.path), "--rank", "2"]) == 72
     capsys.readouterr()
+
+
+def test_pipelines_and_data_parallel_ranks_stand_above_each_other_and_too_many_are_refused():
+    records = [
+        [0, "F", 0, 0, 0.0, 1.0],
+        [0, "B", 0, 0, 1.0, 3.0],
+        [0, "send", 1, 0, 1.0, 1.5],
+        [0, "?", 1, 0, 1.0, 1.5],
+    ]
+    facts = {"schedule": "1f1b", "rank_of": [0], "microbatches": 1, "chunks": 1}
+    pipeline, step = step_of({"step": 1, **facts, "records": records}), data_step_of(row())
+    assert pipeline is not None
+    assert step is not None
+    plot = timeline_plot({"pipe": pipeline, "data": step})
+    assert plot.lanes[:3] == ("pipe, rank 0: computation", "pipe, rank 0: communication", "data, rank 0: computation")
+    assert {each.label for each in plot.series} >= {"forward", "backward", "send", OTHER, "all_reduce"}
+    with pytest.raises(NothingToPlotError, match="400 bars are too many"):
+        inline_svg(timeline_plot({str(place): step for place in range(100)}))
+    with pytest.raises(NothingToPlotError, match="data has no rank 7"):
+        timeline_plot({"data": step}, 7)
 
 
 def test_two_steps_are_plotted_above_each_other(capsys, tmp_path):

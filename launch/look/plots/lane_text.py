@@ -8,20 +8,10 @@ import shutil
 import sys
 from typing import Final
 
-from muster.launch.look.plots.lanes import LANES
+from muster.launch.look.plots.lanes import LANES, LOOKS
 from muster.launch.look.plots.series import Plot
 
 WIDE: Final = 120  # columns, where the output is no terminal
-LETTERS: Final = {
-    "data": "d",
-    "forward": "F",
-    "backward": "B",
-    "gradient of inputs": "I",
-    "gradient of weights": "W",
-    "exposed wait": "~",
-    "optimizer": "O",
-    "replayed CUDA graph": "R",
-}
 IDLE: Final = "."
 
 
@@ -38,8 +28,8 @@ def drawing(plot: Plot) -> str:
     for each in plot.series:
         for lane, start_s, stop_s in zip(map(str, each.x), each.low or (), each.high or (), strict=True):
             start, end = (min(max(round(at * scale), 0), width) for at in (start_s, stop_s))
-            if letter := LETTERS.get(each.label):
-                cells[lane][start:end] = letter * (end - start)
+            if each.label in LOOKS:
+                cells[lane][start:end] = LOOKS[each.label].letter * (end - start)
             elif start < width:
                 changes[lane][start] += 1
                 changes[lane][max(end, start + 1)] -= 1
@@ -50,7 +40,7 @@ def drawing(plot: Plot) -> str:
             count += change
             cells[lane][column] = str(min(count, 9)) if count else cells[lane][column]
         lines.append(f"{head:{indent}}{''.join(cells[lane])}".rstrip())
-    shown = [f"{LETTERS[each.label]} {each.label}" for each in plot.series if each.label in LETTERS]
-    under_way = [each.label for each in plot.series if each.label not in LETTERS]
+    shown = [f"{LOOKS[each.label].letter} {each.label}" for each in plot.series if each.label in LOOKS]
+    under_way = [each.label for each in plot.series if each.label not in LOOKS]
     counts = [f"numbers: {' or '.join(under_way)} under way"] if under_way else []
     return "\n".join([*lines, "", ", ".join([*shown, *counts, f"{IDLE} nothing"])])
