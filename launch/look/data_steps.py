@@ -125,7 +125,7 @@ def _span(record: Any) -> Span | None:
     size, start, end = fields.number(record[3], least=0), *map(fields.real, record[4:])
     if rank is None or kind is None or number is None or start is None or end is None or not start <= end:
         return None
-    if size is None and (record[3] is not None or kind not in PHASES):
+    if (size is None) != (kind in PHASES) or (size is None and record[3] is not None):
         return None
     return Span(rank, kind[:LONGEST_NAME], number, size, start, end)
 

@@ -207,6 +207,7 @@ def test_records_that_cannot_be_are_left_out_and_counted():
         [0, "forward", 0, None, float("nan"), 1.0],
         [0, "forward", 0, None, 0.0, 1e300],
         [0, "unheard of", 0, None, 0.0, 1.0],
+        [0, "forward", 0, 8, 0.0, 1.0],
         [0, "all_reduce", 0, -1, 0.0, 1.0],
         [0, "all_reduce", 0, "1", 0.0, 1.0],
         [10**30, "forward", 0, None, 0.0, 1.0],
@@ -216,7 +217,7 @@ def test_records_that_cannot_be_are_left_out_and_counted():
     ]
     step = data_step_of(made)
     assert step is not None
-    assert (len(step.spans), step.left_out) == (good, 10)
+    assert (len(step.spans), step.left_out) == (good, 11)
     made["records"] += [[0, f"\x1b[2J{number}{wide}", number, 8, 0.0, 1.0] for number in range(50)]
     many = data_step_of(made)
     assert many is not None
