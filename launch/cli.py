@@ -36,7 +36,7 @@ GROUPS = (
             ("plot", "draw one picture of several runs, or print its numbers"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
-            ("timeline", "draw what the ranks of a pipeline did in a step, and how long they were idle"),
+            ("timeline", "draw what the ranks did in a step: computing, communicating, waiting"),
             ("memory", "predict what a rank holds in every mode, or show what a run's ranks held, by purpose"),
             ("why", "name the first failure, its last lines, and the next step"),
             ("checkpoint", "list, verify, show or export what a run has saved"),
