@@ -32,6 +32,7 @@ GROUPS = (
         (
             ("list", "list the runs of a folder"),
             ("status", "show one run: how far it is, and every rank"),
+            ("watch", "show a run as it goes on: step, rate, next checkpoint, and every node and rank"),
             ("compare", "show where the time of a step went in several runs, and which of them is faster"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
@@ -75,7 +76,17 @@ GROUPS = (
     ),
 )
 PHRASES = {name: phrase for _, commands in GROUPS for name, phrase in commands}
-LOOKING = ("list", "status", "compare", "logs", "profile", "timeline", "memory", "why")  # of runs they only show files
+LOOKING = (
+    "list",
+    "status",
+    "watch",
+    "compare",
+    "logs",
+    "profile",
+    "timeline",
+    "memory",
+    "why",
+)  # of runs they only show files
 INTERRUPTED = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 NOT_FOUND = 72

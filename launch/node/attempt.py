@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import write_json
+from muster.jobs.machine import procfs
 from muster.jobs.node import logcap
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch.common import processes, storage
@@ -217,6 +218,11 @@ class NodeAttempt:
         if self._hurry.is_set() and held is not None:
             self._hurry.clear()
             await self.tell(wire.Held(self.number, held))
+
+    def state_of(self, rank: int) -> str:
+        """Return the letter of the state of a rank's process, "" if it is gone."""
+        fields = procfs.stat(self.pids[rank][0]) if rank in self.pids else None
+        return "" if fields is None else fields[procfs.STATE].decode()
 
     def hold(self) -> None:
         """Look often from now on, and tell once a rank waits between two steps."""
