@@ -91,22 +91,22 @@ def _frames(watch: "Watch", choice: "Choice", terminal: "Terminal") -> "tuple[Wa
 
     shown: frozenset[int] = choice.ranks or frozenset()
     while True:
-        began, began_cpu = time.monotonic(), time.process_time()
+        began, began_cpu_s = time.monotonic(), time.process_time()
         watched = watch.look(shown)
         if watched.state.is_over:
             return watched, choice
-        due = began + REFRESH_S
-        while True:
-            frame = draw(watched, choice, *terminal.size())
-            shown, choice = frame.ranks, frame.choice
-            terminal.show(frame.lines)
-            due = max(due, began + (time.process_time() - began_cpu) / SHARE)
-            if (left_s := due - time.monotonic()) <= 0:
-                break
-            for key in terminal.keys(left_s):
+        keys: str | None = ""
+        due = 0.0
+        while keys is not None:
+            for key in keys:
                 if key == "q":
                     return None
                 choice = _moved(choice, key, terminal.size()[1])
+            frame = draw(watched, choice, *terminal.size())
+            shown, choice = frame.ranks, frame.choice
+            terminal.show(frame.lines)
+            due = due or began + max(REFRESH_S, (time.process_time() - began_cpu_s) / SHARE)
+            keys = terminal.keys(max(0.0, due - time.monotonic()))
 
 
 def _moved(choice: "Choice", key: str, height: int) -> "Choice":

@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Frame:
-    """The lines, the ranks whose rows are among them, and the choice with a `top` that exists."""
+    """The lines, the ranks that have rows of their own among them, and the choice with a `top` that exists."""
 
     lines: list[Text]
     ranks: frozenset[int]
@@ -74,7 +74,7 @@ def draw(watched: Watched, choice: Choice, width: int, height: int | None) -> Fr
     if height is not None:
         part = f"{top + 1}-{top + len(shown)} of {counted(len(rows), 'rank' if by_rank else 'node')}"
         lines.append(_cropped(Text(f"{part}  {KEYS}", style="dim"), width))
-    seen = frozenset(each.rank for row in shown for each in row.ranks)
+    seen = frozenset(each.rank for row in shown for each in row.ranks) if by_rank else frozenset()
     return Frame(lines, seen, replace(choice, top=top))
 
 
@@ -140,8 +140,8 @@ def _step(watched: Watched) -> str | None:
 def _loss(watched: Watched) -> str | None:
     parts = [] if watched.state.loss is None else [f"{watched.state.loss:.4f}"]
     if watched.communication is not None:
-        parts.append(f"ranks wait for communication in {watched.communication:.0%} of a step")
-    return "; ".join(parts)
+        parts.append(f"communication {_percent(watched.communication)} of a step")
+    return ", ".join(parts)
 
 
 def _saved(watched: Watched) -> str | None:
@@ -211,7 +211,11 @@ def _step_time(row: _Row) -> str:
 
 def _share(row: _Row) -> str:
     known = [each.communication for each in row.ranks if each.communication is not None]
-    return f"{fmean(known):.0%}" if known else "-"
+    return _percent(fmean(known)) if known else "-"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _node(row: _Row) -> str:
@@ -255,23 +259,20 @@ NODE_COLUMNS: Final[tuple[Column, ...]] = (
 
 
 def _table(columns: Sequence[Column], rows: Sequence[_Row], width: int) -> list[Text]:
-    texts = [(name, importance, [cell(row) for row in rows]) for name, importance, cell in columns]
-    while len(texts) > 1 and sum(map(_wide, texts)) + 2 * (len(texts) - 1) > width:
+    """Return the heading and a line for each row, without the columns for which there is no room."""
+    texts = [(name, importance, [name.rstrip(">"), *map(cell, rows)]) for name, importance, cell in columns]
+    wide = {name: max(map(cell_len, column)) for name, _, column in texts}
+    while len(texts) > 1 and sum(wide[name] + 2 for name, _, _ in texts) - 2 > width:
         texts.remove(max(texts, key=lambda each: each[1]))
-    lines = [Text("  ".join(_aligned(name.rstrip(">"), each) for each in texts for name in [each[0]]), style="bold")]
-    for number, row in enumerate(rows):
-        cells = "  ".join(_aligned(each[2][number], each) for each in texts)
-        lines.append(Text(cells.rstrip(), style=STYLES.get(row.mark, "")))
-    return [_cropped(line, width) for line in lines]
+    by_column = [[_aligned(text, wide[name], name) for text in column] for name, _, column in texts]
+    head, *body = ("  ".join(cells).rstrip() for cells in zip(*by_column, strict=True))
+    styles = ["bold", *(STYLES.get(row.mark, "") for row in rows)]
+    return [_cropped(Text(line, style), width) for line, style in zip([head, *body], styles, strict=True)]
 
 
-def _wide(column: tuple[str, int, list[str]]) -> int:
-    return max(map(cell_len, [column[0].rstrip(">"), *column[2]]))
-
-
-def _aligned(text: str, column: tuple[str, int, list[str]]) -> str:
-    room = " " * (_wide(column) - cell_len(text))
-    return room + text if column[0].endswith(">") else text + room
+def _aligned(text: str, wide: int, name: str) -> str:
+    room = " " * (wide - cell_len(text))
+    return room + text if name.endswith(">") else text + room
 
 
 def _cropped(line: Text, width: int) -> Text:

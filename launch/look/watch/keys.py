@@ -2,7 +2,7 @@
 
     with Terminal() as terminal:            whatever ends the block, the terminal is as it was
         terminal.show(lines)
-        keys = terminal.keys(1.0)           "" after a second, or as soon as the size has changed
+        keys = terminal.keys(1.0)           None after a second, "" as soon as the size has changed
 
 Ctrl-Z leaves the other screen, and `fg` comes back to it; SIGTERM and SIGHUP end the program after it.
 """
@@ -87,14 +87,16 @@ class Terminal:
         assert self._live is not None
         self._live.update(Group(*lines), refresh=True)
 
-    def keys(self, wait_s: float) -> str:
-        """Return the keys that are pressed within `wait_s`: as soon as there are some, or the size has changed.
+    def keys(self, wait_s: float) -> str | None:
+        """Return the keys that are pressed within `wait_s`, "" once the size has changed, None if nothing happens.
 
         Raises:
             EOFError: the terminal is gone.
         """
         watched = [self._wakes, *([sys.stdin.fileno()] if sys.stdin.isatty() else [])]
         ready, _, _ = select.select(watched, [], [], wait_s)
+        if not ready:
+            return None
         if self._wakes in ready:
             os.read(self._wakes, MOST_KEYS)
         if watched[-1] == self._wakes or watched[-1] not in ready:

@@ -7,14 +7,14 @@ standard deviations: 1.4826 x the median absolute deviation). A single step says
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Final, NamedTuple
 
-from muster.jobs.basics.reading import read_end
+from muster.jobs.basics.reading import parse_json, read_end
 from muster.jobs.runfolder.rundir import AttemptDir
-from muster.launch.common.fields import number, real, typed_line
+from muster.launch.common.fields import moment, number, real, typed_line
 
 WINDOW: Final = 20  # steps
 LEAST_STEPS: Final = 10  # less says nothing of who is slow
@@ -57,13 +57,9 @@ class RankSteps:
             return
         self._seen = seen
         lines = data.split(b"\n")[:-1]
-        new: list[Step] = []
-        for line in reversed(lines[1:] if len(data) == TAIL_BYTES else lines):
-            step = _step(line)
-            if len(new) == WINDOW or (step is not None and self.steps and step.number <= self.steps[-1].number):
-                break
-            new += [] if step is None else [step]
-        self.steps.extend(reversed(new))
+        lines = lines[1:] if len(data) == TAIL_BYTES else lines
+        known = self.steps[-1].number if self.steps else 0
+        self.steps.extend(step for step in _parsed(lines[-WINDOW:]) if step.number > known)
         self._summarize()
 
     def _summarize(self) -> None:
@@ -85,13 +81,19 @@ class RankSteps:
         return max(0.0, last.time - first.time) / (last.number - first.number)
 
 
-def _step(line: bytes) -> Step | None:
-    row = typed_line(line)
-    place, seconds, time = number(row.get("step"), least=1), real(row.get("step_s")), row.get("time")
-    if place is None or seconds is None or seconds <= 0.0 or time is None:
-        return None
-    waited_s = real(row.get("communication_s"))
-    return Step(place, time, seconds, None if waited_s is None else max(0.0, seconds - waited_s))
+def _parsed(lines: Sequence[bytes]) -> Iterator[Step]:
+    """Yield the steps in some lines. They are parsed as one text, which is quicker; by themselves where one is torn."""
+    try:
+        rows = parse_json(b"[" + b",".join(lines) + b"]")
+    except ValueError:
+        rows = map(typed_line, lines)
+    for row in rows:
+        if not isinstance(row, dict):
+            continue
+        place, time, seconds = number(row.get("step"), least=1), moment(row.get("time")), real(row.get("step_s"))
+        if place is not None and time is not None and seconds is not None and seconds > 0.0:
+            waited_s = real(row.get("communication_s"))
+            yield Step(place, time, seconds, None if waited_s is None else max(0.0, seconds - waited_s))
 
 
 class AllSteps:

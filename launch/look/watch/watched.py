@@ -163,8 +163,7 @@ class Watch:
 
     def _watched(self, state: RunState, ranks: tuple[RankSight, ...]) -> Watched:
         assert self._steps is not None
-        told = [each.step for each in ranks if each.step is not None]
-        step = max([*[state.step or 0], *([min(told)] if len(told) == len(ranks) else [])]) or None
+        step = self._step(state, ranks)
         pace_s = self._steps.of(0).pace_s
         left_s = None
         if state.steps is not None and step is not None and pace_s is not None and not state.is_over:
@@ -183,6 +182,16 @@ class Watch:
             lost_steps=None if step is None or state.is_over else max(0, step - kept),
             ranks=ranks,
         )
+
+    def _step(self, state: RunState, ranks: tuple[RankSight, ...]) -> int | None:
+        """Return the step that all ranks have done; of an attempt without one, the step from which it goes on."""
+        assert self._steps is not None
+        told = [each.step for each in ranks if each.step is not None]
+        if told and len(told) == len(ranks):
+            return min(told)
+        if state.restarts and not self._steps.of(0).steps:
+            return self._rows.told.get("resuming", {}).get("step", 0)  # type: ignore[no-any-return]
+        return state.step
 
     def _why(self, state: RunState) -> str | None:
         """Say why the attempt before the newest one has ended."""
