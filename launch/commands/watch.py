@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 REFRESH_S: Final = 1.0
 SHARE: Final = 0.04  # of a core: what takes longer to read and draw is read less often
-ALL: Final = 1 << 11  # ranks whose steps are read for a single frame
+ALL: Final = 1 << 11  # ranks whose steps are read for the first frame
 WIDE: Final = 120  # columns, where nobody says how wide
 
 
@@ -35,9 +35,8 @@ def run(args: argparse.Namespace) -> int:
     from muster.launch.look.watch.frame import Choice
     from muster.launch.look.watch.watched import Watch
 
-    folder = options.the_run(args)
-    watch = Watch(folder)
-    watched = watch.look(sweep=ALL if args.once or args.json else 0)
+    watch = Watch(options.the_run(args))
+    watched = watch.look(sweep=ALL)
     count = max(1, len(watched.ranks))
     ranks = None if args.ranks is None else rankset.parse(args.ranks, option="--ranks", count=count)
     choice = Choice(ranks=ranks)
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         if found is None:
             return 0
         watched, choice = found
-    _print(watch.look(shown=ranks or (), sweep=ALL), choice)
+    _print(watched, choice)
     return 0
 
 

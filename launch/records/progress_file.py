@@ -93,7 +93,7 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What the file says of the ranks of an attempt; `heard_s`: for how long each node's agent has been silent."""
+    """What the file says of the ranks of an attempt; `heard_s`: for how long each node's agent was silent by then."""
 
     attempt: int
     heard_s: Mapping[int, float]
@@ -101,7 +101,7 @@ class RunProgress:
 
 
 def read_progress(run: RunDir) -> RunProgress | None:
-    """Read the file; None where there is none. Ages count up to now; what is not well formed is left out."""
+    """Read the file; None where there is none. Silence of ranks counts up to now. What is malformed is left out."""
     record = read_json(run.progress)
     written, attempt = moment(record.get("time")), _attempt(record.get("attempt"))
     nodes = record.get("nodes")
@@ -115,7 +115,7 @@ def read_progress(run: RunDir) -> RunProgress | None:
             continue
         place, heard_s, rows = _rank(node.get("node")), real(node.get("heard_s")), node.get("ranks")
         if place is not None and heard_s is not None:
-            heard[place] = heard_s + since_s
+            heard[place] = heard_s
         for row in rows if isinstance(rows, list) else ():
             if not isinstance(row, list) or len(row) != 5:
                 continue

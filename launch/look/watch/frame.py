@@ -20,6 +20,7 @@ from muster.launch.look.watch.watched import MARKS, RankSight, Watched
 
 LABEL: Final = 9  # columns
 LEAST_ROWS: Final = 4  # of the table, whatever the facts take
+MOST_LINES: Final = 3  # of one fact
 WIDEST_HOST: Final = 24
 STYLES: Final = {"failed": "bold red", "suspended": "bold red", "hang": "bold red", "silent": "red", "slow": "yellow"}
 KEYS: Final = "q quit  j k scroll  r ranks  n nodes"
@@ -62,7 +63,7 @@ def draw(watched: Watched, choice: Choice, width: int, height: int | None) -> Fr
         facts = facts[: max(1, height - LEAST_ROWS - 2)]
     ranks = [each for each in watched.ranks if choice.ranks is None or each.rank in choice.ranks]
     if not ranks:
-        return Frame([*facts, *([Text(KEYS, style="dim")] if height is not None else [])], frozenset(), choice)
+        return _frame([*facts, *([Text(KEYS, style="dim")] if height is not None else [])], width, height, choice)
     room = len(ranks) if height is None else max(1, height - len(facts) - 3)
     by_rank = choice.view == "ranks" or (not choice.view and (len(ranks) <= room or choice.ranks is not None))
     rows = [_Row((each,), each.mark) for each in ranks] if by_rank else _nodes(ranks)
@@ -73,9 +74,15 @@ def draw(watched: Watched, choice: Choice, width: int, height: int | None) -> Fr
     lines = [*facts, Text(), *_table(RANK_COLUMNS if by_rank else NODE_COLUMNS, shown, width)]
     if height is not None:
         part = f"{top + 1}-{top + len(shown)} of {counted(len(rows), 'rank' if by_rank else 'node')}"
-        lines.append(_cropped(Text(f"{part}  {KEYS}", style="dim"), width))
-    seen = frozenset(each.rank for row in shown for each in row.ranks) if by_rank else frozenset()
-    return Frame(lines, seen, replace(choice, top=top))
+        lines.append(Text(f"{part}  {KEYS}", style="dim"))
+    seen = [each.rank for row in shown for each in row.ranks] if by_rank else []
+    return _frame(lines, width, height, replace(choice, top=top), seen)
+
+
+def _frame(lines: list[Text], width: int, height: int | None, choice: Choice, ranks: Iterable[int] = ()) -> Frame:
+    for line in lines:
+        line.truncate(width)
+    return Frame(lines[:height], frozenset(ranks), choice)
 
 
 # Facts ----------------------------------------------------------------------------------------------------------------
@@ -103,14 +110,18 @@ def _fact(what: str, text: str, style: str, width: int) -> Iterable[Text]:
     """Yield a fact as lines: its words are wrapped beside its label."""
     room = max(1, width - LABEL)
     lines: list[str] = []
-    for word in printable(text.replace("\n", " ")).split(" "):
+    for word in _one_line(text).split(" "):
         if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= room:
             lines[-1] += f" {word}"
         else:
             lines.append(word)
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines[:MOST_LINES]):
         label = Text(f"{what if number == 0 else '':{LABEL}}"[: max(0, width - 1)], style="bold")
-        yield label + Text(set_cell_size(line, min(room, cell_len(line))), style=style)
+        yield label + Text(line, style=style)
+
+
+def _one_line(text: str) -> str:
+    return printable(text).replace("\n", " ").replace("\t", " ")
 
 
 def _attempt(watched: Watched) -> str:
@@ -223,12 +234,12 @@ def _node(row: _Row) -> str:
 
 
 def _host(row: _Row) -> str:
-    host = printable(row.ranks[0].host or "-")
+    host = _one_line(row.ranks[0].host or "-")
     return host if cell_len(host) <= WIDEST_HOST else set_cell_size(host, WIDEST_HOST)
 
 
 def _phases(row: _Row) -> str:
-    return printable(",".join(dict.fromkeys(each.phase for each in row.ranks)))[:WIDEST_HOST]
+    return _one_line(",".join(dict.fromkeys(each.phase for each in row.ranks)))[:WIDEST_HOST]
 
 
 def _marked(row: _Row) -> str:
@@ -267,14 +278,9 @@ def _table(columns: Sequence[Column], rows: Sequence[_Row], width: int) -> list[
     by_column = [[_aligned(text, wide[name], name) for text in column] for name, _, column in texts]
     head, *body = ("  ".join(cells).rstrip() for cells in zip(*by_column, strict=True))
     styles = ["bold", *(STYLES.get(row.mark, "") for row in rows)]
-    return [_cropped(Text(line, style), width) for line, style in zip([head, *body], styles, strict=True)]
+    return [Text(line, style) for line, style in zip([head, *body], styles, strict=True)]
 
 
 def _aligned(text: str, wide: int, name: str) -> str:
     room = " " * (wide - cell_len(text))
     return room + text if name.endswith(">") else text + room
-
-
-def _cropped(line: Text, width: int) -> Text:
-    line.truncate(width)
-    return line

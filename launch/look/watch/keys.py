@@ -9,7 +9,6 @@ Ctrl-Z leaves the other screen, and `fg` comes back to it; SIGTERM and SIGHUP en
 
 import os
 import select
-import shutil
 import signal
 import sys
 import termios
@@ -19,7 +18,7 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any, Final
 
-from rich.console import Group
+from rich.console import ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -79,12 +78,13 @@ class Terminal:
 
     @staticmethod
     def size() -> tuple[int, int]:
-        """Return columns and lines."""
-        return shutil.get_terminal_size()
+        """Return columns and lines as they are now, whatever COLUMNS was when the shell exported it."""
+        return os.get_terminal_size(sys.stdout.fileno())
 
     def show(self, lines: Sequence[Text]) -> None:
         """Draw a frame."""
         assert self._live is not None
+        self._live.console.size = ConsoleDimensions(*self.size())
         self._live.update(Group(*lines), refresh=True)
 
     def keys(self, wait_s: float) -> str | None:
