@@ -1,7 +1,9 @@
 """How far every rank is, `progress.json`: the supervisor rewrites it, for who sees the run folder and not the nodes.
 
     {"time": 1763887000.1, "attempt": 1, "nodes": [{"node": 0, "host": "n0", "heard_s": 0.4,
-     "ranks": [[3, "run", 41, 0.7, ""], ...]}, ...]}                 rank, phase, steps, seconds of silence, state
+     "ranks": [[3, "run", 41, 0.7, ""], ...]}, ...]}
+
+A rank's row: rank, phase, steps, seconds of silence, state; of a GPU, also how busy it is (percent) and bytes taken.
 
 A write takes place at most once a second, and so seldom that writing takes at most 2 % of the supervisor's time.
 """
@@ -74,7 +76,10 @@ def _node(place: int, node: Seen, now: float) -> dict[str, Any]:
     since_s = now - node.progress_at
     ranks = node.progress["ranks"] if node.progress is not None else {}
     rows = [
-        [int(rank), each["phase"], each["steps"], round(each["beats_age_s"] + since_s, 1), each["state"]]
+        [
+            *(int(rank), each["phase"], each["steps"], round(each["beats_age_s"] + since_s, 1), each["state"]),
+            *each.get("gpu", ()),
+        ]
         for rank, each in ranks.items()
         if rank.isdecimal()
     ]
@@ -89,6 +94,8 @@ class RankProgress:
     steps: int
     silent_s: float
     suspended: bool  # its process stands still: SIGSTOP, or a debugger
+    gpu_percent: int | None = None  # how busy its GPU is
+    gpu_bytes: int | None = None  # of its GPU's memory are taken
 
 
 @dataclass(frozen=True)
@@ -117,9 +124,10 @@ def read_progress(run: RunDir) -> RunProgress | None:
         if place is not None and heard_s is not None:
             heard[place] = heard_s
         for row in rows if isinstance(rows, list) else ():
-            if not isinstance(row, list) or len(row) != 5:
+            if not isinstance(row, list) or len(row) not in (5, 7):
                 continue
             rank, phase, steps, silent_s, state = _rank(row[0]), text(row[1]), number(row[2]), real(row[3]), row[4]
+            gpu = (number(row[5], 100, 0), number(row[6], least=0)) if len(row) == 7 else (None, None)
             if rank is not None and phase is not None and steps is not None and silent_s is not None:
-                ranks[rank] = RankProgress(phase, steps, silent_s + since_s, state in SUSPENDED)
+                ranks[rank] = RankProgress(phase, steps, silent_s + since_s, state in SUSPENDED, *gpu)
     return RunProgress(attempt, heard, ranks)

@@ -24,13 +24,20 @@ Address = Annotated[str, Bound(most=64)]
 Signal = Annotated[str, Bound(words=frozenset(signal_name(number) for number in range(1, 65)))]
 
 
-class RankProgress(TypedDict):
-    """How far one rank is. `state`: the letter of its process in proc(5), "" unless it has been silent for a while."""
-
+class _RankProgress(TypedDict):
     phase: Name
     steps: Count
     beats_age_s: Seconds
     state: Annotated[str, Bound(most=1)]
+
+
+class RankProgress(_RankProgress, total=False):
+    """How far one rank is. `state`: the letter of its process in proc(5), "" unless it has been silent for a while.
+
+    `gpu`: how busy its GPU is, in percent, and the bytes of its memory that are taken.
+    """
+
+    gpu: tuple[Count, Count]
 
 
 class Progress(TypedDict):

@@ -12,6 +12,7 @@ from typing import Final
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from muster.collectives_bench.sizes import size_text
 from muster.jobs.basics.terminal import printable
 from muster.jobs.basics.words import counted
 from muster.launch.common import screen
@@ -229,6 +230,16 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def _gpu(row: _Row) -> str:
+    known = [each.gpu_percent for each in row.ranks if each.gpu_percent is not None]
+    return f"{fmean(known):.0f} %" if known else "-"
+
+
+def _gpu_memory(row: _Row) -> str:
+    known = [each.gpu_bytes for each in row.ranks if each.gpu_bytes is not None]
+    return size_text(max(known)) if known else "-"
+
+
 def _node(row: _Row) -> str:
     return "-" if row.ranks[0].node is None else str(row.ranks[0].node)
 
@@ -253,6 +264,8 @@ COMMON: Final[tuple[Column, ...]] = (
     ("seen>", 2, _seen),
     ("step time>", 3, _step_time),
     ("comm>", 4, _share),
+    ("gpu>", 4, _gpu),
+    ("gpu memory>", 5, _gpu_memory),
     ("mark", 0, _marked),
 )
 RANK_COLUMNS: Final[tuple[Column, ...]] = (
@@ -272,6 +285,9 @@ NODE_COLUMNS: Final[tuple[Column, ...]] = (
 def _table(columns: Sequence[Column], rows: Sequence[_Row], width: int) -> list[Text]:
     """Return the heading and a line for each row, without the columns for which there is no room."""
     texts = [(name, importance, [name.rstrip(">"), *map(cell, rows)]) for name, importance, cell in columns]
+    texts = [
+        each for each in texts if not each[0].startswith("gpu") or set(each[2][1:]) != {"-"}
+    ]  # where there are any
     wide = {name: max(map(cell_len, column)) for name, _, column in texts}
     while len(texts) > 1 and sum(wide[name] + 2 for name, _, _ in texts) - 2 > width:
         texts.remove(max(texts, key=lambda each: each[1]))

@@ -42,6 +42,8 @@ class RankSight:
     seen_s: float | None  # since its last sign of life
     step_s: float | None
     communication: float | None
+    gpu_percent: int | None
+    gpu_bytes: int | None
     mark: str
 
 
@@ -146,6 +148,8 @@ class Watch:
                     seen_s=seen_s if running else None,
                     step_s=steps.step_s if steps is not None else None,
                     communication=steps.communication if steps is not None else None,
+                    gpu_percent=told.gpu_percent if told is not None else None,
+                    gpu_bytes=told.gpu_bytes if told is not None else None,
                     mark=_mark(each, progress, hangs=hangs, slow=each.rank in slow),
                 )
             )

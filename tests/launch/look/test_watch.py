@@ -59,7 +59,7 @@ def large(make_run: Callable[..., Any]) -> Any:
     manifest.write_text("{}")
     nodes = [
         {"node": node, "host": "n", "heard_s": 9.0 if node == 9 else 0.2,
-         "ranks": [[r, "run", 120, 4.5, "T" if r == 700 else ""] for r in range(8 * node, 8 * node + 8)]}
+         "ranks": [[r, "run", 120, 4.5, "T" if r == 700 else "", r % 8, r << 24] for r in range(8 * node, 8 * node + 8)]}
         for node in range(125)
     ]  # fmt: skip
     folder.run.progress.write_text(json.dumps({"time": time.time(), "attempt": 0, "nodes": nodes}))
@@ -98,6 +98,7 @@ def test_of_1000_ranks_the_nodes_that_matter_stand_first_on_60_columns_and_20_li
     assert [each.split()[0] for each in text_of(ranks).splitlines()[-11:-8]] == ["700", "72", "73"]
     assert len(ranks.ranks) == 10
     assert 700 in ranks.ranks
+    assert str(draw(watched, Choice(), 120, 20).lines[-2]).split()[-4:] == ["4", "%", "1008", "MB"]
     chosen = draw(watched, Choice(ranks=frozenset({3, 333})), 200, None)
     assert [str(line).split()[0] for line in chosen.lines[-2:]] == ["3", "333"]
     for width, height in ((1, 1), (8, 3), (20, 5), (60, 20), (100, 10), (300, 80)):
@@ -259,13 +260,21 @@ def test_of_malformed_progress_only_what_fits_is_read(make_run: Any) -> None:
         {
             "node": 0,
             "heard_s": 2,
-            "ranks": [[0, "run", 5, 1, ""], [1, "run", 5, 1], [2, 3, 5, 1, ""], [1 << 40, "run", 5, 1, ""], 4],
+            "ranks": [
+                [0, "run", 5, 1, ""],
+                [1, "run", 5, 1],
+                [2, 3, 5, 1, ""],
+                [1 << 40, "run", 5, 1, ""],
+                4,
+                [7, "run", 5, 1, "", 250, 1],
+            ],
         }
     )
     run.progress.write_text(json.dumps({"time": time.time(), "attempt": 0, "nodes": nodes}))
     found = read_progress(run)
     assert found is not None
-    assert (list(found.heard_s), list(found.ranks)) == ([0], [0])
+    assert (list(found.heard_s), list(found.ranks)) == ([0], [0, 7])
+    assert (found.ranks[7].gpu_percent, found.ranks[7].gpu_bytes) == (None, 1)
     for text in ("", "[]", "{", '{"time": 5}', '{"time": "now", "attempt": 0, "nodes": []}', "\x00" * 50):
         run.progress.write_text(text)
         assert read_progress(run) is None
