@@ -73,11 +73,11 @@ def _print(watched: "Watched", choice: "Choice") -> None:
 
 def _live(watch: "Watch", choice: "Choice") -> "tuple[Watched, Choice] | None":
     """Draw frames until the run is over, or somebody leaves (None)."""
-    from muster.launch.look.watch.keys import Suspended, Terminal, stand_still
+    from muster.launch.look.watch.keys import Suspended, opened, stand_still
 
     while True:
         try:
-            with Terminal() as terminal:
+            with opened() as terminal:
                 return _frames(watch, choice, terminal)
         except Suspended:
             stand_still()

@@ -7,7 +7,7 @@ important one on, rows below the last line. Rows that matter (marked ones) stand
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Final
+from typing import Any, Final
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
@@ -52,10 +52,6 @@ class _Row:
     ranks: tuple[RankSight, ...]
     mark: str
 
-    @property
-    def worst(self) -> int:
-        return MARKS.index(self.mark) if self.mark else len(MARKS)
-
 
 def draw(watched: Watched, choice: Choice, width: int, height: int | None) -> Frame:
     """Draw a frame of at most `height` lines of `width` columns; None: of as many lines as there are."""
@@ -69,7 +65,7 @@ def draw(watched: Watched, choice: Choice, width: int, height: int | None) -> Fr
     by_rank = choice.view == "ranks" or (not choice.view and (len(ranks) <= room or choice.ranks is not None))
     rows = [_Row((each,), each.mark) for each in ranks] if by_rank else _nodes(ranks)
     if len(rows) > room:
-        rows.sort(key=lambda row: row.worst)
+        rows.sort(key=lambda row: MARKS.index(row.mark) if row.mark else len(MARKS))
     top = max(0, min(choice.top, len(rows) - room))
     shown = rows[top : top + room]
     lines = [*facts, Text(), *_table(RANK_COLUMNS if by_rank else NODE_COLUMNS, shown, width)]
@@ -201,43 +197,26 @@ def _nodes(ranks: Sequence[RankSight]) -> list[_Row]:
     return rows
 
 
-def _span(values: Iterable[int | None]) -> str:
-    known = [each for each in values if each is not None]
-    if not known:
-        return "-"
+def _cell(field: str, combine: Callable[[list[Any]], Any], text: Callable[[Any], str]) -> Callable[[_Row], str]:
+    """Return what writes one field of a row's ranks: those that are known, combined; - where none is."""
+
+    def cell(row: _Row) -> str:
+        known = [value for each in row.ranks if (value := getattr(each, field)) is not None]
+        return text(combine(known)) if known else "-"
+
+    return cell
+
+
+def _span(known: list[int]) -> str:
     return str(known[0]) if min(known) == max(known) else f"{min(known)}-{max(known)}"
 
 
-def _seen(row: _Row) -> str:
-    known = [each.seen_s for each in row.ranks if each.seen_s is not None]
-    return f"{max(known):.0f} s" if known else "-"
-
-
-def _step_time(row: _Row) -> str:
-    known = [each.step_s for each in row.ranks if each.step_s is not None]
-    if not known:
-        return "-"
-    slowest = max(known)
-    return f"{slowest:.3g} s" if slowest >= 1.0 else f"{slowest * 1e3:.3g} ms"
-
-
-def _share(row: _Row) -> str:
-    known = [each.communication for each in row.ranks if each.communication is not None]
-    return _percent(fmean(known)) if known else "-"
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{seconds * 1e3:.3g} ms"
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _gpu(row: _Row) -> str:
-    known = [each.gpu_percent for each in row.ranks if each.gpu_percent is not None]
-    return f"{fmean(known):.0f} %" if known else "-"
-
-
-def _gpu_memory(row: _Row) -> str:
-    known = [each.gpu_bytes for each in row.ranks if each.gpu_bytes is not None]
-    return size_text(max(known)) if known else "-"
 
 
 def _node(row: _Row) -> str:
@@ -259,13 +238,13 @@ def _marked(row: _Row) -> str:
 
 
 COMMON: Final[tuple[Column, ...]] = (
-    ("step>", 0, lambda row: _span(each.step for each in row.ranks)),
+    ("step>", 0, _cell("step", _span, str)),
     ("phase", 1, _phases),
-    ("seen>", 2, _seen),
-    ("step time>", 3, _step_time),
-    ("comm>", 4, _share),
-    ("gpu>", 4, _gpu),
-    ("gpu memory>", 5, _gpu_memory),
+    ("seen>", 2, _cell("seen_s", max, "{:.0f} s".format)),
+    ("step time>", 3, _cell("step_s", max, _time)),
+    ("comm>", 4, _cell("communication", fmean, _percent)),
+    ("gpu>", 4, _cell("gpu_percent", fmean, "{:.0f} %".format)),
+    ("gpu memory>", 5, _cell("gpu_bytes", max, size_text)),
     ("mark", 0, _marked),
 )
 RANK_COLUMNS: Final[tuple[Column, ...]] = (

@@ -1,6 +1,6 @@
 """The terminal of `muster watch`: another screen, keys as they are pressed, and everything as before afterwards.
 
-    with Terminal() as terminal:            whatever ends the block, the terminal is as it was
+    with opened() as terminal:              whatever ends the block, the terminal is as it was
         terminal.show(lines)
         keys = terminal.keys(1.0)           None after a second, "" as soon as the size has changed
 
@@ -13,10 +13,10 @@ import signal
 import sys
 import termios
 import tty
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from rich.console import ConsoleDimensions, Group
 from rich.live import Live
@@ -26,8 +26,18 @@ from muster.jobs.basics.terminal import raw
 from muster.launch.common import screen
 
 MOST_KEYS: Final = 64
-NAMES: Final = {"\x1b[A": "k", "\x1b[B": "j", "\x1bOA": "k", "\x1bOB": "j", "\x1b[5~": "b", "\x1b[6~": " "}
-NAMES_OF_ENDS: Final = {"\x1b[H": "g", "\x1b[F": "G", "\x1b[1~": "g", "\x1b[4~": "G"}
+NAMES: Final = {
+    "\x1b[A": "k",
+    "\x1b[B": "j",
+    "\x1bOA": "k",
+    "\x1bOB": "j",
+    "\x1b[5~": "b",
+    "\x1b[6~": " ",  # arrows, pages
+    "\x1b[H": "g",
+    "\x1b[F": "G",
+    "\x1b[1~": "g",
+    "\x1b[4~": "G",  # Home, End
+}
 
 
 class Suspended(BaseException):
@@ -35,46 +45,11 @@ class Suspended(BaseException):
 
 
 class Terminal:
-    """The terminal while a run is watched."""
+    """The terminal while a run is watched. `wakes`: a descriptor that can be read once a signal has come."""
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._live: Live | None = None
-        self._wakes, self._wake = -1, -1
-
-    def __enter__(self) -> "Terminal":
-        try:
-            self._enter()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _enter(self) -> None:
-        self._wakes, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._stack.callback(os.close, self._wakes)
-        self._stack.callback(os.close, self._wake)
-        if sys.stdin.isatty():
-            before = termios.tcgetattr(sys.stdin)
-            self._stack.callback(termios.tcsetattr, sys.stdin, termios.TCSAFLUSH, before)
-            tty.setcbreak(sys.stdin)  # Ctrl-C still is SIGINT
-        self._live = Live(
-            console=screen.live(raw(sys.stdout)), screen=True, auto_refresh=False, redirect_stdout=False,
-            redirect_stderr=False,
-        )  # fmt: skip
-        self._live.start()
-        self._stack.callback(self._live.stop)
-        self._stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False))
-        self._handle(signal.SIGWINCH, lambda *_: None)  # it only wakes `keys`
-        self._handle(signal.SIGTSTP, _suspend)
-        self._handle(signal.SIGTERM, _end)
-        self._handle(signal.SIGHUP, _end)
-
-    def _handle(self, number: signal.Signals, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self._stack.callback(signal.signal, number, signal.signal(number, handler))
+    def __init__(self, live: Live, wakes: int) -> None:
+        self._live = live
+        self._wakes = wakes
 
     @staticmethod
     def size() -> tuple[int, int]:
@@ -83,7 +58,6 @@ class Terminal:
 
     def show(self, lines: Sequence[Text]) -> None:
         """Draw a frame."""
-        assert self._live is not None
         self._live.console.size = ConsoleDimensions(*self.size())
         self._live.update(Group(*lines), refresh=True)
 
@@ -93,20 +67,36 @@ class Terminal:
         Raises:
             EOFError: the terminal is gone.
         """
-        watched = [self._wakes, *([sys.stdin.fileno()] if sys.stdin.isatty() else [])]
-        ready, _, _ = select.select(watched, [], [], wait_s)
-        if not ready:
-            return None
+        typed = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+        ready, _, _ = select.select([self._wakes, *typed], [], [], wait_s)
         if self._wakes in ready:
             os.read(self._wakes, MOST_KEYS)
-        if watched[-1] == self._wakes or watched[-1] not in ready:
-            return ""
-        pressed = os.read(watched[-1], MOST_KEYS).decode(errors="replace")
+        if not typed or typed[0] not in ready:
+            return "" if ready else None
+        pressed = os.read(typed[0], MOST_KEYS).decode(errors="replace")
         if not pressed:
             raise EOFError
-        for sequence, name in {**NAMES, **NAMES_OF_ENDS}.items():
+        for sequence, name in NAMES.items():
             pressed = pressed.replace(sequence, name)
         return pressed
+
+
+@contextmanager
+def opened() -> Iterator[Terminal]:
+    """Turn to another screen and take keys as they come; whatever ends the block, the terminal is then as before."""
+    with ExitStack() as stack:
+        wakes, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        stack.callback(os.close, wakes)
+        stack.callback(os.close, wake)
+        if sys.stdin.isatty():
+            stack.callback(termios.tcsetattr, sys.stdin, termios.TCSAFLUSH, termios.tcgetattr(sys.stdin))
+            tty.setcbreak(sys.stdin)  # Ctrl-C still is SIGINT
+        live = Live(console=screen.live(raw(sys.stdout)), screen=True, auto_refresh=False, redirect_stdout=False)
+        stack.enter_context(live)
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wake, warn_on_full_buffer=False))
+        for number, handler in HANDLERS.items():
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        yield Terminal(live, wakes)
 
 
 def stand_still() -> None:
@@ -120,3 +110,11 @@ def _suspend(number: int, frame: FrameType | None) -> None:
 
 def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
+
+
+HANDLERS: Final[Mapping[signal.Signals, Callable[[int, FrameType | None], None]]] = {
+    signal.SIGWINCH: lambda number, frame: None,  # it only wakes `keys`
+    signal.SIGTSTP: _suspend,
+    signal.SIGTERM: _end,
+    signal.SIGHUP: _end,
+}

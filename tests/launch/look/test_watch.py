@@ -57,11 +57,13 @@ def large(make_run: Callable[..., Any]) -> Any:
     manifest = folder.run.checkpoint(100, 0).manifest
     manifest.parent.mkdir(parents=True)
     manifest.write_text("{}")
-    nodes = [
-        {"node": node, "host": "n", "heard_s": 9.0 if node == 9 else 0.2,
-         "ranks": [[r, "run", 120, 4.5, "T" if r == 700 else "", r % 8, r << 24] for r in range(8 * node, 8 * node + 8)]}
-        for node in range(125)
-    ]  # fmt: skip
+    nodes: Any = [
+        {"node": node, "host": "n", "heard_s": 9.0 if node == 9 else 0.2, "ranks": []}
+        for node in range(RANKS // PER_NODE)
+    ]
+    for rank in range(RANKS):
+        row = [rank, "run", 120, 4.5, "T" if rank == 700 else "", rank % PER_NODE, rank << 24]
+        nodes[rank // PER_NODE]["ranks"].append(row)
     folder.run.progress.write_text(json.dumps({"time": time.time(), "attempt": 0, "nodes": nodes}))
     return folder
 
