@@ -155,7 +155,7 @@ def main() -> int:
         finally:
             os.kill(writer, signal.SIGKILL)
             os.waitpid(writer, 0)
-    share, frames = cpu / wall, drawn.count(b"the run started")
+    share, frames = cpu / wall, drawn.count(b"submitted")
     reached = share <= REACH and b"1 slow" in drawn
     cells = [str(args.ranks), f"{cpu:.2f}", f"{wall:.1f}", str(frames), f"{share:.1%}", verdict(reached, REACH)]
     table(("ranks", "cpu s", "wall s", "frames", "of a core", "reach"), [cells])

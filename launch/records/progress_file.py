@@ -3,7 +3,8 @@
     {"time": 1763887000.1, "attempt": 1, "nodes": [{"node": 0, "host": "n0", "heard_s": 0.4,
      "ranks": [[3, "run", 41, 0.7, ""], ...]}, ...]}
 
-A rank's row: rank, phase, steps, seconds of silence, state; of a GPU, also how busy it is (percent) and bytes taken.
+A rank's row: rank, phase, steps, seconds of silence (null: it never tells), state; of a GPU also how busy it is, in
+percent, and the bytes of its memory that are taken.
 
 A write takes place at most once a second, and so seldom that writing takes at most 2 % of the supervisor's time.
 """
@@ -73,16 +74,16 @@ class ProgressFile:
 
 
 def _node(place: int, node: Seen, now: float) -> dict[str, Any]:
-    since_s = now - node.progress_at
-    ranks = node.progress["ranks"] if node.progress is not None else {}
-    rows = [
-        [
-            *(int(rank), each["phase"], each["steps"], round(each["beats_age_s"] + since_s, 1), each["state"]),
-            *each.get("gpu", ()),
-        ]
-        for rank, each in ranks.items()
-        if rank.isdecimal()
-    ]
+    rows: list[list[Any]] = []
+    if (told := node.progress) is not None:
+        since_s, wrote_s = now - node.progress_at, told["output_age_s"]
+        for rank, each in told["ranks"].items():
+            # Of programs without a session only what they write is known.
+            age_s = each["beats_age_s"] if told["sessions"] else wrote_s
+            silent_s = None if age_s is None else round(age_s + since_s, 1)
+            phase = each["phase"] if told["sessions"] else "run"
+            if rank.isdecimal():  # a node may send any name
+                rows.append([int(rank), phase, each["steps"], silent_s, each["state"], *each.get("gpu", ())])
     return {"node": place, "host": node.host, "heard_s": round(now - node.heard, 1), "ranks": rows}
 
 
@@ -92,7 +93,7 @@ class RankProgress:
 
     phase: str
     steps: int
-    silent_s: float
+    silent_s: float | None  # None: its program tells nothing
     suspended: bool  # its process stands still: SIGSTOP, or a debugger
     gpu_percent: int | None = None  # how busy its GPU is
     gpu_bytes: int | None = None  # of its GPU's memory are taken
@@ -128,6 +129,7 @@ def read_progress(run: RunDir) -> RunProgress | None:
                 continue
             rank, phase, steps, silent_s, state = _rank(row[0]), text(row[1]), number(row[2]), real(row[3]), row[4]
             gpu = (number(row[5], 100, 0), number(row[6], least=0)) if len(row) == 7 else (None, None)
-            if rank is not None and phase is not None and steps is not None and silent_s is not None:
-                ranks[rank] = RankProgress(phase, steps, silent_s + since_s, state in SUSPENDED, *gpu)
+            if rank is not None and phase is not None and steps is not None:
+                silent_s = None if silent_s is None else silent_s + since_s
+                ranks[rank] = RankProgress(phase, steps, silent_s, state in SUSPENDED, *gpu)
     return RunProgress(attempt, heard, ranks)

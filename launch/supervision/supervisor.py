@@ -333,7 +333,7 @@ class Supervisor:
             self.request = request.get("time")
             self._on_stop(StopRequest.of(request))
         if self.attempt is not None:
-            self.progress_file.write(self.attempt.number, self.attempt.roster.nodes)
+            self.progress_file.write(self.context.attempt, [self.crew.nodes[slot] for slot in self.slots])
             self.attempt.tick(now, late_s)
             if self.job.restart is not None:
                 self._tend_reserve(self.attempt, now)

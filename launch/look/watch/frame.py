@@ -123,11 +123,11 @@ def _one_line(text: str) -> str:
 
 def _attempt(watched: Watched) -> str:
     state = watched.state
-    parts = [] if state.attempt is None else [str(state.attempt)]
+    parts = ["none yet" if state.attempt is None else str(state.attempt)]
     if state.restarts:
         parts.append(f"after {counted(state.restarts, 'restart')}")
     took = screen.duration(state.seconds)
-    parts.append(f"took {took}" if state.is_over else f"the run started {took} ago")
+    parts.append(f"took {took}" if state.is_over else f"submitted {took} ago")
     return ", ".join(parts)
 
 
@@ -158,7 +158,7 @@ def _saved(watched: Watched) -> str | None:
     kept, parts = state.checkpoint, []
     if kept is not None:
         parts.append(f"step {kept.step}")
-    elif watched.saves is None:
+    elif watched.saves is None or watched.step is None:
         return None
     else:
         parts.append("nothing yet" if watched.saves else "no checkpoints")

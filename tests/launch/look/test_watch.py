@@ -239,7 +239,8 @@ def test_only_the_end_of_a_file_is_read_and_a_torn_line_waits(tmp_path: Path, mo
 def test_progress_is_written_at_most_once_a_second_for_this_user_and_read_back(make_run: Any) -> None:
     run = make_run().run
     run.path.chmod(0o700)
-    told: Any = {"ranks": {"3": {"phase": "run", "steps": 7, "beats_age_s": 1.5, "state": "T"}}}
+    rank = {"phase": "run", "steps": 7, "beats_age_s": 1.5, "state": "T"}
+    told: Any = {"sessions": 1, "output_age_s": None, "ranks": {"3": rank, "a name that a node made up": rank}}
     node = Node(NodePlacement(0, "n0", "", 0, 4), heard=time.monotonic(), progress=told, progress_at=time.monotonic())
     file = ProgressFile(run)
     file.write(2, [node])
@@ -247,7 +248,9 @@ def test_progress_is_written_at_most_once_a_second_for_this_user_and_read_back(m
     found = read_progress(run)
     assert found is not None
     assert (found.attempt, list(found.heard_s)) == (2, [0])
+    assert list(found.ranks) == [3]
     assert (found.ranks[3].phase, found.ranks[3].steps, found.ranks[3].suspended) == ("run", 7, True)
+    assert found.ranks[3].silent_s == pytest.approx(1.5, abs=0.5)
     before = run.progress.stat().st_ino
     file.write(2, [node])
     assert run.progress.stat().st_ino == before
