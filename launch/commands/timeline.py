@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         RunFolderError: nothing was recorded, or the file cannot be written.
     """
     from muster.launch.common import screen
-    from muster.launch.look.plots.data_step_view import render_data
     from muster.launch.look.data_steps import DataStep
+    from muster.launch.look.plots.data_step_view import render_data
     from muster.launch.look.timeline_view import picture, render, sizes_of
     from muster.launch.look.timelines import read_timeline
 
