@@ -48,8 +48,8 @@ class Files:
 
     own: Path
     run: Path | None
-    timeline: Path | None = None  # of a pipeline
-    events: EventFiles | None = None  # on rank 0, where the job asks for them
+    timeline: Path | None = None
+    events: EventFiles | None = None  # on rank 0, if the job asks for them
 
 
 @dataclass(frozen=True)

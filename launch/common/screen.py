@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from muster.jobs.basics.terminal import printable, raw, terminal_columns
 
@@ -44,7 +44,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Se
             missing.append(name.rstrip(">"))
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column, _ in by_column:
-        grid.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", no_wrap=True)
+        grid.add_column(
+            Text(printable(column.rstrip(">"))), justify="right" if column.endswith(">") else "left", no_wrap=True
+        )
     for texts in zip(*(texts for _, texts in by_column), strict=True):
         grid.add_row(*(Text(printable(text), style=STYLES.get(text.rstrip("?"), "")) for text in texts))
     console = Console(file=sys.stdout, width=WIDE)
@@ -54,8 +56,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Se
     return "\n".join([*lines, f"too narrow for: {', '.join(missing)}"] if missing else lines)
 
 
-def live() -> "Console":
-    """Return a rich console on standard error that may move the cursor: for progress bars and tables that fill."""
+def live(stream: TextIO | None = None) -> "Console":
+    """Return a rich console that may move the cursor, on standard error if no stream is given: for what is redrawn."""
     from rich.console import Console
     from rich.segment import Segment
     from rich.style import Style
@@ -70,7 +72,7 @@ def live() -> "Console":
                     style = style.update_link(None) + Style(conceal=False)
                 yield each if each.control else Segment(printable(each.text), style)
 
-    return Live(file=raw(sys.stderr))
+    return Live(file=raw(sys.stderr if stream is None else stream))
 
 
 def save(file: str, text: str) -> None:
@@ -85,7 +87,12 @@ def save(file: str, text: str) -> None:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunFolderError(f"{file}: cannot be written: {(error.strerror or 'unknown reason').lower()}") from error
-    print(f"muster: wrote {file}", file=sys.stderr)
+    say(f"wrote {file}")
+
+
+def say(text: str) -> None:
+    """Say one thing of ours on standard error, beside the data on standard output."""
+    print(f"muster: {text}", file=sys.stderr, flush=True)
 
 
 def clock(unix_s: float | None) -> str:
