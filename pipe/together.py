@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do together: where one of them fails, all do, and all name the first cause."""
+"""Run a collective operation of a pipeline: if one rank fails, all ranks fail and report the same first cause."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -12,28 +12,28 @@ Result = TypeVar("Result")
 
 
 class Place(NamedTuple):
-    """Where a rank is in its row."""
+    """The position of a rank in its schedule."""
 
     stage: int
     in_words: str
 
 
 class Together:
-    """Guards what needs all ranks: after a failure connections are closed, and nothing can be done again."""
+    """Runs operations that need all ranks. After a failure it closes the connections and refuses further operations."""
 
     def __init__(self, meeting: Meeting | None) -> None:
         self._meeting = meeting
-        self._ended: str | None = None  # why nothing can be done again
+        self._ended: str | None = None  # why further operations are refused
 
     def do(self, work: Callable[[], Result], place: Callable[[], Place | None]) -> Result:
-        """Do something that needs all ranks; `place` is asked what this rank works on if it fails, None between steps.
+        """Run `work`. If it fails, `place` returns the position of this rank in the step, or None between steps.
 
         Raises:
-            StageFailedError: another rank's stage failed, now or before.
-            Exception: what this rank's work raised.
+            StageFailedError: If another rank's stage failed, now or before.
+            Exception: Whatever `work` raised on this rank.
         """
         if self._ended is not None:
-            raise StageFailedError(f"this pipeline has ended: {self._ended}; build a new one, of a new group")
+            raise StageFailedError(f"this pipeline has ended: {self._ended}; build a new one, with a new group")
         try:
             return work()
         except LostError as error:
@@ -44,7 +44,7 @@ class Together:
             raise
 
     def _tell(self, error: BaseException, place: Place | None) -> str:
-        """Tell the others why this rank stops; return the cause that all name."""
+        """Report to the other ranks why this rank stops; return the cause that all ranks report."""
         rank = _rank_in_words()
         where = rank if place is None else f"stage {place.stage} on {rank}"
         if place is not None and hasattr(error, "add_note"):
@@ -56,7 +56,7 @@ class Together:
         return cause
 
     def _hear(self, lost: LostError) -> str:
-        """Hear why another rank has stopped, or say that it is gone."""
+        """Return the reason that another rank reported, or report that a rank is lost."""
         cause = f"{_rank_in_words()}: {lost}"
         if self._meeting is not None:
             cause = self._meeting.board.hear() or self._meeting.board.tell(cause)

@@ -1,9 +1,10 @@
-"""The hook on a split layer's output: in the backward it hands on what the layer's weights need later.
+"""Gradient capture: a hook on a split layer's output that passes on what its weight gradients need later.
 
-    y = linear(x)       its weights are out of the graph        tap(y, Tap(site, weight, bias, x))
-    dY comes            the tap gives (x, dY) to the layer's site, which gives it to whoever keeps what is left to do
+    y = linear(x)       its weights are detached                tap(y, Tap(site, weight, bias, x))
+    dY comes            the tap passes (x, dY) to the layer's site, which passes it to the queue
 
-An output whose input needs no gradient hangs on the site's anchor, or there would be no backward to hook into.
+If the input needs no gradient, the output is connected to the site's anchor; otherwise there would be no backward to
+hook into.
 """
 
 import weakref
@@ -15,34 +16,34 @@ from torch import Tensor, nn
 
 from muster.pipe.splitting.weight_gradients import Keeper, Kind, Work
 
-_keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph  # of the backward that runs now
-_saving_hooks: Final = torch._C._autograd._top_saved_tensors_default_hooks  # as checkpointing sets them
-_OURS: Final = -1  # a key in a tensor's table of hooks that torch, which counts from 0, never gives
+_keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the running backward
+_saving_hooks: Final = torch._C._autograd._top_saved_tensors_default_hooks  # set by activation checkpointing
+_OURS: Final = -1  # our key in a tensor's table of hooks; torch's keys count from 0
 
 
 class Site:
-    """What one split layer needs to know."""
+    """The link between a split layer and its queue."""
 
     __slots__ = ("__weakref__", "_keeper", "anchor", "kind", "module", "original")
 
     def __init__(self, keeper: Keeper, kind: Kind, module: nn.Module) -> None:
-        self._keeper = weakref.ref(keeper)  # a queue that is gone gives its layers back
+        self._keeper = weakref.ref(keeper)  # a deleted queue restores its layers
         self.kind = kind
         self.module = weakref.ref(module)
         self.original = type(module)
-        self.anchor = torch.empty(0, requires_grad=True)  # what an output hangs on whose input needs no gradient
+        self.anchor = torch.empty(0, requires_grad=True)  # connects outputs to the graph if inputs need no gradient
 
     def keep(self, work: Work) -> None:
-        """Take one use of the layer."""
+        """Pass one call of the layer to the queue."""
         keeper = self._keeper()
         if keeper is None:
             raise RuntimeError(
-                "the backward of a split layer whose WeightQueue is gone; keep the queue, or forward again"
+                "the backward of a split layer ran after its WeightQueue was deleted; keep a reference to the queue"
             )
         keeper.keep(work)
 
     def keep_copies(self, x: Tensor, gradient: Tensor) -> None:
-        """Take one use of the layer from compiled code."""
+        """Pass copies from one call of the layer in compiled code to the queue."""
         module = self.module()
         assert module is not None
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
@@ -51,12 +52,12 @@ class Site:
         self.keep(Work(self.kind, weight, learning, x.clone(), gradient.clone()))
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of an input."""
+        """Return the gradient of the input."""
         return self.kind.of_input(gradient, x, weight)
 
 
 class Tap:
-    """A hook on a layer's output: it hands on the input and the output's gradient."""
+    """A hook on a layer's output, which passes on the input and the output's gradient."""
 
     __slots__ = ("bias", "site", "unpack", "version", "weight", "x")
 
@@ -68,36 +69,36 @@ class Tap:
         self.unpack: Callable[[Any], Tensor] | None = None
         self.x: Any = x
         if hooks := _saving_hooks(True):
-            with torch.no_grad():  # activation checkpointing keeps something smaller, offloading moves it
+            with torch.no_grad():  # activation checkpointing saves something smaller; offloading moves the tensor
                 self.x, self.unpack = hooks[0](x.detach()), hooks[1]
 
     def __call__(self, gradient: Tensor) -> None:
-        """Take the output's gradient."""
+        """Receive the output's gradient."""
         x, site = self.x, self.site
         if gradient.requires_grad:
-            raise RuntimeError("a split backward has no graph of its own: create_graph=True needs a plain one")
+            raise RuntimeError("a split backward cannot be differentiated; use a plain layer for create_graph=True")
         if x is None:
-            raise RuntimeError("a split backward ran twice; give the first one retain_graph=True")
+            raise RuntimeError("a split backward ran twice; pass retain_graph=True to the first one")
         if self.unpack is not None:
             x = self.unpack(x)
         elif x._version != self.version:
             raise RuntimeError(
                 f"the input {tuple(x.shape)} of a split layer was changed in place after its forward (version "
-                f"{x._version}, expected {self.version}): its weight's gradient needs it as it was"
+                f"{x._version}, expected {self.version}), but the gradient of its weight needs it unchanged"
             )
         if not _keeps_graph():
             self.x = None
-        site.keep(Work(site.kind, self.weight, self.bias, x.data, gradient))  # data: the graph need not stay for it
+        site.keep(Work(site.kind, self.weight, self.bias, x.data, gradient))  # .data does not keep the graph alive
 
 
 class _Hooks(dict[int, Callable[[Tensor], Any]]):
-    """A tensor's table of hooks, to which others may add theirs: their handles refer to it weakly."""
+    """A tensor's table of hooks. Handles of other hooks hold weak references to it."""
 
     __slots__ = ("__weakref__",)
 
 
 class Hang(torch.autograd.Function):
-    """Give an output a place in the graph though its input has none."""
+    """Connect an output to the graph although its input needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], arguments: tuple[Any, ...], anchor: Tensor) -> Tensor:
@@ -109,11 +110,11 @@ class Hang(torch.autograd.Function):
 
 
 def tap(y: Tensor, hook: Tap) -> None:
-    """Call the hook with the gradient of a layer's output.
+    """Register the hook, to be called with the gradient of a layer's output.
 
-    A linear layer's output may be a view of (rows, outputs); in-place operations leave no node but that one's.
+    A linear layer's output may be a view of (rows, outputs). After an in-place operation only the base keeps its node.
     """
     tapped = y if y._base is None else y._base
-    tapped._backward_hooks = _Hooks({_OURS: hook})  # as register_hook does, without its handle: in a third of the time
+    tapped._backward_hooks = _Hooks({_OURS: hook})  # like register_hook without a handle, in a third of its time
     node: Any = tapped.grad_fn
     node._register_hook_dict(tapped)

@@ -147,7 +147,7 @@ def test_a_loss_that_learns_gets_its_gradients_or_is_refused():
     Pipeline(model(), table, loss=loss).step(*batch())
     plain(model()(batch()[0]), batch()[1]).backward()
     assert torch.equal(loss.scale.grad, plain.scale.grad)
-    with pytest.raises(ValueError, match="layerwise: the loss has parameters that learn"):
+    with pytest.raises(ValueError, match="layerwise: the loss has trainable parameters"):
         Pipeline(model(), table, loss=loss, layerwise=True)
 
 
@@ -207,7 +207,7 @@ def refused(world: World) -> list[str]:
 
 def test_changes_that_ranks_must_make_together_are_refused_with_one_message(on_ranks):
     wanted = [
-        "' learns in stages [0] and is frozen in stages [1], which share it: freeze it on all of their ranks, or on",
+        "' is trainable in stages [0] but frozen in stages [1]; freeze it on all ranks that share it, or on",
         "' of several stages was replaced by another one after the pipeline was built, as load_state_dict(assign=True)",
         "(3, 4) of torch.float64, earlier ones for as many samples were (3, 4) of torch.float32; ",
         "rank 0 failed: ValueError: 3 inputs but 9 targets",  # in no stage: nothing ran yet

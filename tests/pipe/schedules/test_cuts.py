@@ -103,15 +103,15 @@ def test_by_hand_takes_the_first_layers_of_stages_with_or_without_the_first_stag
 @pytest.mark.parametrize(
     ("bounds", "layers", "stages", "said"),
     [
-        ([2], 7, 3, "cuts [2]: make 2 stages of 7 layers, not 3; wanted 2 first layers"),
+        ([2], 7, 3, "cuts [2]: make 2 stages of 7 layers, not 3; expected the first layers"),
         ([], 7, 3, "cuts []: make 1 stage of 7 layers, not 3"),
         ([2, 4, 6], 7, 3, "cuts [2, 4, 6]: make 4 stages of 7 layers, not 3"),
-        ([5, 2], 7, 3, "cuts [5, 2]: 2 does not come after 5"),
-        ([2, 2], 7, 3, "cuts [2, 2]: 2 does not come after 2"),
-        ([-1, 2], 7, 3, "cuts [-1, 2]: -1 does not come after 0"),
-        ([2, 7], 7, 3, "cuts [2, 7]: there is no layer 7 among 7; wanted 2 first layers of stages 1 to 2, rising"),
-        ([3], 7, 1, "cuts [3]: make 2 stages of 7 layers, not 1; wanted none for one stage"),
-        ([1, 2], 2, 3, "3 stages of 2 layers: a stage has one layer at least; cut into 2 at most"),
+        ([5, 2], 7, 3, "cuts [5, 2]: 2 is not greater than 5"),
+        ([2, 2], 7, 3, "cuts [2, 2]: 2 is not greater than 2"),
+        ([-1, 2], 7, 3, "cuts [-1, 2]: -1 is not greater than 0"),
+        ([2, 7], 7, 3, "cuts [2, 7]: there is no layer 7, only 7 layers; expected the first layers of stages 1 to 2, increasing"),
+        ([3], 7, 1, "cuts [3]: make 2 stages of 7 layers, not 1; expected none for one stage"),
+        ([1, 2], 2, 3, "3 stages of 2 layers: a stage needs at least one layer; use at most 2"),
     ],
 )
 def test_cuts_by_hand_that_cannot_be(bounds: list[int], layers: int, stages: int, said: str) -> None:
@@ -124,11 +124,11 @@ def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
     for cut in (lambda: even(4, 5), lambda: balanced([1] * 4, 5), lambda: balanced_ranks([1] * 4, [0, 1, 2, 3, 4])):
         with pytest.raises(ValueError, match=said):
             cut()
-    with pytest.raises(ValueError, match="0 stages: wanted 1 at least"):
+    with pytest.raises(ValueError, match="0 stages: expected at least 1"):
         even(4, 0)
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_that_are_none_are_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match=rf"layer 1 weighs {weight}; wanted a finite number from 0"):
+    with pytest.raises(ValueError, match=rf"layer 1 weighs {weight}; expected a finite number of 0 or more"):
         balanced([1.0, weight], 2)

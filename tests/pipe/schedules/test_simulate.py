@@ -193,7 +193,7 @@ def test_idle_time_shrinks_from_model_to_zbv() -> None:
 
 
 def test_simulating_refuses_costs_for_other_stages() -> None:
-    with pytest.raises(ValueError, match="costs: input_gradient has 2 numbers, wanted 3"):
+    with pytest.raises(ValueError, match="costs: input_gradient has 2 numbers, expected 3"):
         simulated("gpipe", 3, 2, costs=Costs(input_gradient=(1.0, 1.0)))
-    with pytest.raises(ValueError, match="costs: send has 2 numbers, wanted 3, one for each of the stages"):
+    with pytest.raises(ValueError, match="costs: send has 2 numbers, expected 3, one for each of the stages"):
         simulated("gpipe", 3, 2, costs=Costs(send=(1.0, 1.0)))

@@ -146,7 +146,7 @@ def test_no_costs_make_zero_bubble_schedules_wrong_or_let_them_hold_more(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f1", 2, 2), "schedule '1f1' is not known, wanted one of: model, gpipe, 1f1b, interleaved, zb1p, zbv"),
+        (("1f1", 2, 2), "schedule '1f1' is unknown; expected one of: model, gpipe, 1f1b, interleaved, zb1p, zbv"),
         (("1f1b", 0, 2), "schedule 1f1b: ranks must be at least 1, got 0"),
         (("gpipe", 2, 0), "schedule gpipe: microbatches must be at least 1, got 0"),
     ],
@@ -159,9 +159,9 @@ def test_what_cannot_be_is_refused_with_numbers(arguments: tuple[str, int, int],
 def test_chunks_and_costs_that_do_not_fit_are_refused_with_numbers() -> None:
     with pytest.raises(ValueError, match="interleaved: chunks must be at least 1, got 0"):
         schedule("interleaved", 2, 2, chunks=0)
-    with pytest.raises(ValueError, match="costs: forward has 3 numbers, wanted 4, one for each of the stages"):
+    with pytest.raises(ValueError, match="costs: forward has 3 numbers, expected 4, one for each of the stages"):
         schedule("zbv", 2, 2, costs=Costs(forward=(1.0, 1.0, 1.0)))
-    with pytest.raises(ValueError, match="costs: message has 2 numbers, wanted 1, one for each of the cuts"):
+    with pytest.raises(ValueError, match="costs: message has 2 numbers, expected 1, one for each of the cuts"):
         schedule("zb1p", 2, 2, costs=Costs(message=(1.0, 1.0)))
-    with pytest.raises(ValueError, match="costs: weight_gradient must be seconds from 0 on, got nan"):
+    with pytest.raises(ValueError, match="costs: weight_gradient must be seconds of 0 or more, got nan"):
         Costs(weight_gradient=float("nan"))

@@ -72,13 +72,13 @@ WANTED = {
     "plan both alike",
     "shared otherwise": "embed.token.weight and head.weight are one parameter, split along dimension 0 there and "
     "split along dimension 1 here; plan both alike",
-    "kind": "0: is a Conv2d, wanted Linear",
-    "subclass": "0: is a NonDynamicallyQuantizableLinear, wanted Linear",
-    "two rows": "block1.mlp.up: rows 'block1.mlp.up' and 'block*.mlp.up' both match it; wanted one row for a module",
+    "kind": "0: is a Conv2d, expected Linear",
+    "subclass": "0: is a NonDynamicallyQuantizableLinear, expected Linear",
+    "two rows": "block1.mlp.up: rows 'block1.mlp.up' and 'block*.mlp.up' both match it; keep one row per module",
     "cut twice": "block1.attention.query.weight: split along dimension 0 by one row and 1 by another",
     "no heads": "block1.attention: Attention has no queries, keys; name what it has",
-    "no linear": "0: is a ReLU, wanted Linear",
-    "no row": "plan: 'head' has a str; wanted a row, as Column()",
+    "no linear": "0: is a ReLU, expected Linear",
+    "no row": "plan: 'head' has a str; expected a rule such as Column()",
     "grouped": ": 2 heads (pairs) cannot be split over 3 ranks: 2 would be left; 3 could be",
     "padding": "0: padding_idx is not supported where a vocabulary is split",
 }
@@ -117,7 +117,7 @@ def test_inputs_that_do_not_fit_are_refused_with_numbers(on_ranks):
             "token": "token 24 is not below the vocabulary of 24, nor 0 or more",
             "whole": "target 24 is not below the vocabulary of 24, nor 0 or more",
             "target": "target 24 is not below the vocabulary of 24, nor 0 or more",
-            "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 of them; wanted this rank's 12, or all",
+            "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 of them; expected this rank's 12, or all",
         }
 
 
@@ -168,6 +168,6 @@ def test_only_a_gpt_has_a_plan():
 
 def test_a_split_model_is_not_pickled_but_its_state_is():
     made = split_gpt(assemble_gpt(Case().shape), None)
-    with pytest.raises(TypeError, match=r"holds a process group: it cannot be pickled; save its state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"holds a process group and cannot be pickled; save its state_dict\(\)"):
         pickle.dumps(made.module)
     assert pickle.dumps(made.module.state_dict())
