@@ -118,7 +118,9 @@ class Stage:
             x = self.loss(x, targets)
             if not isinstance(x, Tensor) or x.numel() != 1:
                 found = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-                raise ValueError(f"the loss is {found}; expected a tensor with one element: the mean over a micro-batch")
+                raise ValueError(
+                    f"the loss is {found}; expected a tensor with one element: the mean over a micro-batch"
+                )
             x = x.reshape(())
         return x
 

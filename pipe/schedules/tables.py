@@ -157,23 +157,23 @@ def _bubble_of_zbv(ranks: int, microbatches: int, _chunks: int) -> float:
 
 
 SCHEDULES = {
-    "model": Row("one micro-batch at a time through all stages and back", 1, round_robin, _model, _bubble_of_model),
+    "model": Row("one micro-batch at a time, through all stages and back", 1, round_robin, _model, _bubble_of_model),
     "gpipe": Row("all forwards, then all backwards", 1, round_robin, _gpipe, _bubble_of_one_stage),
     "1f1b": Row(
-        "one forward, one backward: holds at most as many micro-batches as stages",
+        "one forward, one backward: memory of as many micro-batches as stages",
         1,
         round_robin,
         _1f1b,
         _bubble_of_one_stage,
     ),
     "interleaved": Row(
-        "1f1b over several smaller stages per rank", None, round_robin, _interleaved, _bubble_of_interleaved
+        "1f1b over several smaller stages a rank", None, round_robin, _interleaved, _bubble_of_interleaved
     ),
     "zb1p": Row(
-        "1f1b with weight gradients in the bubble", 1, round_robin, one_chunk, _bubble_of_zb1p, splits_backward=True
+        "1f1b whose weight gradients fill the bubble", 1, round_robin, one_chunk, _bubble_of_zb1p, splits_backward=True
     ),
     "zbv": Row(
-        "two stages per rank in a V, with weight gradients in the bubble",
+        "two stages a rank in a V, weight gradients fill the bubble",
         2,
         vee,
         two_chunks,

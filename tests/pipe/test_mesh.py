@@ -54,7 +54,7 @@ def sums(world: World) -> list[list[float]]:
             dist.all_reduce(total, group=getattr(groups, axis))
             row.append(total.item())
         found.append(row)
-    with pytest.raises(ValueError, match=r"data 2 x pipe 1 x tensor 3 = 6 ranks, the world has 4"):
+    with pytest.raises(ValueError, match=r"data 2 x pipe 1 x tensor 3 = 6 ranks, but the world has 4"):
         Mesh(2, 1, 3).groups(world.group)
     assert Mesh(4, 1, 1).groups(world.group).data is world.group
     return found

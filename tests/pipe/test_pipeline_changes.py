@@ -124,7 +124,7 @@ def test_a_copy_of_split_stages_is_a_plain_model_with_their_weights():
 
 def test_what_stages_would_not_notice_is_refused():
     pipeline = piped(model())
-    with pytest.raises(AttributeError, match="layer '1' of a pipeline stays; change it before"):
+    with pytest.raises(AttributeError, match="layer '1' of a pipeline cannot be replaced; do so before"):
         pipeline.module.add_module("1", nn.Identity())
     pipeline.module.to("meta")
     with pytest.raises(ValueError, match="layers are on meta, the pipeline was built for cpu; move them before"):
@@ -208,8 +208,8 @@ def refused(world: World) -> list[str]:
 def test_changes_that_ranks_must_make_together_are_refused_with_one_message(on_ranks):
     wanted = [
         "' is trainable in stages [0] but frozen in stages [1]; freeze it on all ranks that share it, or on",
-        "' of several stages was replaced by another one after the pipeline was built, as load_state_dict(assign=True)",
-        "(3, 4) of torch.float64, earlier ones for as many samples were (3, 4) of torch.float32; ",
+        "' of several stages was replaced after the pipeline was built, as load_state_dict(assign=True)",
+        "(3, 4) of torch.float64, but earlier ones for as many samples were (3, 4) of torch.float32; ",
         "rank 0 failed: ValueError: 3 inputs but 9 targets",  # in no stage: nothing ran yet
     ]
     for rank, said in enumerate(on_ranks(2, refused, deadline_s=PROMPT_S)):

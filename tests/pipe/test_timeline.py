@@ -124,7 +124,7 @@ def test_marks_of_a_step_become_seconds_once_and_only_for_who_reads_them():
 
 
 def refused(world: World) -> str:
-    with pytest.raises(ValueError, match="found 1; wanted one for each of 2 ranks") as caught:
+    with pytest.raises(ValueError, match="found 1; expected one for each of 2 ranks") as caught:
         gather([], offsets=[Offset(0.0, 0.0)])
     return str(caught.value)
 

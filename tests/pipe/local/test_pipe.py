@@ -66,7 +66,7 @@ def test_a_module_is_split_where_devices_change_and_layers_without_parameters_fo
     assert [list(stage._modules) for stage in split_module(module, [1, 4])] == [["0"], ["1", "2", "3"], ["4", "5"]]
     assert split_module(module)[1][0] is module[3]
     mixed = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
-    with pytest.raises(ValueError, match=r"layer '0' lies on \['cpu', 'meta'\]"):
+    with pytest.raises(ValueError, match=r"layer '0' is on \['cpu', 'meta'\]"):
         split_module(mixed)
 
 

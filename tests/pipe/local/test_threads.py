@@ -244,13 +244,13 @@ def test_inputs_and_outputs_that_have_no_batch_are_refused_by_number():
     model = pipe_of(Doing(lambda x: x))
     for given, said in [
         ("none", "no tensor with a dimension"),
-        ((torch.ones(4), torch.ones(6)), r"of \[4, 6\] samples"),
+        ((torch.ones(4), torch.ones(6)), r"with \[4, 6\] samples"),
     ]:
         with pytest.raises(ValueError, match=said):
             model(given)
     inputs = torch.arange(4.0)
     for do, said in [
-        (lambda x: x.sum(), "without dimensions of each of 4"),
+        (lambda x: x.sum(), "each of 4 micro-batches returned a tensor without dimensions"),
         (lambda x: float(x[0]), r"micro-batches returned \[0.0, 1.0"),
         (lambda x: (x,) * (1 + int(x[0])), r"a tuple of \[1, 2, 3, 4\]"),
         (lambda x: x if x[0] else None, r"\['NoneType', 'Tensor'\]"),
@@ -273,7 +273,7 @@ def test_settings_that_cannot_be_are_refused_with_numbers():
         ({"chunks": 1, "devices": ["cpu"] * 4}, "4 stages of 3 layers"),
         ({**two, "balance": [1, 1]}, r"balance \[1, 1\]: expected 2 positive layer counts with the sum 3"),
         ({**two, "balance": [1, 2], "cuts": [1]}, "pass only one of them"),
-        ({**two, "cuts": [3]}, "there is no layer 3 among 3"),
+        ({**two, "cuts": [3]}, "there is no layer 3, only 3 layers"),
         ({"chunks": 1, "cuts": [1]}, "no devices"),
         ({"chunks": 1, "devices": "cpu"}, "devices: got 'cpu'; expected a list"),
         ({"chunks": 1, "devices": []}, r"devices: got \[\]; expected a list"),

@@ -109,7 +109,12 @@ def test_by_hand_takes_the_first_layers_of_stages_with_or_without_the_first_stag
         ([5, 2], 7, 3, "cuts [5, 2]: 2 is not greater than 5"),
         ([2, 2], 7, 3, "cuts [2, 2]: 2 is not greater than 2"),
         ([-1, 2], 7, 3, "cuts [-1, 2]: -1 is not greater than 0"),
-        ([2, 7], 7, 3, "cuts [2, 7]: there is no layer 7, only 7 layers; expected the first layers of stages 1 to 2, increasing"),
+        (
+            [2, 7],
+            7,
+            3,
+            "cuts [2, 7]: there is no layer 7, only 7 layers; expected the first layers of stages 1 to 2, increasing",
+        ),
         ([3], 7, 1, "cuts [3]: make 2 stages of 7 layers, not 1; expected none for one stage"),
         ([1, 2], 2, 3, "3 stages of 2 layers: a stage needs at least one layer; use at most 2"),
     ],
@@ -120,7 +125,7 @@ def test_cuts_by_hand_that_cannot_be(bounds: list[int], layers: int, stages: int
 
 
 def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
-    said = "5 stages of 4 layers: a stage has one layer at least; cut into 4 at most"
+    said = "5 stages of 4 layers: a stage needs at least one layer; use at most 4"
     for cut in (lambda: even(4, 5), lambda: balanced([1] * 4, 5), lambda: balanced_ranks([1] * 4, [0, 1, 2, 3, 4])):
         with pytest.raises(ValueError, match=said):
             cut()

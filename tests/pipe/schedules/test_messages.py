@@ -220,17 +220,17 @@ def test_orders_that_give_wrong_gradients_are_refused(name: str, order: str, mes
 
 def test_an_action_on_another_rank_than_its_stage_is_refused() -> None:
     table = schedule("gpipe", 2, 1)
-    with pytest.raises(ScheduleError, match=r"rank 0 does F1\.0, whose stage rank 1 has"):
+    with pytest.raises(ScheduleError, match=r"rank 0 does F1\.0, but rank 1 holds that stage"):
         with_messages(replace(table, actions=(table.actions[1], table.actions[0])))
 
 
 def test_ranks_that_wait_for_each_other_in_any_order_of_messages_are_refused() -> None:
     """Rank 0 wants a gradient before it sends the second activation, rank 1 both activations before any backward."""
     table = reordered(schedule("gpipe", 2, 2), 0, "F0.0 B0.0 F0.1 B0.1")
-    with pytest.raises(ScheduleError, match=r"wait for each other for ever: rank 0 before B0\.0, rank 1 before F1\.1"):
+    with pytest.raises(ScheduleError, match=r"ranks deadlock: rank 0 before B0\.0, rank 1 before F1\.1"):
         with_messages(table)
     steps = tuple(tuple(step for step in row) for row in table.actions)
-    with pytest.raises(ScheduleError, match=r"stops for ever: rank 0 before B0\.0, rank 1 before F1\.1"):
+    with pytest.raises(ScheduleError, match=r"never ends: rank 0 before B0\.0, rank 1 before F1\.1"):
         simulate(Program(table, steps))
 
 
@@ -240,7 +240,7 @@ def test_crossed_messages_are_refused_with_their_places() -> None:
 
     with pytest.raises(
         ScheduleError,
-        match=r"messages cross: number 0 from rank 0 to rank 1 is sent as >a1\.0 and received as <a1\.1; first in",
+        match=r"messages cross: number 0 from rank 0 to rank 1 is sent as >a1\.0 but received as <a1\.1; ",
     ):
         check(changed(program_of("gpipe", 2, 2), 1, cross))
 

@@ -69,18 +69,18 @@ WANTED = {
     "258 could be; head: 256 tokens of its vocabulary cannot be split over 3 ranks: 1 would be left; 258 could be",
     "nowhere": "plan: 'block*.mlp.gate' matches no module; the model has embed, block1, norm, head",
     "shared": "embed.token.weight and head.weight are one parameter, split along dimension 0 there and whole here; "
-    "plan both alike",
+    "plan both in the same way",
     "shared otherwise": "embed.token.weight and head.weight are one parameter, split along dimension 0 there and "
-    "split along dimension 1 here; plan both alike",
+    "split along dimension 1 here; plan both in the same way",
     "kind": "0: is a Conv2d, expected Linear",
     "subclass": "0: is a NonDynamicallyQuantizableLinear, expected Linear",
     "two rows": "block1.mlp.up: rows 'block1.mlp.up' and 'block*.mlp.up' both match it; keep one row per module",
     "cut twice": "block1.attention.query.weight: split along dimension 0 by one row and 1 by another",
-    "no heads": "block1.attention: Attention has no queries, keys; name what it has",
+    "no heads": "block1.attention: Attention has no queries, keys; use names that it has",
     "no linear": "0: is a ReLU, expected Linear",
     "no row": "plan: 'head' has a str; expected a rule such as Column()",
     "grouped": ": 2 heads (pairs) cannot be split over 3 ranks: 2 would be left; 3 could be",
-    "padding": "0: padding_idx is not supported where a vocabulary is split",
+    "padding": "0: padding_idx is not supported with a split vocabulary",
 }
 
 
@@ -112,12 +112,13 @@ def in_use(world: World) -> dict[str, str]:
 def test_inputs_that_do_not_fit_are_refused_with_numbers(on_ranks):
     for found in on_ranks(2, in_use):
         assert found == {
-            "sequence": "sequence parallel: dimension 1 of [2, 7, 16] is 7, which 2 ranks do not divide; pad it, or "
-            "parallelize without sequence_parallel",
-            "token": "token 24 is not below the vocabulary of 24, nor 0 or more",
-            "whole": "target 24 is not below the vocabulary of 24, nor 0 or more",
-            "target": "target 24 is not below the vocabulary of 24, nor 0 or more",
-            "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 of them; expected this rank's 12, or all",
+            "sequence": "sequence parallel: dimension 1 of [2, 7, 16] is 7, which is not divisible by 2 ranks; pad "
+            "it, or parallelize without sequence_parallel",
+            "token": "token 24 is outside the vocabulary of 24; expected 0 to 23",
+            "whole": "target 24 is outside the vocabulary of 24; expected 0 to 23",
+            "target": "target 24 is outside the vocabulary of 24; expected 0 to 23",
+            "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 of them; expected this rank's 12, "
+            "or all",
         }
 
 

@@ -69,7 +69,7 @@ def test_the_drawing_is_what_boxes_are():
 
 
 def test_a_range_outside_is_refused():
-    with pytest.raises(ValueError, match=r"down: elements 1:13 do not lie in this rank's 0:12"):
+    with pytest.raises(ValueError, match=r"down: elements 1:13 are not within this rank's 0:12"):
         TensorSlice("down", (6, 4), 1, 2, 4).boxes(1, 13)
 
 
