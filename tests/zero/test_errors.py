@@ -48,12 +48,12 @@ def test_settings_that_cannot_be_are_refused_on_every_rank(on_ranks):
     assert first == {
         "stage": "stage must be 1, 2 or 3, got 4",
         "accumulate": "accumulate must be 'local' or 'sharded', got 'global'",
-        "both": "exact sums add micro-batches on each rank first; drop accumulate='sharded' or exact",
+        "both": "exact sums accumulate micro-batches on each rank first; drop accumulate='sharded' or exact",
         "size": "bucket_size_mb must be a number of MB, or None for one bucket, got -1.0",
-        "part": "units[0]: a Linear that is not a part of the module; name its own",
-        "root": "units[0] is the module itself, which is the root unit; name parts of it",
+        "part": "units[0]: a Linear that is not a part of the module; pass parts of it",
+        "root": "units[0] is the module itself, which is the root unit; pass parts of it",
         "complex": (
-            "weight is torch.complex64: shards are of real numbers; keep torch.view_as_real() of it as the parameter"
+            "weight is torch.complex64, but shards are real numbers; make torch.view_as_real() of it the parameter"
         ),
     }
 

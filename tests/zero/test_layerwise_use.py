@@ -38,7 +38,7 @@ def refusals(world: World) -> dict[str, str]:
         "no graph": lambda: model.backward(_without_graph(model, inputs)),
     }
     found = {which: said_by(call, (TypeError, ValueError, RuntimeError)) for which, call in calls.items()}
-    found["strange"] = found["strange"][-len("of a group is not one of the wrapped module's; pass those only") :]
+    found["strange"] = found["strange"][-len("of a group does not belong to the wrapped module; pass only its own") :]
     return found
 
 
@@ -52,15 +52,15 @@ def test_what_cannot_be_is_refused_by_name(on_ranks):
     assert first == second
     assert first == {
         "tied": "3.weight is 2.weight, which is freed when layer 2 has run; do not tie layers",
-        "beside": "own belongs to no layer, so nobody would gather it; move it into one",
-        "no sequence": "layers of an nn.Sequential are run one by one, got a Linear; make it one",
-        "part": "0: used while its parameters are sharded; call the Layerwise around it, or gather_full()",
-        "whole": "0: used while its parameters are sharded; call the Layerwise around it, or gather_full()",
-        "state": "0: used while its parameters are sharded; call the Layerwise around it, or gather_full()",
-        "no forward": "backward() needs a forward before it, with gradients: call the Layerwise once for each",
-        "own backward": "this graph ends after the last layer: call backward(loss) of the Layerwise instead",
-        "strange": "of a group is not one of the wrapped module's; pass those only",
-        "no graph": "backward() needs a forward before it, with gradients: call the Layerwise once for each",
+        "beside": "own belongs to no layer, so it would never be gathered; move it into a layer",
+        "no sequence": "Layerwise runs the layers of an nn.Sequential one by one, got a Linear",
+        "part": "0: used while its parameters are sharded; call the Layerwise wrapper, or use gather_full()",
+        "whole": "0: used while its parameters are sharded; call the Layerwise wrapper, or use gather_full()",
+        "state": "0: used while its parameters are sharded; call the Layerwise wrapper, or use gather_full()",
+        "no forward": "backward() needs a forward with gradients before it; call the Layerwise once per backward",
+        "own backward": "this graph ends after the last layer; call backward(loss) of the Layerwise instead",
+        "strange": "of a group does not belong to the wrapped module; pass only its own",
+        "no graph": "backward() needs a forward with gradients before it; call the Layerwise once per backward",
     }
 
 

@@ -64,7 +64,7 @@ def when_one_cannot(world: World) -> list[object]:
 
 
 def test_where_one_rank_cannot_none_does_and_a_failure_is_told_to_all(on_ranks):
-    said = "memory that the ranks of this host share could not be mapped: rank 1: no memory left"
+    said = "shared memory between the ranks of this host could not be mapped: rank 1: no memory left"
     assert on_ranks(3, when_one_cannot) == [[None, None, said]] * 3
 
 

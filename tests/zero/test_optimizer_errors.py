@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
             (torch.optim.Adafactor, "it factors the second moment of a matrix into its rows and columns"),
             (torch.optim.Muon, "it orthogonalizes the momentum of a whole matrix"),
             (torch.optim.SparseAdam, "gradients are dense here"),
-            (Own, "Own steps by code of its own, which may need whole tensors"),
+            (Own, "Own has its own step, which may need whole tensors"),
             (nn.Linear, "must be a class of torch.optim.Optimizer"),
         )
     },
@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     ),
     "twice": (
         lambda module, rank: ShardedOptimizer([*parameters(module), parameters(module)[2]], SGD),
-        "parameters 2 and 8 of a group are one",
+        "parameters 2 and 8 of a group are the same",
     ),
     "in two groups": (
         lambda module, rank: ShardedOptimizer([{"params": parameters(module)[:each]} for each in (8, 1)], SGD),
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     ),
     "another order": (
         lambda module, rank: ShardedOptimizer(parameters(module)[:: 1 - 2 * rank], SGD),
-        "pass the same, in one order, on every rank",
+        "pass the same ones in the same order on every rank",
     ),
     "another shape": (
         lambda module, rank: ShardedOptimizer([nn.Parameter(torch.zeros(3 + rank))], SGD),
@@ -181,9 +181,9 @@ def changes(world: World) -> list[list[Any]]:
 
 def test_parameters_that_change_after_they_were_sharded_are_named(on_ranks):
     for grown, converted, sparse in on_ranks(2, changes):
-        wanted = "RuntimeError: groups[0][7] is [16] torch.float32 on cpu, and was [15] torch.float32 on cpu when"
+        wanted = "RuntimeError: groups[0][7] is [16] torch.float32 on cpu, but was [15] torch.float32 on cpu when"
         assert grown[0].startswith(wanted)
-        assert "is [] torch.float64 on cpu, and was [] torch.float32 on cpu" in converted[0]
+        assert "is [] torch.float64 on cpu, but was [] torch.float32 on cpu" in converted[0]
         assert sparse[0].startswith("RuntimeError: groups[0][6]: its gradient is sparse")
         assert [grown[1], converted[1], sparse[1]] == [True] * 3
 

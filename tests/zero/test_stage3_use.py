@@ -185,7 +185,7 @@ def whole(world: World) -> list[str]:
     problems += [] if presence() is None else ["something holds the windows"]
     left = [name for name, part in net.named_modules() if part._forward_hooks or part._forward_pre_hooks]
     again = [raised(lambda: net(inputs_of(0, 0), 0, 0)), raised(lambda: ShardedDataParallel(net, world.group, stage=3))]
-    return problems + left + [each for each in again if "call the wrapper's unwrap() before it is deleted" not in each]
+    return problems + left + [each for each in again if "call the wrapper's unwrap() before deleting it" not in each]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

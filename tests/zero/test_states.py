@@ -221,18 +221,18 @@ WRONG: dict[str, tuple[Wrong, str]] = {
             **made.optimizer.full_state_dict(),
             "state": trained("sgd").optimizer.full_state_dict()["state"],
         },
-        "it has momentum_buffer, where exp_avg, exp_avg_sq, step is kept",
+        "it has momentum_buffer, but this optimizer keeps exp_avg, exp_avg_sq, step",
     ),
     "one key missing": (
         lambda world, made: changed(made.optimizer.full_state_dict(), 4, step=None),
-        "of parameter 4 it has exp_avg, exp_avg_sq, where exp_avg, exp_avg_sq, step is kept",
+        "for parameter 4 it has exp_avg, exp_avg_sq, but this optimizer keeps exp_avg, exp_avg_sq, step",
     ),
-    "another rank's shard": (of_another_rank, "load what full_state_dict() or consolidate_state_dict() returned"),
+    "another rank's shard": (of_another_rank, "load the result of full_state_dict() or consolidate_state_dict()"),
     "a stranger": (
         lambda world, made: {**made.optimizer.full_state_dict(), "state": {99: {}}},
         "it has a parameter 99 that is in none of its groups",
     ),
-    "wrong on one rank": (on_one_rank_only, "exp_avg of parameter 0 has the shape (3,), of the parameter ()"),
+    "wrong on one rank": (on_one_rank_only, "exp_avg of parameter 0 has the shape (3,), but the parameter has ()"),
     "other settings on each rank": (settings_differ, "the ranks' states to load differ"),
 }
 

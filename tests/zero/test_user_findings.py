@@ -245,4 +245,4 @@ def routed(world: World) -> list[str]:
 
 def test_ranks_that_run_other_units_are_told_before_the_step(on_ranks):
     for (said,) in on_ranks(2, routed):
-        assert said.startswith("the ranks have run other units, or in another order: here blocks.")
+        assert said.startswith("the ranks have run different units, or in different orders: this rank ran blocks.")
