@@ -243,7 +243,7 @@ class Reducer(Generic[AnyBucket]):
             bucket.reset()
 
     def _judge(self, without: Sequence[str]) -> None:
-        """Refuse parameters that no rank used, at the first synchronization; or with `find_unused` clear their `.grad`."""
+        """Refuse parameters that no rank used, at the first synchronization; or clear their `.grad` (`find_unused`)."""
         if not self.find_unused and self._synchronized > 1:
             return
         names = self._names

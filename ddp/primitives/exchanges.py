@@ -1,4 +1,4 @@
-"""Exchanges: in round i rank r sends to r + i and receives from r - i. Also sums in the order of ranks based on them."""
+"""Exchanges: in round i rank r sends to r + i and receives from r - i. And ordered sums based on them."""
 
 from typing import Final
 

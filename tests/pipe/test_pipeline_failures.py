@@ -1,4 +1,4 @@
-"""A pipeline refuses what cannot be, and ends on all ranks, promptly and with one cause, when one of them fails."""
+"""A pipeline refuses invalid uses. If one rank fails, all ranks fail promptly, with the same cause."""
 
 import copy
 import pickle
@@ -21,11 +21,11 @@ from support.refusals import told_by
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-PROMPT_S = 20.0  # the groups of tests wait 30 s for a message: nobody ends by waiting
+PROMPT_S = 20.0  # less than the 30 s timeout of the groups, so that no rank ends by a timeout
 
 
 class Failing(nn.Linear):
-    """Does something wrong in one of its forwards, or backwards."""
+    """Does something wrong in one of its forwards or backwards."""
 
     def __init__(self, what: str, at: int) -> None:
         super().__init__(4, 4)
@@ -52,7 +52,7 @@ def layers_with(what: str, at: int, stage: int, stages: int = 3) -> nn.Sequentia
 
 
 def failing(world: World, name: str, what: str, at: int, stage: int) -> list[Any]:
-    """Step until it fails, and once more; return what was said, and whether the ranks can still talk."""
+    """Step until it fails, and once more; return the errors, and whether the ranks can still communicate."""
     pipeline = Pipeline(
         layers_with(what, at, stage), schedule(name, world.size, 4), loss=functional.cross_entropy, cuts=(0, 1, 2)
     )
@@ -66,7 +66,7 @@ def failing(world: World, name: str, what: str, at: int, stage: int) -> list[Any
 FAILURES = [
     ("1f1b", "forward", 7, 1, "ValueError: burst\nin two lines", "ValueError: burst"),
     ("gpipe", "backward", 2, 2, "ZeroDivisionError: division by zero", None),
-    # The first stage's last backward: the others have ended this step, and hear of it in the next.
+    # The first stage's last backward: the others have ended this step, and only fail in their next one.
     ("1f1b", "backward", 4, 0, "ZeroDivisionError: division by zero", None),
     (
         "1f1b",
@@ -103,7 +103,7 @@ def test_a_stage_that_raises_ends_all_ranks_and_is_the_cause(on_ranks, name, wha
 
 
 def freezing(world: World) -> str:
-    """Freeze what is before the cut once it has learned."""
+    """Freeze the layers before the cut after a step."""
     layers = layers_with("nothing", 0, 0, 2)
     pipeline = Pipeline(layers, schedule("1f1b", 2, 2), loss=functional.cross_entropy)
     inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.int64)
@@ -120,7 +120,7 @@ def test_what_learns_before_a_cut_stays_as_it_was(on_ranks):
 
 
 def failing_beside(world: World) -> list[str]:
-    """Two pipelines beside each other: the last stage of the second one raises; of another second one it is gone."""
+    """Two independent pipelines: the last stage of the second one raises, or its process is lost."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     inputs, targets = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
     said = []
@@ -168,7 +168,7 @@ def test_an_error_between_steps_is_in_no_stage():
 
 
 def gone(world: World) -> str:
-    """Rank 1 stops talking in the middle, as a process does that dies."""
+    """Rank 1 stops communicating in the middle, like a process that dies."""
     pipeline = Pipeline(layers_with("nothing", 0, 0), schedule("1f1b", world.size, 4), loss=functional.cross_entropy)
     inputs, targets = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
     pipeline.step(inputs, targets)
@@ -186,7 +186,7 @@ def test_a_rank_that_is_gone_ends_the_others(on_ranks):
         assert "lost rank 1" in said
 
 
-HAZARDS = [  # tables of a user's whose messages, on a wire that keeps their order, would wait for each other for ever
+HAZARDS = [  # user schedules whose messages would deadlock on a wire that keeps their order
     ("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"),
     ("F0.0 I0.0 F0.1 I0.1 W0.0 W0.1", "F1.0 F1.1 I1.0 I1.1 W1.0 W1.1"),
     ("F0.0 F0.1 B0.0 B0.1", "F1.1 F1.0 B1.0 B1.1"),
@@ -194,7 +194,7 @@ HAZARDS = [  # tables of a user's whose messages, on a wire that keeps their ord
 
 
 def own_table(*rows: str, name: str = "own") -> Schedule:
-    """Write out a schedule of two micro-batches, a row a rank."""
+    """Build a schedule of two micro-batches from text, one row per rank."""
     actions = tuple(
         tuple(Action(each[0], *map(int, each[1:].split("."))) for each in row.split())  # type: ignore[arg-type]
         for row in rows
@@ -289,5 +289,5 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
     ]
     for said in on_ranks(2, refused, deadline_s=PROMPT_S):
         for found, start in zip(said, wanted, strict=True):
-            cause = start.rpartition("failed: ")[2]  # the rank itself raises its own error
+            cause = start.rpartition("failed: ")[2]  # the failing rank raises its own error
             assert found.startswith((start, f"StageFailedError: {start}", cause)), (found, start)

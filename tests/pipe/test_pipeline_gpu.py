@@ -1,6 +1,6 @@
-"""A pipeline over NCCL trains as a loop on one GPU. `pytest -m gpu` on a machine with two CUDA devices or more.
+"""A pipeline over NCCL trains like a loop on one GPU. `pytest -m gpu` on a machine with at least two CUDA devices.
 
-`test_pipeline.py` has the same on CPUs.
+`test_pipeline.py` tests the same on CPUs.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def wrong_graphed(world: World, folder: str) -> list[str]:
 
 @contextmanager
 def wire_of(*, copied: bool) -> Iterator[None]:
-    """Check that pipelines copy from GPU to GPU, or let them find no way but NCCL."""
+    """Check that pipelines copy from GPU to GPU; or disable this, so that they use NCCL."""
     real = meeting.peers_of
 
     def found(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tests of the tests: a pipeline with a mistake in it must be reported by the checks that others run."""
+"""Tests of the tests: the checks used by other tests must detect mistakes in a pipeline."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,7 +31,7 @@ def only_the_last_counts() -> Any:
 
 
 def all_count_as_whole_batches() -> Any:
-    """1/m is missing."""
+    """The factor 1/m is missing."""
     made = Run._gradient
 
     def gradient(one: Run, number: int, microbatch: int) -> Tensor | None:
@@ -42,7 +42,7 @@ def all_count_as_whole_batches() -> Any:
 
 
 def all_count_alike() -> Any:
-    """1/m in place of the share of the samples."""
+    """The factor is 1/m instead of the share of the samples."""
 
     class Alike(run.Parts):
         @property
@@ -53,7 +53,7 @@ def all_count_alike() -> Any:
 
 
 def two_are_swapped() -> Any:
-    """The targets of one are those of another."""
+    """A micro-batch gets the targets of another."""
     made = torch.split
 
     def split(tensor: Tensor, lengths: list[int]) -> Any:
@@ -64,7 +64,7 @@ def two_are_swapped() -> Any:
 
 
 def cut_short() -> Any:
-    """The last micro-batch is never taken back."""
+    """The last micro-batch has no backward."""
 
     def row(*arguments: Any, **settings: Any) -> Row:
         made = row_of(*arguments, **settings)
@@ -121,7 +121,7 @@ def counted_twice() -> Any:
 
 
 def tied_by_ranks() -> Any:
-    """A tied weight's gradients are added up use by use, and not micro-batch by micro-batch."""
+    """A tied weight's gradients are summed by use, not by micro-batch."""
     return mock.patch.object(pipeline, "_use_of", return_value=None)
 
 

@@ -1,4 +1,4 @@
-"""Spans of all ranks on one clock, however far their own clocks are apart."""
+"""Spans of all ranks on one clock, even if their own clocks are far apart."""
 
 import time
 from dataclasses import astuple
@@ -19,11 +19,11 @@ from muster.pipe.timeline import Offset, clock_offsets, gather, on_one_clock
 
 pytestmark = pytest.mark.ranks
 
-AHEAD_S = 1000.0  # a rank's clock, of the one before
+AHEAD_S = 1000.0  # difference between the clocks of consecutive ranks
 
 
 def baton(world: World) -> list[Any]:
-    """Let every rank do something, one after the other; return what rank 0 gathers, and what was true."""
+    """Let the ranks work one after another; return what rank 0 gathers, and the true order."""
 
     def clock() -> float:
         return time.monotonic() + AHEAD_S * world.rank
@@ -53,7 +53,7 @@ def baton(world: World) -> list[Any]:
 def test_clocks_a_thousand_seconds_apart_are_one_clock_within_what_the_pings_allow(on_ranks: Any):
     offsets, rows, _, truth = on_ranks(3, baton)[0]
     for rank, (offset, uncertainty) in enumerate(offsets):
-        assert abs(offset - AHEAD_S * rank) <= uncertainty + 1e-9  # half of a round trip bounds it, whatever delays it
+        assert abs(offset - AHEAD_S * rank) <= uncertainty + 1e-9  # at most half a round trip, whatever the delays
         assert uncertainty < AHEAD_S / 4
     records = [Record(*row) for row in rows]
     forwards = [each for each in records if each.kind == "F"]
@@ -94,7 +94,7 @@ def test_a_process_without_a_group_is_alone():
 
 
 class Counting:
-    """A clock whose marks are numbers, and mean seconds only once somebody asks."""
+    """A clock whose marks are plain numbers, converted to seconds on demand."""
 
     def __init__(self) -> None:
         self.made, self.asked = 0, 0

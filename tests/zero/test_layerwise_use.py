@@ -1,4 +1,4 @@
-"""Layerwise, used otherwise than step by step: refusals, micro-batches, states, 16 bits, what comes between."""
+"""Layerwise in other uses than plain steps: refusals, micro-batches, states, 16 bits, operations in between."""
 
 from collections.abc import Callable
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused_by_name(on_ranks):
 
 
 def micro_batches_and_state(world: World) -> list[str]:
-    """Two micro-batches a step, clipped; then the state into another one, which trains on as the first does."""
+    """Clip two micro-batches per step; then load the state into another model, which continues like the first."""
     problems = []
 
     def train(model: Layerwise, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
@@ -110,7 +110,7 @@ def micro_batches_and_state(world: World) -> list[str]:
 
 
 def low_precision(world: World) -> list[str]:
-    """Weights of 16 bits are stepped in float32: an update that is lost in 16 bits adds up."""
+    """16-bit weights are stepped in float32: updates that would be lost in 16 bits add up."""
     model = Layerwise(small(torch.bfloat16), world.group)
     optimizer = model.optimizer(torch.optim.SGD, lr=1e-4)
     before = {name: each.clone() for name, each in model.state_dict().items()}
@@ -136,7 +136,7 @@ def test_weights_of_16_bits_have_masters(on_ranks):
 
 
 def between(world: World) -> list[str]:
-    """What comes between a forward and its backward: forwards without gradients, one that fails, a step."""
+    """Operations between a forward and its backward: forwards without gradients, a failing one, a step."""
     problems = []
     model, plain = Layerwise(small(), world.group), small()
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)

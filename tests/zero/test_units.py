@@ -1,4 +1,4 @@
-"""Which parameters are a unit's, and which the root's."""
+"""Which parameters belong to a unit, and which to the root."""
 
 import re
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from muster.zero.units import ROOT, units_of
 
 
 def model() -> nn.Module:
-    """A list, a sequence of layers within it, a layer without parameters, one that is tied to another."""
+    """A list, a sequence of layers in it, a layer without parameters, and one tied to another."""
     made = nn.Module()
     made.embed = nn.Embedding(5, 4)
     made.all = nn.ModuleList([nn.Sequential(OrderedDict(up=nn.Linear(4, 6), act=nn.ReLU())), nn.Linear(6, 4)])

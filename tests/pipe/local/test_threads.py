@@ -1,4 +1,4 @@
-"""Threads of a pipeline in one process: errors at once, their end, and what is refused before they start."""
+"""Threads of a one-process pipeline: prompt errors, clean shutdown, and refusals before they start."""
 
 import copy
 import gc
@@ -29,14 +29,14 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass
 class Outputs:
-    """Compared by its fields, and tensors do not say in one word whether they are equal."""
+    """Compares its fields, so comparing tensors raises an error."""
 
     logits: Tensor
 
 
 @pytest.fixture
 def released() -> Iterator[threading.Event]:
-    """Ends what a test lets wait, however it goes."""
+    """Set an event at the end of a test, even if it fails, to release its waiting threads."""
     event = threading.Event()
     yield event
     event.set()
@@ -71,9 +71,9 @@ def test_an_error_is_raised_once_and_at_once_and_the_pipe_goes_on(released: thre
     begun_before = list(begun)
     assert torch.equal(model(inputs + 10), inputs + 10)
     assert not late
-    assert begun_before == [0, 1, 2]  # the rest of the batch was dropped
+    assert begun_before == [0, 1, 2]  # the rest of the batch was skipped
     assert begun[3:] == list(range(10, 18))
-    assert after == [0, *range(10, 18)] or after == list(range(10, 18))  # 0 was on its way there when 1 failed
+    assert after == [0, *range(10, 18)] or after == list(range(10, 18))  # 0 was already sent to it when 1 failed
 
 
 def test_of_two_stages_that_fail_at_once_one_error_is_raised_and_the_other_is_never_seen():
@@ -177,7 +177,7 @@ Pipe(nn.Sequential(Work(fail), Work(work)), 2, devices=["cpu", "cpu"])(torch.ara
 
 
 def test_an_error_that_ends_the_program_while_a_stage_is_at_work_ends_it_in_order():
-    # The interpreter's end under a thread that is at work made the process abort: 134, and a core dump.
+    # A thread still running when the interpreter exits made the process abort: exit code 134, and a core dump.
     ended = subprocess.run(
         [sys.executable, "-c", AT_WORK], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
     )
@@ -202,7 +202,7 @@ def test_threads_that_use_a_pipe_at_once_start_one_thread_a_stage():
     barrier, before = threading.Barrier(users), set(threading.enumerate())
     start = Worker.start
 
-    def slow(worker: Worker) -> None:  # whoever comes while it starts finds none that is alive
+    def slow(worker: Worker) -> None:  # another caller sees no live thread while this one starts
         time.sleep(0.01)
         start(worker)
 
@@ -222,7 +222,7 @@ def test_threads_that_use_a_pipe_at_once_start_one_thread_a_stage():
 
 
 def test_what_only_the_calling_thread_knows_is_refused_and_not_left_out():
-    # torch.func.grad gave wrong gradients: the transform belongs to a thread, and the stages were on others.
+    # torch.func.grad used to give wrong gradients: transforms are per thread, and the stages ran on others.
     model = Pipe(mlp(2, 3, 1), 2, devices=["cpu"] * 2)
     inputs = torch.ones(4, 2, dtype=torch.float64)
     parameters = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Cuts of a model into stages: drawn ones, the dynamic program against all cuts there are, and what is refused."""
+"""Cuts of a model into stages: drawn examples, the dynamic program compared with brute force, and refusals."""
 
 import re
 from itertools import combinations
@@ -21,7 +21,7 @@ def weights_of_stages(weights: list[int], cuts: Cuts) -> list[int]:
 
 
 def best_by_trying_all(weights: list[int], stages: int) -> Cuts:
-    """Least bottleneck, least squares, then the longest first stages."""
+    """Return the cut with the smallest bottleneck, then the smallest squares, then the longest first stages."""
 
     def rank(cuts: Cuts) -> tuple[int, int, tuple[int, ...]]:
         each = weights_of_stages(weights, cuts)
@@ -56,7 +56,7 @@ def test_a_heavy_head_gets_a_stage_of_its_own() -> None:
 
 
 def test_layers_that_weigh_nothing_stay_with_the_stage_before() -> None:
-    """An activation and a pool after a convolution: less crosses the cut behind them."""
+    """For example an activation or pool after a convolution, because smaller tensors cross the cut behind it."""
     assert balanced([2, 0, 0, 2, 0], 2) == (0, 3)
     assert balanced([0, 0, 0], 2) == (0, 2)
 
@@ -68,12 +68,12 @@ def test_balanced_is_the_best_of_all_cuts(weights: list[int], stages: int) -> No
 
 
 def test_the_heaviest_stage_counts_before_the_squares() -> None:
-    assert balanced([2, 4, 1, 2, 3], 3) == (0, 1, 3)  # stages of 2, 5, 5; (0, 2, 4) has 6, 3, 3: the same squares
+    assert balanced([2, 4, 1, 2, 3], 3) == (0, 1, 3)  # stages of 2, 5, 5; (0, 2, 4) has 6, 3, 3 and equal squares
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.3])
 def test_balanced_does_not_depend_on_roundings(weight: float) -> None:
-    """0.1 + 0.2 is not 0.3: in floats, stages of as many equal layers would not weigh the same."""
+    """0.1 + 0.2 is not 0.3: with floats, stages with equally many equal layers would differ in weight."""
     for layers in range(1, 14):
         for stages in range(1, min(layers, 5) + 1):
             assert balanced([weight] * layers, stages) == even(layers, stages)

@@ -1,4 +1,4 @@
-"""Programs: drawn ones, runs of them in any interleaving, and mutants that the proof must refuse."""
+"""Programs: drawn examples, executions in any interleaving, and mutants that the checks must refuse."""
 
 import random
 from collections import defaultdict, deque
@@ -26,7 +26,7 @@ def program_of(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Pro
 
 
 def drawn(program: Program) -> list[str]:
-    """Write a program down."""
+    """Write a program as text."""
     return [" ".join(map(str, row)) for row in program.steps]
 
 
@@ -38,7 +38,7 @@ def changed(program: Program, rank: int, change: Callable[[list[Step]], object])
 
 
 def needs_it(action: Action, message: Receive) -> bool:
-    """Tell whether a message is for an action."""
+    """Return whether an action consumes a message."""
     kinds = "F" if message.what == "activation" else "BI"
     return action.kind in kinds and (action.stage, action.microbatch) == (message.stage, message.microbatch)
 
@@ -50,9 +50,9 @@ def reordered(table: Schedule, rank: int, order: str) -> Schedule:
 
 
 def run(program: Program, rng: random.Random, *, sends_wait: bool) -> int:
-    """Run a program rank by rank in a random order, with a first-in first-out line for each way; count what was done.
+    """Run a program with ranks in random order and a FIFO queue per direction; return the number of steps.
 
-    Contents are carried along: an action fails here if what it works on is not on its rank.
+    Contents are tracked: an action fails here if its input is not on its rank.
     """
     last = program.schedule.stages - 1
     at = [0] * len(program.steps)
@@ -107,7 +107,7 @@ def test_a_send_follows_its_maker_and_a_receive_stands_where_it_is_needed() -> N
 
 
 def test_where_both_ranks_of_a_pair_send_one_of_them_receives_first() -> None:
-    """Rank 0 sends a1.2 while rank 1 sends g0.1: were both to wait, they would for ever."""
+    """Rank 0 sends a1.2 while rank 1 sends g0.1: if both blocked, they would deadlock."""
     assert drawn(program_of("1f1b", 2, 3)) == [
         "F0.0 >a1.0 F0.1 >a1.1 <g0.0 B0.0 F0.2 >a1.2 <g0.1 B0.1 <g0.2 B0.2",
         "<a1.0 F1.0 B1.0 <a1.1 >g0.0 F1.1 B1.1 <a1.2 >g0.1 F1.2 B1.2 >g0.2",
@@ -117,7 +117,7 @@ def test_where_both_ranks_of_a_pair_send_one_of_them_receives_first() -> None:
 @settings(deadline=None, max_examples=15)
 @given(NAMES, st.integers(1, 4), st.integers(1, 6))
 def test_no_receive_stands_earlier_than_it_must(name: str, ranks: int, microbatches: int) -> None:
-    """One that stands before other steps than its consumer cannot be put off until there."""
+    """A receive that precedes other steps than its consumer cannot be moved directly before that."""
     program = program_of(name, ranks, microbatches)
     for rank, row in enumerate(program.steps):
         for place, step in enumerate(row):
@@ -153,7 +153,7 @@ def test_programs_run_in_any_interleaving_whether_sends_wait_or_not(
 def test_both_ranks_of_a_pair_have_the_same_messages_in_the_same_order(
     name: str, ranks: int, microbatches: int, chunks: int
 ) -> None:
-    """In both directions together: NCCL could have one group for a pair."""
+    """In both directions together, so NCCL could use one group per pair."""
     program = program_of(name, ranks, microbatches, chunks)
     pairs: dict[tuple[int, int], list[tuple[int, str, int, int]]] = defaultdict(list)
     for rank, row in enumerate(program.steps):
@@ -225,7 +225,7 @@ def test_an_action_on_another_rank_than_its_stage_is_refused() -> None:
 
 
 def test_ranks_that_wait_for_each_other_in_any_order_of_messages_are_refused() -> None:
-    """Rank 0 wants a gradient before it sends the second activation, rank 1 both activations before any backward."""
+    """Rank 0 needs a gradient before it sends the second activation; rank 1 needs both activations for any backward."""
     table = reordered(schedule("gpipe", 2, 2), 0, "F0.0 B0.0 F0.1 B0.1")
     with pytest.raises(ScheduleError, match=r"ranks deadlock: rank 0 before B0\.0, rank 1 before F1\.1"):
         with_messages(table)

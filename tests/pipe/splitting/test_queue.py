@@ -1,4 +1,4 @@
-"""The queue of what is left for weights: when it is done, who hears of it, and what is refused."""
+"""The queue of pending weight gradients: when it runs, which hooks it calls, and what it refuses."""
 
 import copy
 import weakref
@@ -195,7 +195,7 @@ def test_memory_goes_with_the_work():
             y.backward(torch.ones_like(y))
         (first, second) = queue._works[0]
         assert second.x.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        kept = weakref.ref(first.x)  # the graph is still there, but holds it no longer
+        kept = weakref.ref(first.x)  # the graph still exists, but no longer holds the input
         del first, second
         assert kept() is not None
         queue.run(0)

@@ -1,4 +1,4 @@
-"""What cannot be split is refused with numbers, before anything is sent or changed."""
+"""Impossible splits are refused with numbers, before anything is sent or changed."""
 
 import pickle
 from unittest import mock
@@ -20,7 +20,7 @@ from support.tensor_parallel import SHAPE, Case, build, split
 
 
 class Grouped(nn.Module):
-    """Fewer heads of keys and values than of queries."""
+    """Attention with fewer heads of keys and values than of queries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Grouped(nn.Module):
 
 
 def refused(world: World) -> dict[str, str]:
-    """Return what three ranks say of models that they cannot split; nothing may be sent, nor changed."""
+    """Return the errors on three ranks for models that they cannot split. Nothing may be sent or changed."""
     found = {}
 
     def ask(name: str, model: nn.Module, plan: dict, **settings: bool) -> None:
@@ -91,7 +91,7 @@ def test_what_cannot_be_split_is_refused_with_numbers_and_nothing_is_sent(on_ran
 
 
 def in_use(world: World) -> dict[str, str]:
-    """Return what two ranks say of inputs that do not fit."""
+    """Return the errors on two ranks for inputs that do not fit."""
     found = {}
     made = split(build(Case(sequence=1)), Case(sequence=1), world)
     ask = {
@@ -123,7 +123,7 @@ def test_inputs_that_do_not_fit_are_refused_with_numbers(on_ranks):
 
 
 def beyond(world: World) -> list[str]:
-    """Differentiate twice, through every function that sends; and split on a rank that is in no group."""
+    """Differentiate twice through every function that communicates; and split on a rank outside the group."""
     found = []
 
     def ask(output: torch.Tensor, *by: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ def beyond(world: World) -> list[str]:
 
 @pytest.mark.ranks
 def test_gradients_of_gradients_are_refused_and_not_left_out(on_ranks):
-    # They were wrong in silence: what a backward sends is no part of the graph that create_graph makes of it.
+    # These gradients used to be silently wrong: create_graph does not record the communication of a backward.
     for found in on_ranks(2, beyond):
         assert found == ["a backward with create_graph=True"] * 9
 

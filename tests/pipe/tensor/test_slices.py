@@ -1,4 +1,4 @@
-"""Parts of global tensors, and parts of those, against walking every element."""
+"""Slices of global tensors, and parts of slices, compared with enumerating every element."""
 
 import itertools
 import math
@@ -90,7 +90,7 @@ def whole_shapes(shape: GptShape) -> dict[str, list[int]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_slices_of_all_ranks_are_the_whole_model_exactly_once(on_ranks, degree):
-    """Under the names of one process; what answers has every element once, and one first element."""
+    """Under the names of one process: `answers` covers every element once, with one first element per tensor."""
     for case, *of_ranks in zip(CASES[:4], *on_ranks(degree, slices_of), strict=True):
         shapes = whole_shapes(case.shape)
         for rank in of_ranks:

@@ -1,6 +1,6 @@
 """A split GPT over NCCL. `pytest -m gpu` on a machine with two CUDA devices or more.
 
-`test_training.py` and `test_draws.py` have the same on CPUs.
+`test_training.py` and `test_draws.py` test the same on CPUs.
 """
 
 from pathlib import Path
