@@ -126,7 +126,7 @@ class Background:
         self._where = beside(device) if device.type == "cuda" else thread_of(group)
 
     def start(self, work: Callable[[], object], operation: str, size: int) -> Wait:
-        """Do some work after what the current stream has been given; on CUDA waiting makes the current stream wait.
+        """Start work after the work launched so far. On CUDA the wait makes the current stream wait.
 
         `operation` and `size` in bytes are for the log of collectives.
         """

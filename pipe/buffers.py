@@ -37,7 +37,7 @@ class Buffers:
         ]
         self._written: dict[tuple[str, bool], set[str]] = {}  # names by (module, training mode)
 
-    def before(self) -> "Before":
+    def before(self) -> "BufferSnapshot":
         """Copy the buffers that a first forward may overwrite. Call `after()` on the result after the forward."""
         places, copies = [], dict[int, Tensor]()
         for path, module in self._modules:
@@ -49,7 +49,7 @@ class Buffers:
                 wanted = written is None or name in written or isinstance(module, _NormBase)
                 if wanted and id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
-        return Before(self, places, copies)
+        return BufferSnapshot(self, places, copies)
 
     def learn(self, written: Callable[[nn.Module, str], bool | None]) -> None:
         """Record what a forward wrote in a mode seen for the first time; else check that it wrote nothing new.
@@ -68,7 +68,7 @@ class Buffers:
                 )
 
 
-class Before:
+class BufferSnapshot:
     """The values of buffers before a forward."""
 
     def __init__(self, buffers: Buffers, places: Sequence[_Place], copies: dict[int, Tensor]) -> None:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from muster.pipe.draws import Hooks
-from muster.pipe.passages import WholeGraph
+from muster.pipe.microbatch_passes import WholeGraph
+from muster.pipe.rng_streams import Hooks
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Stage
 from muster.pipe.wires.channels import Layout
@@ -45,7 +45,7 @@ def graphs_for(
     return Graphs(stages, hooks, device)
 
 
-class Form(NamedTuple):
+class GraphForm(NamedTuple):
     """Everything that must be equal for a micro-batch to use a recorded graph."""
 
     stage: int
@@ -63,11 +63,11 @@ class Graphs:
         self._layers = [layer for stage in self._stages.values() for layer in stage.layers]
         self._hooks, self._device = hooks, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._slots: dict[Form, list[_Slot]] = {}
-        self._free: dict[Form, list[_Slot]] = {}
-        self._in_flight: Counter[Form] = Counter()
-        self._most: Counter[Form] = Counter()  # largest number in flight at once so far
-        self._gradient: dict[Form, Layout] = {}  # layout of the gradient of the stage's output
+        self._slots: dict[GraphForm, list[_Slot]] = {}
+        self._free: dict[GraphForm, list[_Slot]] = {}
+        self._in_flight: Counter[GraphForm] = Counter()
+        self._most: Counter[GraphForm] = Counter()  # largest number in flight at once so far
+        self._gradient: dict[GraphForm, Layout] = {}  # layout of the gradient of the stage's output
         self._gaining: dict[nn.Parameter, Tensor | None] = {}  # parameters with gradients, and the fixed tensor of each
         self._signature: tuple[object, ...] = ()
 
@@ -99,28 +99,28 @@ class Graphs:
                 if each.grad is not None:
                     self._gaining.setdefault(each, None)
 
-    def make(self, stage: Stage, microbatch: int) -> "Passage":
+    def make(self, stage: Stage, microbatch: int) -> "GraphedPass":
         """Return the pass of a micro-batch through a stage, recorded or not."""
-        return Passage(self, stage, microbatch)
+        return GraphedPass(self, stage, microbatch)
 
-    def take(self, form: Form) -> "_Slot | None":
+    def take(self, form: GraphForm) -> "_Slot | None":
         """Take a free slot of a form; None if there is none."""
         self._in_flight[form] += 1
         self._most[form] = max(self._most[form], self._in_flight[form])
         free = self._free.get(form)
         return free.pop() if free else None
 
-    def give_back(self, form: Form, slot: "_Slot | None") -> None:
+    def give_back(self, form: GraphForm, slot: "_Slot | None") -> None:
         """Return a slot after the micro-batch's last graph."""
         self._in_flight[form] -= 1
         if slot is not None:
             self._free[form].append(slot)
 
-    def saw_gradient(self, form: Form, gradient: Tensor) -> None:
+    def saw_gradient(self, form: GraphForm, gradient: Tensor) -> None:
         """Record the layout of an output's gradient."""
         self._gradient[form] = Layout.of(gradient)
 
-    def _record(self, form: Form) -> None:
+    def _record(self, form: GraphForm) -> None:
         stage = self._stages[form.stage]
         told, self._hooks.on_forward = self._hooks.on_forward, None
         cached = torch.is_autocast_cache_enabled()
@@ -175,7 +175,7 @@ class _Slot:
     def __init__(
         self,
         stage: Stage,
-        form: Form,
+        form: GraphForm,
         gradient: Layout,
         queue: WeightQueue | None,
         stream: torch.cuda.Stream,
@@ -187,14 +187,14 @@ class _Slot:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), stream
         self.of_x: Tensor | None = None
         self.backward = self.weights = None
-        passage = WholeGraph(stage, 0)
+        microbatch_pass = WholeGraph(stage, 0)
         with torch.enable_grad():
             with self._recorded() as self.forward:
-                self.output = passage.forward(self.x.detach().requires_grad_(form.learns), self.targets)
-            if not passage.learns:
+                self.output = microbatch_pass.forward(self.x.detach().requires_grad_(form.learns), self.targets)
+            if not microbatch_pass.learns:
                 return
             with self._recorded() as self.backward, nullcontext() if queue is None else queue.collecting(self):
-                self.of_x = passage.backward(self.gradient)
+                self.of_x = microbatch_pass.backward(self.gradient)
         if queue is not None:
             with self._recorded() as self.weights:
                 queue.run(self)
@@ -207,7 +207,7 @@ class _Slot:
             yield graph
 
 
-class Passage:
+class GraphedPass:
     """The pass of a micro-batch through a stage: replayed from a slot if one is free for its form, else eager."""
 
     def __init__(self, graphs: Graphs, stage: Stage, microbatch: int) -> None:
@@ -216,7 +216,7 @@ class Passage:
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Run the stage; return its output or loss, detached."""
         layout = None if targets is None else Layout.of(targets)
-        self._form = Form(self._stage.number, Layout.of(x), x.requires_grad, layout)
+        self._form = GraphForm(self._stage.number, Layout.of(x), x.requires_grad, layout)
         slot = self._slot = self._graphs.take(self._form)
         if slot is None:
             self._eager = WholeGraph(self._stage, self._microbatch)

@@ -23,20 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.pipe.draws import Hooks
+from muster.pipe.failure_guard import FailureGuard, Position
 from muster.pipe.graphs import Graphs, graphs_for
 from muster.pipe.marks import Mark, marks_for
-from muster.pipe.passages import PASSAGES
-from muster.pipe.run import Held, Parts, Row, Run, check_model, cut_batch, device_of, evaluating, row_of
+from muster.pipe.microbatch_passes import PASSES
+from muster.pipe.rng_streams import Hooks
+from muster.pipe.run import Held, Parts, RankRow, Run, check_model, cut_batch, device_of, evaluating, row_of
 from muster.pipe.schedules import cuts as cutting
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.programs import Span, Step
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Loss, Make, Stage
-from muster.pipe.ties import Tied, Ties, find_ties
-from muster.pipe.together import Place, Together
+from muster.pipe.ties import TiedWeight, Ties, find_ties
 from muster.pipe.wires.channels import Channels
-from muster.pipe.wires.meeting import meet
+from muster.pipe.wires.connections import connect
 from muster.zero.agreement import require_same
 
 Result = TypeVar("Result")
@@ -115,9 +115,9 @@ class Pipeline:
         self.module = Held(held)
         self._device = device_of(self.module, layers)
         self._marks = marks_for(self._device)
-        self._rows: dict[tuple[int, bool], Row] = {}
+        self._rows: dict[tuple[int, bool], RankRow] = {}
         self._row(schedule.microbatches)  # refuses a schedule that cannot be run
-        self._make: Make = PASSAGES["layerwise" if layerwise else "recompute" if recompute else "whole"]
+        self._make: Make = PASSES["layerwise" if layerwise else "recompute" if recompute else "whole"]
         self._graphs: Graphs | None = None
         if cuda_graphs:
             own = self.stages.values()
@@ -125,14 +125,16 @@ class Pipeline:
             self._make = self._graphs.make
 
         ties = find_ties(layers, lengths, schedule.rank_of, self.rank)
-        self._meeting = meet(process_group, self._device, _peers(schedule, self.rank, ties))
+        self._connections = connect(process_group, self._device, _peers(schedule, self.rank, ties))
         self._channels: Channels | None = None
-        self._together = Together(self._meeting)
-        self._ties = Ties(ties, self._meeting, self.rank, _use_of(self) if exact else None)
-        if self._meeting is not None:
+        self._guard = FailureGuard(self._connections)
+        self._ties = Ties(ties, self._connections, self.rank, _use_of(self) if exact else None)
+        if self._connections is not None:
             how = f"cuts {bounds}, layerwise {layerwise}, recompute {recompute}, exact {exact}"
-            require_same([str(schedule), how, *(name for name, _ in named)], self._meeting.group, "pipelines")
-            self._channels = Channels(self._meeting.wire, self._meeting.control, self._device, schedule.microbatches)
+            require_same([str(schedule), how, *(name for name, _ in named)], self._connections.group, "pipelines")
+            self._channels = Channels(
+                self._connections.wire, self._connections.control, self._device, schedule.microbatches
+            )
             self._ties.share_weights()
         self.queue = WeightQueue(self.module, exact=exact) if schedule.splits_backward else None
         if self._graphs is not None:
@@ -196,7 +198,7 @@ class Pipeline:
         raise TypeError("a pipeline holds connections and cannot be copied or pickled; copy its module or state dict")
 
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        parts = cut_batch(inputs, targets, self.schedule.microbatches, self._meeting)
+        parts = cut_batch(inputs, targets, self.schedule.microbatches, self._connections)
         if self._graphs is not None:
             self._graphs.begin()
         run = Run(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
@@ -213,41 +215,43 @@ class Pipeline:
         if run.results:
             for index, part in enumerate(parts.inputs):
                 total += run.results[index].double() * len(part)
-        self.loss_sum = self._meeting.tell_all(total, self.schedule.rank_of[-1]) if self._meeting else total
+        self.loss_sum = (
+            self._connections.broadcast_scalar(total, self.schedule.rank_of[-1]) if self._connections else total
+        )
         self._ties.sum_gradients()
         return self.loss_sum / len(inputs)
 
     def _evaluate(self, inputs: Tensor) -> Tensor:
-        parts = cut_batch(inputs, None, self.schedule.microbatches, self._meeting, evaluates=True)
+        parts = cut_batch(inputs, None, self.schedule.microbatches, self._connections, evaluates=True)
         run = Run(self.stages, self.schedule.stages - 1, self._channels, None, None)
         with evaluating(self.module), torch.no_grad():
             self._do(run, self._row(len(parts.weights), forwards_only=True), parts)
         outputs = torch.cat([run.results[index] for index in range(len(run.results))]) if run.results else None
-        if self._meeting is not None:
-            outputs = self._meeting.deal(outputs, self.schedule.rank_of[-1])
+        if self._connections is not None:
+            outputs = self._connections.broadcast_tensor(outputs, self.schedule.rank_of[-1])
         assert outputs is not None
         return outputs
 
-    def _do(self, run: Run, row: Row, parts: Parts) -> None:
+    def _do(self, run: Run, row: RankRow, parts: Parts) -> None:
         """Run a row together with all other ranks."""
         first = next(self.module.parameters(), None)
         if first is not None and first.device != self._device:
             raise ValueError(
                 f"layers are on {first.device}, the pipeline was built for {self._device}; move them before building it"
             )
-        if self._meeting is not None:
-            self._meeting.wire.expect(row.backlogs)
+        if self._connections is not None:
+            self._connections.wire.expect(row.backlogs)
         self._running = run
         run.run(row, parts)
-        self._running = None  # kept if the row raises: `_place` reads it for the error message
-        if self._meeting is not None:
-            self._meeting.agree()
+        self._running = None  # kept if the row raises: `_position` reads it for the error message
+        if self._connections is not None:
+            self._connections.agree()
         if self._channels is not None:
             self._channels.finish()
-        if self._meeting is not None:
-            self._meeting.wire.expect({})
+        if self._connections is not None:
+            self._connections.wire.expect({})
 
-    def _row(self, microbatches: int, *, forwards_only: bool = False) -> Row:
+    def _row(self, microbatches: int, *, forwards_only: bool = False) -> RankRow:
         key = (microbatches, forwards_only)
         if key not in self._rows:
             self._rows[key] = row_of(self.schedule, self.rank, microbatches, forwards_only=forwards_only)
@@ -256,20 +260,20 @@ class Pipeline:
     def _guarded(self, work: Callable[[], Result]) -> Result:
         """Run an operation that needs all ranks; clean up if it fails."""
         try:
-            return self._together.do(work, self._place)
+            return self._guard.do(work, self._position)
         except BaseException:
             self._running = None
             if self.queue is not None:
                 self.queue.discard()
             raise
 
-    def _place(self) -> Place | None:
+    def _position(self) -> Position | None:
         """Return what this rank is working on, or None between steps."""
         if self._running is None or self._running.at is None:
             return None
         at = self._running.at
         names = self.stages[at.stage].names
-        return Place(at.stage, f"layers {names[0]!r} to {names[-1]!r}, at {at} of {self.schedule.name}")
+        return Position(at.stage, f"layers {names[0]!r} to {names[-1]!r}, at {at} of {self.schedule.name}")
 
 
 def _use_of(pipeline: Pipeline) -> Callable[[], tuple[int, int]]:
@@ -285,7 +289,7 @@ def _use_of(pipeline: Pipeline) -> Callable[[], tuple[int, int]]:
     return use
 
 
-def _peers(schedule: Schedule, rank: int, ties: Sequence[Tied]) -> set[int]:
+def _peers(schedule: Schedule, rank: int, ties: Sequence[TiedWeight]) -> set[int]:
     """Return the ranks with which this one exchanges activations, gradients or tied weights."""
     neighbours = {frozenset(pair) for pair in pairwise(schedule.rank_of)} | {frozenset(each.ranks) for each in ties}
     return {peer for each in neighbours if rank in each for peer in each} - {rank}

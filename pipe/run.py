@@ -25,9 +25,9 @@ from muster.pipe.schedules.checks import check
 from muster.pipe.schedules.messages import with_messages
 from muster.pipe.schedules.programs import Key, Receive, Send, Step, What, received_before, sent_after
 from muster.pipe.splitting.halves import WeightQueue
-from muster.pipe.stage import Passage, Stage
+from muster.pipe.stage import MicrobatchPass, Stage
 from muster.pipe.wires.channels import Arrival, Channels, Form
-from muster.pipe.wires.meeting import Meeting
+from muster.pipe.wires.connections import Connections
 
 
 class Held(nn.Module):
@@ -122,7 +122,7 @@ class Operation(NamedTuple):
     step: Step
 
 
-class Row(NamedTuple):
+class RankRow(NamedTuple):
     """A rank's operations, its incoming messages in order, and the largest backlog of every way between ranks."""
 
     operations: tuple[Operation, ...]
@@ -130,7 +130,7 @@ class Row(NamedTuple):
     backlogs: Mapping[Way, int]
 
 
-def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: bool = False) -> Row:
+def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: bool = False) -> RankRow:
     """Return the row of a rank for `microbatches` micro-batches, at most as many as the schedule has.
 
     Raises:
@@ -140,12 +140,12 @@ def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: b
     if forwards_only:
         ranks = [_forwards(each, schedule.rank_of) for each in actions]
         coming = tuple(each for peer, steps in enumerate(ranks) for each in _coming(steps, peer, rank))
-        return Row(tuple(_operations(ranks[rank], schedule)), coming, backlogs(ranks))
+        return RankRow(tuple(_operations(ranks[rank], schedule)), coming, backlogs(ranks))
     program = with_messages(replace(schedule, microbatches=microbatches, actions=actions))
     check(program)
     steps = program.steps[rank]
     coming = tuple(each for each in steps if isinstance(each, Receive))
-    return Row(tuple(_operations(steps, schedule)), coming, backlogs(program.steps))
+    return RankRow(tuple(_operations(steps, schedule)), coming, backlogs(program.steps))
 
 
 def _forwards(actions: Sequence[Action], rank_of: tuple[int, ...]) -> tuple[Step, ...]:
@@ -205,7 +205,7 @@ class Run:
         stages: dict[int, Stage],
         last_stage: int,
         channels: Channels | None,
-        make: Callable[[Stage, int], Passage] | None,
+        make: Callable[[Stage, int], MicrobatchPass] | None,
         queue: WeightQueue | None,
     ) -> None:
         self.stages, self.last_stage = stages, last_stage
@@ -217,7 +217,7 @@ class Run:
         self.at: Action | None = None  # the current action, for error messages
         self._handed: dict[Key, Handed] = {}
         self._made: dict[Key, tuple[Tensor | None, bool]] = {}
-        self._passages: dict[tuple[int, int], Passage] = {}
+        self._passes: dict[tuple[int, int], MicrobatchPass] = {}
         self._borrowed: dict[tuple[int, int], list[Arrival]] = {}
         self._fresh: dict[int, list[nn.Parameter]] = {}  # by stage: parameters without a gradient so far
         self._do: dict[str, Callable[..., None]] = {
@@ -230,7 +230,7 @@ class Run:
             "wait": self.wait,
         }
 
-    def run(self, row: Row, parts: Parts) -> None:
+    def run(self, row: RankRow, parts: Parts) -> None:
         """Run all operations of a row."""
         self.parts = parts
         if self.channels is not None:
@@ -284,9 +284,9 @@ class Run:
         if self.make is None:
             output, learns = stage.forward(x, microbatch, targets), False
         else:
-            passage = self._passages[number, microbatch] = self.make(stage, microbatch)
-            output = passage.forward(x, targets)
-            learns = passage.learns
+            microbatch_pass = self._passes[number, microbatch] = self.make(stage, microbatch)
+            output = microbatch_pass.forward(x, targets)
+            learns = microbatch_pass.learns
         if self.make is None or number == self.last_stage:
             output = self._own(output)  # an evaluation releases the buffer at once, and a loss outlives it
         if number == self.last_stage:
@@ -323,13 +323,13 @@ class Run:
     def _backward(self, action: Action) -> None:
         self.at = action
         number, microbatch = action.stage, action.microbatch
-        passage = self._passages.pop((number, microbatch))
+        microbatch_pass = self._passes.pop((number, microbatch))
         gradient, x_gradient = self._gradient(number, microbatch), None
-        if passage.learns and gradient is not None:
+        if microbatch_pass.learns and gradient is not None:
             fresh = self._fresh.get(number)
             if fresh is None:
                 fresh = [each for each in self.stages[number].learning if each.grad is None]
-            x_gradient = passage.backward(gradient)
+            x_gradient = microbatch_pass.backward(gradient)
             self._fresh[number] = _make_own(fresh, gradient, x_gradient) if fresh else fresh
         if number:
             learns = x_gradient is not None
@@ -384,7 +384,7 @@ def _make_own(fresh: list[nn.Parameter], *messages: Tensor | None) -> list[nn.Pa
 
 
 def cut_batch(
-    inputs: Tensor, targets: Tensor | None, most: int, meeting: Meeting | None, *, evaluates: bool = False
+    inputs: Tensor, targets: Tensor | None, most: int, connections: Connections | None, *, evaluates: bool = False
 ) -> Parts:
     """Cut a batch into `most` micro-batches, or one per sample if there are fewer. All ranks must pass equal shapes.
 
@@ -397,9 +397,9 @@ def cut_batch(
     _check(inputs, targets, evaluates=evaluates)
     lengths = part_lengths(len(inputs), most)
     kind = (tuple(inputs.shape[1:]), inputs.dtype, evaluates)
-    if meeting is not None:
+    if connections is not None:
         in_words = f"{len(inputs)} samples of shape {kind[0]}, {inputs.dtype}"
-        meeting.compare([len(inputs), zlib.crc32(repr(kind).encode())], in_words)
+        connections.compare([len(inputs), zlib.crc32(repr(kind).encode())], in_words)
     return Parts(
         torch.split(inputs, lengths),
         () if targets is None else torch.split(targets, lengths),

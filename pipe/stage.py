@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from muster.pipe.buffers import Buffers
-from muster.pipe.draws import Hooks, seed_generators
+from muster.pipe.rng_streams import Hooks, seed_generators
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -129,7 +129,7 @@ def _one_memory(x: object, other: Tensor) -> bool:
     return isinstance(x, Tensor) and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-class Passage(Protocol):
+class MicrobatchPass(Protocol):
     """The forward and backward of one micro-batch through one stage."""
 
     learns: bool  # the backward has gradients to compute
@@ -143,4 +143,4 @@ class Passage(Protocol):
         ...
 
 
-Make = Callable[[Stage, int], Passage]
+Make = Callable[[Stage, int], MicrobatchPass]

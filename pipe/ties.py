@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from muster.ddp.means import sum_in_order
 from muster.pipe.wires.channels import TIED_TAG
-from muster.pipe.wires.meeting import Meeting
+from muster.pipe.wires.connections import Connections
 from muster.pipe.wires.wire import Message, Wire
 
 Use = tuple[int, int]  # stage and micro-batch
 
 
 @dataclass(frozen=True)
-class Tied:
+class TiedWeight:
     """One weight shared by several stages."""
 
     parameter: nn.Parameter
@@ -56,7 +56,7 @@ class Tied:
         return tuple(sorted({self.rank_of[stage] for stage in self.stages}))
 
 
-def find_ties(layers: nn.Sequential, lengths: Sequence[int], rank_of: tuple[int, ...], rank: int) -> list[Tied]:
+def find_ties(layers: nn.Sequential, lengths: Sequence[int], rank_of: tuple[int, ...], rank: int) -> list[TiedWeight]:
     """List this rank's parameters that are shared by several stages, in the same order on every rank.
 
     `lengths` are the numbers of layers of the stages.
@@ -72,7 +72,7 @@ def find_ties(layers: nn.Sequential, lengths: Sequence[int], rank_of: tuple[int,
         stages = tuple(sorted({stage for stage, _, _ in each}))
         mine = [name for stage, name, _ in each if rank_of[stage] == rank]
         if mine and len(stages) > 1:
-            ties.append(Tied(each[0][2], each[0][1], mine[0], _homes(layers, mine), stages, rank_of))
+            ties.append(TiedWeight(each[0][2], each[0][1], mine[0], _homes(layers, mine), stages, rank_of))
     return ties
 
 
@@ -89,9 +89,13 @@ class Ties:
     """
 
     def __init__(
-        self, ties: Sequence[Tied], meeting: Meeting | None, rank: int, use: Callable[[], Use] | None = None
+        self,
+        ties: Sequence[TiedWeight],
+        connections: Connections | None,
+        rank: int,
+        use: Callable[[], Use] | None = None,
     ) -> None:
-        self._meeting, self._rank, self._use = meeting, rank, use
+        self._connections, self._rank, self._use = connections, rank, use
         self._ties = [each for each in ties if use is not None or len(each.ranks) > 1]
         self._kept: list[dict[Use, Tensor]] = [{} for _ in self._ties]
         self._before: list[Tensor | None] = [None] * len(self._ties)
@@ -151,7 +155,7 @@ class Ties:
             else:
                 own.copy_(total)  # in place, because other tensors may share this memory
 
-    def _sum_by_uses(self, tied: Tied, number: int, total: Tensor | None) -> Tensor:
+    def _sum_by_uses(self, tied: TiedWeight, number: int, total: Tensor | None) -> Tensor:
         """Add to `total` in a loop's order: by micro-batch, and within one the last stage's use first."""
         nothing = torch.zeros_like(tied.parameter)
         for index in range(self._microbatches):
@@ -190,15 +194,15 @@ class Ties:
 
         return keep
 
-    def _stages(self, tied: Tied, rank: int) -> list[int]:
+    def _stages(self, tied: TiedWeight, rank: int) -> list[int]:
         return [stage for stage in tied.stages if tied.rank_of[stage] == rank]
 
-    def _agree_on_learning(self, tied: Tied) -> None:
+    def _agree_on_learning(self, tied: TiedWeight) -> None:
         """Check that a weight is trainable on all its ranks or on none; otherwise the others would wait for ever."""
-        if self._meeting is None or len(tied.ranks) == 1:
+        if self._connections is None or len(tied.ranks) == 1:
             return
         mine = torch.tensor([int(tied.parameter.requires_grad)])
-        learning = [bool(each) for each in self._exchange(tied, mine, wire=self._meeting.control)]
+        learning = [bool(each) for each in self._exchange(tied, mine, wire=self._connections.control)]
         if all(learning) == any(learning):
             return
         stages = [
@@ -212,7 +216,7 @@ class Ties:
 
     def _exchange(
         self,
-        tied: Tied,
+        tied: TiedWeight,
         mine: Tensor,
         shapes: Sequence[tuple[int, ...]] | None = None,
         wire: Wire | None = None,
@@ -227,8 +231,8 @@ class Ties:
         under_way: list[Message] = []
         for rank, part in zip(tied.ranks, parts, strict=True):
             if rank != self._rank:
-                assert self._meeting is not None
-                way = wire or self._meeting.wire
+                assert self._connections is not None
+                way = wire or self._connections.wire
                 under_way += [way.receive(part, rank, TIED_TAG), way.send(mine, rank, TIED_TAG)]
         for each in under_way:
             each.wait()

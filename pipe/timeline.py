@@ -63,11 +63,11 @@ def clock_offsets(
 def offsets_by_meetings(
     process_group: dist.ProcessGroup | None = None, *, meetings: int = PINGS, clock: Clock = time.monotonic
 ) -> list[Offset]:
-    """Find out how far every rank's clock is off, without messages between pairs: a collective, of `meetings` more.
+    """Measure how far every rank's clock is off, without pairwise messages. A collective of `meetings` all-reduces.
 
-    For NCCL, where each pair would cost a communicator; where ranks share cores, pings are five times as exact. Nobody
-    leaves an all-reduce before all have entered it. So rank r's clock is ahead by at least (r enters - rank 0 leaves)
-    and at most (r leaves - rank 0 enters). Every rank gets the offsets.
+    Use this for NCCL, where each pair would need a communicator. If ranks share cores, pings are five times as precise.
+    No rank leaves an all-reduce before all have entered it. So rank r's clock is ahead by at least (r enters - rank 0
+    leaves) and at most (r leaves - rank 0 enters). Every rank gets the offsets.
     """
     _, ranks = _place(process_group)
     if ranks == 1:
@@ -82,7 +82,7 @@ def offsets_by_meetings(
     sent = torch.tensor(mine, dtype=torch.float64, device=token.device)
     every = [torch.empty_like(sent) for _ in range(ranks)]
     dist.all_gather(every, sent, group=process_group)
-    times = torch.stack(every).view(ranks, meetings, 2)  # (rank, meeting, entered and left)
+    times = torch.stack(every).view(ranks, meetings, 2)  # (rank, all-reduce, entered and left)
     entered, left = times.unbind(-1)
     least = (entered - left[0]).amax(1)
     most = (left - entered[0]).amin(1)

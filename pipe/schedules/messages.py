@@ -25,15 +25,15 @@ def with_messages(schedule: Schedule) -> Program:
         ScheduleError: If the schedule is incomplete, or its ranks deadlock in any order of messages.
     """
     check_actions(schedule)
-    meetings = _Meetings(schedule)
-    meetings.advance()
-    while not meetings.over():
-        meetings.hoist()
-        meetings.advance()
-    return Program(schedule, tuple(tuple(row) for row in meetings.steps))
+    rendezvous = _Rendezvous(schedule)
+    rendezvous.advance()
+    while not rendezvous.over():
+        rendezvous.hoist()
+        rendezvous.advance()
+    return Program(schedule, tuple(tuple(row) for row in rendezvous.steps))
 
 
-class _Meetings:
+class _Rendezvous:
     """An execution of a schedule with blocking sends, which collects the messages it needs."""
 
     def __init__(self, schedule: Schedule) -> None:

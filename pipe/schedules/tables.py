@@ -23,7 +23,7 @@ from muster.pipe.schedules.zero_bubble import Orders, one_chunk, two_chunks
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleRow:
     """One schedule: the stages per rank (None: as requested), their placement, and the order of actions."""
 
     about: str
@@ -157,22 +157,24 @@ def _bubble_of_zbv(ranks: int, microbatches: int, _chunks: int) -> float:
 
 
 SCHEDULES = {
-    "model": Row("one micro-batch at a time, through all stages and back", 1, round_robin, _model, _bubble_of_model),
-    "gpipe": Row("all forwards, then all backwards", 1, round_robin, _gpipe, _bubble_of_one_stage),
-    "1f1b": Row(
+    "model": ScheduleRow(
+        "one micro-batch at a time, through all stages and back", 1, round_robin, _model, _bubble_of_model
+    ),
+    "gpipe": ScheduleRow("all forwards, then all backwards", 1, round_robin, _gpipe, _bubble_of_one_stage),
+    "1f1b": ScheduleRow(
         "one forward, one backward: memory of as many micro-batches as stages",
         1,
         round_robin,
         _1f1b,
         _bubble_of_one_stage,
     ),
-    "interleaved": Row(
+    "interleaved": ScheduleRow(
         "1f1b over several smaller stages a rank", None, round_robin, _interleaved, _bubble_of_interleaved
     ),
-    "zb1p": Row(
+    "zb1p": ScheduleRow(
         "1f1b whose weight gradients fill the bubble", 1, round_robin, one_chunk, _bubble_of_zb1p, splits_backward=True
     ),
-    "zbv": Row(
+    "zbv": ScheduleRow(
         "two stages a rank in a V, weight gradients fill the bubble",
         2,
         vee,

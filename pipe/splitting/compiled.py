@@ -19,7 +19,7 @@ from torch.nn import functional
 RUNS: Final = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)  # by weight.dim() - 2
 
 
-class Place(Protocol):
+class SplitLayer(Protocol):
     """A split layer, as seen by compiled code."""
 
     def keep_copies(self, x: Tensor, gradient: Tensor) -> None:
@@ -31,19 +31,19 @@ class Place(Protocol):
         ...
 
 
-_PLACES: Final[weakref.WeakValueDictionary[int, Place]] = weakref.WeakValueDictionary()
+_LAYERS: Final[weakref.WeakValueDictionary[int, SplitLayer]] = weakref.WeakValueDictionary()
 """Layers by number. Compiled code names them so, because an operation's arguments are tensors."""
 
 
-def number(place: Place) -> Tensor:
+def number(place: SplitLayer) -> Tensor:
     """Give a layer a number, as a tensor. The number is freed with the layer."""
-    given = max(_PLACES, default=-1) + 1
-    _PLACES[given] = place
+    given = max(_LAYERS, default=-1) + 1
+    _LAYERS[given] = place
     return torch.tensor(given)
 
 
 def _input_gradient(gradient: Tensor, x: Tensor, weight: Tensor, place: Tensor) -> Tensor:
-    layer = _PLACES.get(int(place))
+    layer = _LAYERS.get(int(place))
     if layer is None:
         raise RuntimeError("compiled code ran the backward of a layer that is no longer split; run its forward again")
     layer.keep_copies(x, gradient)

@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from muster.pipe.splitting import compiled
-from muster.pipe.splitting.taps import Hang, Site, Tap, tap
+from muster.pipe.splitting.gradient_capture import Anchored, CaptureHook, Site, capture
 from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, Keeper, Kind
 
 SITE: Final = "_split_site"  # attribute for a layer's `Site`
@@ -103,15 +103,15 @@ class _Split(nn.Module):
         """Run the layer with its own parameters."""
         raise NotImplementedError
 
-    def _tapped(
+    def _captured(
         self, run: Callable[..., Tensor], x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *settings: Any
     ) -> Tensor:
         """Run a layer with its weights detached, and put the hook on its output."""
         site: Site = self.__dict__[SITE]
-        hook = Tap(site, weight, bias, x)
+        hook = CaptureHook(site, weight, bias, x)
         arguments = (x, weight.detach(), None if bias is None else bias.detach(), *settings)
-        y: Tensor = run(*arguments) if x.requires_grad else Hang.apply(run, arguments, site.anchor)  # type: ignore[no-untyped-call]
-        tap(y, hook)
+        y: Tensor = run(*arguments) if x.requires_grad else Anchored.apply(run, arguments, site.anchor)  # type: ignore[no-untyped-call]
+        capture(y, hook)
         return y
 
 
@@ -127,12 +127,12 @@ class _SplitLinear(_Split):
             place = self.__dict__[PLACE] if x.requires_grad else None
             return functional.linear(x, weight, bias) if place is None else compiled.layer(x, weight, bias, place)
         if x.dim() == 2 or (x.requires_grad and x.is_contiguous()):
-            return self._tapped(functional.linear, x, weight, bias)
+            return self._captured(functional.linear, x, weight, bias)
         flat, shape = x.flatten(0, -2), (*x.shape[:-1], len(weight))  # (rows, features)
         if x.is_contiguous():
-            return self._tapped(functional.linear, flat, weight, bias).view(shape)
+            return self._captured(functional.linear, flat, weight, bias).view(shape)
         # A plain layer flattens such an input, too, but only while its weight is in the graph.
-        y = self._tapped(functional.linear, flat, weight, None).view(shape)
+        y = self._captured(functional.linear, flat, weight, None).view(shape)
         return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -152,7 +152,7 @@ class _SplitConvolution(_Split):
         if compiling:
             settings = (self.stride, padding, self.dilation, self.groups)
             return compiled.layer(x, weight, bias, self.__dict__[PLACE], *settings)
-        return self._tapped(
+        return self._captured(
             compiled.RUNS[weight.dim() - 2], x, weight, bias, self.stride, padding, self.dilation, self.groups
         )
 

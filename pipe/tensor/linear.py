@@ -90,7 +90,7 @@ def _in_graph(given: Sequence[Tensor | None], later: Sequence[Later | None]) -> 
     return [each.detach() if each is not None and out else each for each, out in zip(given, kept, strict=True)]
 
 
-class Together:
+class JoinedColumns:
     """Several column layers of one module with the same input, as one call that replaces a method of the module."""
 
     def __init__(self, layers: Sequence[ColumnLinear]) -> None:

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from muster.pipe.tensor.draws import OwnDraws
-from muster.pipe.tensor.linear import ColumnLinear, RowLinear, Together
+from muster.pipe.tensor.linear import ColumnLinear, JoinedColumns, RowLinear
 from muster.pipe.tensor.region import Region
+from muster.pipe.tensor.rng_streams import OwnStream
 from muster.pipe.tensor.sequences import SumGradients, part_of_output
 from muster.pipe.tensor.vocabulary import VocabularyEmbedding, VocabularyLinear
 
@@ -163,9 +163,9 @@ class Heads(Rule):
         for layer in layers:
             Column().apply(layer, region)
         if self.through is not None:
-            setattr(module, self.through, Together(layers))
+            setattr(module, self.through, JoinedColumns(layers))
         if self.dropout is not None and getattr(module, self.dropout) > 0.0 and region.ranks > 1:
-            OwnDraws(module, region)
+            OwnStream(module, region)
 
     def _counts(self) -> tuple[str, ...]:
         return (self.count,) if isinstance(self.count, str) else self.count
@@ -182,7 +182,7 @@ class Sequence(Rule):
         if next(module.parameters(), None) is not None:
             SumGradients(module, region)
         if getattr(module, "p", 0.0) > 0.0:
-            OwnDraws(module, region)
+            OwnStream(module, region)
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,11 @@ class Board:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def tell(self, cause: str) -> str:
+    def write(self, cause: str) -> str:
         """Write a cause unless there is one; return the one that counts."""
         return self._ask(lambda store: str(store.compare_set(CAUSE, "", cause).decode()), STORE_S) or cause
 
-    def hear(self) -> str | None:
+    def read(self) -> str | None:
         """Return the cause that another rank wrote, waiting up to `LISTEN_S`; None if there is none."""
         return self._ask(_listen, LISTEN_S + STORE_S)
 

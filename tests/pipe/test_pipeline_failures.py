@@ -128,9 +128,9 @@ def failing_beside(world: World) -> list[str]:
         layers = layers_with(what if world.rank > 1 else "nothing", 2, 1, 2)
         group = groups[world.rank // 2]
         pipeline = Pipeline(layers, schedule("1f1b", 2, 4), loss=functional.cross_entropy, process_group=group)
-        assert pipeline._meeting is not None
+        assert pipeline._connections is not None
         if world.rank == 3 and what == "nothing":
-            pipeline._meeting.abort()
+            pipeline._connections.abort()
             break
         said.append(told_by(lambda: pipeline.step(inputs, targets)))  # noqa: B023
     return said
@@ -172,9 +172,9 @@ def gone(world: World) -> str:
     pipeline = Pipeline(layers_with("nothing", 0, 0), schedule("1f1b", world.size, 4), loss=functional.cross_entropy)
     inputs, targets = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
     pipeline.step(inputs, targets)
-    assert pipeline._meeting is not None
+    assert pipeline._connections is not None
     if world.rank == 1:
-        pipeline._meeting.abort()
+        pipeline._connections.abort()
         return "gone"
     return told_by(lambda: pipeline.step(inputs, targets))
 

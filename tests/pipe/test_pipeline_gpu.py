@@ -17,7 +17,7 @@ from torch.nn import functional
 from muster.jobs.world.world import World
 from muster.pipe.pipeline import Pipeline
 from muster.pipe.schedules.tables import schedule
-from muster.pipe.wires import meeting
+from muster.pipe.wires import connections
 from support.gpus import over
 from support.pipelines import Case, wrong_training
 from support.refusals import told_by
@@ -61,14 +61,14 @@ def wrong_graphed(world: World, folder: str) -> list[str]:
 @contextmanager
 def wire_of(*, copied: bool) -> Iterator[None]:
     """Check that pipelines copy from GPU to GPU; or disable this, so that they use NCCL."""
-    real = meeting.peers_of
+    real = connections.peers_of
 
     def found(*arguments: Any) -> Any:
         wire = real(*arguments)
         assert wire is not None
         return wire if copied else None
 
-    with patch.object(meeting, "peers_of", found):
+    with patch.object(connections, "peers_of", found):
         yield
 
 

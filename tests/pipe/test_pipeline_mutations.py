@@ -11,9 +11,9 @@ from torch import Tensor
 
 from muster.jobs.world.world import World
 from muster.pipe import pipeline, run
-from muster.pipe.buffers import Before
-from muster.pipe.passages import WholeGraph
-from muster.pipe.run import Handed, Row, Run, row_of
+from muster.pipe.buffers import BufferSnapshot
+from muster.pipe.microbatch_passes import WholeGraph
+from muster.pipe.run import Handed, RankRow, Run, row_of
 from muster.pipe.stage import Stage
 from muster.pipe.wires.channels import Arrival, Channels
 from support.pipelines import Case, wrong_training
@@ -66,7 +66,7 @@ def two_are_swapped() -> Any:
 def cut_short() -> Any:
     """The last micro-batch has no backward."""
 
-    def row(*arguments: Any, **settings: Any) -> Row:
+    def row(*arguments: Any, **settings: Any) -> RankRow:
         made = row_of(*arguments, **settings)
         if settings.get("forwards_only"):
             return made
@@ -117,7 +117,7 @@ def gradients_copied_to_other_strides() -> Any:
 
 
 def counted_twice() -> Any:
-    return mock.patch.object(Before, "as_they_were", return_value=nullcontext())
+    return mock.patch.object(BufferSnapshot, "as_they_were", return_value=nullcontext())
 
 
 def tied_by_ranks() -> Any:

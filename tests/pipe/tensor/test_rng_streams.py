@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from muster.jobs.world.world import World
-from muster.pipe.tensor.draws import OwnDraws
 from muster.pipe.tensor.region import Region
+from muster.pipe.tensor.rng_streams import OwnStream
 from support.tensor_parallel import BATCH, Case, batch, build, far, split, wrong_copies, wrong_training
 
 pytestmark = pytest.mark.ranks
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 def one_module(world: World) -> dict:
     """Draw in a module with its own stream, and before and after; again; in evaluation; and if it raises."""
     dropout = nn.Dropout(0.5)
-    OwnDraws(dropout, Region(world.group))
+    OwnStream(dropout, Region(world.group))
     torch.manual_seed(3)
     before = torch.rand(()).item()
     first = dropout(torch.ones(64)).tolist()

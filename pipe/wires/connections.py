@@ -25,7 +25,7 @@ from muster.pipe.wires.wire import GlooWire, Message, Wire, own_group
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Connections:
     """A rank's connections to the other ranks of a pipeline."""
 
     rank: int
@@ -37,13 +37,15 @@ class Meeting:
     control: Wire  # for small CPU tensors
     board: Board
     _going: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # to the next rank, until `agree`
-    _coming: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # the next receive of `tell_all`
+    _coming: list[tuple[Message, Tensor]] = field(
+        init=False, default_factory=list
+    )  # the next receive of `broadcast_scalar`
 
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank != self.rank]
 
-    def tell_all(self, number: Tensor, source: int) -> Tensor:
+    def broadcast_scalar(self, number: Tensor, source: int) -> Tensor:
         """Broadcast a scalar from rank `source`, which must be the same rank in every call.
 
         With gloo, the next receive is posted now, so that the source need not wait for the other ranks.
@@ -98,7 +100,7 @@ class Meeting:
             coming = [self.control.receive(numbers[rank], rank, AGREE_TAG) for rank in self._others]
             _wait([*coming, *(self.control.send(numbers[self.rank], rank, AGREE_TAG) for rank in self._others)])
 
-    def deal(self, tensor: Tensor | None, source: int) -> Tensor:
+    def broadcast_tensor(self, tensor: Tensor | None, source: int) -> Tensor:
         """Broadcast a tensor from rank `source`; the other ranks pass None."""
         if tensor is not None:
             tensor = tensor.contiguous()
@@ -122,7 +124,7 @@ class Meeting:
         self.wire.abort()
 
 
-def meet(process_group: dist.ProcessGroup | None, device: torch.device, peers: Iterable[int]) -> Meeting | None:
+def connect(process_group: dist.ProcessGroup | None, device: torch.device, peers: Iterable[int]) -> Connections | None:
     """Create the pipeline's groups and wires. A collective of the group's ranks. None if this process is alone.
 
     `peers` are the ranks with which activations, gradients or tied weights are exchanged.
@@ -142,7 +144,7 @@ def meet(process_group: dist.ProcessGroup | None, device: torch.device, peers: I
     wire: Wire = control
     if device.type == "cuda":
         wire = peers_of(group, peers, device, control) or NcclWire(group, peers, device, timeout)
-    return Meeting(group.rank(), group.size(), group, process_group, device, wire, control, Board(group))
+    return Connections(group.rank(), group.size(), group, process_group, device, wire, control, Board(group))
 
 
 def _wait(messages: Sequence[Message]) -> None:

@@ -1,6 +1,6 @@
 """Gradient capture: a hook on a split layer's output that passes on what its weight gradients need later.
 
-    y = linear(x)       its weights are detached                tap(y, Tap(site, weight, bias, x))
+    y = linear(x)       its weights are detached                capture(y, CaptureHook(site, weight, bias, x))
     dY comes            the tap passes (x, dY) to the layer's site, which passes it to the queue
 
 If the input needs no gradient, the output is connected to the site's anchor; otherwise there would be no backward to
@@ -56,7 +56,7 @@ class Site:
         return self.kind.of_input(gradient, x, weight)
 
 
-class Tap:
+class CaptureHook:
     """A hook on a layer's output, which passes on the input and the output's gradient."""
 
     __slots__ = ("bias", "site", "unpack", "version", "weight", "x")
@@ -97,7 +97,7 @@ class _Hooks(dict[int, Callable[[Tensor], Any]]):
     __slots__ = ("__weakref__",)
 
 
-class Hang(torch.autograd.Function):
+class Anchored(torch.autograd.Function):
     """Connect an output to the graph although its input needs no gradient."""
 
     @staticmethod
@@ -109,12 +109,12 @@ class Hang(torch.autograd.Function):
         return None, None, None
 
 
-def tap(y: Tensor, hook: Tap) -> None:
+def capture(y: Tensor, hook: CaptureHook) -> None:
     """Register the hook, to be called with the gradient of a layer's output.
 
     A linear layer's output may be a view of (rows, outputs). After an in-place operation only the base keeps its node.
     """
-    tapped = y if y._base is None else y._base
-    tapped._backward_hooks = _Hooks({_OURS: hook})  # like register_hook without a handle, in a third of its time
-    node: Any = tapped.grad_fn
-    node._register_hook_dict(tapped)
+    captured = y if y._base is None else y._base
+    captured._backward_hooks = _Hooks({_OURS: hook})  # like register_hook without a handle, in a third of its time
+    node: Any = captured.grad_fn
+    node._register_hook_dict(captured)

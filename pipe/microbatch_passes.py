@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from muster.pipe.buffers import Before
-from muster.pipe.draws import RandomState
+from muster.pipe.buffers import BufferSnapshot
+from muster.pipe.rng_streams import RandomState
 from muster.pipe.splitting.layers import anchors_of
 from muster.pipe.stage import Make, Stage
 
@@ -111,7 +111,7 @@ class Layerwise:
         """Run layer after layer; keep the input of each."""
         stage = self.stage
         self.targets, self.inputs, self.learning, self.random = targets, list[Tensor](), list[bool](), list[Any]()
-        self.before = list[Before]()
+        self.before = list[BufferSnapshot]()
         learns, is_new = x.requires_grad, stage.is_new()
         stage.announce(self.microbatch)
         with torch.no_grad():
@@ -230,7 +230,7 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
-PASSAGES: Final[dict[str, Make]] = {
+PASSES: Final[dict[str, Make]] = {
     "whole": WholeGraph,
     "recompute": Recomputed,
     "layerwise": Layerwise,

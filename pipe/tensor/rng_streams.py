@@ -18,7 +18,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15  # Weyl sequence: seeds of adjacent ranks sh
 _WORD: Final = (1 << 63) - 1
 
 
-class OwnDraws:
+class OwnStream:
     """Hooks of a module that give this rank its own random stream within its forward, in training."""
 
     def __init__(self, module: nn.Module, region: Region) -> None:
