@@ -159,7 +159,7 @@ class DataParallel(nn.Module, ABC):
         """Return statistics of the last synchronization. On CUDA the host waits for its end."""
 
     def _close_shard(self) -> None:
-        """Set the gradients so far aside as a virtual shard, and begin the next one without any."""
+        """Set aside the gradients so far as a virtual shard, and begin the next one without any."""
 
     def forget_shards(self) -> None:
         """Drop the gradients of virtual shards."""

@@ -51,7 +51,7 @@ class CollectiveLog:
         return found
 
     def open(self, operation: str, size: int) -> Callable[[], None]:
-        """Log the begin of a collective; call the returned function at its end."""
+        """Log the start of a collective; call the returned function at its end."""
         mark = self._mark
         if mark is None:
             return _nothing
@@ -64,7 +64,7 @@ class CollectiveLog:
         return close
 
     def call_after(self, works: Sequence[dist.Work | None], finished: Callable[[], None]) -> None:
-        """Call the function from `open` when all works have ended: on the backend's thread, or with CUDA on a stream."""
+        """Call the function from `open` when all works have ended: on the backend's thread, or for CUDA a stream."""
         if finished is _nothing:
             return
         if self._beside is not None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets
 
 Named = Sequence[tuple[str, nn.Parameter]]
-UNSHARED: Final = 2  # references to the memory of a gradient that nobody shares: `.grad` and the caller of `owners`
+UNSHARED: Final = 2  # references to an unshared gradient's memory: `.grad`, and the local variable passed to `owners`
 
 
 class Slot:
@@ -80,7 +80,7 @@ class Bucket(ABC):
         """
 
     def close_shard(self) -> None:
-        """Set the gradients aside as a virtual shard, and begin the next one without any."""
+        """Set aside the gradients as a virtual shard, and begin the next one without any."""
         without = self.fill_missing(None)
         self.closed.append(self._shard())
         for slot in self.slots:

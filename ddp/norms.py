@@ -96,7 +96,7 @@ def clip_by(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def _device(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, reduce: bool) -> torch.device:
-    """Return the device of the tensors; without any, the device that the group communicates from."""
+    """Return the device of the tensors. If there are none, return the device of the group's communication."""
     if tensors:
         return tensors[0].device
     return device_of(group) if reduce else torch.device("cpu")

@@ -73,13 +73,13 @@ class Reducer(Generic[AnyBucket]):
         _remove(self._handles, self.buckets)
 
     def forward_begins(self) -> None:
-        """Note the begin of a forward. Clean up after a backward that raised."""
+        """Note the start of a forward. Clean up after a backward that raised."""
         if self._running:
             self._give_up()
         self._owed = self._owed or not self.local
 
     def close_shard(self) -> None:
-        """Set the gradients so far aside as one virtual shard."""
+        """Set aside the gradients so far as one virtual shard."""
         for bucket in self.buckets:
             bucket.close_shard()
 

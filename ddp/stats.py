@@ -10,8 +10,8 @@ import torch
 class Stats:
     """Statistics of the last synchronization on this rank.
 
-    `bytes` is the size of the tensors passed to collectives (S, not what a ring sends of it). `exposed_wait_s` is how
-    long the rank only waited for collectives, after the last gradient was ready.
+    `bytes` is the size of the tensors passed to collectives (the S of formulas, not what a ring sends).
+    `exposed_wait_s` is how long the rank only waited for collectives, after the last gradient was ready.
     """
 
     collectives: int = 0

@@ -94,8 +94,8 @@ class _Said:
 def tell(error: RuntimeError, entered: Entered, waited_s: float, process_group: dist.ProcessGroup | None) -> NoReturn:
     """Explain a failed wait: raise an error with the bucket and, after a timeout, the ranks that did not enter.
 
-    Takes up to some seconds, to read the reports of other ranks. A rank whose backward is still running has not noticed
-    the failure yet. It is listed as not entered, even if its backend already has the bucket.
+    Takes up to a few seconds, to read the reports of other ranks. A rank whose backward is still running has not
+    noticed the failure yet. It is listed as not entered, even if its backend already has the bucket.
 
     Raises:
         CollectiveTimeoutError: If the group's timeout passed here, or on a rank that then closed the connection.

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 class _Place(NamedTuple):
-    """A buffer of a module, and its version at the begin of a forward."""
+    """A buffer of a module, and its version at the start of a forward."""
 
     module: nn.Module
     name: str

@@ -198,7 +198,7 @@ class Handed(NamedTuple):
 
 
 class Run:
-    """The execution of one row, from begin to end."""
+    """The execution of one row, from start to end."""
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ class Stage:
         )
 
     def announce(self, microbatch: int) -> None:
-        """Call the hook that reports the begin of a forward."""
+        """Call the hook that reports the start of a forward."""
         if self.hooks.on_forward is not None:
             self.hooks.on_forward(self.number, microbatch)
 

@@ -132,7 +132,7 @@ class Ties:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Set every copy's gradient to the sum over all uses plus its value at the begin of the step. A collective.
+        """Set every copy's gradient to the sum over all uses plus its value at the start of the step. A collective.
 
         Raises:
             ValueError: If a weight was replaced, or is trainable in some stages only.

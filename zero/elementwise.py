@@ -31,7 +31,7 @@ _WHOLE: Final = {  # the reason why it needs whole tensors
 def require_elementwise(kind: type[torch.optim.Optimizer]) -> None:
     """Check that an optimizer may step shards.
 
-    Torch's own optimizers are in a table. Any other class passes if it inherits the `step` of one that does, or has the
+    Torch's own optimizers are in a table. Any other class passes if it inherits such an optimizer's `step`, or has the
     attribute `elementwise = True`.
 
     Raises:

@@ -120,7 +120,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def settle(self, full: Tensor) -> None:
-        """Move the flat tensor to other memory of its length."""
+        """Move the flat tensor to other memory of the same length."""
         self.full, self.views = full.copy_(self.full), self.views_of(full)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
@@ -128,7 +128,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def settle_shard(self, shard: Tensor) -> None:
-        """Move the shard, which has memory of its own, to other memory of its length."""
+        """Move the shard, which has memory of its own, to other memory of the same length."""
         self._shard = self.stepped = shard.copy_(self.shard)
 
     def take_memory(self) -> None:

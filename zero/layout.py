@@ -55,7 +55,7 @@ class Layout:
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return the begin and end of a rank's shard."""
+        """Return the start and end of a rank's shard."""
         each = self.length // self.ranks
         return rank * each, (rank + 1) * each
 

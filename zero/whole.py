@@ -87,7 +87,7 @@ def other_thread(unit: str) -> RuntimeError:
 
 
 def in_backward() -> bool:
-    """Return whether autograd is running a node: then a forward is a recomputation for a checkpoint."""
+    """Return whether a backward is running. If so, any forward is a recomputation for a checkpoint."""
     return torch._C._current_autograd_node() is not None
 
 

@@ -46,7 +46,7 @@ class Window:
         self.homes = homes
         self.buckets: list[Gradients] = []
         self.is_whole = False
-        self.is_running = False  # True: from the begin of its first module to the end of its last
+        self.is_running = False  # True: from the start of its first module to the end of its last
         self.run = 0  # its position in the current or last forward
         self._gather = gather
         self.wait_for = waiting
@@ -140,7 +140,7 @@ class Windows(Presence):
         self._place = 0  # the position in `_expected`
         self._idle: list[Window] = []  # gathered ahead, or kept for the backward
         self._task = -1  # autograd's id of the running or last backward
-        self._over: dict[int, Runs] = {}  # by window id: the forward in whose graph the window's backward is over
+        self._over: dict[int, Runs] = {}  # by window id: the forward whose backward has passed the window
         self._unsettled: list[Window] = []  # windows of `_over` with gradients that are not launched yet
         self._order = SameOrder(gather.group, next(home.device for each in windows for home in each.homes))
         self._handles = []

@@ -11,7 +11,7 @@ lengths may differ but must be the same on every rank, or one tensor, which is c
 rank are refused before anything is sent; length mismatches between ranks are not detected.
 
 Long tensors are processed in *columns*: the same short slice of every chunk, each with a ring of its own. While one
-column's message is in transit, another column is added up. The extra memory stays below some MB, whatever the length.
+column's message is in transit, another column is added up. The extra memory is a few MB, whatever the length.
 """
 
 from muster.ddp.primitives.exchanges import exchange, ordered_all_reduce, ordered_reduce_scatter

@@ -16,7 +16,7 @@ from torch import Tensor
 Column: TypeAlias = Generator[None, None, None]
 
 # Limits of a message in bytes: shorter tensors are not worth cutting, longer ones are cut. What gloo receives is added
-# while it is in the cache. With NCCL, a message has a fixed cost of about 16 MB over NVLink.
+# while it is in the cache. With NCCL, the fixed cost of a message equals that of about 16 MB over NVLink.
 SEGMENT_BYTES: Final = {"cpu": (2**17, 2**22), "cuda": (2**24, 2**26)}
 UNDER_WAY: Final = 2  # columns at a time: one is sent while the other is added; more would share the link unfairly
 

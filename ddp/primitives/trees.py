@@ -1,4 +1,4 @@
-"""Binomial trees: ceil(log2 n) rounds, each of which doubles the ranks with the data, or halves those with sums."""
+"""Binomial trees: ceil(log2 n) rounds. Each doubles the ranks that have the data, or halves those with partial sums."""
 
 import torch
 from torch import Tensor

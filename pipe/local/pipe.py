@@ -80,7 +80,7 @@ class Pipe(nn.Module):
     are those of one forward per micro-batch and one backward of all. Threads take over autograd's modes, autocast, the
     default device, current streams and context variables from the caller, but not modes of tensor subclasses or
     saved-tensor hooks. `torch.func` and tracing are refused. To compile, compile the layers. Layers are called one by
-    one: the sequence's own forward and hooks are not. Micro-batches are views of the batch: if autograd needs the input
+    one, without the sequence's own forward and hooks. Micro-batches are views of the batch: if autograd needs the input
     of a layer, no layer may write to the batch in place.
 
     The forward raises an error of a stage at once and unchanged. Other stages finish their current work, unobserved,

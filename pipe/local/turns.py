@@ -1,4 +1,4 @@
-"""Make stages of one process that draw random numbers take turns, so that results do not depend on thread timing.
+"""Let only one stage of a process draw random numbers at a time, so that results do not depend on thread timing.
 
     tick 3    stage 0: none     ──┐         a wave: at most one of its stages draws
               stage 1: dropout  ──┴──►

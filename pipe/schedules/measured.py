@@ -90,7 +90,7 @@ def busy_s(records: Iterable[Record], ranks: int) -> tuple[float, ...]:
 
 
 def spread(records: Iterable[Record]) -> tuple[float, float]:
-    """Return the shortest and longest action's duration over the mean of its kind and stage; (1, 1) without any."""
+    """Return the smallest and largest ratio of an action's duration to the mean of its kind and stage; else (1, 1)."""
     took = _took(records)
     shares = [each / mean for seconds in took.values() if (mean := fmean(seconds)) for each in seconds]
     return min(shares, default=1.0), max(shares, default=1.0)

@@ -89,7 +89,7 @@ def _gpipe(_rank_of: tuple[int, ...], ranks: int, microbatches: int, _costs: Cos
 
 
 def _1f1b(_rank_of: tuple[int, ...], ranks: int, microbatches: int, _costs: Costs) -> Orders:
-    """PipeDream-flush (Narayanan et al. 2021): a rank is as many forwards ahead as there are ranks after it."""
+    """PipeDream-flush (Narayanan et al. 2021): a rank runs one forward in advance for each rank after it."""
     rows = []
     for stage in range(ranks):
         forwards = [Action("F", stage, index) for index in range(microbatches)]

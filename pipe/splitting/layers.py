@@ -91,7 +91,7 @@ class _Split(nn.Module):
         return plain.__reduce_ex__(1)  # later protocols require an object of this very class
 
     def forward(self, input: Tensor) -> Tensor:
-        """Run the layer: split, or plain if weight or bias are by now computed by a norm or a mask."""
+        """Run the split layer; run it as a plain one if a norm or mask has replaced its weight or bias."""
         held = self._parameters
         if "weight" not in held or "bias" not in held:
             return super().forward(input)  # type: ignore[no-any-return]

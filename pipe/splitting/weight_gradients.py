@@ -27,7 +27,7 @@ class Work(NamedTuple):
     weight: nn.Parameter
     bias: nn.Parameter | None  # None: the layer has none, or it is frozen
     x: Tensor
-    gradient: Tensor  # of the output, in the type of the computation and of x
+    gradient: Tensor  # of the output; has the type of the computation, as x does
 
 
 class Keeper(Protocol):

@@ -54,7 +54,7 @@ class Column(Rule):
     becomes: ClassVar[type[ColumnLinear]] = ColumnLinear
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Require a linear layer with outputs divisible by the ranks."""
+        """Require a linear layer with outputs divisible by the number of ranks."""
         yield from _of_type(module, nn.Linear)
         if isinstance(module, nn.Linear):
             yield from _divides(module.out_features, "outputs", ranks)
@@ -76,7 +76,7 @@ class Row(Rule):
     """Split the inputs of a linear layer, which are a column layer's outputs. Its output is summed over the ranks."""
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Require a linear layer with inputs divisible by the ranks."""
+        """Require a linear layer with inputs divisible by the number of ranks."""
         yield from _of_type(module, nn.Linear)
         if isinstance(module, nn.Linear):
             yield from _divides(module.in_features, "inputs", ranks)
@@ -96,7 +96,7 @@ class Vocabulary(Rule):
     """Split the tokens of an embedding or the classes of a head, which may share one weight."""
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Require a plain embedding or a linear layer, with a vocabulary divisible by the ranks."""
+        """Require a plain embedding or linear layer whose vocabulary is divisible by the number of ranks."""
         yield from _of_type(module, nn.Embedding, nn.Linear)
         if isinstance(module, nn.Embedding):
             for extra in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
@@ -139,7 +139,7 @@ class Heads(Rule):
     dropout: str | None = None
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Require numbers of heads divisible by the ranks, and valid column layers."""
+        """Require numbers of heads divisible by the number of ranks, and valid column layers."""
         missing = [each for each in self._counts() if not hasattr(module, each)]
         parts = dict(module.named_modules())
         if missing := [*missing, *(each for each in self.columns if each not in parts)]:

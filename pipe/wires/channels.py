@@ -97,7 +97,7 @@ class _Queue:
 
 
 class Channels:
-    """This rank's ends of all boundaries between stages."""
+    """Sends and receives of this rank across all boundaries between stages."""
 
     def __init__(self, wire: Wire, control: Wire, device: torch.device, microbatches: int) -> None:
         self._wire, self._control, self._device = wire, control, device

@@ -122,7 +122,7 @@ class PeerWire:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates the CUDA context
             at = [self._memory.register(each) for each in self._counters]
-        # A rank's streams wait on its own counters: messages that arrived for it, and its own messages that were taken.
+        # A rank's streams wait on its own counters, which count messages sent to it and messages taken from it.
         self._out = {peer: _Way(at[peer] + 4 * LINE * rank, at[rank] + 4 * LINE * (ranks + peer)) for peer in peers}
         self._in = {peer: _Way(at[rank] + 4 * LINE * peer, at[peer] + 4 * LINE * (ranks + rank)) for peer in self._out}
         self._telling: list[Message] = []

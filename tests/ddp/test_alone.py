@@ -49,7 +49,7 @@ def all_alone(world: World) -> list[str]:
 
 
 def accumulated(world: World, micro_batches: int) -> list[str]:
-    """Accumulated gradients, also onto the zeros of an earlier step, must be the mean of the ranks' sums."""
+    """Gradients accumulated onto None or onto an earlier step's zeros must be the mean of the ranks' sums."""
     case, model = CASES["toy"], wrap(world, "BucketedDDP", "toy", **EACH)
     backwards(world, model, case, shards=micro_batches)
     found = {name: each.clone() for name, each in gradients_of(model.module).items() if each is not None}

@@ -91,7 +91,7 @@ class Graph(torch.autograd.Function):
 
 
 class Watched(nn.Linear):
-    """Counts live graphs and outputs at the begin of each forward."""
+    """Counts live graphs and outputs at the start of each forward."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)

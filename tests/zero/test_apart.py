@@ -53,7 +53,7 @@ def message(call: Callable[[], object]) -> str:
 
 
 def tied(world: World) -> dict[str, Any]:
-    """Step ones with twice the gradient: 1 - 0.1 * 2."""
+    """Step tied weights of 1, whose gradient is doubled: 1 - 0.1 * 2."""
     found: dict[str, Any] = {}
     model = BucketedDDP(Tied(by_data))
     found["ddp"] = stepped(model, torch.optim.SGD(model.parameters(), lr=0.1))

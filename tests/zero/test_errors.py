@@ -1,4 +1,4 @@
-"""Mistakes that a sharded wrapper refuses with a message, on the ranks that make them or on all, without a hang."""
+"""A sharded wrapper refuses mistakes with a message, on the ranks that make them or on all ranks, and never hangs."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

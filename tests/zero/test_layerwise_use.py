@@ -1,4 +1,4 @@
-"""Layerwise in other uses than plain steps: refusals, micro-batches, states, 16 bits, operations in between."""
+"""Layerwise beyond plain steps: refusals, micro-batches, states, 16 bits, operations in between."""
 
 from collections.abc import Callable
 

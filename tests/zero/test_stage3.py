@@ -124,7 +124,7 @@ def test_a_rank_holds_its_shard_and_within_a_step_two_units(on_ranks, ranks):
 
 
 def events(world: World, reshard: bool = True) -> list[str]:
-    """Return the events in the second step of four blocks: begins of gathers, forwards of blocks, frees."""
+    """Return the events in the second step of four blocks: starts of gathers, forwards of blocks, frees."""
     model = wrap(world, CASES["chain"], reshard_after_forward=reshard)
     told: list[str] = []
     for window in model.presence.windows[:-1]:

@@ -153,7 +153,7 @@ def test_programs_run_in_any_interleaving_whether_sends_wait_or_not(
 def test_both_ranks_of_a_pair_have_the_same_messages_in_the_same_order(
     name: str, ranks: int, microbatches: int, chunks: int
 ) -> None:
-    """In both directions together, so NCCL could use one group per pair."""
+    """This holds for both directions together, so one NCCL group per pair would work."""
     program = program_of(name, ranks, microbatches, chunks)
     pairs: dict[tuple[int, int], list[tuple[int, str, int, int]]] = defaultdict(list)
     for rank, row in enumerate(program.steps):
