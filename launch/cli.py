@@ -32,6 +32,7 @@ GROUPS = (
         (
             ("list", "list the runs of a folder"),
             ("status", "show one run: how far it is, and every rank"),
+            ("watch", "show a run as it goes on: step, rate, next checkpoint, and every node and rank"),
             ("compare", "show where the time of a step went in several runs, and which of them is faster"),
             ("plot", "draw one picture of several runs, or print its numbers"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
@@ -79,6 +80,7 @@ PHRASES = {name: phrase for _, commands in GROUPS for name, phrase in commands}
 LOOKING = (
     "list",
     "status",
+    "watch",
     "compare",
     "plot",
     "logs",

@@ -174,7 +174,7 @@ def _next_step(state: RunState, verdict: dict[str, Any]) -> str:
     """Return what to do; what goes on with the run stands apart."""
     run = RunDir(Path(state.path))
     if not state.is_over and state.state != "lost":
-        return f"{run.command('status --watch')} follows it, {run.command('logs -f')} shows its output"
+        return f"{run.command('watch')} follows it, {run.command('logs -f')} shows its output"
     if state.state == "done" or (state.state == "stopped" and _going_on(state)):
         return ""
     first, message = verdict.get("first"), str(verdict.get("message") or "")
