@@ -22,7 +22,7 @@ _ELEMENTWISE: Final = (
 )
 _WHOLE: Final = {  # the reason why it needs whole tensors
     "Adafactor": "it factors the second moment of a matrix into its rows and columns",
-    "LBFGS": "it takes products of all gradients, and evaluates the loss anew",
+    "LBFGS": "it takes products of all gradients, and evaluates the loss again",
     "Muon": "it orthogonalizes the momentum of a whole matrix",
     "SparseAdam": "it updates the rows that a sparse gradient names, and gradients are dense here",
 }

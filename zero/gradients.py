@@ -104,7 +104,7 @@ class PassingGradients(Bucket):
             self.flat = only if scale == 1.0 else only.mul_(scale)
         else:
             self.flat = torch.empty(self.home.layout.length, dtype=self._type, device=self.home.device)
-            for start, stop in self.home.layout.gaps:  # the optimizer and norms see gaps together with the tensors around them
+            for start, stop in self.home.layout.gaps:  # optimizer and norms read gaps, too
                 self.flat[start:stop].zero_()
             self._copy(scale)
         for slot in self.slots:
