@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from muster.pipe.microbatch_passes import WholeGraph
+from muster.pipe.microbatch_passes import WholeGraphPass
 from muster.pipe.rng_streams import Hooks
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Stage
-from muster.pipe.wires.channels import Layout
+from muster.pipe.wires.channels import TensorLayout
 
 
 def graphs_for(
@@ -49,9 +49,9 @@ class GraphForm(NamedTuple):
     """Everything that must be equal for a micro-batch to use a recorded graph."""
 
     stage: int
-    x: Layout
+    x: TensorLayout
     learns: bool  # the gradient of x is wanted
-    targets: Layout | None
+    targets: TensorLayout | None
 
 
 class Graphs:
@@ -67,7 +67,7 @@ class Graphs:
         self._free: dict[GraphForm, list[_Slot]] = {}
         self._in_flight: Counter[GraphForm] = Counter()
         self._most: Counter[GraphForm] = Counter()  # largest number in flight at once so far
-        self._gradient: dict[GraphForm, Layout] = {}  # layout of the gradient of the stage's output
+        self._gradient: dict[GraphForm, TensorLayout] = {}  # layout of the gradient of the stage's output
         self._gaining: dict[nn.Parameter, Tensor | None] = {}  # parameters with gradients, and the fixed tensor of each
         self._signature: tuple[object, ...] = ()
 
@@ -118,7 +118,7 @@ class Graphs:
 
     def saw_gradient(self, form: GraphForm, gradient: Tensor) -> None:
         """Record the layout of an output's gradient."""
-        self._gradient[form] = Layout.of(gradient)
+        self._gradient[form] = TensorLayout.of(gradient)
 
     def _record(self, form: GraphForm) -> None:
         stage = self._stages[form.stage]
@@ -176,7 +176,7 @@ class _Slot:
         self,
         stage: Stage,
         form: GraphForm,
-        gradient: Layout,
+        gradient: TensorLayout,
         queue: WeightQueue | None,
         stream: torch.cuda.Stream,
         device: torch.device,
@@ -187,7 +187,7 @@ class _Slot:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), stream
         self.of_x: Tensor | None = None
         self.backward = self.weights = None
-        microbatch_pass = WholeGraph(stage, 0)
+        microbatch_pass = WholeGraphPass(stage, 0)
         with torch.enable_grad():
             with self._recorded() as self.forward:
                 self.output = microbatch_pass.forward(self.x.detach().requires_grad_(form.learns), self.targets)
@@ -215,11 +215,11 @@ class GraphedPass:
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Run the stage; return its output or loss, detached."""
-        layout = None if targets is None else Layout.of(targets)
-        self._form = GraphForm(self._stage.number, Layout.of(x), x.requires_grad, layout)
+        layout = None if targets is None else TensorLayout.of(targets)
+        self._form = GraphForm(self._stage.number, TensorLayout.of(x), x.requires_grad, layout)
         slot = self._slot = self._graphs.take(self._form)
         if slot is None:
-            self._eager = WholeGraph(self._stage, self._microbatch)
+            self._eager = WholeGraphPass(self._stage, self._microbatch)
             output = self._eager.forward(x, targets)
             self.learns = self._eager.learns
             if not self.learns:

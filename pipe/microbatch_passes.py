@@ -1,16 +1,16 @@
 """A micro-batch pass: one micro-batch's forward through a stage and its later backward, in one of three ways.
 
-    WholeGraph   forward: builds one autograd graph        backward: through that graph
-    Recomputed   forward: keeps only the stage's input     backward: forward again, then as above
-    Layerwise    forward: keeps only the layers' inputs    backward: layer by layer, one `autograd.grad` each
+    WholeGraphPass   forward: builds one autograd graph        backward: through that graph
+    RecomputedPass   forward: keeps only the stage's input     backward: forward again, then as above
+    LayerwisePass    forward: keeps only the layers' inputs    backward: layer by layer, one `autograd.grad` each
 
 The second forward draws the same random numbers and reads the same buffer values as the first one
 (`pipe/buffers.py`); it does not change them. All three add to `.grad` exactly what a backward in one process would.
 The tensor passed to the next stage is detached. Autograd keeps only what the operations saved of it, so its memory is
 free once it has been sent.
 
-A weight shared by several layers of a stage gets one gradient per micro-batch in all three. With Layerwise, though, its
-own hooks (`Tensor.register_hook`) see each layer's share, and parameters outside the layers get no gradient.
+A weight shared by several layers of a stage gets one gradient per micro-batch in all three. With LayerwisePass, though,
+its own hooks (`Tensor.register_hook`) see each layer's share, and parameters outside the layers get no gradient.
 
 Each micro-batch is normalized by its own batch-norm statistics, and updates the running statistics in turn.
 """
@@ -36,7 +36,7 @@ def _may_learn(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-class WholeGraph:
+class WholeGraphPass:
     """One autograd graph, from the forward to the backward."""
 
     def __init__(self, stage: Stage, microbatch: int) -> None:
@@ -78,7 +78,7 @@ def catch(x: Tensor, came: list[Tensor]) -> None:
     get_gradient_edge(x).node.register_prehook(take)
 
 
-class Recomputed(WholeGraph):
+class RecomputedPass(WholeGraphPass):
     """Keeps a stage's input, and runs its forward again in the backward."""
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
@@ -101,7 +101,7 @@ class Recomputed(WholeGraph):
         return super().backward(gradient) if self.learns else None
 
 
-class Layerwise:
+class LayerwisePass:
     """Keeps the inputs of all layers; the backward has one layer's graph at a time."""
 
     def __init__(self, stage: Stage, microbatch: int) -> None:
@@ -231,7 +231,7 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
 
 
 PASSES: Final[dict[str, Make]] = {
-    "whole": WholeGraph,
-    "recompute": Recomputed,
-    "layerwise": Layerwise,
+    "whole": WholeGraphPass,
+    "recompute": RecomputedPass,
+    "layerwise": LayerwisePass,
 }

@@ -28,7 +28,17 @@ from muster.pipe.graphs import Graphs, graphs_for
 from muster.pipe.marks import Mark, marks_for
 from muster.pipe.microbatch_passes import PASSES
 from muster.pipe.rng_streams import Hooks
-from muster.pipe.run import Held, Parts, RankRow, Run, check_model, cut_batch, device_of, evaluating, row_of
+from muster.pipe.run import (
+    BatchParts,
+    RankRow,
+    RowExecution,
+    StageLayers,
+    check_model,
+    cut_batch,
+    device_of,
+    evaluating,
+    row_of,
+)
 from muster.pipe.schedules import cuts as cutting
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.programs import Span, Step
@@ -78,7 +88,7 @@ class Pipeline:
     """
 
     loss_sum: Tensor | None = None  # summed over the samples of the last step
-    _running: Run | None = None  # set while a row is running
+    _running: RowExecution | None = None  # set while a row is running
 
     def __init__(
         self,
@@ -112,7 +122,7 @@ class Pipeline:
         if (last := self.stages.get(stages - 1)) is not None:
             last.loss = loss
         held = [each for stage in self.stages.values() for each in zip(stage.names, stage.layers, strict=True)]
-        self.module = Held(held)
+        self.module = StageLayers(held)
         self._device = device_of(self.module, layers)
         self._marks = marks_for(self._device)
         self._rows: dict[tuple[int, bool], RankRow] = {}
@@ -201,7 +211,7 @@ class Pipeline:
         parts = cut_batch(inputs, targets, self.schedule.microbatches, self._connections)
         if self._graphs is not None:
             self._graphs.begin()
-        run = Run(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
+        run = RowExecution(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
         run.on_last_backward, run.now = self.on_last_backward, self._marks.now
         self._marked, self._spans = run.marked, None
         self._ties.begin(len(parts.weights))
@@ -223,7 +233,7 @@ class Pipeline:
 
     def _evaluate(self, inputs: Tensor) -> Tensor:
         parts = cut_batch(inputs, None, self.schedule.microbatches, self._connections, evaluates=True)
-        run = Run(self.stages, self.schedule.stages - 1, self._channels, None, None)
+        run = RowExecution(self.stages, self.schedule.stages - 1, self._channels, None, None)
         with evaluating(self.module), torch.no_grad():
             self._do(run, self._row(len(parts.weights), forwards_only=True), parts)
         outputs = torch.cat([run.results[index] for index in range(len(run.results))]) if run.results else None
@@ -232,7 +242,7 @@ class Pipeline:
         assert outputs is not None
         return outputs
 
-    def _do(self, run: Run, row: RankRow, parts: Parts) -> None:
+    def _do(self, run: RowExecution, row: RankRow, parts: BatchParts) -> None:
         """Run a row together with all other ranks."""
         first = next(self.module.parameters(), None)
         if first is not None and first.device != self._device:

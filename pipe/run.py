@@ -30,7 +30,7 @@ from muster.pipe.wires.channels import Arrival, Channels, Form
 from muster.pipe.wires.connections import Connections
 
 
-class Held(nn.Module):
+class StageLayers(nn.Module):
     """A container of layers under their names in the whole model, which may contain dots. It does not run them."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
@@ -115,7 +115,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 Kind = Literal["F", "B", "I", "W", "send", "ask", "wait"]
 
 
-class Operation(NamedTuple):
+class RowOperation(NamedTuple):
     """One entry of a row: what to do, and the step of the program it belongs to."""
 
     kind: Kind
@@ -125,7 +125,7 @@ class Operation(NamedTuple):
 class RankRow(NamedTuple):
     """A rank's operations, its incoming messages in order, and the largest backlog of every way between ranks."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[RowOperation, ...]
     receives: tuple[Receive, ...]
     backlogs: Mapping[Way, int]
 
@@ -161,15 +161,15 @@ def _coming(steps: Sequence[Step], peer: int, rank: int) -> list[Receive]:
     return [Receive(each.what, each.stage, each.microbatch, peer) for each in sends]
 
 
-def _operations(steps: Sequence[Step], schedule: Schedule) -> list[Operation]:
+def _operations(steps: Sequence[Step], schedule: Schedule) -> list[RowOperation]:
     operations = []
     for step in steps:
         if isinstance(step, Action):
             if received := received_before(step, schedule.rank_of):
-                operations.append(Operation("wait", received))
-            operations.append(Operation(step.kind, step))
+                operations.append(RowOperation("wait", received))
+            operations.append(RowOperation(step.kind, step))
         else:
-            operations.append(Operation("send" if isinstance(step, Send) else "ask", step))
+            operations.append(RowOperation("send" if isinstance(step, Send) else "ask", step))
     return operations
 
 
@@ -180,7 +180,7 @@ def part_lengths(samples: int, parts: int) -> list[int]:
     return [length + (part < longer) for part in range(parts)]
 
 
-class Parts(NamedTuple):
+class BatchParts(NamedTuple):
     """A batch cut into micro-batches."""
 
     inputs: Sequence[Tensor]
@@ -189,7 +189,7 @@ class Parts(NamedTuple):
     forms: list[Form]
 
 
-class Handed(NamedTuple):
+class StageInput(NamedTuple):
     """A tensor for a stage; None if no gradient is needed."""
 
     tensor: Tensor | None
@@ -197,7 +197,7 @@ class Handed(NamedTuple):
     arrival: Arrival | None  # None: the tensor was made on this rank
 
 
-class Run:
+class RowExecution:
     """The execution of one row, from start to end."""
 
     def __init__(
@@ -215,7 +215,7 @@ class Run:
         self.now: Callable[[], Mark] = time.monotonic
         self.marked: list[tuple[Step, Mark, Mark]] = []  # each step with the marks before and after it
         self.at: Action | None = None  # the current action, for error messages
-        self._handed: dict[Key, Handed] = {}
+        self._handed: dict[Key, StageInput] = {}
         self._made: dict[Key, tuple[Tensor | None, bool]] = {}
         self._passes: dict[tuple[int, int], MicrobatchPass] = {}
         self._borrowed: dict[tuple[int, int], list[Arrival]] = {}
@@ -230,7 +230,7 @@ class Run:
             "wait": self.wait,
         }
 
-    def run(self, row: RankRow, parts: Parts) -> None:
+    def run(self, row: RankRow, parts: BatchParts) -> None:
         """Run all operations of a row."""
         self.parts = parts
         if self.channels is not None:
@@ -255,7 +255,7 @@ class Run:
         """Wait for a message, and keep it for the stage that consumes it."""
         assert self.channels is not None
         arrival = self.channels.wait(step)
-        self._handed[step.key] = Handed(arrival.buffer, arrival.learns, arrival)
+        self._handed[step.key] = StageInput(arrival.buffer, arrival.learns, arrival)
 
     def send(self, step: Send) -> None:
         """Send a tensor that an earlier action made."""
@@ -348,7 +348,7 @@ class Run:
     def _hand_over(self, what: What, stage: int, microbatch: int, tensor: Tensor | None, *, learns: bool) -> None:
         if stage in self.stages:  # this stage may release a buffer before the other one has read it
             own = None if tensor is None else self._own(tensor)
-            self._handed[what, stage, microbatch] = Handed(own, learns, None)
+            self._handed[what, stage, microbatch] = StageInput(own, learns, None)
         else:
             self._made[what, stage, microbatch] = (tensor, learns)
 
@@ -385,7 +385,7 @@ def _make_own(fresh: list[nn.Parameter], *messages: Tensor | None) -> list[nn.Pa
 
 def cut_batch(
     inputs: Tensor, targets: Tensor | None, most: int, connections: Connections | None, *, evaluates: bool = False
-) -> Parts:
+) -> BatchParts:
     """Cut a batch into `most` micro-batches, or one per sample if there are fewer. All ranks must pass equal shapes.
 
     Raises:
@@ -400,7 +400,7 @@ def cut_batch(
     if connections is not None:
         in_words = f"{len(inputs)} samples of shape {kind[0]}, {inputs.dtype}"
         connections.compare([len(inputs), zlib.crc32(repr(kind).encode())], in_words)
-    return Parts(
+    return BatchParts(
         torch.split(inputs, lengths),
         () if targets is None else torch.split(targets, lengths),
         [length / len(inputs) for length in lengths],

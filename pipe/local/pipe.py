@@ -27,7 +27,7 @@ from torch import nn
 from muster.pipe.local.across import Ready
 from muster.pipe.local.nested import batch_of, cut, join
 from muster.pipe.local.turns import Turns
-from muster.pipe.local.workers import Answer, Call, Modes, Task, Workers
+from muster.pipe.local.workers import Modes, PipeCall, StageResult, StageTask, Workers
 from muster.pipe.run import part_lengths
 from muster.pipe.schedules.cuts import Cuts, by_hand, even
 
@@ -137,12 +137,12 @@ class Pipe(nn.Module):
             ValueError: If the inputs have no batch dimension, or outputs of micro-batches cannot be joined.
             RuntimeError: If called within a transform of torch.func, or while being traced.
         """
-        call = Call(Modes.of_this_thread(value, self.devices))
+        call = PipeCall(Modes.of_this_thread(value, self.devices))
         values = cut(value, self._lengths(batch_of(value)))
         ready: list[Ready] = [{}] * len(values)
         stages, inboxes = self.stages, self._workers.inboxes()
         keys = self._turns.keys(stages)
-        answer: Answer | None = None
+        answer: StageResult | None = None
         del value
         try:
             for tick in clock_cycles(len(values), len(stages)):
@@ -150,7 +150,7 @@ class Pipe(nn.Module):
                 for wave in self._turns.waves(keys, microbatch_of):
                     for stage in wave:
                         microbatch = microbatch_of[stage]
-                        task = Task(call, stage, microbatch, stages[stage], values[microbatch], ready[microbatch])
+                        task = StageTask(call, stage, microbatch, stages[stage], values[microbatch], ready[microbatch])
                         inboxes[stage].put(task)
                         del task  # only the worker holds it now
                     for _ in wave:

@@ -72,15 +72,15 @@ class Modes:
 
 
 @dataclass
-class Call:
+class PipeCall:
     """One forward of a pipe, with the queue of its answers. After a failure, nobody reads the remaining answers."""
 
     modes: Modes
-    answers: "SimpleQueue[Answer]" = field(default_factory=SimpleQueue)
+    answers: "SimpleQueue[StageResult]" = field(default_factory=SimpleQueue)
 
 
 @dataclass(frozen=True)
-class Answer:
+class StageResult:
     """The result of a task: a value with the events after which GPUs have it, or an error."""
 
     stage: int
@@ -91,40 +91,40 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Task:
+class StageTask:
     """The forward of one micro-batch through one stage."""
 
-    call: Call
+    call: PipeCall
     stage: int
     microbatch: int
     layers: nn.Sequential
     value: Any
     ready: Ready
 
-    def answer(self, streams: Streams) -> Answer:
+    def answer(self, streams: Streams) -> StageResult:
         """Run the task and return its result."""
         try:
             # A context runs in only one thread at a time, and stages run concurrently.
             return self.call.modes.context.copy().run(self._run, streams)
         except BaseException as error:  # passed to the caller, so that this thread continues
-            return Answer(self.stage, self.microbatch, error=error)
+            return StageResult(self.stage, self.microbatch, error=error)
 
-    def _run(self, streams: Streams) -> Answer:
+    def _run(self, streams: Streams) -> StageResult:
         with self.call.modes.set_here(streams.device):
             value = streams.fetch(self.value, self.ready)
             for layer in self.layers:
                 value = layer(value)
-            return Answer(self.stage, self.microbatch, value, events_now(value))
+            return StageResult(self.stage, self.microbatch, value, events_now(value))
 
 
-class Worker(threading.Thread):
+class StageWorker(threading.Thread):
     """A thread that runs one stage's tasks on a device, in the order of its queue."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
         # A daemon, because a thread that waits for all others to end would also wait for an idle worker.
         super().__init__(name=f"pipe stage {stage} on {device}", daemon=True)
         self.device = device
-        self.inbox: SimpleQueue[Task | None] = SimpleQueue()
+        self.inbox: SimpleQueue[StageTask | None] = SimpleQueue()
         _WORKERS.add(self)
 
     def run(self) -> None:
@@ -139,7 +139,7 @@ class Worker(threading.Thread):
         self.inbox.put(None)
 
 
-_WORKERS: Final[MutableSet[Worker]] = weakref.WeakSet()  # workers of all pipes
+_WORKERS: Final[MutableSet[StageWorker]] = weakref.WeakSet()  # workers of all pipes
 
 
 @atexit.register
@@ -159,17 +159,17 @@ class Workers:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
-        self.threads: list[Worker] = []
+        self.threads: list[StageWorker] = []
         self._starting = threading.Lock()
         self._end: Callable[[], object] = _nothing
 
-    def inboxes(self) -> "list[SimpleQueue[Task | None]]":
+    def inboxes(self) -> "list[SimpleQueue[StageTask | None]]":
         """Return the task queue of every stage. Every task put into one is answered."""
         with self._starting:  # several threads may use one pipe
             # After a fork none of the parent's threads are alive.
             if not self.threads or not all(each.is_alive() for each in self.threads):
                 self._end()
-                threads = [Worker(stage, device) for stage, device in enumerate(self.devices)]
+                threads = [StageWorker(stage, device) for stage, device in enumerate(self.devices)]
                 for each in threads:
                     each.start()
                 self._end = weakref.finalize(self, _end, threads)
@@ -189,7 +189,7 @@ class Workers:
         return Workers, (self.devices,)
 
 
-def _end(threads: Sequence[Worker]) -> None:
+def _end(threads: Sequence[StageWorker]) -> None:
     for each in threads:
         each.end()
 

@@ -11,7 +11,7 @@ Times = tuple[float, float]  # start and end in seconds from the first start on 
 
 
 @dataclass(frozen=True)
-class Timed:
+class ActionTimes:
     """Times of every action, by rank, and of every message in transit, by the sending rank."""
 
     actions: tuple[tuple[Times, ...], ...]
@@ -29,7 +29,7 @@ def needs(action: Action, stages: int) -> tuple[Action, ...]:
     return (own,) if stage == stages - 1 else (own, Action(action.kind, stage + 1, index))
 
 
-def times(rank_of: tuple[int, ...], orders: tuple[tuple[Action, ...], ...], costs: Costs) -> Timed:
+def times(rank_of: tuple[int, ...], orders: tuple[tuple[Action, ...], ...], costs: Costs) -> ActionTimes:
     """Compute the times of all actions.
 
     A message leaves when its producer ends, after earlier messages between the same two ranks. The sender continues
@@ -72,4 +72,4 @@ def times(rank_of: tuple[int, ...], orders: tuple[tuple[Action, ...], ...], cost
     if stuck:
         where = ", ".join(f"rank {rank} before {action}" for rank, action in stuck)
         raise ScheduleError(f"schedule never ends: {where}; each waits for an action that never completes")
-    return Timed(tuple(tuple(row) for row in rows), tuple(tuple(row) for row in sent))
+    return ActionTimes(tuple(tuple(row) for row in rows), tuple(tuple(row) for row in sent))

@@ -14,33 +14,33 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from muster.pipe.splitting.weight_gradients import Keeper, Kind, Work
+from muster.pipe.splitting.weight_gradients import GradientKind, PendingGradients, PendingQueue
 
 _keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the running backward
 _saving_hooks: Final = torch._C._autograd._top_saved_tensors_default_hooks  # set by activation checkpointing
 _OURS: Final = -1  # our key in a tensor's table of hooks; torch's keys count from 0
 
 
-class Site:
+class SplitSite:
     """The link between a split layer and its queue."""
 
-    __slots__ = ("__weakref__", "_keeper", "anchor", "kind", "module", "original")
+    __slots__ = ("__weakref__", "_queue", "anchor", "kind", "module", "original")
 
-    def __init__(self, keeper: Keeper, kind: Kind, module: nn.Module) -> None:
-        self._keeper = weakref.ref(keeper)  # a deleted queue restores its layers
+    def __init__(self, weight_queue: PendingQueue, kind: GradientKind, module: nn.Module) -> None:
+        self._queue = weakref.ref(weight_queue)  # a deleted queue restores its layers
         self.kind = kind
         self.module = weakref.ref(module)
         self.original = type(module)
         self.anchor = torch.empty(0, requires_grad=True)  # connects outputs to the graph if inputs need no gradient
 
-    def keep(self, work: Work) -> None:
+    def keep(self, work: PendingGradients) -> None:
         """Pass one call of the layer to the queue."""
-        keeper = self._keeper()
-        if keeper is None:
+        weight_queue = self._queue()
+        if weight_queue is None:
             raise RuntimeError(
                 "the backward of a split layer ran after its WeightQueue was deleted; keep a reference to the queue"
             )
-        keeper.keep(work)
+        weight_queue.keep(work)
 
     def keep_copies(self, x: Tensor, gradient: Tensor) -> None:
         """Pass copies from one call of the layer in compiled code to the queue."""
@@ -49,7 +49,7 @@ class Site:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
         learning = bias if bias is not None and bias.requires_grad else None
-        self.keep(Work(self.kind, weight, learning, x.clone(), gradient.clone()))
+        self.keep(PendingGradients(self.kind, weight, learning, x.clone(), gradient.clone()))
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the input."""
@@ -61,7 +61,7 @@ class CaptureHook:
 
     __slots__ = ("bias", "site", "unpack", "version", "weight", "x")
 
-    def __init__(self, site: Site, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor) -> None:
+    def __init__(self, site: SplitSite, weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor) -> None:
         self.site = site
         self.weight = weight
         self.bias = bias if bias is not None and bias.requires_grad else None
@@ -88,7 +88,9 @@ class CaptureHook:
             )
         if not _keeps_graph():
             self.x = None
-        site.keep(Work(site.kind, self.weight, self.bias, x.data, gradient))  # .data does not keep the graph alive
+        site.keep(
+            PendingGradients(site.kind, self.weight, self.bias, x.data, gradient)
+        )  # .data does not keep the graph alive
 
 
 class _Hooks(dict[int, Callable[[Tensor], Any]]):

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from muster.pipe.splitting.layers import is_split, kind_of, restore, split
-from muster.pipe.splitting.weight_gradients import Sums, Work
+from muster.pipe.splitting.weight_gradients import PendingGradients, Sums
 
 Later = Callable[[], None]
 
@@ -53,8 +53,8 @@ class WeightQueue:
 
     def __init__(self, module: nn.Module, *, exact: bool = False) -> None:
         self.exact = exact
-        self._works: dict[Hashable, list[Work | Later]] = {}
-        self._open: list[Work | Later] | None = None  # the work of the key that is being collected
+        self._works: dict[Hashable, list[PendingGradients | Later]] = {}
+        self._open: list[PendingGradients | Later] | None = None  # the work of the key that is being collected
         layers = list(module.modules())
         if taken := [type(each).__name__ for each in layers if is_split(each)]:
             raise ValueError(f"{len(taken)} layers ({taken[0]}, ...) are already split; restore() their queue first")
@@ -71,8 +71,10 @@ class WeightQueue:
             if kind is not None and whole.isdisjoint(map(id, each.parameters(recurse=False))):
                 split(each, kind, self)
                 self._layers.append(each)
-            elif kind is None and not exact and hasattr(each, "keeper"):
-                each.keeper = weakref.proxy(self)  # tensor-parallel layers defer their weight gradients themselves
+            elif kind is None and not exact and hasattr(each, "weight_queue"):
+                each.weight_queue = weakref.proxy(
+                    self
+                )  # tensor-parallel layers defer their weight gradients themselves
                 self._others.append(each)
         weakref.finalize(self, _restore, self._layers, self._others).atexit = False
 
@@ -91,7 +93,7 @@ class WeightQueue:
         finally:
             self._open = None
 
-    def keep(self, work: Work | Later) -> None:
+    def keep(self, work: PendingGradients | Later) -> None:
         """Add pending work to the open key, from a backward or anywhere within `collecting`.
 
         A custom layer may pass a function without arguments, which `run` calls in order.
@@ -112,11 +114,11 @@ class WeightQueue:
         works = self._works.pop(key, None)
         if works is None or works is self._open:
             raise RuntimeError(f"run({key!r}): nothing was collected under this key, or it has already run")
-        sums = Sums([each for each in works if isinstance(each, Work)], exact=self.exact)
+        sums = Sums([each for each in works if isinstance(each, PendingGradients)], exact=self.exact)
         works.reverse()
         while works:
             work = works.pop()  # frees the memory of each piece of work when it is done
-            if isinstance(work, Work):
+            if isinstance(work, PendingGradients):
                 work.kind.run(work, sums)
             else:
                 work()
@@ -155,6 +157,6 @@ def _restore(layers: list[nn.Module], others: list[nn.Module]) -> None:
     for each in layers:
         restore(each)
     for each in others:
-        each.keeper = None  # type: ignore[assignment]
+        each.weight_queue = None  # type: ignore[assignment]
     layers.clear()
     others.clear()

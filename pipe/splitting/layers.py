@@ -20,15 +20,15 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from muster.pipe.splitting import compiled
-from muster.pipe.splitting.gradient_capture import Anchored, CaptureHook, Site, capture
-from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, Keeper, Kind
+from muster.pipe.splitting.gradient_capture import Anchored, CaptureHook, SplitSite, capture
+from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, GradientKind, PendingQueue
 
-SITE: Final = "_split_site"  # attribute for a layer's `Site`
+SITE: Final = "_split_site"  # attribute for a layer's `SplitSite`
 PLACE: Final = "_split_place"  # attribute for its number in compiled code
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def kind_of(module: nn.Module) -> GradientKind | None:
     """Return the kind of weight gradients of a layer; None if it cannot be split."""
     held, weight = module._parameters, module._parameters.get("weight")
     if weight is None or "bias" not in held or is_lazy(weight) or weight.is_complex() or "forward" in module.__dict__:
@@ -38,10 +38,10 @@ def kind_of(module: nn.Module) -> Kind | None:
     return _convolution(module) if isinstance(module, _ConvNd) else None
 
 
-def split(module: nn.Module, kind: Kind, keeper: Keeper) -> None:
+def split(module: nn.Module, kind: GradientKind, weight_queue: PendingQueue) -> None:
     """Split one layer."""
     ours = _SplitLinear if kind is LINEAR else _SplitConvolution
-    site = module.__dict__[SITE] = Site(keeper, kind, module)
+    site = module.__dict__[SITE] = SplitSite(weight_queue, kind, module)
     module.__dict__[PLACE] = compiled.number(site)
     module.__class__ = _subclass(ours, site.original)  # type: ignore[arg-type]
 
@@ -107,7 +107,7 @@ class _Split(nn.Module):
         self, run: Callable[..., Tensor], x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *settings: Any
     ) -> Tensor:
         """Run a layer with its weights detached, and put the hook on its output."""
-        site: Site = self.__dict__[SITE]
+        site: SplitSite = self.__dict__[SITE]
         hook = CaptureHook(site, weight, bias, x)
         arguments = (x, weight.detach(), None if bias is None else bias.detach(), *settings)
         y: Tensor = run(*arguments) if x.requires_grad else Anchored.apply(run, arguments, site.anchor)  # type: ignore[no-untyped-call]

@@ -20,27 +20,27 @@ from torch import Tensor, nn
 FULL: Final = (torch.float32, torch.float64)  # types whose sums are computed in the type itself
 
 
-class Work(NamedTuple):
+class PendingGradients(NamedTuple):
     """The pending weight gradients of one call of a layer."""
 
-    kind: "Kind"
+    kind: "GradientKind"
     weight: nn.Parameter
     bias: nn.Parameter | None  # None: the layer has none, or it is frozen
     x: Tensor
     gradient: Tensor  # of the output; has the type of the computation, as x does
 
 
-class Keeper(Protocol):
+class PendingQueue(Protocol):
     """A queue of pending work, such as `pipe.splitting.halves.WeightQueue`."""
 
-    def keep(self, work: Work) -> None:
+    def keep(self, work: PendingGradients) -> None:
         """Add the work of one call of a layer, from its backward."""
 
 
 class Sums:
     """Adds the gradients of one micro-batch to `.grad`."""
 
-    def __init__(self, works: Sequence[Work], *, exact: bool) -> None:
+    def __init__(self, works: Sequence[PendingGradients], *, exact: bool) -> None:
         self.exact = exact
         learning = [each for work in works for each in work[1:3] if each is not None]
         self._uses = Counter(map(id, learning))  # number of uses still to come, by parameter
@@ -94,11 +94,11 @@ class Sums:
                 hook(parameter)
 
 
-class Kind(ABC):
+class GradientKind(ABC):
     """How the gradients of a kind of layer are computed."""
 
     @abstractmethod
-    def run(self, work: Work, sums: Sums) -> None:
+    def run(self, work: PendingGradients, sums: Sums) -> None:
         """Compute the weight gradients of one call, and add them."""
 
     @abstractmethod
@@ -106,10 +106,10 @@ class Kind(ABC):
         """Return the gradient of x, with its shape."""
 
 
-class Linear(Kind):
+class Linear(GradientKind):
     """Gradients for x (..., features) and dY (..., outputs)."""
 
-    def run(self, work: Work, sums: Sums) -> None:
+    def run(self, work: PendingGradients, sums: Sums) -> None:
         _, weight, bias, x, gradient = work
         if x.dim() > 2:
             x = x.flatten(0, -2)  # (rows, features)
@@ -134,7 +134,7 @@ class Linear(Kind):
 
 
 @dataclass(frozen=True)
-class Convolution(Kind):
+class Convolution(GradientKind):
     """Gradients for x (batch, channels, ...) and dY (batch, outputs, ...). Settings have one number per dimension."""
 
     stride: tuple[int, ...]
@@ -142,7 +142,7 @@ class Convolution(Kind):
     dilation: tuple[int, ...]
     groups: int
 
-    def run(self, work: Work, sums: Sums) -> None:
+    def run(self, work: PendingGradients, sums: Sums) -> None:
         wanted = [False, True, work.bias is not None]
         _, of_weight, of_bias = self._backward(work.gradient, work.x, work.weight, wanted)
         sums.add(work.weight, of_weight)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muster.pipe.splitting.weight_gradients import LINEAR, Keeper, Work
+from muster.pipe.splitting.weight_gradients import LINEAR, PendingGradients, PendingQueue
 from muster.pipe.tensor.region import Pending, Region, outside_graph
 
 
@@ -30,7 +30,9 @@ class ColumnLinear(nn.Linear):
     """
 
     region: Region
-    keeper: Keeper | None = None  # a queue that computes its weight gradients later; None: its backward does
+    weight_queue: PendingQueue | None = (
+        None  # a queue that computes its weight gradients later; None: its backward does
+    )
 
     def forward(self, input: Tensor) -> Tensor:
         """Map whole inputs to this rank's outputs."""
@@ -44,7 +46,7 @@ class RowLinear(nn.Linear):
     """
 
     region: Region
-    keeper: Keeper | None = None
+    weight_queue: PendingQueue | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to whole outputs."""
@@ -56,13 +58,13 @@ class RowLinear(nn.Linear):
 class Later(NamedTuple):
     """The queue that computes a layer's weight gradients after the backward."""
 
-    keeper: Keeper
+    weight_queue: PendingQueue
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __call__(self, x: Tensor, gradient: Tensor) -> None:
         """Pass the layer's input and the gradient of its output to the queue."""
-        self.keeper.keep(Work(LINEAR, self.weight, self.bias, x, gradient))
+        self.weight_queue.keep(PendingGradients(LINEAR, self.weight, self.bias, x, gradient))
 
 
 def columns(layers: Sequence[ColumnLinear], x: Tensor) -> tuple[Tensor, ...]:
@@ -76,11 +78,11 @@ def columns(layers: Sequence[ColumnLinear], x: Tensor) -> tuple[Tensor, ...]:
 def later_of(layer: ColumnLinear | RowLinear, x: Tensor) -> Later | None:
     """Return the queue that computes a layer's weight gradients later; None if its backward does."""
     learns = layer.weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
-    if layer.keeper is None or not learns:
+    if layer.weight_queue is None or not learns:
         return None
     bias = cast(nn.Parameter | None, layer.bias)
     return Later(
-        layer.keeper, cast(nn.Parameter, layer.weight), bias if bias is not None and bias.requires_grad else None
+        layer.weight_queue, cast(nn.Parameter, layer.weight), bias if bias is not None and bias.requires_grad else None
     )
 
 

@@ -39,7 +39,7 @@ Way = tuple[int, str, int]
 Boundary = tuple[str, int, Form]  # ("activation" or "gradient", receiving stage, form)
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """Shape, strides and type of the tensors at a boundary."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     learns: bool = False  # a gradient comes back
 
     @classmethod
-    def of(cls, tensor: Tensor, *, learns: bool = False) -> "Layout":
+    def of(cls, tensor: Tensor, *, learns: bool = False) -> "TensorLayout":
         """Return the layout of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, learns)
 
@@ -69,14 +69,14 @@ class Layout(NamedTuple):
         return f"{self.shape} of {self.dtype}{'' if self.learns else ' without a gradient'}"
 
 
-NOTHING: Final = Layout((), (), torch.float32, learns=False)  # stands for gradients that are never sent
+NOTHING: Final = TensorLayout((), (), torch.float32, learns=False)  # stands for gradients that are never sent
 
 
-def layout_of(header: Tensor) -> Layout:
+def layout_of(header: Tensor) -> TensorLayout:
     """Decode a header."""
     dimensions, dtype, learns, *sizes = header.tolist()
     shape, strides = sizes[:dimensions], sizes[DIMENSIONS : DIMENSIONS + dimensions]
-    return Layout(tuple(shape), tuple(strides), DTYPES[dtype], bool(learns))
+    return TensorLayout(tuple(shape), tuple(strides), DTYPES[dtype], bool(learns))
 
 
 class Arrival(NamedTuple):
@@ -102,8 +102,8 @@ class Channels:
     def __init__(self, wire: Wire, control: Wire, device: torch.device, microbatches: int) -> None:
         self._wire, self._control, self._device = wire, control, device
         self._microbatches = microbatches
-        self._known: dict[Boundary, Layout] = {}
-        self._free: dict[Layout, list[tuple[Tensor, Mark]]] = {}
+        self._known: dict[Boundary, TensorLayout] = {}
+        self._free: dict[TensorLayout, list[tuple[Tensor, Mark]]] = {}
         self._buffers: set[int] = set()  # addresses of their memory
         self._going: dict[Way, deque[tuple[Message, Tensor]]] = {}
         self._queues: dict[Way, _Queue] = {}
@@ -180,7 +180,7 @@ class Channels:
                 return
             tensor = torch.zeros(known.shape, dtype=known.dtype, device=self._device)
         tensor = dense(tensor)
-        layout = Layout.of(tensor, learns=learns)
+        layout = TensorLayout.of(tensor, learns=learns)
         known = self._known.get(key)
         if known is None:
             self._send(step, layout.header(), self._control, header=True)
@@ -230,7 +230,7 @@ class Channels:
             return False
         return None if activation is None else activation.learns
 
-    def _ask_for(self, queue: _Queue, layout: Layout | None) -> None:
+    def _ask_for(self, queue: _Queue, layout: TensorLayout | None) -> None:
         """Post the receive of a peer's next message. `layout` None means that nothing comes."""
         step = queue.unasked.popleft()
         if layout is None or layout == NOTHING:
@@ -242,7 +242,7 @@ class Channels:
         message = self._wire.receive(buffer, step.peer, self._tag(step), mark)
         queue.asked.append(Arrival(step, buffer, layout.learns, message))
 
-    def _layout_to_come(self, step: Receive) -> Layout | None:
+    def _layout_to_come(self, step: Receive) -> TensorLayout | None:
         key = self._boundary(step)
         if not self._comes(step):
             return None
@@ -255,7 +255,7 @@ class Channels:
             self._learn(key, layout_of(header))
         return self._known[key] if self._comes(step) else None
 
-    def _learn(self, key: Boundary, layout: Layout) -> None:
+    def _learn(self, key: Boundary, layout: TensorLayout) -> None:
         self._known[key] = layout
         self._free.setdefault(layout, [])
 
@@ -266,7 +266,7 @@ class Channels:
     def _boundary(self, step: Send | Receive) -> Boundary:
         return step.what, step.stage, self._forms[step.microbatch]
 
-    def _new_buffer(self, layout: Layout) -> tuple[Tensor, Mark]:
+    def _new_buffer(self, layout: TensorLayout) -> tuple[Tensor, Mark]:
         buffer = layout.empty(self._device)
         self._buffers.add(buffer.untyped_storage().data_ptr())
         return buffer, self._wire.mark()
@@ -281,7 +281,7 @@ def words(step: Send | Receive) -> str:
     return f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage}"
 
 
-def _apart(step: Send, layout: Layout, known: Layout) -> str:
+def _apart(step: Send, layout: TensorLayout, known: TensorLayout) -> str:
     """Describe how a tensor's layout differs from earlier ones."""
     if known._replace(strides=layout.strides, learns=layout.learns) == layout:
         why = "what is trainable before a cut must stay as in the first step; to change it, build a new Pipeline"

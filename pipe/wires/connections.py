@@ -15,7 +15,7 @@ from muster.pipe.wires.channels import (
     LOSS_TAG,
     NOTHING,
     OUTPUT_TAG,
-    Layout,
+    TensorLayout,
     layout_of,
 )
 from muster.pipe.wires.failures import Board
@@ -104,7 +104,7 @@ class Connections:
         """Broadcast a tensor from rank `source`; the other ranks pass None."""
         if tensor is not None:
             tensor = tensor.contiguous()
-            _wait([self.control.send(Layout.of(tensor).header(), rank, HEADER_TAG) for rank in self._others])
+            _wait([self.control.send(TensorLayout.of(tensor).header(), rank, HEADER_TAG) for rank in self._others])
         else:
             header = NOTHING.header()
             self.control.receive(header, source, HEADER_TAG).wait()

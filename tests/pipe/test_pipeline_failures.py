@@ -280,7 +280,7 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
         "ValueError: inputs require a gradient, but a pipeline does not return it; pass inputs.detach()",
         "AttributeError: layer ",
         "stage 1 on rank 1 failed: RuntimeError: stage 1: the loss does not require a gradient",
-        "stage 1 on rank 1 failed: ValueError: the loss is of shape (1, 4), expected a tensor with one element",
+        "stage 1 on rank 1 failed: ValueError: the loss is of shape (1, 4); expected a tensor with one element",
         "stage 1 on rank 1 failed: ValueError: the loss is a float, expected a tensor with one element",
         "TypeError: a pipeline holds connections and cannot be copied or pickled; copy its module or state dict",
         "TypeError: a pipeline holds connections and cannot be copied or pickled; copy its module or state dict",

@@ -12,8 +12,8 @@ from torch import Tensor
 from muster.jobs.world.world import World
 from muster.pipe import pipeline, run
 from muster.pipe.buffers import BufferSnapshot
-from muster.pipe.microbatch_passes import WholeGraph
-from muster.pipe.run import Handed, RankRow, Run, row_of
+from muster.pipe.microbatch_passes import WholeGraphPass
+from muster.pipe.run import RankRow, RowExecution, StageInput, row_of
 from muster.pipe.stage import Stage
 from muster.pipe.wires.channels import Arrival, Channels
 from support.pipelines import Case, wrong_training
@@ -22,34 +22,34 @@ pytestmark = pytest.mark.ranks
 
 
 def only_the_last_counts() -> Any:
-    made = WholeGraph.backward
+    made = WholeGraphPass.backward
 
-    def backward(passage: WholeGraph, gradient: Tensor) -> Tensor | None:
+    def backward(passage: WholeGraphPass, gradient: Tensor) -> Tensor | None:
         return made(passage, gradient if passage.microbatch == 3 else torch.zeros_like(gradient))
 
-    return mock.patch.object(WholeGraph, "backward", backward)
+    return mock.patch.object(WholeGraphPass, "backward", backward)
 
 
 def all_count_as_whole_batches() -> Any:
     """The factor 1/m is missing."""
-    made = Run._gradient
+    made = RowExecution._gradient
 
-    def gradient(one: Run, number: int, microbatch: int) -> Tensor | None:
+    def gradient(one: RowExecution, number: int, microbatch: int) -> Tensor | None:
         found = made(one, number, microbatch)
         return torch.ones_like(found) if number == one.last_stage and found is not None else found
 
-    return mock.patch.object(Run, "_gradient", gradient)
+    return mock.patch.object(RowExecution, "_gradient", gradient)
 
 
 def all_count_alike() -> Any:
     """The factor is 1/m instead of the share of the samples."""
 
-    class Alike(run.Parts):
+    class Alike(run.BatchParts):
         @property
         def weights(self) -> list[float]:  # type: ignore[override]
             return [1 / len(self.inputs)] * len(self.inputs)
 
-    return mock.patch.object(run, "Parts", Alike)
+    return mock.patch.object(run, "BatchParts", Alike)
 
 
 def two_are_swapped() -> Any:
@@ -84,8 +84,8 @@ def cut_short() -> Any:
 
 
 def buffers_given_back_too_soon() -> Any:
-    def handed(tensor: Tensor | None, learns: bool, arrival: Arrival | None) -> Handed:
-        return Handed(tensor, learns, None)
+    def handed(tensor: Tensor | None, learns: bool, arrival: Arrival | None) -> StageInput:
+        return StageInput(tensor, learns, None)
 
     made = Channels.wait
 
@@ -97,7 +97,7 @@ def buffers_given_back_too_soon() -> Any:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with mock.patch.object(Channels, "wait", wait), mock.patch.object(run, "Handed", handed):
+        with mock.patch.object(Channels, "wait", wait), mock.patch.object(run, "StageInput", handed):
             yield
 
     return both()

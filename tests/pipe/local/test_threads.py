@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.pipe import Pipe
-from muster.pipe.local.workers import Worker
+from muster.pipe.local.workers import StageWorker
 from support.live import wait_until
 from support.local_pipes import PATIENCE_S, Doing, mlp, pipe_of
 
@@ -200,9 +200,9 @@ def test_threads_that_use_a_pipe_at_once_start_one_thread_a_stage():
     model, users, outputs = pipe_of(nn.Tanh(), nn.Tanh(), chunks=3), 4, []
     inputs = [torch.full((6, 1), float(number)) for number in range(users)]
     barrier, before = threading.Barrier(users), set(threading.enumerate())
-    start = Worker.start
+    start = StageWorker.start
 
-    def slow(worker: Worker) -> None:  # another caller sees no live thread while this one starts
+    def slow(worker: StageWorker) -> None:  # another caller sees no live thread while this one starts
         time.sleep(0.01)
         start(worker)
 
@@ -211,7 +211,7 @@ def test_threads_that_use_a_pipe_at_once_start_one_thread_a_stage():
         outputs.append((number, model(inputs[number])))
 
     threads = [threading.Thread(target=use, args=(number,)) for number in range(users)]
-    with mock.patch.object(Worker, "start", slow):
+    with mock.patch.object(StageWorker, "start", slow):
         for each in threads:
             each.start()
         for each in threads:
