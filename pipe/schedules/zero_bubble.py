@@ -58,8 +58,8 @@ def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Co
 def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
     """Order zbv. A rank may hold 2 * ranks activations until their W, of stages half as large as zb1p's.
 
-    The order for F = I = W is tried for other costs, too. For F = I = W itself, orders for `OFTEN` are tried, because
-    many orders are equally short there, and some of them get much longer if costs change a little.
+    The order for F = I = W is tried for other costs, too. For F = I = W itself, orders for `OFTEN` are tried, too:
+    many orders are equally short there, but some of them get much longer if costs change a little.
     """
     tried = (
         Rules(2 * ranks, first="F", alternate=True, through=2),

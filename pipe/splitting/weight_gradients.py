@@ -17,7 +17,10 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-FULL: Final = (torch.float32, torch.float64)  # types whose sums are computed in the type itself
+FULL: Final = (
+    torch.float32,
+    torch.float64,
+)  # types in which torch accumulates directly; it sums 16-bit types in float32
 
 
 class PendingGradients(NamedTuple):

@@ -70,7 +70,7 @@ class Connections:
         Does not wait for the next rank, which may still be in the previous step; `agree` completes the send.
 
         Raises:
-            ValueError: If the batches differ. Both ranks must pass equally many numbers.
+            ValueError: If the batches differ. Both ranks must pass the same number of values.
         """
         mine = torch.tensor(batch)
         theirs = torch.empty_like(mine)

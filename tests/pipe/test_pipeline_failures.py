@@ -281,11 +281,11 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
         "AttributeError: layer ",
         "stage 1 on rank 1 failed: RuntimeError: stage 1: the loss does not require a gradient",
         "stage 1 on rank 1 failed: ValueError: the loss is of shape (1, 4); expected a tensor with one element",
-        "stage 1 on rank 1 failed: ValueError: the loss is a float, expected a tensor with one element",
+        "stage 1 on rank 1 failed: ValueError: the loss is a float; expected a tensor with one element",
         "TypeError: a pipeline holds connections and cannot be copied or pickled; copy its module or state dict",
         "TypeError: a pipeline holds connections and cannot be copied or pickled; copy its module or state dict",
         "RuntimeError: a pipeline within torch.inference_mode(): call it outside; evaluate() records nothing anyway",
-        "rank 1 failed: ValueError: rank 1 was passed 5 samples of shape (4,), torch.float32, rank 0 4 samples",
+        "rank 1 failed: ValueError: rank 1 was passed 5 samples of shape (4,), torch.float32, but rank 0 4 samples",
     ]
     for said in on_ranks(2, refused, deadline_s=PROMPT_S):
         for found, start in zip(said, wanted, strict=True):

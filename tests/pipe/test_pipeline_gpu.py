@@ -60,7 +60,7 @@ def wrong_graphed(world: World, folder: str) -> list[str]:
 
 @contextmanager
 def wire_of(*, copied: bool) -> Iterator[None]:
-    """Check that pipelines copy from GPU to GPU; or disable this, so that they use NCCL."""
+    """Check that pipelines copy from GPU to GPU. Without `copied`, make them use NCCL instead."""
     real = connections.peers_of
 
     def found(*arguments: Any) -> Any:
