@@ -19,6 +19,7 @@ RANK_COLUMNS: Final = ("rank>", "node>", "host", "pid>", "state", "exit>")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster status`."""
+    parser.epilog = "muster status RUN --json"
     options.add_run(parser)
     options.add_json(parser)
 

@@ -22,6 +22,7 @@ WIDE: Final = 120  # columns, where nobody says how wide
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster watch`."""
+    parser.epilog = "muster watch                                    the newest run; q leaves"
     options.add_run(parser)
     parser.add_argument("--once", action="store_true", help="print one frame and leave; so it is where no terminal is")
     parser.add_argument("--ranks", metavar="LIST", help="show these ranks only, such as 0,8-15")

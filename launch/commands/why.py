@@ -57,6 +57,7 @@ class Explanation:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster why`."""
+    parser.epilog = "muster why RUN"
     options.add_run(parser)
     options.add_json(parser)
 
