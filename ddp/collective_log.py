@@ -64,7 +64,7 @@ class CollectiveLog:
         return close
 
     def call_after(self, works: Sequence[dist.Work | None], finished: Callable[[], None]) -> None:
-        """Call the function from `open` when all works have ended: on the backend's thread, or for CUDA a stream."""
+        """Call the function from `open` when all works have ended: on the backend's thread (CPU) or a stream (CUDA)."""
         if finished is _nothing:
             return
         if self._beside is not None:
