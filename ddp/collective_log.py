@@ -1,14 +1,14 @@
-"""When collectives run, for somebody who records a step: each from its launch to its end.
+"""A log of the times of collectives on this rank, from launch to end, for a program that records a step.
 
     backward    h g | f e d | c b a |
-    logged          [ h g   ]                 two collectives may be under way at once
+    logged          [ h g   ]                 two collectives may be in progress at once
                           [ f e d  ]
 
-The process has one log, as it has one profiler: collectives are launched in many places, and by threads too. While it
-is off, a launch pays one comparison. Marks are what the recording program uses: readings of a clock, or CUDA events.
+The process has one log, as it has one profiler, because collectives are launched in many places and by several threads.
+While the log is off, a launch costs one comparison. The recording program chooses the marks: times or CUDA events.
 
-Rings and exchanges are one entry each, not one for every message. What ranks of one host read out of each other's
-memory is logged while it is read, for nothing travels before.
+Rings and exchanges have one entry each, not one per message. Gathers and sums in shared memory are logged while a rank
+reads, because nothing is sent before.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ Mark = Callable[[], Any]
 
 @dataclass
 class Collective:
-    """One collective on this rank; `bytes` are those handed to it, `end` is None until it has finished."""
+    """One collective on this rank. `bytes` is the size of the tensors passed to it; `end` is None while it runs."""
 
     operation: str
     bytes: int
@@ -37,21 +37,21 @@ class CollectiveLog:
     def __init__(self) -> None:
         self._mark: Mark | None = None
         self._collectives: list[Collective] = []
-        self._beside: torch.cuda.Stream | None = None  # waits for NCCL in place of the computing stream
+        self._beside: torch.cuda.Stream | None = None  # waits for NCCL instead of the compute stream
 
     def begin(self, mark: Mark, device: torch.device) -> None:
-        """Log what is launched from now on; on CUDA a mark is an event in the current stream."""
+        """Log collectives from now on. On CUDA a mark is an event in the current stream."""
         self._mark, self._collectives = mark, []
         if device.type == "cuda" and self._beside is None:
             self._beside = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
     def end(self) -> list[Collective]:
-        """Log nothing more; return what was launched, in order."""
+        """Stop logging; return the collectives in the order of their launches."""
         self._mark, found, self._collectives = None, self._collectives, []
         return found
 
     def open(self, operation: str, size: int) -> Callable[[], None]:
-        """Log a collective that begins here; call the returned function when it has finished."""
+        """Log the start of a collective; call the returned function at its end."""
         mark = self._mark
         if mark is None:
             return _nothing
@@ -64,7 +64,7 @@ class CollectiveLog:
         return close
 
     def call_after(self, works: Sequence[dist.Work | None], finished: Callable[[], None]) -> None:
-        """Call what `open` returned when works have finished; on CPUs the backend's thread does, on CUDA a stream."""
+        """Call the function from `open` when all works have ended: on the backend's thread (CPU) or a stream (CUDA)."""
         if finished is _nothing:
             return
         if self._beside is not None:
