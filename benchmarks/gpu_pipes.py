@@ -23,7 +23,7 @@ import torch.distributed as dist
 from pipe_sides import parameters_of, side_of, zero_grad
 from torch import Tensor, nn
 
-from muster.pipe.wires import meeting, nccl
+from muster.pipe.wires import connections, nccl
 
 if TYPE_CHECKING:
     from gpu_sides import Scene, Spec
@@ -53,7 +53,7 @@ class PipeRunner:
             options["sized"] = (scene.batch, scene.shape["context"])
         with (
             patch.object(nccl, "CTAS", ctas),
-            patch.object(meeting, "peers_of", _none) if ctas else nothing(),
+            patch.object(connections, "peers_of", _none) if ctas else nothing(),
         ):
             self.side = side_of(kind, layers, scene.microbatches, **options)
         self.last: Tensor | None = None

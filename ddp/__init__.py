@@ -1,4 +1,4 @@
-"""Data parallel as a library, on any `nn.Module`: it knows no job, no run folder and no launcher."""
+"""Data parallelism as a library, for any `nn.Module`, independent of jobs, run folders and the launcher."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ __all__ = ["AllReduce", "BucketedDDP", "FlatAllReduce", "GatherScatter", "Overla
 
 
 def __getattr__(name: str) -> Any:
-    """Import a wrapper when it is first named: a listing of this package needs no torch."""
+    """Import a wrapper on first use, because listing this package needs no torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'ddp' has no attribute {name!r}")
     from importlib import import_module

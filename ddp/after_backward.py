@@ -1,13 +1,13 @@
-"""Data parallel parameter by parameter, once the backward is over, when the wrapper is asked to: two ways to a mean.
+"""Data parallel, parameter by parameter, after the backward, on request: by all-reduce, or by gather and scatter.
 
-    AllReduce       2 (W - 1) / W of the gradient's bytes over each link of a ring, whatever W is; no rank is special
+    AllReduce       2 (W - 1) / W of the gradient's bytes over each link of a ring, for any W; all ranks are equal
     GatherScatter   rank 0   g0 <─┬── g1, g2, g3      gather: (W - 1) x gradient bytes into one link
                              mean ─┴─> mean x 3       scatter: the same bytes out of it
 
-The order of an all-reduce's sum belongs to the backend, so with three ranks or more the last bits may differ from one
-process. With `exact` every rank sums its part of the gradient in order and hands the sum on: the same bytes, and the
-same bits on any number of ranks. The link of rank 0 is the bottleneck of `GatherScatter`; in return its sum has the
-bits of one process that accumulates over the same shards, whether `exact` is asked for or not.
+The backend chooses the order of an all-reduce's sum, so with three or more ranks the last bits may differ from one
+process. With `exact`, every rank sums its part of the gradient in order and passes the sum on: the same bytes, and the
+same bits on any number of ranks. In `GatherScatter` the link of rank 0 is the bottleneck. In return its sum has the
+bits of one process that accumulates over the same shards, with or without `exact`.
 """
 
 from abc import abstractmethod
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from muster.ddp.base import DataParallel
 from muster.ddp.checks import require_used, used_by_any
+from muster.ddp.collective_log import LOG
 from muster.ddp.gradients import refuse_sparse
 from muster.ddp.means import ordered_mean, sum_in_order
 from muster.ddp.stats import Stats, Wait
@@ -25,26 +26,27 @@ from muster.ddp.timeouts import Entered, waiting_for
 
 
 class AfterBackward(DataParallel):
-    """Average parameter by parameter, all of the wait exposed; wrappers differ in how one gradient becomes its mean."""
+    """Average one parameter after another, without overlap. Subclasses define how to average one gradient."""
 
-    collectives_each = 1  # of a parameter
+    collectives_each = 1  # per parameter
+    operation = "all_reduce"
 
     def _prepare(self) -> None:
-        self._shards: list[list[Tensor]] = []  # of virtual shards before this one; each one gradient a parameter
-        self._earlier: set[str] = set()  # parameters that got a gradient in one of them
+        self._shards: list[list[Tensor]] = []  # earlier virtual shards, each with one gradient per parameter
+        self._earlier: set[str] = set()  # parameters with a gradient in one of them
         self._synchronized = 0
         self._stats = Stats()
         self._watch: Wait | None = None
         self._judged = False
 
     def finish_gradient_synchronization(self) -> None:
-        """Make every `.grad` the mean over all shards.
+        """Set every `.grad` to the mean over all shards.
 
-        A gradient that this rank has not counts as zeros; one that no rank has is refused the first time, or stays None
-        with `find_unused_parameters`.
+        A gradient missing on this rank counts as zeros. One missing on all ranks is an error the first time, or stays
+        None with `find_unused_parameters`.
 
         Raises:
-            RuntimeError: a parameter got no gradient on any rank, which the message names; or the last shard none.
+            RuntimeError: If a parameter got no gradient on any rank (the message names it), or the last shard has none.
         """
         if self._local or (self.ranks == 1 and not self._shards):
             return
@@ -64,7 +66,9 @@ class AfterBackward(DataParallel):
             own_bytes = sum(gradient.numel() * gradient.element_size() for gradient in own)
             entered = Entered(self._synchronized + 1, index, len(trainable), index + 1, name, name, own_bytes)
             with waiting_for(entered, self.process_group):
+                finished = LOG.open(self.operation, own_bytes)
                 mean = self._mean(own)
+                finished()
             if parameter.is_complex():
                 mean = torch.view_as_complex(mean)
             parameter.grad = torch.empty_like(parameter).copy_(mean) if _differ(mean, parameter) else mean
@@ -74,13 +78,13 @@ class AfterBackward(DataParallel):
         self._stats, self._watch = Stats(sum(used) * self.collectives_each, sent), watch
 
     def stats(self) -> Stats:
-        """Return what the last synchronization took: all of it is wait, for the backward was over."""
+        """Return statistics of the last synchronization. All of it is waiting, because the backward was over."""
         waited = 0.0 if self._watch is None else self._watch.seconds
         return Stats(self._stats.collectives, self._stats.bytes, waited)
 
     @abstractmethod
     def _mean(self, gradients: list[Tensor]) -> Tensor:
-        """Return the mean over ranks and shards of one parameter, from this rank's gradients, one a shard."""
+        """Return the mean over ranks and shards of one parameter, from this rank's gradients, one per shard."""
 
     def _close_shard(self) -> None:
         self._shards.append([_gradient(name, parameter) for name, parameter in self.trainable()])
@@ -95,7 +99,7 @@ class AfterBackward(DataParallel):
         self._judged = False
 
     def _used(self, trainable: list[tuple[str, nn.Parameter]]) -> list[bool]:
-        """Tell which parameters got a gradient on some rank; ask the others only when it matters."""
+        """Return which parameters got a gradient on some rank. Communicates only when necessary."""
         if self._judged and not self.find_unused_parameters:
             return [True] * len(trainable)
         self._judged = True
@@ -107,9 +111,9 @@ class AfterBackward(DataParallel):
 
 
 class AllReduce(AfterBackward):
-    """Average gradients with one all-reduce a parameter; with `exact` in shard order.
+    """Average gradients with one all-reduce per parameter; with `exact` in shard order.
 
-    Gradients of float16 are divided before they are summed, for the sum may not fit; all others after, which rounds
+    float16 gradients are divided before the sum, which could overflow. All others are divided afterwards, which rounds
     once.
     """
 
@@ -130,6 +134,7 @@ class GatherScatter(AfterBackward):
     """Average gradients on rank 0, one parameter at a time."""
 
     collectives_each = 2
+    operation = "gather and scatter"
 
     def _mean(self, gradients: list[Tensor]) -> Tensor:
         is_root = dist.get_rank(self.process_group) == 0
@@ -146,15 +151,15 @@ class GatherScatter(AfterBackward):
 
 
 def _differ(mean: Tensor, parameter: Tensor) -> bool:
-    """True where a mean is not of the type, or not laid out in memory, as its parameter is."""
+    """Return whether a mean differs from its parameter in type or strides."""
     return mean.dtype != parameter.dtype or mean.stride() != parameter.stride()
 
 
 def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
-    """Return a gradient as one block of memory, zeros if there is none; complex numbers as pairs of real ones.
+    """Return a contiguous gradient, zeros if there is none; complex numbers as pairs of real ones.
 
     Raises:
-        RuntimeError: it is sparse.
+        RuntimeError: If the gradient is sparse.
     """
     gradient = parameter.grad
     if gradient is None:

@@ -1,16 +1,17 @@
-"""What every data-parallel wrapper here shares: equal starts, the module's own names, micro-batches, virtual shards.
+"""The base class of all data-parallel wrappers: equal initial values, state dicts, micro-batches, virtual shards.
 
-All are used in one way:
+All wrappers are used in the same way:
 
     model = BucketedDDP(module)                     # parameters and buffers are now those of rank 0
     model(inputs).sum().backward()
-    model.finish_gradient_synchronization()         # .grad is now the mean over ranks: the mean, not the sum
+    model.finish_gradient_synchronization()         # .grad is now the mean (not the sum) over ranks
     optimizer.step()
 
-Wrappers that communicate during the backward have finished when it returns; to ask them to finish is harmless then.
+Wrappers that communicate during the backward are finished when it returns; calling
+`finish_gradient_synchronization` then does nothing.
 
-A *virtual shard* is a slice of the batch whose gradient is kept apart, so that the sum can be taken in one order
-whatever the number of ranks: shard s of rank r is number r * shards + s.
+A *virtual shard* is a slice of the batch whose gradient is kept separate, so that the sum can be taken in the same
+order for any number of ranks: shard s of rank r has the number r * shards + s.
 """
 
 from abc import ABC, abstractmethod
@@ -29,24 +30,24 @@ from muster.ddp.stats import Stats
 class DataParallel(nn.Module, ABC):
     """Wrap a module so that its gradients become their mean over the ranks of a group.
 
-    Building one is a collective: parameters (frozen ones too) and buffers are broadcast from the group's rank 0.
-    Buffers are not synchronized after that: batch norm's running statistics are each rank's own, while its parameters
-    learn from all.
+    Building one is a collective: parameters (including frozen ones) and buffers are broadcast from the group's rank 0.
+    Buffers are not synchronized afterwards: the running statistics of batch norms are separate on each rank, while
+    their parameters are trained with the gradients of all ranks.
 
-    `exact` adds in the order of ranks (and virtual shards), then divides: the bits of one process that accumulates over
-    the same shards, at the price of `shards` x the bytes. `communication_dtype` is what gradients are sent as, but for
-    complex ones.
+    `exact` adds in the order of ranks (and virtual shards), then divides. This gives the bits of one process that
+    accumulates over the same shards, but sends `shards` times as many bytes. `communication_dtype` is the type in which
+    gradients are sent, except complex ones.
 
-    Which parameters nobody uses is judged at the first synchronization. Later a missing gradient counts as zeros, with
-    which an optimizer with weight decay or momenta still moves the parameter; `find_unused_parameters` asks every time,
-    and leaves `.grad` None where no rank has one.
+    Parameters without a gradient on any rank are detected at the first synchronization. Later, a missing gradient
+    counts as zeros, with which weight decay or momentum still moves the parameter. `find_unused_parameters` checks
+    every time, and leaves `.grad` None if no rank has a gradient.
 
-    A forward notices when other parameters learn than before, or of another type; tensors that are new to it are
-    compared and broadcast, so every rank must make the same change.
+    A forward detects parameters that became trainable or frozen, or changed their type. New tensors are compared and
+    broadcast, so every rank must make the same change.
 
     Raises:
-        ValueError: the module is wrapped already, a parameter or buffer is not dense, this rank is not in the group, a
-            setting cannot be, or the ranks differ in a setting, or in name, shape or type of a parameter or buffer.
+        ValueError: If the module is already wrapped, a parameter or buffer is not dense, this rank is not in the group,
+            a setting is invalid, or ranks differ in a setting or in the name, shape or type of a parameter or buffer.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class DataParallel(nn.Module, ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Make what the wrapper keeps from step to step; the module is the same on all ranks now."""
+        """Create everything the wrapper keeps between steps. The module is already the same on all ranks."""
 
     def _settings(self) -> dict[str, object]:
-        """Return what must be the same on all ranks beside the module."""
+        """Return the settings that must be the same on all ranks."""
         return {
             "wrapper": type(self).__name__,
             "exact": self.exact,
@@ -96,19 +97,19 @@ class DataParallel(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the module is: the device of its first parameter or buffer."""
+        """The device of the module's first parameter or buffer."""
         first = next(iter((*self.module.parameters(), *self.module.buffers())), None)
         return torch.device("cpu") if first is None else first.device
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module; nothing is communicated, unless its parameters are others than before."""
+        """Call the module. Communicates only if its parameters have changed."""
         if torch.is_grad_enabled():
             self._keep_up()
         return self.module(*inputs, **keywords)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, gradients of forwards and backwards only accumulate on this rank: finishing does nothing."""
+        """Accumulate gradients only on this rank within the block; finishing does nothing there."""
         before = self._local
         self._set_local(True)
         try:
@@ -117,14 +118,14 @@ class DataParallel(nn.Module, ABC):
             self._set_local(before)
 
     def next_shard(self) -> None:
-        """Begin the next virtual shard: the gradients so far are kept apart as those of this one.
+        """Begin the next virtual shard; the gradients so far are kept as those of the current one.
 
-        Call it between shards, after backwards within `no_sync`; every rank as often. What follows the last call is the
-        last shard, whose last backward is outside `no_sync`. `zero_grad()` of the wrapper forgets the shards of a step
-        that is given up.
+        Call it between shards, after backwards within `no_sync`, equally often on every rank. Everything after the last
+        call is the last shard, whose last backward is outside `no_sync`. To abandon a step, call the wrapper's
+        `zero_grad()`, which drops its shards.
 
         Raises:
-            RuntimeError: the wrapper does not promise an order, or no gradient has come since the last call.
+            RuntimeError: If the wrapper is not exact, or there is no gradient since the last call.
         """
         if not self.exact:
             raise RuntimeError(
@@ -134,40 +135,40 @@ class DataParallel(nn.Module, ABC):
         self._close_shard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, those of virtual shards too."""
+        """Drop all gradients, including those of virtual shards."""
         self.forget_shards()
         super().zero_grad(set_to_none)
 
     def gradients_are_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Hear that gradients are whole, from who makes them outside of a backward; what can be sent, is.
+        """Accept complete gradients from a caller outside of a backward, and send what can be sent.
 
-        A pipeline runs its micro-batches within `no_sync()`, where gradients add up, and says so here, there or later,
-        as soon as parameters have had their last one. Nothing more may be added to these. Afterwards
-        `finish_gradient_synchronization()`, out of `no_sync()`, does the rest.
+        A pipeline runs its micro-batches within `no_sync()`, where gradients accumulate. It calls this as soon as
+        parameters have their last contribution, within `no_sync()` or later. Nothing more may be added to these
+        gradients. Afterwards `finish_gradient_synchronization()`, outside of `no_sync()`, does the rest.
 
         Raises:
-            RuntimeError: one was said to be ready before in this synchronization.
+            RuntimeError: If one was already reported as ready in this synchronization.
         """
 
     @abstractmethod
     def finish_gradient_synchronization(self) -> None:
-        """Make every `.grad` the mean over all shards: over ranks, or over ranks x virtual shards if any was closed."""
+        """Set every `.grad` to the mean over all shards: over ranks, or ranks x virtual shards if any was closed."""
 
     @abstractmethod
     def stats(self) -> Stats:
-        """Return what the last synchronization took; on CUDA the host waits for it to have ended."""
+        """Return statistics of the last synchronization. On CUDA the host waits for its end."""
 
     def _close_shard(self) -> None:
-        """Keep the gradients so far apart, and begin again without any."""
+        """Set aside the gradients so far as a virtual shard, and begin the next one without any."""
 
     def forget_shards(self) -> None:
         """Drop the gradients of virtual shards."""
 
     def _require_gradients(self) -> None:
-        """Check that a gradient has come since the last shard was closed.
+        """Check that there is a gradient since the last shard was closed.
 
         Raises:
-            RuntimeError: none has.
+            RuntimeError: If there is none.
         """
         if all(each.grad is None for _, each in self.trainable()):
             self.forget_shards()
@@ -177,14 +178,14 @@ class DataParallel(nn.Module, ABC):
             )
 
     def _keep_up(self) -> None:
-        """Notice that other parameters learn than before, or in another type."""
+        """Detect changes of which parameters are trainable, and of their types."""
         now = learning(self.module)
         if now != self._learnt:
             self._welcome()
             self._changed()
 
     def _welcome(self) -> None:
-        """Make tensors that are new the same on all ranks: a collective."""
+        """Make new tensors the same on all ranks. A collective if there are any."""
         self._learnt = learning(self.module)
         held = [*self.module.parameters(), *self.module.buffers()]
         known = {id(each) for each in self._known}
@@ -196,27 +197,27 @@ class DataParallel(nn.Module, ABC):
         self._known = held
 
     def _changed(self) -> None:
-        """Hear that other parameters learn than before."""
+        """React to a change of the trainable parameters."""
 
     def _set_local(self, local: bool) -> None:
         self._local = local
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """List the parameters that learn, with their names, each once."""
+        """List the trainable parameters with their names, each once."""
         return [(name, each) for name, each in self.module.named_parameters() if each.requires_grad]
 
     def __getstate__(self) -> Any:
-        """Refuse to be copied or saved: what communicates belongs to its group and to these very parameters.
+        """Refuse to be copied or pickled, because communication is tied to a group and to these parameters.
 
         Raises:
-            TypeError: always; the message says what to copy or save.
+            TypeError: Always; the message says what to copy or save instead.
         """
         kind = type(self).__name__
         raise TypeError(
             f"a {kind} cannot be copied or pickled; copy its .module and wrap that, or save its state_dict()"
         )
 
-    # A state dict of the wrapper is one of the module: what was saved without a wrapper loads with one, and back.
+    # The wrapper's state dict is the module's: it loads with and without a wrapper.
 
     def state_dict(self, *args: Any, **keywords: Any) -> Any:
         """Return the module's own state dict."""
@@ -236,13 +237,13 @@ class DataParallel(nn.Module, ABC):
 
 
 def _named_as_saved(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load a wrapper that is a part of a larger module: its entries were saved without a "module." between."""
+    """Load a wrapper inside a larger module: its entries were saved without "module." in their names."""
     for name in [each for each in state_dict if each.startswith(prefix)]:
         state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
 class Learning(NamedTuple):
-    """A parameter that learns, as it was seen: by identity, for tensors compare by element."""
+    """A trainable parameter as last seen, by id, because tensors compare elementwise."""
 
     identity: int
     dtype: torch.dtype
@@ -250,9 +251,10 @@ class Learning(NamedTuple):
 
 
 def learning(module: nn.Module) -> list[Learning]:
-    """List the trainable parameters, a shared one more than once.
+    """List the trainable parameters; a shared one occurs several times.
 
-    `module.parameters()` does that with names and sets, in three times the time: every forward asks.
+    `module.parameters()` also tracks names and duplicates, which takes three times as long, and every forward calls
+    this.
     """
     modules, parameters = [module], list[nn.Parameter | None]()
     for each in modules:  # grows
@@ -264,9 +266,9 @@ def learning(module: nn.Module) -> list[Learning]:
 
 
 def broadcast(tensors: list[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors with those of the group's rank 0, byte by byte: backends do not know all types."""
+    """Overwrite tensors with those of the group's rank 0, as bytes, because backends do not support all types."""
     for tensor in tensors:
         whole = tensor.detach().contiguous()
         dist.broadcast(whole.view(-1).view(torch.uint8), group=process_group, group_src=0)
-        if whole.data_ptr() != tensor.data_ptr():  # a permuted layout was sent as a copy
+        if whole.data_ptr() != tensor.data_ptr():  # a tensor with permuted dimensions was sent as a copy
             tensor.detach().copy_(whole)

@@ -1,11 +1,11 @@
-"""Data parallel by buckets: the three rungs that send flat tensors. They differ in their buckets and in their start.
+"""Data parallel with buckets: three wrappers that send flat tensors, with different buckets and start times.
 
     FlatAllReduce    backward ........................ | one all-reduce of everything |
-    OverlappedDDP    backward .....|.|...|..|.|....|.|   one a parameter, as it becomes ready
-    BucketedDDP      backward ......|======|.....|======|   one a bucket, as its last gradient becomes ready
+    OverlappedDDP    backward .....|.|...|..|.|....|.|   one per parameter, as it becomes ready
+    BucketedDDP      backward ......|======|.....|======|   one per bucket, as its last gradient becomes ready
 
-A collective costs its latency, so few are better; what starts late is waited for, so many are. Buckets of about 25 MB
-are both; the first is small, so that the network begins soon.
+Every collective costs latency, so few are better. But one that starts late delays the step, so many are better. Buckets
+of about 25 MB are a compromise; the first is small, so that communication begins early.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ from muster.ddp.reducer import Reducer
 class _Buckets(Reduced):
     """Average gradients bucket by bucket."""
 
-    hooks = True  # False: nothing before the backward is over
-    bucket_size_mb: float | None = None  # at most; None: one bucket of each type
+    hooks = True  # False: nothing is sent before the end of the backward
+    bucket_size_mb: float | None = None  # maximum; None: one bucket per type
 
     def _prepare(self) -> None:
         self._reducer = self._build()
@@ -35,12 +35,12 @@ class _Buckets(Reduced):
 
     @property
     def buckets(self) -> list[tuple[str, ...]]:
-        """The names of the parameters of each bucket, in the order in which buckets are launched."""
+        """The names of the parameters of each bucket, in the order of launches."""
         buckets = [] if self._reducer is None else self._reducer.buckets
         return [tuple(slot.name for slot in bucket.slots) for bucket in buckets]
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module; of a forward with gradients, the backward will be synchronized."""
+        """Call the module. After a forward with gradients, the backward will be synchronized."""
         if torch.is_grad_enabled():
             self._keep_up()
             if self._reducer is not None:
@@ -50,7 +50,7 @@ class _Buckets(Reduced):
     def _build(self) -> Reducer[Any] | None:
         trainable = self.trainable()
         if not trainable or (self.ranks == 1 and not self.exact):
-            return None  # alone, a rank's gradients are the mean
+            return None  # with one rank, its gradients are the mean
         message = self.communication_dtype
         flat = not self.hooks or message is not None
         mean = mean_for(self.process_group, self.device, exact=self.exact, flat=flat)
@@ -66,7 +66,7 @@ class _Buckets(Reduced):
         return Reducer(trainable, buckets, mean, find_unused=asked, hooks=hooks)
 
     def _apply(self, *args: Any, **keywords: Any) -> Any:
-        """Move or convert the module, as `to` does; the buckets follow."""
+        """Move or convert the module as `to` does, and rebuild the buckets."""
         moved = super()._apply(*args, **keywords)  # type: ignore[no-untyped-call]
         self._rebuild()
         return moved
@@ -88,7 +88,7 @@ class FlatAllReduce(_Buckets):
 
 
 class OverlappedDDP(_Buckets):
-    """Average each parameter's gradient by itself, as soon as it is ready, while the backward goes on."""
+    """Average each parameter's gradient separately, as soon as it is ready, during the backward."""
 
     bucket_size_mb = 0.0
 

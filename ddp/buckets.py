@@ -1,13 +1,13 @@
-"""How gradients are dealt to buckets: a pure function of their sizes, the same on every rank.
+"""Assign gradients to buckets: a pure function of their sizes, the same on every rank.
 
-The backward makes gradients ready about in the reverse order of registration, so buckets are filled in that order and
-launched in theirs:
+The backward makes gradients ready roughly in the reverse order of registration. Buckets are filled in this order and
+launched in the order in which they were filled:
 
     registered    a b c d e f g h
-    buckets       [h g] [f e d] [c b a]        h is ready first; [h g] travels while f is still computed
+    buckets       [h g] [f e d] [c b a]        h is ready first; [h g] is sent while f is being computed
 
-The first bucket is small when there are several, so that the network begins early. A bucket has one type of elements,
-and is launched where its last gradient is expected.
+If there are several buckets, the first one is small, so that communication begins early. A bucket has one type of
+elements, and is launched where its last gradient is expected.
 """
 
 import math
@@ -15,14 +15,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-FIRST_BYTES: Final = 2**20  # what torch's DDP starts with, too
+FIRST_BYTES: Final = 2**20  # as in torch's DDP
 MB: Final = 2**20
-ALONE_BYTES: Final = 4 * MB  # on a CPU: a gradient of so many need not be copied to travel, if it travels alone
+ALONE_BYTES: Final = 4 * MB  # on a CPU: a gradient of this size gets a bucket of its own, which needs no copy
 
 
 @dataclass(frozen=True)
 class Size:
-    """One gradient: its elements, the bytes of each, and what it can share a bucket with (type and device)."""
+    """One gradient: number of elements, bytes per element, and type and device, which are equal within a bucket."""
 
     elements: int
     itemsize: int
@@ -30,15 +30,15 @@ class Size:
 
     @property
     def bytes(self) -> int:
-        """What it adds to a bucket."""
+        """Bytes of the gradient."""
         return self.elements * self.itemsize
 
 
 def require_size(bucket_size_mb: object) -> None:
-    """Check a size of buckets: settings come from users.
+    """Check a bucket size that a user set.
 
     Raises:
-        ValueError: it is no number of MB that can be, and not None.
+        ValueError: If it is neither None nor a finite number of MB of 0 or more.
     """
     is_number = isinstance(bucket_size_mb, int | float) and not isinstance(bucket_size_mb, bool)
     if not (bucket_size_mb is None or (is_number and 0 <= bucket_size_mb < math.inf)):  # type: ignore[operator]
@@ -48,11 +48,11 @@ def require_size(bucket_size_mb: object) -> None:
 def plan_buckets(
     sizes: Sequence[Size], bucket_size_mb: float | None, alone_bytes: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Deal gradients, given in the order of registration, to buckets of at most `bucket_size_mb` MB of 2^20 bytes.
+    """Assign gradients, in the order of registration, to buckets of at most `bucket_size_mb` MB of 2^20 bytes.
 
-    None makes one bucket of each kind. A larger gradient has a bucket of its own; 0 gives one to each. Where there are
-    several buckets in any case, a gradient of `alone_bytes` has one of its own too, and the others go on without it.
-    Returns the places in `sizes` of each bucket's gradients, buckets in the order in which they are launched.
+    None makes one bucket per kind. A larger gradient gets a bucket of its own; 0 gives one to each. If there are
+    several buckets anyway, a gradient of `alone_bytes` or more also gets its own, and the others are filled without it.
+    Returns the indices in `sizes` for each bucket, in the order of launches.
     """
     if bucket_size_mb is None:
         return _fill(sizes, limit=None, first=None)
@@ -66,7 +66,7 @@ def plan_buckets(
 def _fill(
     sizes: Sequence[Size], *, limit: int | None, first: int | None, alone: int | None = None
 ) -> list[tuple[int, ...]]:
-    """Fill one bucket of each kind at a time; `first` is the limit of the very first."""
+    """Fill one bucket of each kind at a time. `first` is the limit of the first bucket."""
     closed: list[list[int]] = []
     open_: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}

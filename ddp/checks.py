@@ -1,11 +1,11 @@
-"""What a wrapper asks before it communicates, so that a mistake is a sentence on every rank and not a hang.
+"""Checks before communication, so that a mistake is an error message on every rank instead of a hang.
 
-    require_unwrapped        this rank alone     nobody else averages the same gradients
+    require_unwrapped        this rank alone     no other wrapper averages the same gradients
     require_member           this rank alone     there is a group, and this rank is in it
-    require_dense            this rank alone     every parameter and buffer is memory that can be sent and written
-    require_same_parameters  one all-gather      every rank has the same parameters and buffers: their kinds, not values
+    require_dense            this rank alone     every parameter and buffer is dense memory
+    require_same_parameters  one all-gather      all ranks have the same kinds of parameters and buffers (not values)
     require_used             one all-reduce      every trainable parameter got a gradient on some rank
-    used_by_any              one all-reduce      which of them did
+    used_by_any              one all-reduce      returns which parameters did
 
 The last three are collectives of the wrapper's group. Ranks in messages are those of the whole job, not of the group.
 """
@@ -25,23 +25,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 LENGTH_BYTES: Final = 8
 NAMED_AT_MOST: Final = 8  # parameters in a message
-OVERLAPS: Final = 1  # what torch says of a tensor, two of whose elements are one
+OVERLAPS: Final = 1  # torch's code for a tensor with elements that share memory
 
 
-# Who averages the gradients of a parameter or module: by identity, and only while both live. It is not an attribute of
-# theirs, for a module that holds a reference to its wrapper could not be pickled.
+# The wrapper that averages the gradients of a module or parameter: by id, only while both live. Not an attribute,
+# because a module with a reference to its wrapper could not be pickled.
 _WRAPPED_BY: Final[MutableMapping[nn.Module | Tensor, weakref.ref[nn.Module]]] = WeakIdKeyDictionary()
 
 
 def mark_wrapped(module: nn.Module, wrapper: nn.Module) -> None:
-    """Remember that `wrapper` averages the gradients of this module and its parameters, as long as it is in use."""
+    """Record that `wrapper` averages the gradients of this module and its parameters, while it exists."""
     marked: list[nn.Module | Tensor] = [*module.modules(), *module.parameters()]
     for each in marked:
         _WRAPPED_BY[each] = weakref.ref(wrapper)
 
 
 def unmark_wrapped(module: nn.Module) -> None:
-    """Forget who averaged the gradients of this module and its parameters."""
+    """Forget which wrapper averaged the gradients of this module and its parameters."""
     marked: list[nn.Module | Tensor] = [*module.modules(), *module.parameters()]
     for each in marked:
         _WRAPPED_BY.pop(each, None)
@@ -51,7 +51,7 @@ def require_unwrapped(module: nn.Module) -> None:
     """Check that no other wrapper averages the gradients of this module, or of a part of it.
 
     Raises:
-        ValueError: the module is a wrapper, contains one, or shares a part or parameter with one that is still in use.
+        ValueError: If the module is a wrapper, contains one, or shares a part or parameter with one still in use.
     """
     for name, part in module.named_modules():
         what = f"its part {name!r}" if name else "the module"
@@ -77,14 +77,14 @@ def _require_free(each: nn.Module | Tensor, what: str) -> None:
 
 
 def require_member(process_group: dist.ProcessGroup | None) -> None:
-    """Check that there is a group to communicate in and that this rank is one of its ranks.
+    """Check that there is a process group and that this rank is in it.
 
     Raises:
-        ValueError: no process group is initialised, this rank is not in the one given, or it is not a process group.
+        ValueError: If no process group is initialized, this rank is not in the given one, or it is not a process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("no process group is initialised: call torch.distributed.init_process_group() before wrapping")
-    given: object = process_group  # what new_group() gives to a rank outside is a number
+    given: object = process_group  # new_group() returns a number on ranks outside the group
     if given == dist.GroupMember.NON_GROUP_MEMBER or (
         isinstance(given, dist.ProcessGroup) and dist.get_rank(given) < 0
     ):
@@ -97,10 +97,10 @@ def require_member(process_group: dist.ProcessGroup | None) -> None:
 
 
 def require_dense(module: nn.Module) -> None:
-    """Check that every parameter and buffer is dense memory of its own, which can be overwritten with another rank's.
+    """Check that every parameter and buffer is dense and can be overwritten with another rank's values.
 
     Raises:
-        ValueError: one is not there yet, or sparse, nested or quantized, or its elements share memory.
+        ValueError: If one is not initialized, is sparse, nested or quantized, or has elements that share memory.
     """
     for what, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, each in named:
@@ -129,14 +129,14 @@ def require_same_parameters(
 ) -> None:
     """Check that all ranks have the same parameters and buffers, in order: name, shape, dtype, layout, trainable.
 
-    And the same settings of the wrapper, by name.
+    Also check the wrapper's settings, by name.
 
-    A collective. Digests are compared first, 40 bytes a rank; only if they differ are the descriptions exchanged, each
-    as long as the longest. No rank ever waits for another's tensor of another size. `device` is where the group's
-    backend communicates: the rank's GPU with NCCL.
+    A collective. Digests of 40 bytes per rank are compared first. Only if they differ are the descriptions exchanged,
+    padded to the longest, so that no rank waits for a tensor of another size. `device` is where the group's backend
+    communicates: the rank's GPU with NCCL.
 
     Raises:
-        ValueError: on every rank, naming the first difference, which ranks have what, and what is here.
+        ValueError: On every rank; the message has the first difference, and which ranks have what.
     """
     told = [f"setting {name}={value}" for name, value in (settings or {}).items()]
     differing = difference_of([*told, *_description(module)], process_group, device)
@@ -148,12 +148,12 @@ def require_same_parameters(
 
 
 def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
-    """Return where a group can send small things from."""
+    """Return the device from which a group can send small tensors."""
     return torch.device("cuda" if dist.get_backend(process_group) == dist.Backend.NCCL else "cpu")
 
 
 def difference_of(lines: Sequence[str], process_group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Say how the ranks' lines differ, or nothing: a collective, of 40 bytes a rank where they agree."""
+    """Describe how the ranks' lines differ; empty if they do not. A collective of 40 bytes per rank if they agree."""
     mine = json.dumps(list(lines)).encode()
     digest = hashlib.sha256(mine).digest() + len(mine).to_bytes(LENGTH_BYTES, "big")
     if len(set(_gather_bytes(digest, process_group, device))) == 1:
@@ -163,7 +163,7 @@ def difference_of(lines: Sequence[str], process_group: dist.ProcessGroup | None,
 
 
 def gather_json(mine: Any, process_group: dist.ProcessGroup | None, device: torch.device) -> dict[int, Any]:
-    """Return what every rank has, by rank of the whole job: a collective, of two messages."""
+    """Return the values of all ranks, by rank of the whole job. A collective of two messages."""
     text = json.dumps(mine).encode()
     lengths = _gather_bytes(len(text).to_bytes(LENGTH_BYTES, "big"), process_group, device)
     longest = max(int.from_bytes(each, "big") for each in lengths)
@@ -177,10 +177,10 @@ def require_used(
 ) -> None:
     """Check that each trainable parameter got a gradient on at least one rank.
 
-    A collective: `names` and `used` are those of all trainable parameters, in the same order on every rank.
+    A collective: `names` and `used` list all trainable parameters, in the same order on every rank.
 
     Raises:
-        RuntimeError: on every rank, naming the parameters that got none anywhere, and what to set.
+        RuntimeError: On every rank; the message names the parameters without a gradient, and what to set.
     """
     anywhere = used_by_any(used, process_group, device)
     without = [name for name, is_used in zip(names, anywhere, strict=True) if not is_used]
@@ -194,13 +194,13 @@ def require_used(
 
 
 def some_of(names: Sequence[str]) -> str:
-    """List names, of many the first ones and how many more there are."""
+    """List names; if there are many, the first ones and the number of the rest."""
     more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
     return f"{', '.join(names[:NAMED_AT_MOST])}{more}"
 
 
 def used_by_any(used: Sequence[bool], process_group: dist.ProcessGroup | None, device: torch.device) -> list[bool]:
-    """Return, of each flag, whether it is set on any rank: one small all-reduce, and the host waits for its answer."""
+    """Return for each flag whether it is set on any rank. One small all-reduce, and the host waits for the result."""
     flags = torch.tensor([int(each) for each in used], dtype=torch.int32, device=device)
     if len(flags):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=process_group)
@@ -208,9 +208,9 @@ def used_by_any(used: Sequence[bool], process_group: dist.ProcessGroup | None, d
 
 
 def first_difference(descriptions: dict[int, list[str]], here: int) -> str:
-    """Say at which entry the ranks' descriptions part, and who has what there; they must differ.
+    """Describe the first entry at which the ranks' descriptions differ, and which ranks have what. They must differ.
 
-    Entries are compared in order, so one that is missing on a rank is told where the next stands in its place.
+    Entries are compared in order, so if an entry is missing on a rank, the following one is shown in its place.
     """
     at = 0
     while len({description[at] for description in descriptions.values() if at < len(description)}) == 1 and all(
@@ -228,7 +228,7 @@ def first_difference(descriptions: dict[int, list[str]], here: int) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Name ranks with runs drawn together: `rank 3`, `ranks 0, 2-5`."""
+    """Format ranks, with ranges: `rank 3`, `ranks 0, 2-5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -240,7 +240,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def _description(module: nn.Module) -> list[str]:
-    """Describe each parameter, then each buffer: all that must agree before their values can be broadcast."""
+    """Describe each parameter, then each buffer: everything that must agree before values are broadcast."""
     parameters = [
         f"parameter {name} {_kind(each)}{_layout(each)} {'trainable' if each.requires_grad else 'frozen'}"
         for name, each in module.named_parameters()
@@ -253,12 +253,12 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _layout(tensor: Tensor) -> str:
-    """Return the strides where they are not the usual ones: gradients lie in the buckets as their parameters do."""
+    """Return the strides if they are not the default, because gradients in buckets have the strides of parameters."""
     return "" if tensor.is_contiguous() else f" strides {tensor.stride()}"
 
 
 def _gather_bytes(mine: bytes, process_group: dist.ProcessGroup | None, device: torch.device) -> list[bytes]:
-    """Return every rank's bytes, which must be as long as this rank's."""
+    """Return every rank's bytes. All ranks must pass the same length."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(received, sent, group=process_group)

@@ -1,13 +1,13 @@
-"""The gradients of one bucket, side by side in one flat tensor: each parameter's `.grad` is a view of its part.
+"""Buckets of gradients. Usually they are packed into a flat tensor, and each parameter's `.grad` is a view of its part.
 
     flat     | head.weight | head.bias | block2.mlp.down.weight | ...
     .grad      view          view        view
 
-An optimizer that sets gradients to None lets the next backward make new ones, which are copied to their parts as they
-become ready: that costs less than to fill the views with zeros and to add to them, and the division by the number of
-ranks goes along with the copy. On a CPU the copy is still the dearest part of a bucket (5 of 60 ms of VGG-11's backward
-with two samples), so a large gradient that has a bucket for itself is not copied: what autograd has made is sent. NCCL
-needs no flat tensor at all (`LooseGradients`).
+If the optimizer sets gradients to None, the next backward makes new ones, which are copied to their parts as they
+become ready. This costs less than filling the views with zeros and adding to them, and the copy also divides by the
+number of ranks. On a CPU the copy is still the most expensive part of a bucket (5 of 60 ms of VGG-11's backward with
+two samples). So a large gradient with a bucket of its own is not copied but sent as autograd made it. NCCL needs no
+flat tensor at all (`LooseGradients`).
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets
 
 Named = Sequence[tuple[str, nn.Parameter]]
-UNSHARED: Final = 2  # owners of a gradient's memory when nobody else has it: `.grad`, and who counts them
+UNSHARED: Final = 2  # references to an unshared gradient's memory: `.grad`, and the local variable passed to `owners`
 
 
 class Slot:
@@ -32,55 +32,55 @@ class Slot:
         self.bucket = bucket
         self.name = name
         self.parameter = parameter
-        self.view = view  # of the flat tensor, with the parameter's own shape and strides
+        self.view = view  # a view of the flat tensor, with the parameter's shape and strides
         self.address = view.data_ptr()
-        self.ready = False  # True: the gradient of this synchronization has come
-        self.earlier = False  # True: one came in a virtual shard before this one
+        self.ready = False  # True: the gradient of this synchronization has arrived
+        self.earlier = False  # True: an earlier virtual shard has a gradient
 
     def holds(self, gradient: Tensor) -> bool:
-        """True when a gradient lies in the bucket; it may be the view and yet not, if its `.data` was set."""
+        """Return whether a gradient is the slot's view. Setting `.data` of the view moves it out of the bucket."""
         return gradient is self.view and gradient.data_ptr() == self.address
 
 
 class Bucket(ABC):
-    """What a reducer launches as one: gradients of some parameters, which become ready one by one.
+    """A set of gradients that a reducer launches together. They become ready one by one.
 
-        take          a gradient is ready: put it where it is sent from; not of a bucket that `wants_batches`
+        take          a gradient is ready: move it to where it is sent from; not called if the bucket `wants_batches`
         fill_missing  the backward is over: some gradients will not come
-        take_all      all are there, and the bucket `wants_batches`
-        close_shard   instead of a launch: what is there is the gradients of one virtual shard
-        reset         the mean is there, or was given up: wait for all gradients anew
+        take_all      all gradients are there, and the bucket `wants_batches`
+        close_shard   instead of a launch: the gradients so far belong to one virtual shard
+        reset         the mean is there, or was abandoned: wait for all gradients again
 
-    A way to the mean (`ddp/means.py`, `zero/scatter.py`) knows the kind of bucket that it is given, and takes what is
-    sent from it. Which rank has how many gradients ready is its own: buckets of all ranks have the same parameters.
+    A class that averages (`ddp/means.py`, `zero/scatter.py`) knows its kind of bucket and takes the message from it.
+    The number of ready gradients may differ between ranks, but buckets of all ranks have the same parameters.
     """
 
-    held = False  # True: not launched before it is released
-    wants_batches = False  # True: its gradients are taken as one, when the last is there
+    held = False  # True: not launched before `release`
+    wants_batches = False  # True: its gradients are taken together, when the last one is there
     message_bytes: int
 
     def __init__(self, number: int, named: Named, views: Sequence[Tensor] | None = None) -> None:
         self.number = number  # in the order of launches
         views = [parameter for _, parameter in named] if views is None else views
         self.slots = [Slot(self, name, parameter, view) for (name, parameter), view in zip(named, views, strict=True)]
-        self.closed: list[Tensor] = []  # the gradients of virtual shards before this one, as flat tensors
-        self.waiting = len(self.slots)  # for as many gradients
+        self.closed: list[Tensor] = []  # the gradients of earlier virtual shards, as flat tensors
+        self.waiting = len(self.slots)  # number of gradients still to come
 
     def take(self, slot: Slot, scale: Tensor | None) -> None:  # noqa: B027 - some leave gradients where they are
         """Take a parameter's gradient, times `scale`."""
 
     def take_all(self, scale: Tensor | None) -> None:  # noqa: B027 - some take gradients one by one
-        """Take all gradients at once, as `take` does each."""
+        """Take all gradients at once, each as `take` does."""
 
     @abstractmethod
     def fill_missing(self, scale: Tensor | None) -> list[str]:
-        """Take what has not come in this synchronization: older gradients as they are, none as zeros.
+        """Fill in gradients that have not arrived: keep older ones, and use zeros if there are none.
 
-        Returns the names of the parameters that have none at all, in earlier virtual shards neither.
+        Returns the names of the parameters without any gradient, including earlier virtual shards.
         """
 
     def close_shard(self) -> None:
-        """Keep the gradients as those of a virtual shard, and begin the next one without any."""
+        """Set aside the gradients as a virtual shard, and begin the next one without any."""
         without = self.fill_missing(None)
         self.closed.append(self._shard())
         for slot in self.slots:
@@ -88,22 +88,21 @@ class Bucket(ABC):
             slot.parameter.grad = None
 
     def _shard(self) -> Tensor:
-        """Return the gradients as a flat tensor that no later one is written to."""
+        """Return the gradients as a flat tensor that later gradients do not overwrite."""
         raise NotImplementedError  # only buckets with a flat tensor can be summed exactly
 
     def reset(self) -> None:
-        """Wait for all gradients anew."""
+        """Wait for all gradients again."""
         self.waiting, self.closed = len(self.slots), []
         for slot in self.slots:
             slot.ready = slot.earlier = False
 
 
 class FlatGradients(Bucket):
-    """One flat tensor and the parameters whose gradients lie in it, all of one type on one device.
+    """A flat tensor, and the parameters whose gradients lie in it, all of one type on one device.
 
-    With `alone` it has one parameter, and no tensor of its own: `flat` is the gradient, from when it is taken on.
-    `offsets` and `elements` say where each begins, and how long the tensor is, if not simply one behind the other;
-    `flat` is the tensor, if it shall be a certain one.
+    With `alone` it has one parameter, and `flat` is that parameter's gradient itself. `offsets` and `elements` give the
+    parts and length of the flat tensor; by default parts follow each other without gaps. `flat` is the tensor to use.
     """
 
     def __init__(
@@ -131,46 +130,46 @@ class FlatGradients(Bucket):
             parts = [_shaped_as(parameter, part) for (_, parameter), part in zip(named, parts, strict=True)]
         super().__init__(number, named, parts)
         self._cast = None
-        if message not in (None, like.dtype) and not like.is_complex():  # half of a complex number would be lost
+        if message not in (None, like.dtype) and not like.is_complex():  # a cast would drop the imaginary part
             self._cast = torch.zeros(elements, dtype=message, device=like.device)
         self.message_bytes = elements * (like if self._cast is None else self._cast).element_size()
         self.wants_batches = like.is_cuda  # on a GPU one kernel copies all of a bucket's gradients
 
     @property
     def message(self) -> Tensor:
-        """What is sent: the gradients themselves, or their cast."""
+        """The tensor to send: the gradients themselves, or their cast."""
         return self.flat if self._cast is None else self._cast
 
     def take(self, slot: Slot, scale: Tensor | None) -> None:
-        """Put a parameter's gradient in its place, times `scale`, and make it a view of that place."""
+        """Copy a parameter's gradient to its part, times `scale`, and make `.grad` a view of that part."""
         gradient = slot.parameter.grad
         assert gradient is not None
-        if slot.holds(gradient):  # added to what had been there
+        if slot.holds(gradient):  # autograd added to the view
             if scale is not None:
                 gradient.mul_(scale)
             return
         refuse_sparse(slot.name, gradient)
-        if gradient.requires_grad:  # of a backward with create_graph: means have no graph
+        if gradient.requires_grad:  # from a backward with create_graph; means have no graph
             gradient = gradient.detach().clone()
         if self.alone:
             self._take_over(slot.parameter, gradient, scale)
             return
         self._mend(slot)
         if scale is not None:
-            torch.mul(gradient, scale, out=slot.view)  # a tensor's product costs 1.2 us, a number's 3.1
+            torch.mul(gradient, scale, out=slot.view)  # a product with a tensor takes 1.2 us, with a number 3.1
         else:
             slot.view.copy_(gradient)
         slot.parameter.grad = slot.view
 
     def _mend(self, slot: Slot) -> None:
-        """Give a slot its view anew if somebody gave the view other memory."""
+        """Create a slot's view again if its `.data` was set."""
         if slot.view.data_ptr() != slot.address:
             start = (slot.address - self.flat.data_ptr()) // self.flat.element_size()
             part = self.flat[start : start + slot.parameter.numel()]
             slot.view = _shaped_as(slot.parameter, part)
 
     def _take_over(self, parameter: nn.Parameter, gradient: Tensor, scale: Tensor | None) -> None:
-        """Make the gradient itself what is sent; one that lies otherwise than its parameter, or shared, is copied."""
+        """Use the gradient itself as message. Copy it if it is shared, or has other strides than its parameter."""
         self.flat = self._nothing
         if gradient.stride() != parameter.stride() or owners(gradient) > UNSHARED:
             gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
@@ -203,7 +202,7 @@ class FlatGradients(Bucket):
         return without
 
     def _fill(self, slot: Slot) -> None:
-        """Give a parameter zeros for a gradient."""
+        """Set a parameter's gradient to zeros."""
         if self.alone:
             slot.parameter.grad = torch.zeros_like(slot.parameter)
             self._take_over(slot.parameter, slot.parameter.grad, None)
@@ -218,30 +217,30 @@ class FlatGradients(Bucket):
 
     def reset(self) -> None:
         super().reset()
-        if self.alone:  # the gradient belongs to the parameter alone now, and is freed when that lets it go
+        if self.alone:  # only the parameter refers to the gradient now, so it is freed with it
             self.flat = self._nothing
 
 
 class LooseGradients(Bucket):
-    """The gradients of one bucket where autograd has made them: launched together, in place, without a flat tensor.
+    """Gradients that stay where autograd made them, and are averaged together, in place, without a flat tensor.
 
-    NCCL sums many tensors in one launch, so there is nothing to copy for; `.grad` is what is sent.
+    NCCL reduces many tensors in one launch, so nothing is copied; `.grad` itself is sent.
     """
 
     wants_batches = True
 
     def __init__(self, number: int, named: Named) -> None:
         super().__init__(number, named)
-        self.tensors: list[Tensor] = []  # what is sent, from the launch to the end of a synchronization
+        self.tensors: list[Tensor] = []  # the tensors to send, from the launch to the end of a synchronization
         self.message_bytes = sum(parameter.nbytes for _, parameter in named)
 
     def take_all(self, scale: Tensor | None) -> None:
-        """List the gradients; one that cannot be changed in place, or is not in one piece, is copied."""
+        """List the gradients. One that cannot be changed in place, or is not dense, is copied."""
         assert scale is None, "what is sent in place is divided by who sums"
         self.tensors = [_own(slot) for slot in self.slots]
 
     def fill_missing(self, scale: Tensor | None) -> list[str]:
-        """Give zeros to parameters that have no gradient; return their names."""
+        """Set missing gradients to zeros; return the names of their parameters."""
         without = [slot for slot in self.slots if not slot.ready and slot.parameter.grad is None]
         for slot in without:
             slot.parameter.grad = torch.zeros_like(slot.parameter)
@@ -253,9 +252,9 @@ class LooseGradients(Bucket):
 
 
 def deal(named: Named, bucket_size_mb: float | None, *, alone: bool = True) -> list[Named]:
-    """Deal parameters to buckets by the sizes of their gradients (`plan_buckets`), in the order of launches.
+    """Assign parameters to buckets by the sizes of their gradients (`plan_buckets`), in the order of launches.
 
-    With `alone`, a large gradient on a CPU has a bucket for itself, so that it need not be copied to travel.
+    With `alone`, a large gradient on a CPU gets a bucket of its own, so that it need not be copied to be sent.
     """
     kinds = [(each.dtype, each.device, each.requires_grad) for _, each in named]
     sizes = [Size(each.numel(), each.itemsize, kind) for (_, each), kind in zip(named, kinds, strict=True)]
@@ -264,13 +263,13 @@ def deal(named: Named, bucket_size_mb: float | None, *, alone: bool = True) -> l
 
 
 def travels_alone(parameters: Sequence[nn.Parameter]) -> bool:
-    """True for a bucket of one gradient whose copy is worth to be saved: large, on a CPU, without gaps."""
+    """Return whether a bucket has one gradient that is worth sending without a copy: large, on a CPU, without gaps."""
     first = parameters[0]
     return len(parameters) == 1 and not first.is_cuda and first.nbytes >= ALONE_BYTES and is_dense(first)
 
 
 def _own(slot: Slot) -> Tensor:
-    """Return a parameter's gradient as dense memory that nobody else reads: autograd may share what it has made."""
+    """Return a parameter's gradient as dense memory that nothing else refers to. Autograd may share its results."""
     gradient = slot.parameter.grad
     assert gradient is not None
     refuse_sparse(slot.name, gradient)
@@ -287,14 +286,14 @@ def refuse_sparse(name: str, gradient: Tensor) -> None:
 
 
 def _shaped_as(parameter: Tensor, part: Tensor) -> Tensor:
-    """View a flat part with a parameter's shape, and with its strides where they leave no gaps."""
+    """View a flat part with a parameter's shape, and with its strides if they leave no gaps."""
     if not is_dense(parameter):
         return part.view(parameter.shape)
     return part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """True when a tensor's elements, in some order of its axes, lie one after another."""
+    """Return whether a tensor's elements are contiguous for some order of its dimensions."""
     dense = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != dense:
@@ -304,5 +303,5 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def owners(gradient: Tensor) -> int:
-    """Count who holds the memory of a gradient, the one who asks too."""
+    """Return the number of references to a gradient's memory, including the caller's."""
     return int(torch._C._storage_Use_Count(gradient.untyped_storage()._cdata))

@@ -1,19 +1,19 @@
-"""The 2-norm of all gradients, and clipping by it: two ways.
+"""The 2-norm of all gradients, and clipping by it, in two ways.
 
-    plain_norm           one small all-reduce; its last bits depend on how elements are dealt to tensors and ranks
-    reproducible_norm    two small all-reduces; the same bits however they are dealt: a sharded run clips as one process
+    plain_norm           one small all-reduce; its last bits depend on how elements are split into tensors and ranks
+    reproducible_norm    two small all-reduces; the same bits however they are split: a sharded run clips as one process
 
-A float64 sum depends on its order; a sum of whole numbers does not. So squares are written as whole numbers:
+A float64 sum depends on its order; a sum of integers does not. So squares are written as integers:
 
-    each element times one power of two: the largest magnitude of all ranks comes into [2^15, 2^16)    no rounding
-    its square, below 2^32                                                                             each for itself
-    = high + low / 2^32, both whole numbers below 2^32; what is smaller is dropped                     each for itself
-    sums of at most 2^20 of each: below 2^53, where float64 adds whole numbers without rounding        no rounding
+    each element times one power of two: the largest magnitude of all ranks is then in [2^15, 2^16)    no rounding
+    its square, below 2^32                                                                             rounds each alone
+    = high + low / 2^32, both integers below 2^32; smaller digits are dropped                          rounds each alone
+    sums of at most 2^20 of each: below 2^53, where float64 adds integers without rounding             no rounding
     sums of these over all ranks, as int64 digits of 32 bits                                           no rounding
 
-What is dropped of an element is below 2^-62 of the largest square: a million elements together cannot move the norm by
-more than 2^-43 of itself, and 2^31 by 2^-32, if one is large and all others next to nothing. Squares do not overflow.
-Of float64 numbers, those below 1e-312 count as zeros. On CUDA the host waits for nothing.
+The dropped part of an element is below 2^-62 of the largest square. Together, a million elements change the norm by at
+most 2^-43 of its value, and 2^31 elements by 2^-32, if one is large and all others are close to zero. Squares do not
+overflow. float64 numbers below 1e-312 count as zeros. On CUDA the host never waits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,22 +26,22 @@ from torch import Tensor
 from muster.ddp.checks import device_of
 from muster.ddp.gradients import is_dense
 
-SUM_AT_MOST: Final = 2**20  # whole numbers below 2^32 that float64 adds exactly
-IN_CACHE: Final = 2**15  # elements of a block on a CPU; and so few float32 squares can be added in float32
+SUM_AT_MOST: Final = 2**20  # number of integers below 2^32 that float64 adds exactly
+IN_CACHE: Final = 2**15  # elements of a block on a CPU; this many float32 squares can be added in float32
 DIGIT_BITS: Final = 32
 DIGIT: Final = 2**DIGIT_BITS
 LARGEST_BITS: Final = 16  # magnitudes are below 2^16, squares below a digit
-MANTISSA_BITS: Final = 52  # of float64, whose exponent is kept plus 1023
+MANTISSA_BITS: Final = 52  # of float64, whose exponent is stored plus 1023
 BIAS: Final = 1023
-EPSILON: Final = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @torch.no_grad()
 def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, reduce: bool) -> Tensor:
-    """Return the 2-norm of all elements of all ranks, a float64 scalar whose bits do not depend on who has which.
+    """Return the 2-norm of all elements of all ranks, a float64 scalar whose bits do not depend on their distribution.
 
-    A collective if `reduce`, for ranks without an element too; else this process has everything. One nan makes it nan,
-    else one infinity inf. The tensors are on one device.
+    With `reduce` this is a collective, including ranks without elements; otherwise this process has all elements. The
+    result is NaN if any element is NaN, else infinite if any is. All tensors are on one device.
     """
     device = _device(tensors, group, reduce)
     whole = [each for each in tensors if each.numel()]
@@ -50,7 +50,7 @@ def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     magnitude, is_nan = largest.unbind()
     finite = magnitude.isfinite()
-    # the largest is in [2^(biased - 1023), 2^(biased - 1022)); from 16 on, both powers below are float64 numbers
+    # The largest is in [2^(biased - 1023), 2^(biased - 1022)). From 16 on, float64 can represent both powers below.
     biased = (torch.where(finite, magnitude, 0.0).view(torch.int64) >> MANTISSA_BITS).clamp_(min=LARGEST_BITS)
     digits = _digits(whole, _power_of_two(LARGEST_BITS + BIAS - 1 - biased))
     if reduce:
@@ -61,15 +61,15 @@ def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
 
 @torch.no_grad()
 def plain_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, reduce: bool) -> Tensor:
-    """Return the 2-norm of all elements of all ranks, a float64 scalar: 16-bit tensors are summed in float32.
+    """Return the 2-norm of all elements of all ranks, a float64 scalar. 16-bit tensors are summed in float32.
 
-    A collective if `reduce`; else this process has everything.
+    With `reduce` this is a collective; otherwise this process has all elements.
     """
     device = _device(tensors, group, reduce)
     square = torch.zeros((), dtype=torch.float64, device=device)
     for exact in (True, False):
         alike = [each for each in tensors if each.numel() and (each.dtype == torch.float64) is exact]
-        if device.type == "cpu":  # which adds a tensor's squares one after another, CUDA by blocks
+        if device.type == "cpu":  # CPUs add a tensor's squares one after another, CUDA in blocks
             alike = [piece for each in alike for piece in _pieces(each, IN_CACHE)]
         if alike:
             norms = torch._foreach_norm(alike, 2, dtype=torch.float64 if exact else torch.float32)
@@ -81,14 +81,14 @@ def plain_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None
 
 @torch.no_grad()
 def clip_by(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm, which is `norm`, becomes at most `max_norm`.
+    """Scale gradients in place so that their norm, given as `norm`, becomes at most `max_norm`.
 
-    As torch.nn.utils.clip_grad_norm_ does: an infinite or nan norm makes gradients nan or zeros. The product is made in
-    each tensor's type, of 16 bits in float32 and rounded: element by element, so bits depend on nothing else.
+    As in torch.nn.utils.clip_grad_norm_, an infinite or NaN norm makes gradients NaN or zero. Products are computed in
+    each tensor's type (16-bit types: in float32, then rounded), element by element, so bits depend on nothing else.
     """
     coefficient = (max_norm / (norm + EPSILON)).clamp_(max=1.0)
     if coefficient.device.type == "cpu" and coefficient == 1.0:
-        return  # on CUDA the host would wait to know
+        return  # on CUDA this check would make the host wait
     for exact in (True, False):
         alike = [each for each in tensors if (each.dtype == torch.float64) is exact]
         if alike:
@@ -96,14 +96,14 @@ def clip_by(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
 
 def _device(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, reduce: bool) -> torch.device:
-    """Return where the tensors are; a rank without any asks what its group can send."""
+    """Return the device of the tensors. If there are none, return the device of the group's communication."""
     if tensors:
         return tensors[0].device
     return device_of(group) if reduce else torch.device("cpu")
 
 
 def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return the largest magnitude, and 1 if there is a nan: of both a maximum can be asked of any backend."""
+    """Return the largest magnitude, and 1 if there is a NaN: any backend can reduce both with a maximum."""
     if not tensors:
         return torch.zeros(2, dtype=torch.float64, device=device)
     found = torch.stack([each.double() for each in torch._foreach_norm(tensors, float("inf"))]).amax()
@@ -111,7 +111,7 @@ def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _digits(tensors: list[Tensor], scale: Tensor) -> Tensor:
-    """Return the sum of the squares of the scaled elements, as int64 [2^32s, ones, 2^-32s]."""
+    """Return the sum of the squares of the scaled elements, as int64 digits [2^32s, ones, 2^-32s]."""
     sums = [torch.zeros(2, dtype=torch.float64, device=scale.device)]
     count = min(SUM_AT_MOST if scale.is_cuda else IN_CACHE, sum(each.numel() for each in tensors))
     memory = torch.empty(2, count, dtype=torch.float64, device=scale.device)
@@ -122,14 +122,14 @@ def _digits(tensors: list[Tensor], scale: Tensor) -> Tensor:
         torch.sum(high, 0, out=sums[-1][0])
         low = squares.sub_(high).mul_(DIGIT).floor_()
         torch.sum(low, 0, out=sums[-1][1])
-    # sums are below 2^52; carried at once, for all of 2^31 large elements would not fit. Not finite: the norm is known
+    # Sums are below 2^52. Carry at once: the sum of all 2^31 large elements would overflow. Not finite: norm is known.
     high, low = torch.stack(sums).nan_to_num_(nan=0.0, posinf=0.0).long().unbind(1)
     columns = [high >> DIGIT_BITS, (high % DIGIT) + (low >> DIGIT_BITS), low % DIGIT]
     return torch.stack([column.sum() for column in columns])
 
 
 def _blocks(tensors: list[Tensor], memory: Tensor) -> Iterator[Tensor]:
-    """Copy all elements into `memory`, as float64; yield what is filled when it is full. Small tensors share."""
+    """Copy all elements into `memory` as float64; yield the filled part whenever it is full. Small tensors share it."""
     filled = 0
     for tensor in tensors:
         for piece in _pieces(tensor, memory.numel()):
@@ -143,7 +143,7 @@ def _blocks(tensors: list[Tensor], memory: Tensor) -> Iterator[Tensor]:
 
 
 def _pieces(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    """Cut a tensor's elements, in any order, into at most `count` each: views, unless there are gaps between them."""
+    """Cut a tensor's elements, in any order, into views of at most `count` (copies if there are gaps between them)."""
     if is_dense(tensor):
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     else:
@@ -152,7 +152,7 @@ def _pieces(tensor: Tensor, count: int) -> Sequence[Tensor]:
 
 
 def _value(digits: Tensor) -> Tensor:
-    """Return the number that digits are, in float64: digits that are one number give the same bits."""
+    """Return the value of digits in float64. Different digits of the same value give the same bits."""
     high, middle, low = digits.unbind()
     middle = middle + (low >> DIGIT_BITS)
     high = high + (middle >> DIGIT_BITS)
@@ -161,5 +161,5 @@ def _value(digits: Tensor) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2 to whole numbers in [-1022, 1023], by the bits of float64: `pow` and `ldexp` round, or overflow."""
+    """Return 2 to the power of integers in [-1022, 1023], from float64's bits: `pow` and `ldexp` round or overflow."""
     return ((exponent + BIAS) << MANTISSA_BITS).view(torch.float64)

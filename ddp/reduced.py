@@ -1,4 +1,4 @@
-"""A wrapper whose gradients a reducer takes from the backward: what buckets and shards have in common."""
+"""Base class of wrappers with a reducer, which synchronizes gradients during the backward, in buckets or shards."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from muster.ddp.stats import Stats
 
 
 class Reduced(DataParallel):
-    """A wrapper with a reducer, or with none where there is nothing to synchronize."""
+    """A wrapper with a reducer, or None if there is nothing to synchronize."""
 
     _reducer: Reducer[Any] | None = None
 
@@ -21,10 +21,10 @@ class Reduced(DataParallel):
             self._reducer.local = local
 
     def finish_gradient_synchronization(self) -> None:
-        """Finish what the backward has not: with hooks only a backward that reached no parameter.
+        """Finish the synchronization. With hooks, only a backward that reached no parameter leaves anything to do.
 
         Raises:
-            RuntimeError: a parameter got no gradient on any rank; the message names it.
+            RuntimeError: If a parameter got no gradient on any rank; the message names it.
         """
         if self._reducer is not None:
             if self._reducer.has_shards and not self._local:
@@ -32,18 +32,18 @@ class Reduced(DataParallel):
             self._reducer.finish(asked=True)
 
     def gradients_are_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count these down: a bucket whose last one is among them is launched, in its turn.
+        """Count these parameters as ready. A bucket is launched in its turn when its last one is ready.
 
         Raises:
-            RuntimeError: one was said to be ready before in this synchronization.
+            RuntimeError: If one was already reported as ready in this synchronization.
         """
         if self._reducer is not None:
             self._reducer.complete(parameters)
 
     def launch_last(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Launch the buckets of these after all others from now on; every rank names the same.
+        """Launch the buckets of these parameters after all others from now on. All ranks must pass the same ones.
 
-        What is ready late would keep back all that comes after it.
+        Otherwise a bucket that is ready late would delay all later ones.
         """
         if self._reducer is not None:
             late = {id(each) for each in parameters}

@@ -1,11 +1,11 @@
-"""From gradients that become ready one by one to means: countdowns, launches in one order, one wait at the end.
+"""Average gradients as they become ready: countdowns, launches in a fixed order, and one wait at the end.
 
     backward      h g | f e d | c b a |                    a hook on every parameter counts its bucket down
-    launched         [h g]   [f e d]  [c b a]              in the order of the plan, whatever is ready first, so that
-    on the wire      =====   ========  ======|             the collectives of all ranks meet
-    the end                            wait ^              in a callback of autograd, so that nobody need ask for it
+    launched         [h g]   [f e d]  [c b a]              in the planned order, whatever is ready first, so that the
+    on the wire      =====   ========  ======|             collectives of all ranks match
+    the end                            wait ^              in a callback of autograd, so that no call is needed
 
-Li et al. 2020 (PyTorch Distributed) describe the countdown and why the order must be fixed.
+Li et al. 2020 (PyTorch Distributed) describe the countdown, and why the order must be fixed.
 """
 
 import weakref
@@ -27,9 +27,9 @@ from muster.ddp.timeouts import Entered, waiting_for
 
 
 class Reducer(Generic[AnyBucket]):
-    """The `buckets` of a module's trainable parameters, in the order of their launches, on one rank.
+    """The `buckets` of a module's trainable parameters on one rank, in the order of launches.
 
-    `named` lists the parameters as messages name them. Without `hooks` nothing happens before `finish`.
+    `named` lists the parameters under the names used in messages. Without `hooks` nothing happens before `finish`.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Reducer(Generic[AnyBucket]):
         self.find_unused = find_unused
         self.local = False  # True: gradients only accumulate
         self._sent = Stats()
-        self.unused: frozenset[str] = frozenset()  # parameters that no rank has used, where that is asked
+        self.unused: frozenset[str] = frozenset()  # parameters that no rank has used, if `find_unused`
         self._scale = None if mean.scale == 1.0 else torch.tensor(mean.scale, dtype=torch.float64)
         self._hooked = hooks
-        self._owed = False  # True: a forward has run, or gradients have come, that are not synchronized yet
+        self._owed = False  # True: there was a forward, or gradients, without a synchronization since
         self._running = False  # True: from the first gradient of a synchronization to its end
-        self._asked = False  # True: autograd will call when the backward is over
-        self._waits: list[Wait] = []  # of the buckets launched so far
-        self._without: list[str] = []  # parameters of released buckets that have no gradient
+        self._asked = False  # True: autograd will call back at the end of the backward
+        self._waits: list[Wait] = []  # for the buckets launched so far
+        self._without: list[str] = []  # parameters without a gradient in released buckets
         self._released: list[AnyBucket] = []
         self._synchronized = 0
         self._watch: Watch | None = None
-        me = weakref.ref(self)  # a wrapper that is gone leaves hooks that do nothing
+        me = weakref.ref(self)  # after the wrapper is deleted, the hooks do nothing
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._slots = {id(slot.parameter): slot for slot in slots}
         self._handles = [
@@ -69,39 +69,39 @@ class Reducer(Generic[AnyBucket]):
         weakref.finalize(self, _remove, self._handles, self.buckets).atexit = False
 
     def remove(self) -> None:
-        """Take the hooks off the parameters, and let go of the buckets."""
+        """Remove the hooks from the parameters, and release the buckets."""
         _remove(self._handles, self.buckets)
 
     def forward_begins(self) -> None:
-        """Hear of a forward: what a backward that raised has left behind is cleared away."""
+        """Note the start of a forward. Clean up after a backward that raised."""
         if self._running:
             self._give_up()
         self._owed = self._owed or not self.local
 
     def close_shard(self) -> None:
-        """Keep the gradients so far as those of one virtual shard."""
+        """Set aside the gradients so far as one virtual shard."""
         for bucket in self.buckets:
             bucket.close_shard()
 
     @property
     def has_shards(self) -> bool:
-        """True while virtual shards are kept apart."""
+        """True while there are virtual shards set aside."""
         return any(bucket.closed for bucket in self.buckets)
 
     def forget_shards(self) -> None:
-        """Drop the virtual shards, and what a backward that raised has left behind."""
+        """Drop the virtual shards, and clean up after a backward that raised."""
         if self._running:
             self._give_up()
         for bucket in self.buckets:
             bucket.reset()
 
     def finish(self, *, asked: bool = False) -> None:
-        """Launch what was not launched, wait for all of it.
+        """Launch the remaining buckets, and wait for all.
 
-        When `asked` for, and not by autograd, do so only if gradients are owed; without hooks nobody can tell.
+        If `asked` by the user instead of autograd, do so only if a synchronization is due. Without hooks it always is.
 
         Raises:
-            RuntimeError: a parameter has no gradient on any rank; a collective failed.
+            RuntimeError: If a parameter has no gradient on any rank, or a collective failed.
         """
         if asked and (self.local or not (self._owed or self._running or not self._hooked)):
             return
@@ -124,16 +124,16 @@ class Reducer(Generic[AnyBucket]):
         self._judge(without)
 
     def reorder(self, key: Callable[[AnyBucket], int]) -> None:
-        """Launch buckets in another order from now on: the same on all ranks."""
+        """Launch buckets in another order from now on. It must be the same on all ranks."""
         if not self._running:
             self.buckets.sort(key=key)
             for number, bucket in enumerate(self.buckets):
                 bucket.number = number
 
     def release(self, buckets: Sequence[AnyBucket], *, are_over: bool = True) -> bool:
-        """Launch buckets that are `held`, when their turn comes and all gradients are there; False if not yet.
+        """Launch `held` buckets in their turn when all their gradients are there; return False if some are missing.
 
-        When they `are_over`, a gradient that autograd will not make in this backward is not waited for.
+        If they `are_over`, do not wait for gradients that autograd will not make in this backward.
         """
         if self.local or not self._running:
             return self.local
@@ -149,12 +149,12 @@ class Reducer(Generic[AnyBucket]):
         return True
 
     def measured(self) -> Stats:
-        """Return what the last synchronization took; on CUDA the host waits until that is known."""
+        """Return statistics of the last synchronization. On CUDA the host waits for them."""
         waited = 0.0 if self._watch is None else self._watch.seconds
         return Stats(self._sent.collectives, self._sent.bytes, waited)
 
     def ready(self, slot: Slot) -> None:
-        """Take a gradient that autograd has just finished."""
+        """Take a gradient that autograd has finished."""
         if slot.ready:
             raise RuntimeError(
                 f"{slot.name}: a second gradient in one synchronization; run every backward but the last in no_sync(), "
@@ -171,14 +171,14 @@ class Reducer(Generic[AnyBucket]):
         self._count(slot)
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take gradients that are whole though no backward has said so; nothing ends before `finish`.
+        """Take complete gradients from a caller instead of a hook. The synchronization ends with `finish`.
 
         Raises:
-            RuntimeError: one is there already in this synchronization.
+            RuntimeError: If one was already taken in this synchronization.
         """
         for parameter in parameters:
             if (slot := self._slots.get(id(parameter))) is None or parameter.grad is None:
-                continue  # it does not learn, or nobody used it, which `finish` judges
+                continue  # frozen, or unused, which `finish` checks
             if slot.ready:
                 raise RuntimeError(f"{slot.name}: its gradient was said to be ready before in this synchronization")
             self._running = True
@@ -194,14 +194,14 @@ class Reducer(Generic[AnyBucket]):
             self._launch_due()
 
     def _launch_due(self) -> None:
-        """Launch what is complete, as far as all before it are."""
+        """Launch complete buckets, up to the first incomplete one."""
         for bucket in self.buckets[len(self._waits) :]:
             if bucket.waiting or bucket.held:
                 return
             self._launch(bucket)
 
     def _backward_is_over(self) -> None:
-        """Finish, unless this was a backward within a backward, as reentrant checkpointing runs, and more will come."""
+        """Finish, unless this was a nested backward of reentrant checkpointing, with more gradients to come."""
         self._asked = False
         nested = torch._C._current_autograd_node() is not None
         if not (nested and any(bucket.waiting for bucket in self.buckets)):
@@ -219,7 +219,7 @@ class Reducer(Generic[AnyBucket]):
             wait()
 
     def _entered(self, bucket: Bucket) -> Entered:
-        """Say, after a failure, what was waited for."""
+        """Describe what was waited for, after a failure."""
         first, last = bucket.slots[0], bucket.slots[-1]
         count = len(self.buckets)
         return Entered(
@@ -227,7 +227,7 @@ class Reducer(Generic[AnyBucket]):
         )
 
     def _give_up(self) -> None:
-        """Wait for what a backward that raised has launched: the other ranks may have, too."""
+        """Wait for buckets that a failed backward has launched, because other ranks may have launched them, too."""
         self.mean.wanted = False
         try:
             for bucket, wait in zip(self.buckets, self._waits, strict=False):
@@ -243,7 +243,7 @@ class Reducer(Generic[AnyBucket]):
             bucket.reset()
 
     def _judge(self, without: Sequence[str]) -> None:
-        """Refuse, at the first synchronization, parameters that no rank uses; or let them have no gradient."""
+        """Refuse parameters that no rank used, at the first synchronization; or clear their `.grad` (`find_unused`)."""
         if not self.find_unused and self._synchronized > 1:
             return
         names = self._names
@@ -260,7 +260,7 @@ class Reducer(Generic[AnyBucket]):
 
 
 def _remove(handles: Sequence[RemovableHandle], buckets: Sequence[Bucket]) -> None:
-    """Let memory go at once and not when Python looks for circles: a hook has its slot, a slot its bucket."""
+    """Free memory at once, without the garbage collector: hooks, slots and buckets form reference cycles."""
     for handle in handles:
         handle.remove()
     for bucket in buckets:
@@ -268,12 +268,12 @@ def _remove(handles: Sequence[RemovableHandle], buckets: Sequence[Bucket]) -> No
 
 
 def _will_come(slot: Slot) -> bool:
-    """True if the backward that runs now will make this gradient yet."""
+    """Return whether the running backward will still make this gradient."""
     node = torch.autograd.graph.get_gradient_edge(slot.parameter).node
     return torch._C._will_engine_execute_node(node)
 
 
 def _ready(reducer: "weakref.ref[Reducer[AnyBucket]]", slot: Slot, parameter: Tensor) -> None:
-    """Hand a gradient to a reducer that may be gone: the hook of every parameter."""
+    """Hook of every parameter: pass its gradient to the reducer, unless that was deleted."""
     if (alive := reducer()) is not None:
         alive.ready(slot)

@@ -1,4 +1,4 @@
-"""What a synchronization of gradients took."""
+"""Statistics of a gradient synchronization."""
 
 from dataclasses import dataclass
 from time import perf_counter
@@ -8,10 +8,10 @@ import torch
 
 @dataclass(frozen=True)
 class Stats:
-    """The last synchronization on this rank.
+    """Statistics of the last synchronization on this rank.
 
-    `bytes` are those handed to the collectives (S, not what a ring sends of it); `exposed_wait_s` is how long the rank
-    had nothing to do but to wait for them, after the last gradient was ready.
+    `bytes` is the size of the tensors passed to collectives (the S of formulas, not what a ring sends).
+    `exposed_wait_s` is how long the rank only waited for collectives, after the last gradient was ready.
     """
 
     collectives: int = 0
@@ -20,21 +20,21 @@ class Stats:
 
 
 class Wait:
-    """The time between two marks: of the host's clock, or of a CUDA stream without making the host wait."""
+    """The time between two marks, on the host's clock or, without blocking the host, on a CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_stream = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        self._counts = device.type != "cuda" or self._on_stream  # a captured step has no marks of its own
+        self._counts = device.type != "cuda" or self._on_stream  # marks in a captured step would not be measured
         self._start = self._mark()
         self._end = self._start
 
     def stop(self) -> None:
-        """Make the second mark."""
+        """Set the second mark."""
         self._end = self._mark()
 
     @property
     def seconds(self) -> float:
-        """The time between; on CUDA this waits for the second mark."""
+        """The time between the marks. On CUDA this waits for the second mark."""
         if not self._counts:
             return 0.0
         if isinstance(self._start, float) or isinstance(self._end, float):

@@ -1,17 +1,17 @@
-"""What a rank says when a collective of a wrapper fails: which bucket it was, and which ranks never came to it.
+"""Error messages for failed collectives: which bucket it was, and which ranks never entered it.
 
-A step in which nothing fails pays one reading of the clock for each bucket: `waiting_for` is where a wrapper waits.
+A successful step only reads the clock once per bucket. Wrappers wait within `waiting_for`.
 
-    rank 0   ... bucket 2 ─── waits, its group's time-out passes ─── writes "step 3, 3 buckets entered" ─┐
+    rank 0   ... bucket 2 ─── waits until the group's timeout ────── writes "step 3, 3 buckets entered" ─┐
     rank 1   ... bucket 2 ─── waits, loses its connection to 0 ───── writes the same ────────────────────┤ the group's
-    rank 2   ... bucket 1, and is heard of no more                                                       │ store
-    rank 0   reads what the others wrote for some seconds: all but rank 2 came to bucket 2 of step 3 <───┘
+    rank 2   ... bucket 1, and then nothing more                                                         │ store
+    rank 0   reads for some seconds what the others wrote: all but rank 2 entered bucket 2 of step 3 <───┘
 
-gloo ends a wait with an error after the time-out of the group (`init_process_group(timeout=...)`) and closes its
-connections, which ends the others' waits too. With NCCL no wait fails: its watchdog notices on a thread of its own,
-writes the sequence number, kind and size of the oldest collective that did not end, and aborts the process. The size
-tells the bucket; who did not come is in what the flight recorder keeps (TORCH_NCCL_TRACE_BUFFER_SIZE). Where the
-environment says TORCH_NCCL_BLOCKING_WAIT=1 the wait fails as with gloo, and so does what is said here.
+gloo ends a wait with an error after the timeout of the group (`init_process_group(timeout=...)`) and closes its
+connections, which also ends the waits of other ranks. With NCCL no wait fails: its watchdog thread detects the timeout,
+prints the sequence number, kind and size of the oldest unfinished collective, and aborts the process. The size
+identifies the bucket; the flight recorder (TORCH_NCCL_TRACE_BUFFER_SIZE) shows which ranks did not enter. With
+TORCH_NCCL_BLOCKING_WAIT=1 in the environment, the wait fails as with gloo, and the messages here apply.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from muster.ddp.checks import ranks_in_words
 
 Answer = TypeVar("Answer")
-LATER_S: Final = 5.0  # how long a rank that timed out listens for others, which may time out that much later
-LOST_S: Final = 1.0  # the same after a lost connection: whoever closed it by timing out has said so by then
-STORE_S: Final = 2.0  # how much longer the store itself may take
+LATER_S: Final = 5.0  # a rank that timed out waits so long for reports of others, which may time out later
+LOST_S: Final = 1.0  # the same after a lost connection: a rank that closed it by timing out has already reported
+STORE_S: Final = 2.0  # additional limit for the store itself
 POLL_S: Final = 0.05
 
 TIMED_OUT: Final = re.compile(r"timed ?out|timeout", re.IGNORECASE)
@@ -40,27 +40,27 @@ LOST: Final = re.compile(r"connection|closed|reset by peer|broken pipe|read erro
 
 
 class CollectiveTimeoutError(RuntimeError):
-    """A collective did not end in the time its group allows; the message names the bucket and who did not come."""
+    """A collective did not end within the group's timeout. The message names the bucket and the missing ranks."""
 
 
 @dataclass(frozen=True)
 class Entered:
-    """The collective that a rank waits for, and how far it is."""
+    """The collective that a rank waits for, and the rank's progress."""
 
-    step: int  # synchronizations of this wrapper so far, this one included
+    step: int  # number of synchronizations of this wrapper, including this one
     bucket: int  # from 0, in the order of launches
     buckets: int
-    launched: int  # buckets whose collective this rank has entered in this step
-    first: str  # parameter
-    last: str  # parameter
+    launched: int  # number of buckets whose collective this rank has entered in this step
+    first: str  # name of the first parameter
+    last: str  # name of the last parameter
     bytes: int
     what: str = "bucket"
 
 
 class waiting_for:
-    """Within it a rank waits for a collective of a group: what that raises is told by `tell`.
+    """Context of a wait for a collective: an error within it is explained by `tell`.
 
-    Which collective that is, is given or asked for; asked only after a failure.
+    `entered` describes the collective, or returns the description; it is called only after a failure.
     """
 
     __slots__ = ("_entered", "_group", "_since")
@@ -79,7 +79,7 @@ class waiting_for:
 
 @dataclass(frozen=True)
 class _Said:
-    """What a rank writes for the others after a failure."""
+    """A rank's report to the others after a failure."""
 
     step: int
     launched: int
@@ -87,24 +87,24 @@ class _Said:
     timed_out: bool
 
     def came_to(self, entered: Entered) -> bool:
-        """True if that rank entered this collective, or is past it."""
+        """Return whether that rank has entered this collective."""
         return (self.step, self.launched) > (entered.step, entered.bucket)
 
 
 def tell(error: RuntimeError, entered: Entered, waited_s: float, process_group: dist.ProcessGroup | None) -> NoReturn:
-    """Raise what a failed wait means, from it: name the bucket and, if it was a time-out, the ranks that did not enter.
+    """Explain a failed wait: raise an error with the bucket and, after a timeout, the ranks that did not enter.
 
-    Takes up to some seconds, while it listens what the other ranks say. A rank whose backward is still running has not
-    noticed yet, and is named among those that did not enter even if the backend has its bucket already.
+    Takes up to a few seconds, to read the reports of other ranks. A rank whose backward is still running has not
+    noticed the failure yet. It is listed as not entered, even if its backend already has the bucket.
 
     Raises:
-        CollectiveTimeoutError: the time-out of the group passed here, or on a rank that then closed the connection.
-        RuntimeError: the connection to a rank was lost; or the error itself, if it is neither.
+        CollectiveTimeoutError: If the group's timeout passed here, or on a rank that then closed the connection.
+        RuntimeError: If the connection to a rank was lost; or the original error in any other case.
     """
     timed_out = bool(TIMED_OUT.search(str(error)))
     if not timed_out and not LOST.search(str(error)):
         raise error
-    bound = GLOO_BOUND.search(str(error))  # gloo counts from when its thread took the collective up
+    bound = GLOO_BOUND.search(str(error))  # gloo counts from the time its thread started the collective
     waited_s = int(bound[1]) / 1e3 if bound else waited_s
     mine = _Said(entered.step, entered.launched, waited_s, timed_out)
     group = process_group or dist.group.WORLD
@@ -128,7 +128,7 @@ def _name(entered: Entered) -> str:
 
 
 def _why(entered: Entered, said: dict[int, _Said | None]) -> str:
-    """Say who did not come and what to do; or, if all did, who gave up before."""
+    """Return which ranks did not enter and what to do; or, if all did in the end, which gave up before."""
     timed_out = {rank: each.waited_s for rank, each in said.items() if each and each.timed_out}
     waited = f"{max(timed_out.values()):.3g} s"
     absent = [rank for rank, each in said.items() if each is None or not each.came_to(entered)]
@@ -145,14 +145,14 @@ def _why(entered: Entered, said: dict[int, _Said | None]) -> str:
 
 
 def _hear(mine: _Said, entered: Entered, group: dist.ProcessGroup, listen_s: float) -> dict[int, _Said]:
-    """Say what this rank knows, and return what the ranks of the group said, this one included.
+    """Write this rank's report, and return the reports of the group's ranks, including this one.
 
-    Ends when all came to this collective, or after `listen_s`, whatever happens to the store.
+    Ends when all ranks have entered this collective, or after `listen_s`, whatever happens to the store.
     """
     heard = {group.rank(): mine}
 
     def exchange(store: Store) -> None:
-        """Write, then read until all have come or the time is over; fill `heard`."""
+        """Write, then read until all have entered or the time is over; fill `heard`."""
         deadline = time.monotonic() + listen_s
         absent = set(range(group.size())) - {group.rank()}
         store.set(str(group.rank()), json.dumps(asdict(mine)))
@@ -166,13 +166,13 @@ def _hear(mine: _Said, entered: Entered, group: dist.ProcessGroup, listen_s: flo
             time.sleep(POLL_S)
 
     ask_store(group, "ddp/timeouts", exchange, listen_s + STORE_S)
-    return dict(heard)  # of what was heard so far if the store went with its rank
+    return dict(heard)  # incomplete if the store was lost with its rank
 
 
 def ask_store(group: dist.ProcessGroup, prefix: str, ask: Callable[[Store], Answer], limit_s: float) -> Answer | None:
-    """Ask a group's store, on a thread of its own: where it went with its rank, its time-outs are minutes.
+    """Query a group's store on a separate thread: if its rank is lost, the store's own timeouts take minutes.
 
-    None: there was no answer in time, or the store is gone.
+    Returns None if there was no answer in time, or the store is lost.
     """
     answers: list[Answer] = []
 

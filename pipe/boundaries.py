@@ -1,10 +1,10 @@
-"""What crosses the cuts of a model, and what its layers weigh: by a dummy forward that computes nothing.
+"""Shapes of the tensors that cross the cuts of a model, and weights of its layers, from a dummy forward.
 
     boundary_sizes(vgg16, (32, 3, 32, 32), 2)      [((32, 256, 8, 8), (32, 256, 8, 8))]
     weights_of(vgg16, "flops", (32, 3, 32, 32))    one number a layer, for `pipe.schedules.cuts.balanced`
 
-The dummy runs on PyTorch's meta device, whose tensors have a shape and a type and no memory: parameters, buffers,
-gradients and random numbers of the real layers stay as they are, however large the model is.
+The dummy runs on PyTorch's meta device, whose tensors have a shape and a type but no memory. The parameters, buffers,
+gradients and random state of the real layers do not change, however large the model is.
 """
 
 import math
@@ -27,20 +27,20 @@ META: Final = torch.device("meta")
 def boundary_sizes(
     layers: nn.Sequential, input_size: Sequence[int], stages: int | Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
-    """Return the shapes of activation and gradient at every cut, first to last; none for one stage.
+    """Return the shapes of the activation and its gradient at every cut, first to last; empty for one stage.
 
-    Over a batch of B samples the forward sends the sum of the activations: (P - 1) * B * N bytes for P stages where
-    each sends N bytes a sample, however many layers there are; the backward the same of the gradients. The gradient is
-    None where token ids cross.
+    For a batch of B samples and P stages that each send N bytes per sample, the forward sends (P - 1) * B * N bytes,
+    whatever the number of layers. The backward sends as many bytes of gradients. The gradient's shape is None where
+    token ids cross.
 
     Args:
-        layers: the whole model, on any device. Its inputs are whole numbers where the first parameters are those of an
-            embedding, else of the type of the first parameters.
-        input_size: of a batch, such as (32, 3, 32, 32) for images or (32, 128) for tokens.
-        stages: how many, cut evenly by count; or their first layers, as `pipe.schedules.cuts` makes them.
+        layers: the whole model, on any device. Its inputs are integers if its first parameters belong to an embedding;
+            else they have the type of the first parameters.
+        input_size: shape of a batch, such as (32, 3, 32, 32) for images or (32, 128) for tokens.
+        stages: the number of stages, cut evenly by layer count; or their first layers, as in `pipe.schedules.cuts`.
 
     Raises:
-        ValueError: cuts that cannot be, a layer that fails on such an input, or that returns no tensor.
+        ValueError: If the cuts are impossible, or a layer fails on such an input or returns no tensor.
     """
     if isinstance(stages, int):
         cuts = even(len(layers), stages)
@@ -52,21 +52,22 @@ def boundary_sizes(
 
 
 def weights_of(layers: nn.Sequential, by: By, input_size: Sequence[int] | None = None) -> list[float]:
-    """Weigh every layer, for `pipe.schedules.cuts.balanced`.
+    """Return a weight for every layer, for `pipe.schedules.cuts.balanced`.
 
     Args:
         layers: the whole model.
-        by: `count` (1 each), `parameters` (a weight that several layers share counts in each), `flops` (floating point
-            operations of matrix products and convolutions, forward and backward, as `torch.utils.flop_counter` counts
-            them on a dummy), or `profile` (seconds of a forward and a backward, measured on the device that the
-            layers are on: least of several; no gradient, buffer or random state changes).
-        input_size: of a micro-batch; `flops` and `profile` need it. A profile's is of ones, or token ids that differ.
+        by: `count` (1 each); `parameters` (a weight shared by several layers counts in each); `flops` (floating point
+            operations of matrix products and convolutions, forward and backward, counted by `torch.utils.flop_counter`
+            on a dummy); or `profile` (seconds of a forward and a backward on the layers' device, the shortest of
+            several measurements; gradients, buffers and random state do not change).
+        input_size: shape of a micro-batch, required for `flops` and `profile`. The profile runs on ones, or on
+            distinct token ids.
 
     Raises:
-        ValueError: another way to weigh, no size where one is needed, or a layer that fails.
+        ValueError: If `by` is unknown, a required size is missing, or a layer fails.
     """
     if by not in get_args(By):
-        raise ValueError(f"weights by {by!r}: wanted one of {', '.join(get_args(By))}")
+        raise ValueError(f"weights by {by!r}: expected one of {', '.join(get_args(By))}")
     if by == "count":
         return [1.0] * len(layers)
     if by == "parameters":
@@ -79,11 +80,11 @@ def weights_of(layers: nn.Sequential, by: By, input_size: Sequence[int] | None =
 
 
 def _flops(layers: nn.Sequential, input_size: Sequence[int]) -> list[float]:
-    """Count the operations of every layer, forward and backward; the model's input has no gradient."""
+    """Count the operations of every layer, forward and backward. The model's input gets no gradient."""
     totals, x = [], _dummy(layers, input_size)
     for name, layer in _named_layers(layers):
         with FlopCounterMode(display=False) as counter, _named(name, x), torch.enable_grad():
-            y = _forward(layer, x.clone())  # a copy, for a layer may work in place on what it is given
+            y = _forward(layer, x.clone())  # a copy, because a layer may write to its input
             if y.requires_grad:
                 torch.autograd.backward(y, torch.empty_like(y))
         totals.append(float(counter.get_total_flops()))
@@ -96,7 +97,7 @@ def _has_gradient(x: Tensor) -> bool:
 
 
 def _entering(layers: nn.Sequential, input_size: Sequence[int]) -> Iterator[Tensor]:
-    """Yield what enters every layer."""
+    """Yield the input of every layer."""
     x = _dummy(layers, input_size)
     for name, layer in _named_layers(layers):
         yield x
@@ -111,16 +112,16 @@ def _forward(layer: nn.Module, x: Tensor) -> Tensor:
         for named in (layer.named_parameters(), layer.named_buffers())
         for name, each in named
     }
-    with META:  # where a layer makes tensors of its own, such as positions
+    with META:  # for layers that create tensors of their own, such as positions
         y = functional_call(layer, stand_ins, (x,))
     if not isinstance(y, Tensor):
-        raise TypeError(f"it returns a {type(y).__name__}: only a tensor can go from layer to layer")
+        raise TypeError(f"it returns a {type(y).__name__}; only a tensor can be passed from layer to layer")
     return y
 
 
 @contextmanager
 def _named(name: str, x: Tensor) -> Iterator[None]:
-    """Say which layer failed, and on what."""
+    """Turn errors into a ValueError that names the layer and its input."""
     try:
         yield
     except Exception as error:
@@ -130,7 +131,7 @@ def _named(name: str, x: Tensor) -> Iterator[None]:
 
 
 def _named_layers(layers: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every layer with its name; `named_children` would leave out one that is there twice."""
+    """Yield every layer with its name. `named_children` would skip a layer that occurs twice."""
     return zip(layers._modules, layers, strict=True)
 
 
@@ -141,7 +142,7 @@ def _dummy(layers: nn.Sequential, input_size: Sequence[int]) -> Tensor:
 
 
 def _sample(layers: nn.Sequential, input_size: Sequence[int]) -> Tensor:
-    """Make a micro-batch to measure with: token ids that differ, for equal ones would all add to one row's gradient."""
+    """Return a micro-batch to measure with. Token ids are distinct: equal ids would all add to one row's gradient."""
     first = next(_with_parameters(layers), None)
     device = next((each.device for each in layers.parameters()), torch.device("cpu"))
     dtype = _input_type(layers)
@@ -159,7 +160,7 @@ def _input_type(layers: nn.Sequential) -> torch.dtype:
 
 
 def _with_parameters(layers: nn.Sequential) -> Iterator[nn.Module]:
-    """Yield modules that have parameters of their own, first to last."""
+    """Yield the modules that have parameters of their own, first to last."""
     for module in layers.modules():
         if next(module.parameters(recurse=False), None) is not None:
             yield module

@@ -1,9 +1,9 @@
-"""Buffers for a second forward: it reads what the first one read, and what it writes does not last.
+"""Restore buffers for a second forward, so that it reads what the first one read, and discard what it writes.
 
-    first forward     reads u, writes u        a copy of u from before is kept, of such buffers only
-    second forward    reads the copy, writes the copy           the layer's own u stays what it has become since
+    first forward     reads u, writes u        keeps a copy of u from before, only of buffers that are written
+    second forward    reads and writes the copy                 the layer's own u keeps its current value
 
-So layers are recomputed right whose forwards read what they write, as the power iterations of a spectral norm do.
+This makes recomputation correct for layers that read the buffers they write, such as spectral norm (power iteration).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 class _Place(NamedTuple):
-    """A buffer of a module."""
+    """A buffer of a module, and its version at the start of a forward."""
 
     module: nn.Module
     name: str
@@ -25,20 +25,20 @@ class _Place(NamedTuple):
 
 
 class Buffers:
-    """The buffers of some layers, and which of them their forwards write.
+    """The buffers of some layers, and which of them a forward writes.
 
-    The first forward in training, and the first one in evaluation, tell: for it all are copied. Those of batch norms
-    are copied always: kernels that update statistics do not count what they write.
+    The first forward in training mode and the first one in evaluation mode detect this; for them, all buffers are
+    copied. Buffers of batch norms are always copied: their kernels do not increase the version when they write.
     """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self._modules = [
             (f"{name}.{path}".removesuffix("."), part) for name, layer in layers for path, part in layer.named_modules()
         ]
-        self._written: dict[tuple[str, bool], set[str]] = {}  # of a module in a mode: the names
+        self._written: dict[tuple[str, bool], set[str]] = {}  # names by (module, training mode)
 
-    def before(self) -> "Before":
-        """Keep what a first forward may overwrite; call `after()` when it is over."""
+    def before(self) -> "BufferSnapshot":
+        """Copy the buffers that a first forward may overwrite. Call `after()` on the result after the forward."""
         places, copies = [], dict[int, Tensor]()
         for path, module in self._modules:
             written = self._written.get((path, module.training))
@@ -49,36 +49,36 @@ class Buffers:
                 wanted = written is None or name in written or isinstance(module, _NormBase)
                 if wanted and id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
-        return Before(self, places, copies)
+        return BufferSnapshot(self, places, copies)
 
     def learn(self, written: Callable[[nn.Module, str], bool | None]) -> None:
-        """Note what was written in a mode that is new; of the others check that nothing else was.
+        """Record what a forward wrote in a mode seen for the first time; else check that it wrote nothing new.
 
         Raises:
-            RuntimeError: a buffer was written that forwards had not written before.
+            RuntimeError: If a buffer was written that earlier forwards did not write.
         """
         for path, module in self._modules:
             names = {name for name in module._buffers if written(module, name)}
             known = self._written.setdefault((path, module.training), names)
             if (more := names - known) and not isinstance(module, _NormBase):
                 raise RuntimeError(
-                    f"layer {path!r} has written its buffer {min(more)!r}, which it did not in its first forward: a "
-                    "second forward would not find what the first one read; pass recompute=False and layerwise=False, "
-                    "or let every forward write it"
+                    f"layer {path!r} has written its buffer {min(more)!r}, unlike in its first forward, so a "
+                    "second forward would not read what the first one read; pass recompute=False and layerwise=False, "
+                    "or make every forward write it"
                 )
 
 
-class Before:
-    """What buffers were before a forward."""
+class BufferSnapshot:
+    """The values of buffers before a forward."""
 
     def __init__(self, buffers: Buffers, places: Sequence[_Place], copies: dict[int, Tensor]) -> None:
         self._buffers, self._places, self._copies = buffers, places, copies
 
     def after(self) -> None:
-        """Let go what the first forward has not written.
+        """Drop the copies of buffers that the first forward did not write.
 
         Raises:
-            RuntimeError: it has written what earlier ones had not.
+            RuntimeError: If it wrote a buffer that earlier forwards did not write.
         """
         changed = {(id(each.module), each.name): self._is_changed(each) for each in self._places}
         self._buffers.learn(lambda module, name: changed.get((id(module), name), False))
@@ -87,7 +87,7 @@ class Before:
 
     @contextmanager
     def as_they_were(self) -> Iterator[None]:
-        """Let a second forward have the copies; afterwards the layers have their own again."""
+        """Replace the buffers by the copies within the block; afterwards put the layers' own buffers back."""
         own = [each.module._buffers[each.name] for each in self._places]
         for each in self._places:
             each.module._buffers[each.name] = self._copies[id(each.buffer)]
@@ -102,4 +102,4 @@ class Before:
         if now is not place.buffer or now._version != place.version:
             return True
         copy = self._copies.get(id(place.buffer))
-        return copy is not None and not torch.equal(copy, now)  # NaN is never equal, and so is kept
+        return copy is not None and not torch.equal(copy, now)  # NaN differs from itself, so such copies are kept

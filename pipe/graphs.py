@@ -1,17 +1,18 @@
-"""Forwards and backwards of a stage as CUDA graphs, each launched with one call, where kernels are short.
+"""Record forwards and backwards of a stage as CUDA graphs, each replayed with one launch. Useful for short kernels.
 
-    step 0   F B F B ...             eagerly; which forms micro-batches have, and how many of one are in flight, is seen
-    step 1   record, record, ...     as many slots: inputs, all that lives from a forward to its backward, outputs
-             f b f b ...             each micro-batch copied into a slot, replayed, its output copied out
-    slot     F | B   or  F | I | W   graphs with memory of their own, so that slots can be in any order in flight
+    step 0   F B F B ...             eager; notes the forms of micro-batches, and how many of each are in flight at once
+    step 1   record, record, ...     that many slots: inputs, everything kept between forward and backward, outputs
+             f b f b ...             copy each micro-batch into a slot, replay, copy the output out
+    slot     F | B   or  F | I | W   graphs with their own memory, so that slots may be in flight in any order
 
-A graph repeats what was recorded: kernels and addresses. So gradients stay where they were at the recording: `.grad`
-that is None when a step begins is the same tensor again, full of zeros; hooks of parameters and modules would not be
-called, so parameters that have some are refused. Where weights have moved, layers changed between training and
-evaluation or learn no longer, all is recorded anew. A micro-batch of another form runs eagerly, and is recorded before
-the next step. Layers whose random numbers have seeds of their own run eagerly: a seed would be recorded, too.
+A graph repeats the recorded kernels on the recorded addresses. So gradients stay at the addresses of the recording: a
+`.grad` that is None when a step begins becomes the same tensor again, filled with zeros. Hooks of parameters and
+modules would not be called, so parameters with hooks are refused. Everything is recorded again if weights have moved,
+layers have changed between training and evaluation, or parameters were frozen. A micro-batch of a new form runs
+eagerly and is recorded before the next step. Layers with random seeds of their own run eagerly, because the graph
+would record the seed.
 
-How this differs from `torch.cuda.make_graphed_callables`: a micro-batch's backward need not follow its forward.
+Unlike with `torch.cuda.make_graphed_callables`, a micro-batch's backward need not directly follow its forward.
 """
 
 from collections import Counter
@@ -22,39 +23,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from muster.pipe.draws import Hooks
-from muster.pipe.passages import WholeGraph
+from muster.pipe.microbatch_passes import WholeGraphPass
+from muster.pipe.rng_streams import Hooks
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Stage
-from muster.pipe.wires.channels import Layout
+from muster.pipe.wires.channels import TensorLayout
 
 
 def graphs_for(
     stages: Iterable[Stage], hooks: Hooks, device: torch.device, *, layerwise: bool, recompute: bool
 ) -> "Graphs":
-    """Return what records a rank's stages.
+    """Return the recorder for a rank's stages.
 
     Raises:
-        ValueError: there is no GPU, or forwards are to be done twice.
+        ValueError: If the layers are not on a GPU, or forwards are to run twice.
     """
     if device.type != "cuda":
-        raise ValueError(f"cuda_graphs: layers are on {device}; move them to a GPU, or leave it out")
+        raise ValueError(f"cuda_graphs: layers are on {device}; move them to a GPU, or omit cuda_graphs")
     if layerwise or recompute:
-        raise ValueError("cuda_graphs do not go with layerwise or recompute: what is recorded keeps its memory anyway")
+        raise ValueError("cuda_graphs cannot save memory: the recording keeps all of it; omit layerwise and recompute")
     return Graphs(stages, hooks, device)
 
 
-class Form(NamedTuple):
-    """What a recorded micro-batch cannot change."""
+class GraphForm(NamedTuple):
+    """Everything that must be equal for a micro-batch to use a recorded graph."""
 
     stage: int
-    x: Layout
+    x: TensorLayout
     learns: bool  # the gradient of x is wanted
-    targets: Layout | None
+    targets: TensorLayout | None
 
 
 class Graphs:
-    """The recorded micro-batches of a rank's stages, and what is needed to record more."""
+    """The recorded micro-batches of a rank's stages, and the means to record more."""
 
     def __init__(self, stages: Iterable[Stage], hooks: Hooks, device: torch.device) -> None:
         self.queue: WeightQueue | None = None
@@ -62,19 +63,19 @@ class Graphs:
         self._layers = [layer for stage in self._stages.values() for layer in stage.layers]
         self._hooks, self._device = hooks, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._slots: dict[Form, list[_Slot]] = {}
-        self._free: dict[Form, list[_Slot]] = {}
-        self._in_flight: Counter[Form] = Counter()
-        self._most: Counter[Form] = Counter()  # in flight at once so far
-        self._gradient: dict[Form, Layout] = {}  # of the stage's output
-        self._gaining: dict[nn.Parameter, Tensor | None] = {}  # parameters that got gradients, and where these stay
+        self._slots: dict[GraphForm, list[_Slot]] = {}
+        self._free: dict[GraphForm, list[_Slot]] = {}
+        self._in_flight: Counter[GraphForm] = Counter()
+        self._most: Counter[GraphForm] = Counter()  # largest number in flight at once so far
+        self._gradient: dict[GraphForm, TensorLayout] = {}  # layout of the gradient of the stage's output
+        self._gaining: dict[nn.Parameter, Tensor | None] = {}  # parameters with gradients, and the fixed tensor of each
         self._signature: tuple[object, ...] = ()
 
     def begin(self) -> None:
-        """Get ready for a step: record what was seen before, and give gradients their places.
+        """Prepare a step: record the forms seen before, and give gradients their fixed tensors.
 
         Raises:
-            RuntimeError: a stage does what cannot be recorded, or its parameters have hooks.
+            RuntimeError: If a stage cannot be recorded, or its parameters have hooks.
         """
         self._in_flight.clear()
         if self._hooks.seeds is not None:
@@ -92,44 +93,44 @@ class Graphs:
         self._free = {form: list(slots) for form, slots in self._slots.items()}
 
     def end(self) -> None:
-        """Learn which parameters have gradients by now."""
+        """Note which parameters have gradients now."""
         for layer in self._layers:
             for each in layer.parameters():
                 if each.grad is not None:
                     self._gaining.setdefault(each, None)
 
-    def make(self, stage: Stage, microbatch: int) -> "Passage":
-        """Return a micro-batch's way through a stage, recorded or not."""
-        return Passage(self, stage, microbatch)
+    def make(self, stage: Stage, microbatch: int) -> "GraphedPass":
+        """Return the pass of a micro-batch through a stage, recorded or not."""
+        return GraphedPass(self, stage, microbatch)
 
-    def take(self, form: Form) -> "_Slot | None":
-        """Take a free slot of a form, None where there is none."""
+    def take(self, form: GraphForm) -> "_Slot | None":
+        """Take a free slot of a form; None if there is none."""
         self._in_flight[form] += 1
         self._most[form] = max(self._most[form], self._in_flight[form])
         free = self._free.get(form)
         return free.pop() if free else None
 
-    def give_back(self, form: Form, slot: "_Slot | None") -> None:
-        """Hear that a micro-batch is through."""
+    def give_back(self, form: GraphForm, slot: "_Slot | None") -> None:
+        """Return a slot after the micro-batch's last graph."""
         self._in_flight[form] -= 1
         if slot is not None:
             self._free[form].append(slot)
 
-    def saw_gradient(self, form: Form, gradient: Tensor) -> None:
-        """Learn what gradients of outputs are like."""
-        self._gradient[form] = Layout.of(gradient)
+    def saw_gradient(self, form: GraphForm, gradient: Tensor) -> None:
+        """Record the layout of an output's gradient."""
+        self._gradient[form] = TensorLayout.of(gradient)
 
-    def _record(self, form: Form) -> None:
+    def _record(self, form: GraphForm) -> None:
         stage = self._stages[form.stage]
         told, self._hooks.on_forward = self._hooks.on_forward, None
         cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a cast weight would lie in the first slot's memory
+        torch.set_autocast_cache_enabled(False)  # a cached cast weight would lie in the first slot's memory
         try:
             slot = _Slot(stage, form, self._gradient[form], self.queue, self._stream, self._device)
         except RuntimeError as error:
             raise RuntimeError(
-                f"cuda_graphs: stage {form.stage} could not be recorded: {error}; leave cuda_graphs out, or what asks "
-                "the host within a layer"
+                f"cuda_graphs: stage {form.stage} could not be recorded: {error}; omit cuda_graphs, or do not "
+                "read results on the host within a layer"
             ) from error
         finally:
             self._hooks.on_forward = told
@@ -137,14 +138,14 @@ class Graphs:
         self._slots.setdefault(form, []).append(slot)
 
     def _place_gradients(self) -> None:
-        """Let every parameter that gains have its gradient where graphs add to it."""
+        """Put every parameter's gradient into the tensor that the graphs add to."""
         empty: list[Tensor] = []
         for each, place in self._gaining.items():
             if each._backward_hooks or each._post_accumulate_grad_hooks:
                 name = next(name for layer in self._layers for name, own in layer.named_parameters() if own is each)
                 raise RuntimeError(
-                    f"cuda_graphs: parameter {name!r} has hooks, which a recorded backward would not call; leave "
-                    "cuda_graphs out, or the hooks"
+                    f"cuda_graphs: parameter {name!r} has hooks, which a replayed backward would not call; omit "
+                    "cuda_graphs, or remove the hooks"
                 )
             if each.grad is None:
                 own = torch.empty_like(each) if place is None else place
@@ -152,12 +153,12 @@ class Graphs:
             else:
                 own = each.grad if place is None or place is each.grad else place.copy_(each.grad)
             each.grad = self._gaining[each] = own
-        if empty:  # with minus zero, to which any first gradient, minus zero too, adds up to itself
+        if empty:  # fill with -0.0: the sum with any first gradient, also -0.0, is that gradient
             torch._foreach_zero_(empty)
             torch._foreach_neg_(empty)
 
     def _now(self) -> tuple[object, ...]:
-        """Describe what recorded graphs take for granted."""
+        """Return what recorded graphs depend on; if it changes, they are invalid."""
         parts = [part for layer in self._layers for part in layer.modules()]
         tensors = [each for layer in self._layers for each in (*layer.parameters(), *layer.buffers())]
         kind = self._device.type
@@ -169,13 +170,13 @@ class Graphs:
 
 
 class _Slot:
-    """The graphs of one micro-batch in flight, and what they read and leave."""
+    """The graphs of one micro-batch in flight, with their inputs and outputs."""
 
     def __init__(
         self,
         stage: Stage,
-        form: Form,
-        gradient: Layout,
+        form: GraphForm,
+        gradient: TensorLayout,
         queue: WeightQueue | None,
         stream: torch.cuda.Stream,
         device: torch.device,
@@ -186,14 +187,14 @@ class _Slot:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), stream
         self.of_x: Tensor | None = None
         self.backward = self.weights = None
-        passage = WholeGraph(stage, 0)
+        microbatch_pass = WholeGraphPass(stage, 0)
         with torch.enable_grad():
             with self._recorded() as self.forward:
-                self.output = passage.forward(self.x.detach().requires_grad_(form.learns), self.targets)
-            if not passage.learns:
+                self.output = microbatch_pass.forward(self.x.detach().requires_grad_(form.learns), self.targets)
+            if not microbatch_pass.learns:
                 return
             with self._recorded() as self.backward, nullcontext() if queue is None else queue.collecting(self):
-                self.of_x = passage.backward(self.gradient)
+                self.of_x = microbatch_pass.backward(self.gradient)
         if queue is not None:
             with self._recorded() as self.weights:
                 queue.run(self)
@@ -201,24 +202,24 @@ class _Slot:
     @contextmanager
     def _recorded(self) -> Iterator[torch.cuda.CUDAGraph]:
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks about events of other streams from a thread of its own, which may go on.
+        # NCCL's watchdog thread queries events of other streams; thread-local capture mode allows this.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             yield graph
 
 
-class Passage:
-    """A micro-batch's way through a stage: in a slot, if there is one for its form."""
+class GraphedPass:
+    """The pass of a micro-batch through a stage: replayed from a slot if one is free for its form, else eager."""
 
     def __init__(self, graphs: Graphs, stage: Stage, microbatch: int) -> None:
         self._graphs, self._stage, self._microbatch = graphs, stage, microbatch
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Run the stage; return its output, or loss, detached."""
-        layout = None if targets is None else Layout.of(targets)
-        self._form = Form(self._stage.number, Layout.of(x), x.requires_grad, layout)
+        """Run the stage; return its output or loss, detached."""
+        layout = None if targets is None else TensorLayout.of(targets)
+        self._form = GraphForm(self._stage.number, TensorLayout.of(x), x.requires_grad, layout)
         slot = self._slot = self._graphs.take(self._form)
         if slot is None:
-            self._eager = WholeGraph(self._stage, self._microbatch)
+            self._eager = WholeGraphPass(self._stage, self._microbatch)
             output = self._eager.forward(x, targets)
             self.learns = self._eager.learns
             if not self.learns:
@@ -230,14 +231,14 @@ class Passage:
             if targets is not None and slot.targets is not None:
                 slot.targets.copy_(targets)
             slot.forward.replay()
-            output = slot.output.clone()  # the slot is another micro-batch's before all have read this
+            output = slot.output.clone()  # another micro-batch may reuse the slot before this output has been read
         self.learns = slot.backward is not None
         if not self.learns:
             self._done()
         return output
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Add the gradients of parameters to theirs; return that of `x`, None where it does not learn."""
+        """Add to the gradients of parameters; return the gradient of `x`, or None if `x` needs none."""
         slot, queue = self._slot, self._graphs.queue
         if slot is None:
             self._graphs.saw_gradient(self._form, gradient)

@@ -1,4 +1,4 @@
-"""How long every layer of a model takes, forward and backward, where it is: weights for cuts that are measured."""
+"""Measure how long every layer of a model takes, forward and backward, on its own device: weights for balanced cuts."""
 
 import time
 from typing import Final
@@ -11,10 +11,10 @@ ROUNDS: Final = 5  # after one that warms up
 
 
 def layer_seconds(layers: nn.Sequential, inputs: Tensor) -> list[float]:
-    """Measure one forward and backward of each layer, in seconds: the least of some rounds.
+    """Measure one forward and backward of each layer, in seconds: the minimum over several rounds.
 
-    Layers take turns, so that a disturbance does not fall on one of them only. The least time, for others on a machine
-    only ever add to it. Gradients, buffers and random states are left as they were. `inputs` is a micro-batch on the
+    Every round runs all layers, so that a disturbance does not hit one layer only. The minimum is used because other
+    processes can only add time. Gradients, buffers and random states do not change. `inputs` is a micro-batch on the
     layers' device; the loss is not measured.
     """
     least = [float("inf")] * len(layers)
@@ -30,9 +30,9 @@ def layer_seconds(layers: nn.Sequential, inputs: Tensor) -> list[float]:
 
 
 def _once(layer: nn.Module, x: Tensor) -> tuple[float, Tensor]:
-    """Return the seconds of a forward and a backward, and what the layer makes of `x`."""
+    """Return the seconds of a forward and a backward, and the layer's output for `x`."""
     buffers = {name: each.clone() for name, each in layer.named_buffers()}
-    entering = x.clone()  # no leaf, which a layer that works in place must not be given
+    entering = x.clone()  # not a leaf, which a layer must not overwrite
     begin_s = _now_s(x)
     y = functional_call(layer, buffers, (entering,))
     middle_s = _now_s(x)
@@ -41,7 +41,7 @@ def _once(layer: nn.Module, x: Tensor) -> tuple[float, Tensor]:
     if y.requires_grad:
         gradient = torch.ones_like(y)
         begin_s = _now_s(x)
-        torch.autograd.grad(y, wanted, gradient, allow_unused=True)  # and not into .grad
+        torch.autograd.grad(y, wanted, gradient, allow_unused=True)  # does not write to .grad
         seconds += _now_s(x) - begin_s
     return seconds, y.detach().requires_grad_(y.is_floating_point())
 

@@ -1,11 +1,11 @@
-"""Marks in time that hold nothing up: where a device is, to be turned into seconds when somebody asks.
+"""Timestamps that do not block: marks on a CPU or GPU, converted to seconds later.
 
     marks = marks_for(device)
     before = marks.now();  ...;  after = marks.now()
     start_s, end_s = marks.seconds([before, after])               on the clock of time.monotonic()
 
-A GPU does things later than it is told to: a mark there is an event on the current stream. To turn events into seconds,
-one more is recorded and waited for, whose time the host knows; the GPU says how long before it each of the others was.
+A GPU runs behind its host, so a mark there is an event on the current stream. To convert events to seconds, one more
+event is recorded and waited for, at a host time that is known. CUDA reports how long before it each other event was.
 """
 
 import time
@@ -18,19 +18,19 @@ Mark: TypeAlias = Any  # seconds, or an event
 
 
 class HostMarks:
-    """A CPU is where its program is."""
+    """Marks of a CPU: the host's clock."""
 
     def now(self) -> Mark:
         """Mark this moment."""
         return time.monotonic()
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """Return when the marks were made."""
+        """Return the time of each mark."""
         return list(marks)
 
 
 class CudaMarks(HostMarks):
-    """Events on whatever stream is current."""
+    """Marks of a GPU: events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,7 +42,7 @@ class CudaMarks(HostMarks):
         return event
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """Wait until the device is past the marks; return when it was there."""
+        """Wait until the device has passed the marks; return the time of each."""
         last = self.now()
         torch.cuda.synchronize(self.device)
         last_s = time.monotonic()
@@ -50,5 +50,5 @@ class CudaMarks(HostMarks):
 
 
 def marks_for(device: torch.device) -> HostMarks:
-    """Return the clock of a device."""
+    """Return the marks for a device."""
     return CudaMarks(device) if device.type == "cuda" else HostMarks()

@@ -1,13 +1,13 @@
-"""Ranks in three dimensions: copies of the model, stages of a copy, and parts of a stage's layers.
+"""A mesh of ranks in three dimensions: data (copies of the model), pipe (stages), tensor (parts of a layer).
 
     rank = (pipe x data + data) x tensor + tensor                  2 pipe x 2 data x 2 tensor
 
-    pipe 0   data 0   | 0 1 |    tensor ranks are neighbours: they exchange activations four times in every layer and
-             data 1   | 2 3 |    wait for them, so they want one host, and the fastest links
-    pipe 1   data 0   | 4 5 |    data ranks next: gradients are large, but sent once a step, beside the backward
-             data 1   | 6 7 |    pipe ranks are furthest: a stage sends one activation a micro-batch, to one neighbour
+    pipe 0   data 0   | 0 1 |    tensor ranks are adjacent: they exchange activations four times in every layer and
+             data 1   | 2 3 |    wait for them, so they belong on one host, on the fastest links
+    pipe 1   data 0   | 4 5 |    data ranks come next: gradients are large, but sent once a step, beside the backward
+             data 1   | 6 7 |    pipe ranks are furthest apart: one activation per micro-batch goes to one neighbour
 
-Megatron-LM's order (Narayanan et al. 2021), and torchtitan's.
+This is the order of Megatron-LM (Narayanan et al. 2021) and of torchtitan.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ AXES: Final[tuple[Axis, ...]] = ("tensor", "data", "pipe", "model")  # groups ar
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks each dimension has. Ranks are numbered from 0, as the world's or any group's are.
+    """The number of ranks in each dimension. Ranks count from 0 within the group that the mesh covers.
 
     Raises:
-        ValueError: a dimension is less than 1.
+        ValueError: If a dimension is less than 1.
     """
 
     data: int = 1
@@ -40,41 +40,41 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes."""
+        """Total number of ranks."""
         return self.data * self.pipe * self.tensor
 
     def require(self, world_size: int) -> None:
-        """Check that the mesh is the whole world.
+        """Check that the mesh has exactly `world_size` ranks.
 
         Raises:
-            ValueError: it is not.
+            ValueError: If it has more or fewer.
         """
         if self.ranks != world_size:
             raise ValueError(
                 f"mesh: data {self.data} x pipe {self.pipe} x tensor {self.tensor} = {self.ranks} ranks, "
-                f"the world has {world_size}; the product must be the world"
+                f"but the world has {world_size}; choose dimensions whose product is the world size"
             )
 
     def data_rank(self, rank: int) -> int:
-        """Which copy of the model a rank belongs to."""
+        """Return the number of the model copy that a rank belongs to."""
         return rank // self.tensor % self.data
 
     def pipe_rank(self, rank: int) -> int:
-        """Which place in its pipeline a rank has."""
+        """Return the position of a rank in its pipeline."""
         return rank // (self.tensor * self.data)
 
     def tensor_rank(self, rank: int) -> int:
-        """Which part of its layers a rank has."""
+        """Return the number of the layer part that a rank holds."""
         return rank % self.tensor
 
     def rank_at(self, *, data: int = 0, pipe: int = 0, tensor: int = 0) -> int:
-        """Return the rank with these places."""
+        """Return the rank at these coordinates."""
         return (pipe * self.data + data) * self.tensor + tensor
 
     def ranks_of(self, axis: Axis, rank: int) -> list[int]:
-        """List the ranks that differ from a rank in one dimension only, in its order; `model`: in all but data.
+        """List the ranks that share all coordinates with `rank` except `axis`, in increasing order.
 
-        The ranks of `model` have one copy of the model together.
+        For `model`, only the data coordinate is shared: these ranks together hold one copy of the model.
         """
         data, pipe, tensor = self.data_rank(rank), self.pipe_rank(rank), self.tensor_rank(rank)
         if axis == "data":
@@ -84,13 +84,13 @@ class Mesh:
         return [self.rank_at(data=data, pipe=each, tensor=other) for each in pipes for other in tensors]
 
     def groups(self, world: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> "Groups":
-        """Make this rank's groups; all ranks of `world`, by default the whole world, must call.
+        """Create the groups of this rank. Every rank of `world` (default: the whole world) must call this.
 
-        A group that would be all of `world` is `world`, one that another axis has made already is that one. `timeout`
-        is that of new groups; None: PyTorch's default, whatever `world` has.
+        A group that would contain all of `world` is `world` itself. Axes with the same ranks share one group. `timeout`
+        applies to new groups; None means PyTorch's default, whatever the timeout of `world` is.
 
         Raises:
-            ValueError: the product is not the world, or NCCL could not make the groups; before one is made.
+            ValueError: If the product is not the world size, or NCCL cannot create the groups. No group exists then.
         """
         whole = world if world is not None else dist.group.WORLD
         assert whole is not None, "no process group"
@@ -107,7 +107,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that a rank is in; `model` has one copy of the model: all stages and parts of one data rank."""
+    """The groups of one rank. `model` holds one copy of the model: all stages and parts of one data rank."""
 
     world: dist.ProcessGroup
     data: dist.ProcessGroup
@@ -117,19 +117,19 @@ class Groups:
 
 
 def _require_can_split(whole: dist.ProcessGroup) -> None:
-    """Refuse what would wait for ever: groups split off NCCL's first one are a collective of all its ranks."""
+    """Refuse a partial NCCL world whose new groups would hang: splitting the default group involves all its ranks."""
     first = dist.group.WORLD
     if first is None or dist.get_world_size(whole) == dist.get_world_size(first) or first.bound_device_id is None:
         return
     if dist.get_backend(whole) == dist.Backend.NCCL:
         raise ValueError(
-            f"mesh: {dist.get_world_size(whole)} of {dist.get_world_size(first)} ranks cannot make NCCL groups by "
-            "themselves where init_process_group was given a device_id; leave that out, or use the whole world"
+            f"mesh: {dist.get_world_size(whole)} of {dist.get_world_size(first)} ranks cannot create NCCL groups on "
+            "their own when init_process_group was given a device_id; omit device_id, or use the whole world"
         )
 
 
 def _group_of(ranks: list[int], whole: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
-    """Make a group of which only its members need to hear; every rank makes one for an axis, in one order of axes."""
+    """Create a group; only its members need to call this. Every rank creates its groups in the same order of axes."""
     group = dist.new_group(ranks, timeout, dist.get_backend(whole), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

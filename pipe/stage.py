@@ -1,8 +1,8 @@
-"""One stage: layers that a rank runs one after the other, and what it learns of them by running them.
+"""One pipeline stage: consecutive layers that a rank runs, with protection of their inputs against in-place writes.
 
-What a layer is given may not be its own to overwrite: it came from another stage, or is the batch. The first forward in
-training, and the first one in evaluation, run on a copy, which shows the layers that work in place on what they are
-given; from then on those get copies.
+The input of a layer may belong to somebody else: it came from another stage, or it is the batch. The first forward in
+training mode, and the first one in evaluation mode, run on a copy. They reveal the layers that write to their input;
+from then on those layers get a copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,42 +11,42 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from muster.pipe.buffers import Buffers
-from muster.pipe.draws import Hooks, seed_generators
+from muster.pipe.rng_streams import Hooks, seed_generators
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Stage:
-    """Layers of a model that one rank runs one after the other; the last stage's end in the loss."""
+    """Consecutive layers of a model on one rank. The last stage also computes the loss."""
 
     def __init__(
         self, number: int, begin: int, layers: Sequence[tuple[str, nn.Module]], hooks: Hooks, *, splits: bool
     ) -> None:
         self.number, self.begin = number, begin
-        self.splits = splits  # a backward leaves weights to a queue
+        self.splits = splits  # the backward leaves weight gradients to a queue
         self.names = [name for name, _ in layers]
         self.layers = [layer for _, layer in layers]
         self.hooks = hooks
         self.loss: Loss | None = None
         self._parameters = [part._parameters for layer in self.layers for part in layer.modules()]
-        # What comes from another stage is not ours to overwrite: who does gets a copy. First forwards tell of others.
+        # Layers that overwrite their input get a copy. Those without an `inplace` attribute show in the first forward.
         self.overwrites = [any(getattr(part, "inplace", False) for part in layer.modules()) for layer in self.layers]
-        self._met: set[bool] = set()  # whether the first layer was in training in a forward
+        self._met: set[bool] = set()  # values of `training` that a forward has seen
         self.buffers = Buffers(layers)
         self.buffers_of = [Buffers([each]) for each in layers]
 
     @property
     def learning(self) -> list[nn.Parameter]:
-        """List the parameters that learn, each once."""
+        """List the trainable parameters, each once."""
         held = (each for own in self._parameters for each in own.values() if each is not None and each.requires_grad)
         return list({id(each): each for each in held}.values())
 
     def forward(self, x: Tensor, microbatch: int, targets: Tensor | None = None) -> Tensor:
-        """Run all layers, and the loss where there are targets.
+        """Run all layers, then the loss if `targets` are given.
 
         Raises:
-            TypeError: the result is not one tensor.
-            RuntimeError: a layer works in place on what came from another stage, which it did not in its first forward.
+            TypeError: If the result is not a single tensor.
+            RuntimeError: If a layer overwrites the stage's input, but did not do so in its first forward.
         """
         self.announce(microbatch)
         if self.is_new():
@@ -66,7 +66,7 @@ class Stage:
         return self.finish(x, targets)
 
     def is_new(self) -> bool:
-        """True in the first forward in training, and in evaluation: layers are watched, as they may work in place."""
+        """Return True for the first forward in training and in evaluation mode, where in-place layers are detected."""
         training = self.layers[0].training
         if training in self._met:
             return False
@@ -74,51 +74,53 @@ class Stage:
         return True
 
     def _first(self, x: Tensor, microbatch: int) -> Tensor:
-        """Run all layers on a copy, and learn which is the first that works in place on what it is given."""
+        """Run all layers on a copy, and note the first one that overwrites its input."""
         given = x = x.clone()
         for index in range(len(self.layers)):
             x = self.layer(index, x, microbatch)
-            if given._version:  # of a copy: 0 until somebody writes
+            if given._version:  # 0 until the copy is written to
                 self.overwrites[index] = True
                 given = x.new_empty(0)
         return x
 
     def overwritten(self, first: int, last: int | None = None, *, layerwise: bool = False) -> RuntimeError:
-        """Make the error of a layer that works in place now and then."""
+        """Build the error for a layer that overwrites its input only in some forwards."""
         last = first if last is None else last
         which = f"layer {self.names[first]!r}" if first == last else f"one of layers {self.names[first]!r} to "
         which += "" if first == last else repr(self.names[last])
         given = f"what came from stage {self.number - 1}" if self.number else "the batch"
         given = "its input" if layerwise else given
         return RuntimeError(
-            f"stage {self.number}: {which} works in place on {given}, which must stay as it is, and did not in its "
-            "first forward; give it an attribute inplace=True, so that it gets a copy"
+            f"stage {self.number}: {which} works in place on {given}, which must not change, and did not do so in its "
+            "first forward; give the layer an attribute inplace=True, so that it gets a copy"
         )
 
     def announce(self, microbatch: int) -> None:
-        """Tell that a forward begins."""
+        """Call the hook that reports the start of a forward."""
         if self.hooks.on_forward is not None:
             self.hooks.on_forward(self.number, microbatch)
 
     def layer(self, index: int, x: Tensor, microbatch: int) -> Tensor:
-        """Run one layer, with the random numbers that are its own."""
+        """Run one layer, with its own random seed if the user set seeds."""
         if self.hooks.seeds is not None:
             seed_generators(self.hooks.seeds(microbatch, self.begin + index))
         output: Tensor = self.layers[index](x)
         return output
 
     def finish(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Make the loss of the last layer's output, where there is one; check what leaves the stage."""
+        """Compute the loss of the last layer's output on the last stage, and check the type of the result."""
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"stage {self.number}: layer {self.names[-1]!r} returned a {type(x).__name__}; one tensor crosses a "
-                "cut: put what belongs together into one layer, or cut elsewhere"
+                "cut: combine the layers that exchange several values into one, or cut elsewhere"
             )
         if self.loss is not None and targets is not None:
             x = self.loss(x, targets)
             if not isinstance(x, Tensor) or x.numel() != 1:
                 found = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-                raise ValueError(f"the loss is {found}, wanted a tensor of one number: the mean over a micro-batch")
+                raise ValueError(
+                    f"the loss is {found}; expected a tensor with one element: the mean over a micro-batch"
+                )
             x = x.reshape(())
         return x
 
@@ -127,18 +129,18 @@ def _one_memory(x: object, other: Tensor) -> bool:
     return isinstance(x, Tensor) and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-class Passage(Protocol):
-    """A micro-batch's way through a stage."""
+class MicrobatchPass(Protocol):
+    """The forward and backward of one micro-batch through one stage."""
 
-    learns: bool  # a backward has something to do
+    learns: bool  # the backward has gradients to compute
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Run the stage; return its output, or loss, detached. `x` is a leaf of its own."""
+        """Run the stage; return its output or loss, detached. `x` is a leaf that nobody else uses."""
         ...
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Add the gradients of parameters to theirs; return that of `x`, None where it does not learn."""
+        """Add to the gradients of parameters; return the gradient of `x`, or None if `x` needs none."""
         ...
 
 
-Make = Callable[[Stage, int], Passage]
+Make = Callable[[Stage, int], MicrobatchPass]

@@ -1,16 +1,15 @@
-"""Weights that several stages have: a head on the last stage that is the embedding of the first.
+"""Weights shared by several stages, for example a head on the last stage that is also the embedding of the first.
 
-Each rank has a copy, which begins with the first one's bits. A step leaves each with the gradient of its own uses; then
-they send each other theirs, and everybody adds them in the order of ranks: the same bits, so that the same optimizer
-keeps copies equal.
+Each rank has its own copy. Building the pipeline copies the first rank's values to all. In a step, each copy gathers
+the gradient of its own uses. Then the ranks exchange these gradients, and each adds them in the order of ranks. So all
+copies get the same bits, and the same optimizer keeps them equal.
 
     a loop        ((h0 + e0) + (h1 + e1)) + ...          h: of the head, e: of the embedding; by micro-batch
-    ranks         (h0 + h1 + ...) + (e0 + e1 + ...)      the same numbers, rounded otherwise
-    `exact`       a loop's: every use's gradient of every micro-batch is kept for itself, and sent for itself
+    ranks         (h0 + h1 + ...) + (e0 + e1 + ...)      the same terms, rounded differently
+    `exact`       the loop's order: the gradient of each use in each micro-batch is kept and sent separately
 
-So `exact` takes the memory of as many gradients as a rank makes of such a weight in a step, and as many messages. Its
-bits are a loop's where a stage uses the weight once, and where no gradient is sparse: of one that is, rows that come
-several times are added up before anything else is.
+So `exact` needs memory and messages for every gradient of such a weight in a step. Its bits equal a loop's if each
+stage uses the weight once and no gradient is sparse. A sparse gradient's duplicate rows are added up first.
 """
 
 import weakref
@@ -22,45 +21,45 @@ from torch import Tensor, nn
 
 from muster.ddp.means import sum_in_order
 from muster.pipe.wires.channels import TIED_TAG
-from muster.pipe.wires.meeting import Meeting
+from muster.pipe.wires.connections import Connections
 from muster.pipe.wires.wire import Message, Wire
 
 Use = tuple[int, int]  # stage and micro-batch
 
 
 @dataclass(frozen=True)
-class Tied:
-    """One weight of several stages."""
+class TiedWeight:
+    """One weight shared by several stages."""
 
     parameter: nn.Parameter
-    name: str  # its first one, in the whole model
+    name: str  # its first name in the whole model
     own_name: str  # its name among the layers of this rank
-    homes: tuple[tuple[nn.Module, str], ...]  # modules of this rank that have it, and what each calls it
+    homes: tuple[tuple[nn.Module, str], ...]  # modules of this rank that hold it, each with its name there
     stages: tuple[int, ...]
     rank_of: tuple[int, ...]  # of every stage of the model
 
     def check(self) -> None:
-        """See that the layers still have it.
+        """Check that the layers still hold this parameter.
 
         Raises:
-            ValueError: they have another one.
+            ValueError: If it was replaced.
         """
         if any(home._parameters.get(name) is not self.parameter for home, name in self.homes):
             raise ValueError(
-                f"weight {self.own_name!r} of several stages was replaced by another one after the pipeline was built, "
-                "as load_state_dict(assign=True) does: copy into it, or build a new Pipeline"
+                f"weight {self.own_name!r} of several stages was replaced after the pipeline was built, as "
+                "load_state_dict(assign=True) does; copy into it, or build a new Pipeline"
             )
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have it."""
+        """The ranks that hold it."""
         return tuple(sorted({self.rank_of[stage] for stage in self.stages}))
 
 
-def find_ties(layers: nn.Sequential, lengths: Sequence[int], rank_of: tuple[int, ...], rank: int) -> list[Tied]:
-    """List the parameters of this rank that several stages have, in an order that all agree on.
+def find_ties(layers: nn.Sequential, lengths: Sequence[int], rank_of: tuple[int, ...], rank: int) -> list[TiedWeight]:
+    """List this rank's parameters that are shared by several stages, in the same order on every rank.
 
-    `lengths` are how many layers each stage has.
+    `lengths` are the numbers of layers of the stages.
     """
     stage_of = [stage for stage, length in enumerate(lengths) for _ in range(length)]
     uses: dict[int, list[tuple[int, str, nn.Parameter]]] = {}  # stage, name in the model, weight
@@ -73,39 +72,43 @@ def find_ties(layers: nn.Sequential, lengths: Sequence[int], rank_of: tuple[int,
         stages = tuple(sorted({stage for stage, _, _ in each}))
         mine = [name for stage, name, _ in each if rank_of[stage] == rank]
         if mine and len(stages) > 1:
-            ties.append(Tied(each[0][2], each[0][1], mine[0], _homes(layers, mine), stages, rank_of))
+            ties.append(TiedWeight(each[0][2], each[0][1], mine[0], _homes(layers, mine), stages, rank_of))
     return ties
 
 
 def _homes(layers: nn.Module, names: Sequence[str]) -> tuple[tuple[nn.Module, str], ...]:
-    """Return the modules that have parameters of these names, and the last parts of the names."""
+    """Return the modules that hold parameters of these names, each with the last part of the name."""
     parts = [name.rpartition(".") for name in names]
     return tuple((layers.get_submodule(path), name) for path, _, name in parts)
 
 
 class Ties:
-    """The weights that several stages have, some of them this rank's, and the wire to who else has them.
+    """This rank's weights shared by several stages, and the exchange of their gradients with the other ranks.
 
-    `use` tells what a backward that runs now is of; with it sums have the bits of a loop.
+    `use` returns the stage and micro-batch of the running backward. If it is given, sums have the bits of a loop.
     """
 
     def __init__(
-        self, ties: Sequence[Tied], meeting: Meeting | None, rank: int, use: Callable[[], Use] | None = None
+        self,
+        ties: Sequence[TiedWeight],
+        connections: Connections | None,
+        rank: int,
+        use: Callable[[], Use] | None = None,
     ) -> None:
-        self._meeting, self._rank, self._use = meeting, rank, use
+        self._connections, self._rank, self._use = connections, rank, use
         self._ties = [each for each in ties if use is not None or len(each.ranks) > 1]
         self._kept: list[dict[Use, Tensor]] = [{} for _ in self._ties]
         self._before: list[Tensor | None] = [None] * len(self._ties)
         self._microbatches = 0
-        self._keeps = False  # gradients are kept by their uses
-        self._watched: set[int] = set()  # ties whose gradients are seen as they come
+        self._keeps = False  # whether gradients are kept per use
+        self._watched: set[int] = set()  # ties with a hook on their gradient
 
     def names(self) -> Mapping[str, str]:
-        """Map this rank's names of what another rank has before it to the names there."""
+        """Map this rank's names of weights that an earlier rank also holds to their names there."""
         return {each.own_name: each.name for each in self._ties if self._rank != each.ranks[0]}
 
     def share_weights(self) -> None:
-        """Give every copy the first one's values: a collective."""
+        """Copy the first rank's values to every copy. A collective."""
         for tied in self._ties:
             parts = self._exchange(tied, tied.parameter.detach())
             with torch.no_grad():
@@ -113,7 +116,7 @@ class Ties:
 
     @torch.no_grad()
     def begin(self, microbatches: int) -> None:
-        """Begin a step. What gradients are already is set apart: it is the sum of earlier steps, on every rank."""
+        """Begin a step. Set aside gradients of earlier steps, which are already summed over the ranks."""
         self._microbatches, self._keeps = microbatches, self._use is not None
         for number, tied in enumerate(self._ties):
             tied.check()
@@ -129,10 +132,10 @@ class Ties:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Make every copy's gradient the sum over all uses, and what it was when the step began: a collective.
+        """Set every copy's gradient to the sum over all uses plus its value at the start of the step. A collective.
 
         Raises:
-            ValueError: a weight is another one than it was, or learns in some stages only.
+            ValueError: If a weight was replaced, or is trainable in some stages only.
         """
         keeps, self._keeps = self._keeps, False
         for number, tied in enumerate(self._ties):
@@ -150,10 +153,10 @@ class Ties:
             if (own := tied.parameter.grad) is None or own.is_sparse:
                 tied.parameter.grad = total
             else:
-                own.copy_(total)  # who looks at it sees it change
+                own.copy_(total)  # in place, because other tensors may share this memory
 
-    def _sum_by_uses(self, tied: Tied, number: int, total: Tensor | None) -> Tensor:
-        """Add to what was there, as a loop does: micro-batch by micro-batch, in each the last stage's use first."""
+    def _sum_by_uses(self, tied: TiedWeight, number: int, total: Tensor | None) -> Tensor:
+        """Add to `total` in a loop's order: by micro-batch, and within one the last stage's use first."""
         nothing = torch.zeros_like(tied.parameter)
         for index in range(self._microbatches):
             mine = [self._kept[number].pop((stage, index), nothing) for stage in self._stages(tied, self._rank)]
@@ -170,7 +173,7 @@ class Ties:
         return total
 
     def _watch(self, number: int) -> None:
-        """Have gradients kept by their uses, from the first step on in which the weight learns."""
+        """Register the hook that keeps gradients per use, unless it is already there."""
         if number not in self._watched:
             assert self._use is not None
             self._watched.add(number)
@@ -181,7 +184,7 @@ class Ties:
         ties = weakref.ref(self)  # weights may outlive the pipeline
 
         def keep(gradient: Tensor) -> Tensor | None:
-            """Keep a use's gradient, and let nothing be added in its place."""
+            """Keep the gradient of a use, and let autograd accumulate zeros instead."""
             living = ties()
             if living is None or not living._keeps:
                 return None
@@ -191,15 +194,15 @@ class Ties:
 
         return keep
 
-    def _stages(self, tied: Tied, rank: int) -> list[int]:
+    def _stages(self, tied: TiedWeight, rank: int) -> list[int]:
         return [stage for stage in tied.stages if tied.rank_of[stage] == rank]
 
-    def _agree_on_learning(self, tied: Tied) -> None:
-        """See that a weight learns on all ranks, or on none: who has frozen it would let the others wait."""
-        if self._meeting is None or len(tied.ranks) == 1:
+    def _agree_on_learning(self, tied: TiedWeight) -> None:
+        """Check that a weight is trainable on all its ranks or on none; otherwise the others would wait for ever."""
+        if self._connections is None or len(tied.ranks) == 1:
             return
         mine = torch.tensor([int(tied.parameter.requires_grad)])
-        learning = [bool(each) for each in self._exchange(tied, mine, wire=self._meeting.control)]
+        learning = [bool(each) for each in self._exchange(tied, mine, wire=self._connections.control)]
         if all(learning) == any(learning):
             return
         stages = [
@@ -207,18 +210,18 @@ class Ties:
             for learns in (True, False)
         ]
         raise ValueError(
-            f"weight {tied.own_name!r} learns in stages {stages[0]} and is frozen in stages {stages[1]}, which share "
-            "it: freeze it on all of their ranks, or on none"
+            f"weight {tied.own_name!r} is trainable in stages {stages[0]} but frozen in stages {stages[1]}; "
+            "freeze it on all ranks that share it, or on none"
         )
 
     def _exchange(
         self,
-        tied: Tied,
+        tied: TiedWeight,
         mine: Tensor,
         shapes: Sequence[tuple[int, ...]] | None = None,
         wire: Wire | None = None,
     ) -> list[Tensor]:
-        """Return every rank's tensor, in the order of ranks; by default over the wire of gradients."""
+        """Exchange a tensor with the other ranks that hold the weight; return all, in the order of ranks."""
         mine = _whole(mine.detach()).contiguous()
         shapes = shapes or [tuple(mine.shape)] * len(tied.ranks)
         parts = [
@@ -228,8 +231,8 @@ class Ties:
         under_way: list[Message] = []
         for rank, part in zip(tied.ranks, parts, strict=True):
             if rank != self._rank:
-                assert self._meeting is not None
-                way = wire or self._meeting.wire
+                assert self._connections is not None
+                way = wire or self._connections.wire
                 under_way += [way.receive(part, rank, TIED_TAG), way.send(mine, rank, TIED_TAG)]
         for each in under_way:
             each.wait()
@@ -237,5 +240,5 @@ class Ties:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """Return a gradient that may be sparse as one of all numbers: a sum with another use's would be, too."""
+    """Return a gradient as a dense tensor: its sum with another use's gradient would be dense, too."""
     return gradient.to_dense() if gradient.is_sparse else gradient

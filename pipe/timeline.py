@@ -1,12 +1,12 @@
-"""What all ranks of a pipeline did in a step, on one clock.
+"""Gather what all ranks of a pipeline did in a step, as records on one clock.
 
-    offsets = clock_offsets(group)                  once; again after some minutes, for clocks drift
+    offsets = clock_offsets(group)                  once; again after some minutes, because clocks drift
     pipeline.step(inputs, targets)
     records = gather(pipeline.spans, group, offsets)                on rank 0: `pipe.schedules.measured.Record`s
 
-How far a clock is off is told by pings, as the Network Time Protocol does: rank 0 notes when a ping leaves and when its
-answer is there, the other rank its own time in between. Of several, the one with the shortest round trip is believed,
-for nothing delayed it; it is wrong by half of its round trip at most.
+Pings measure how far a clock is off, as in the Network Time Protocol. Rank 0 notes when a ping leaves and when its
+answer arrives; the other rank notes its own time in between. Of several pings, the one with the shortest round trip is
+used, because it was delayed least. Its error is at most half of that round trip.
 
     rank 0      sent ─────────╮            ╭──────── back        offset = there - (sent + back) / 2
     rank r                    ╰── there ───╯
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.ddp.checks import device_of
+from muster.ddp.checks import device_of, gather_json
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Record
@@ -32,7 +32,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Offset:
-    """How far a rank's clock is ahead of rank 0's, and by how much that may be wrong."""
+    """How far a rank's clock is ahead of rank 0's, and the largest error of this number."""
 
     offset_s: float
     uncertainty_s: float
@@ -41,9 +41,9 @@ class Offset:
 def clock_offsets(
     process_group: dist.ProcessGroup | None = None, *, pings: int = PINGS, clock: Clock = time.monotonic
 ) -> list[Offset]:
-    """Find out how far every rank's clock is off; a collective, about 0.2 ms for each ping and rank on gloo.
+    """Measure how far every rank's clock is off. A collective, about 0.2 ms per ping and rank on gloo.
 
-    Returns the offsets in order of the group's ranks, on rank 0; what other ranks get says nothing.
+    Returns the offsets in the order of the group's ranks, on rank 0. The values on other ranks are meaningless.
     """
     rank, ranks = _place(process_group)
     offsets = [Offset(0.0, 0.0)] * ranks
@@ -60,34 +60,63 @@ def clock_offsets(
     return offsets
 
 
+def offsets_by_meetings(
+    process_group: dist.ProcessGroup | None = None, *, meetings: int = PINGS, clock: Clock = time.monotonic
+) -> list[Offset]:
+    """Measure how far every rank's clock is off, without pairwise messages. A collective of `meetings` all-reduces.
+
+    Use this for NCCL, where each pair would need a communicator. If ranks share cores, pings are five times as precise.
+    No rank leaves an all-reduce before all have entered it. So rank r's clock is ahead by at least (r enters - rank 0
+    leaves) and at most (r leaves - rank 0 enters). Every rank gets the offsets.
+    """
+    _, ranks = _place(process_group)
+    if ranks == 1:
+        return [Offset(0.0, 0.0)]
+    token = torch.zeros((), device=device_of(process_group))
+    mine = []
+    for _ in range(meetings):
+        mine.append(clock())
+        dist.all_reduce(token, group=process_group)
+        token.item()
+        mine.append(clock())
+    sent = torch.tensor(mine, dtype=torch.float64, device=token.device)
+    every = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather(every, sent, group=process_group)
+    times = torch.stack(every).view(ranks, meetings, 2)  # (rank, all-reduce, entered and left)
+    entered, left = times.unbind(-1)
+    least = (entered - left[0]).amax(1)
+    most = (left - entered[0]).amin(1)
+    bounds = list(zip(least.tolist(), most.tolist(), strict=True))[1:]
+    return [Offset(0.0, 0.0), *(Offset((low + high) / 2, (high - low) / 2) for low, high in bounds)]
+
+
 def gather(
     spans: Iterable[Span],
     process_group: dist.ProcessGroup | None = None,
     offsets: Sequence[Offset] | None = None,
 ) -> list[Record] | None:
-    """Bring the spans of all ranks together on rank 0; a collective. Other ranks get None.
+    """Gather the spans of all ranks on rank 0. A collective. Other ranks get None.
 
-    `spans` are `Pipeline.spans`, of this rank's last step. Records count from the first start of any action, in order
-    of their start. Without `offsets` of `clock_offsets` the clocks are compared now.
+    `spans` are `Pipeline.spans` of this rank's last step. Times count from the first start of any action, and records
+    are sorted by start. Without `offsets` (from `clock_offsets`) the clocks are compared now.
 
     Raises:
-        ValueError: offsets of another number of ranks.
+        ValueError: If the number of offsets is not the number of ranks.
     """
     rank, ranks = _place(process_group)
     if offsets is None:
         offsets = clock_offsets(process_group)
     if len(offsets) != ranks:
-        raise ValueError(f"offsets: found {len(offsets)}; wanted one for each of {ranks} ranks")
+        raise ValueError(f"offsets: found {len(offsets)}; expected one for each of {ranks} ranks")
     mine = records_of(spans, rank)
     if ranks == 1:
         return on_one_clock([mine], offsets)
-    every: list[list[Record]] | None = [[] for _ in range(ranks)] if rank == 0 else None
-    dist.gather_object(mine, every, group=process_group, group_dst=0)
-    return None if every is None else on_one_clock(every, offsets)
+    every = gather_json([list(vars(each).values()) for each in mine], process_group, device_of(process_group))
+    return None if rank else on_one_clock([[Record(*each) for each in row] for row in every.values()], offsets)
 
 
 def records_of(spans: Iterable[Span], rank: int) -> list[Record]:
-    """Return a rank's spans as records, on its own clock."""
+    """Return a rank's spans as records, in its own clock."""
 
     def kind(step: Step) -> str:
         return step.kind if isinstance(step, Action) else "send" if isinstance(step, Send) else "wait"
@@ -98,7 +127,7 @@ def records_of(spans: Iterable[Span], rank: int) -> list[Record]:
 
 
 def on_one_clock(rows: Sequence[Sequence[Record]], offsets: Sequence[Offset]) -> list[Record]:
-    """Put the ranks' records on the clock of rank 0, counting from the first start of an action, in order of start."""
+    """Convert the ranks' records to the clock of rank 0, counting from the first start of an action; sort by start."""
     moved = [
         replace(each, start_s=each.start_s - offset.offset_s, end_s=each.end_s - offset.offset_s)
         for row, offset in zip(rows, offsets, strict=True)
@@ -115,7 +144,7 @@ def _ping(stamp: Tensor, peer: int, group: dist.ProcessGroup | None, clock: Cloc
     sent_s = clock()
     dist.send(stamp, group=group, group_dst=peer)
     dist.recv(stamp, group=group, group_src=peer)
-    there_s = stamp.item()  # on a GPU this waits until it has come
+    there_s = stamp.item()  # on a GPU this waits for the message
     back_s = clock()
     return Offset(there_s - (sent_s + back_s) / 2, (back_s - sent_s) / 2)
 
@@ -128,7 +157,7 @@ def _answer(stamp: Tensor, group: dist.ProcessGroup | None, clock: Clock) -> Non
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return this rank and how many there are; without any group a process is alone."""
+    """Return this rank and the number of ranks; 0 and 1 without a process group."""
     if group is None and not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)

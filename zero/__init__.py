@@ -1,4 +1,4 @@
-"""ZeRO as a library, on any `nn.Module`: optimizer state, gradients and parameters held in shards, once over all ranks.
+"""ZeRO as a library, for any `nn.Module`: optimizer state, gradients and parameters sharded over all ranks.
 
 Rajbhandari et al. 2020 (ZeRO) name the stages: 1 optimizer state, 2 and gradients, 3 and parameters.
 """
@@ -18,7 +18,7 @@ __all__ = ["ShardedDataParallel", "ShardedOptimizer"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first named: a listing of this package needs no torch."""
+    """Import a class on first use, because listing this package needs no torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'zero' has no attribute {name!r}")
     from importlib import import_module

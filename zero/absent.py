@@ -1,12 +1,12 @@
-"""What a parameter is while it is not there: it can be counted and named, and refuses to be read, or waits.
+"""Placeholder classes for parameters that are not available: metadata can be read, but data access raises or waits.
 
-    Absent    its memory is given back (stage 3): to read it would end the process
-    Coming    it is being gathered after a step (stages 1 and 2): to read it would bring half of it
-    Sent      it is there, its gradient is not: ranks have shared it out (stages 1 and 2)
+    Absent    its memory is freed (stage 3); reading it would crash the process
+    Coming    it is being gathered after a step (stages 1 and 2); reading it would return partial data
+    Sent      it is available, but its gradient is sharded (stages 1 and 2)
 
-A parameter's class is another one meanwhile, which PyTorch asks before it does anything with the parameter. Nothing
-else changes: it is the same object, and what autograd keeps of it too. PyTorch's functions that clip gradients would
-find none and do nothing: Absent and Sent refuse them.
+Meanwhile the parameter has one of these classes, whose `__torch_function__` PyTorch calls before any operation. Nothing
+else changes: it is the same object, also for autograd. PyTorch's functions that clip gradients would find none and do
+nothing, so Absent and Sent make them raise.
 """
 
 import copy
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _Wait = Callable[[], Callable[[], None] | None]
-_WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # what waits for those coming
-_NAMES: Final[MutableMapping[Tensor, str]] = WeakIdKeyDictionary()  # of the parameters that are absent
-_LOST: Final[MutableMapping[Tensor, bool]] = WeakIdKeyDictionary()  # those that nobody can gather any more
+_WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # for parameters that are coming
+_NAMES: Final[MutableMapping[Tensor, str]] = WeakIdKeyDictionary()  # of absent parameters
+_LOST: Final[MutableMapping[Tensor, bool]] = WeakIdKeyDictionary()  # parameters that can never be gathered again
 _TOLD: Final = (
     *("dtype", "device", "grad", "is_cpu", "is_cuda", "is_meta", "is_sparse", "layout", "ndim"),
     *("shape", "requires_grad", "itemsize", "nbytes", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
@@ -39,7 +39,7 @@ _HARMLESS: Final = {
 _GRADIENT: Final = vars(torch._C.TensorBase)["grad"]
 _CLIPPING: Final = "torch.nn.utils.clip_grad"
 
-as_it_is = torch._C.DisableTorchFunctionSubclass  # within it nobody is asked: for those who know what they touch
+as_it_is = torch._C.DisableTorchFunctionSubclass  # a context without these checks, for internal access
 
 
 class Absent(nn.Parameter):
@@ -47,7 +47,7 @@ class Absent(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
-        """Let it be asked what it is, and nothing else."""
+        """Allow reading metadata only."""
         if function in _HARMLESS:
             if function == _GRADIENT.__get__:
                 _refuse_clipping(sys._getframe(1))
@@ -57,11 +57,11 @@ class Absent(nn.Parameter):
 
 
 class Coming(nn.Parameter):
-    """A parameter that is on its way."""
+    """A parameter that is being gathered."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
-        """Wait for it, which makes it a parameter again, unless it is only asked what it is."""
+        """Wait for the parameter, which restores its class, unless only metadata is read."""
         if function in _HARMLESS:
             with as_it_is():
                 return function(*args, **(keywords or {}))
@@ -71,17 +71,17 @@ class Coming(nn.Parameter):
             return function(*args, **(keywords or {}))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Wait, and copy what it is then: PyTorch would ask for the class first."""
+        """Wait, then copy the restored parameter: PyTorch would look at the class first."""
         _wait_for(self)
         return copy.deepcopy(self, memo)
 
 
 class Sent(nn.Parameter):
-    """A parameter whose gradient the ranks have shared out."""
+    """A parameter whose gradient is sharded over the ranks."""
 
     @property
     def grad(self) -> Tensor | None:
-        """Return the gradient of this rank alone, if a backward has made one since."""
+        """The gradient of this rank alone, if a backward has made one since."""
         _refuse_clipping(sys._getframe(1))
         own: Tensor | None = _GRADIENT.__get__(self)
         return own
@@ -91,20 +91,20 @@ class Sent(nn.Parameter):
         _GRADIENT.__set__(self, gradient)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Copy what it is without a wrapper."""
+        """Copy as a plain parameter."""
         memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         return copied
 
 
 def send(parameters: Sequence[nn.Parameter]) -> None:
-    """Let those who clip gradients hear that parameters have none."""
+    """Make PyTorch's gradient clipping raise for these parameters, because their gradients are sharded."""
     for parameter in parameters:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = Sent
 
 
 def unsend(parameters: Sequence[nn.Parameter]) -> None:
-    """Make parameters what they were before `send`."""
+    """Undo `send`."""
     for parameter in parameters:
         if type(parameter) is Sent:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -116,7 +116,7 @@ def _wait_for(parameter: Any) -> None:
 
 
 class _Disguise:
-    """Some parameters that are of another class for a while."""
+    """Parameters that temporarily have another class."""
 
     kind: type[nn.Parameter]
 
@@ -124,18 +124,18 @@ class _Disguise:
         self._own = [(parameter, type(parameter)) for parameter in parameters]
 
     def begin(self) -> None:
-        """Make them of that class."""
+        """Switch to the other class."""
         for parameter, _ in self._own:
             parameter.__class__ = self.kind
 
     def end(self) -> None:
-        """Make them what they were."""
+        """Restore the original classes."""
         for parameter, kind in self._own:
             parameter.__class__ = kind
 
 
 class Expect(_Disguise):
-    """Some parameters, to be coming and to have come; `wait`, a weak reference, ends it for all that are."""
+    """Parameters that are being gathered. `wait` is a weak reference to a function that completes the gather."""
 
     kind = Coming
 
@@ -146,7 +146,7 @@ class Expect(_Disguise):
 
 
 class Leave(_Disguise):
-    """A set of parameters, by name, that can be taken off their modules and put back."""
+    """Parameters, with their names, that are absent while freed."""
 
     kind = Absent
 
@@ -157,38 +157,38 @@ class Leave(_Disguise):
             _LOST.pop(parameter, None)
 
     def lose(self) -> None:
-        """Hear that nobody will gather them any more."""
+        """Mark the parameters as lost: they will never be gathered again."""
         for parameter, _ in self._own:
             _LOST[parameter] = True
 
 
 def _refuse_clipping(asks: FrameType) -> None:
-    """Raise if it is PyTorch that asks for a gradient to clip it, which would find none and do nothing."""
+    """Raise if PyTorch's gradient clipping is the caller: it would find no gradient and do nothing."""
     if asks.f_globals.get("__name__") == _CLIPPING:
         raise RuntimeError(
-            f"{_CLIPPING}: parameters of a sharded module have no gradients to clip, each rank has a shard of them; "
+            f"{_CLIPPING}: parameters of a sharded module have no gradients to clip, because each rank has a shard; "
             "call optimizer.clip_grad_norm_(max_norm) of the wrapper's optimizer, or change its gradients() in place"
         )
 
 
 def _refusal(args: Any, keywords: Any) -> str:
-    """Say why the first absent parameter among arguments cannot be read, and what to do."""
+    """Explain why the first absent parameter among the arguments cannot be read, and what to do."""
     absent = next(iter(_all_of(Absent, args, keywords)), None)
     name = "a parameter" if absent is None else _NAMES.get(absent, "a parameter")
     if absent is not None and absent in _LOST:
         return (
-            f"{name}: was sharded by a wrapper that is gone, and its parts with it; call the wrapper's unwrap() before "
-            "it is deleted, or build the module anew and load a state dict"
+            f"{name}: was sharded by a wrapper that was deleted, and its values are lost; call the wrapper's unwrap() "
+            "before deleting it, or build the module again and load a state dict"
         )
     return (
-        f"{name}: is sharded, and not gathered here; use it within gather_full(), take state_dict() of the "
-        "ShardedDataParallel, step the optimizer that its optimizer() makes, or make what uses this parameter a part "
-        "of its unit"
+        f"{name}: is sharded, and not gathered here; use it within gather_full(), use state_dict() of the "
+        "ShardedDataParallel, step the optimizer from its optimizer(), or make the module that uses this parameter a "
+        "part of its unit"
     )
 
 
 def _all_of(kind: type[nn.Parameter], args: Any, keywords: Any) -> list[Any]:
-    """List the parameters of a class among arguments, those in lists too."""
+    """List the parameters of a class among arguments, including those in lists."""
     given, found = [*args, *(keywords or {}).values()], []
     for each in given:  # grows
         if isinstance(each, kind):

@@ -1,7 +1,7 @@
-"""Mistakes of one rank, told on all: nobody waits in a collective for a rank that has refused.
+"""Raise errors of one rank on all ranks, so that no rank waits in a collective for one that has failed.
 
-rank 0   checks ── says "fine" ──┐                  ┌── ValueError: rank 1: duplicate parameters
-rank 1   checks ── says why not ─┴── both hear both ┴── ValueError: duplicate parameters
+rank 0   checks ── sends "fine" ─┐                 ┌── ValueError: rank 1: duplicate parameters
+rank 1   checks ── sends error ──┴── both read both ┴── ValueError: duplicate parameters
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,15 +13,15 @@ import torch
 from muster.ddp.checks import device_of, difference_of, gather_json
 from muster.ddp.means import Group
 
-MISTAKES = (ValueError, TypeError, RuntimeError, KeyError, AssertionError)  # what torch.optim raises for a wrong value
+MISTAKES = (ValueError, TypeError, RuntimeError, KeyError, AssertionError)  # raised by torch.optim for bad values
 
 
 @contextmanager
 def together(group: Group) -> Iterator[None]:
-    """Let all ranks fail if one does within it: a collective, of two small messages.
+    """Make all ranks fail if one fails within the block. A collective of two small messages.
 
     Raises:
-        ValueError: on the ranks that did not fail, with the first rank that did and what it said.
+        ValueError: On the ranks that did not fail, with the number and error of the first rank that did.
     """
     error: Exception | None = None
     try:
@@ -37,17 +37,17 @@ def together(group: Group) -> Iterator[None]:
 
 
 def require_same(lines: list[str], group: Group, what: str) -> None:
-    """Check that all ranks have the same lines: a collective.
+    """Check that all ranks pass the same lines. A collective.
 
     Raises:
-        ValueError: on every rank, naming the first difference.
+        ValueError: On every rank if they differ; the message names the first difference.
     """
     if differing := difference_of(lines, group, device_of(group)):
-        raise ValueError(f"the ranks' {what} differ: {differing}; pass the same, in one order, on every rank")
+        raise ValueError(f"the ranks' {what} differ: {differing}; pass the same ones in the same order on every rank")
 
 
 def settings_in_words(settings: Mapping[str, Any]) -> str:
-    """Write hyper-parameters so that ranks can compare them: numbers, texts, truths, and what is made of them."""
+    """Format hyper-parameters for comparison between ranks: numbers, strings, booleans, None, and lists of these."""
     said = {key: _value(value) for key, value in sorted(settings.items())}
     return ", ".join(f"{key}={value!r}" for key, value in said.items() if value is not _NOT_COMPARED)
 

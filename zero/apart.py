@@ -1,10 +1,10 @@
-"""Parameters that share memory with something else: sharding would move them, and leave the other with old values.
+"""Detect parameters that share memory with another tensor: sharding would move them, and the other would not follow.
 
-    head.weight = embed.weight             one parameter with two names: fine
-    head.weight.data = embed.weight.data   two parameters in one memory: each would get memory of its own
-    self.rows = self.weight.data[:4]       a view, kept as an attribute or buffer: would never see a step
+    head.weight = embed.weight             one parameter with two names: allowed
+    head.weight.data = embed.weight.data   two parameters in one memory: sharding would separate them
+    self.rows = self.weight.data[:4]       a view, kept as an attribute or buffer: would never be updated
 
-Views of one tensor that have no element in common, as cuDNN's weights, share nothing.
+Views of one tensor without a common element, such as cuDNN's weights, share nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ def require_own_memory(module: nn.Module) -> None:
     """Check that no parameter of a module shares memory with another, with a buffer, or with a plain attribute.
 
     Raises:
-        ValueError: one does, which the message names.
+        ValueError: If one does; the message names both.
     """
     parameters = list(module.named_parameters())
     known = {id(each) for _, each in parameters}
@@ -34,7 +34,7 @@ def require_apart(parameters: Named, others: Named = ()) -> None:
     """Check that parameters share no element with each other, nor with other tensors.
 
     Raises:
-        ValueError: one does, which the message names.
+        ValueError: If one does; the message names both.
     """
     of_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, each in parameters:
@@ -45,7 +45,7 @@ def require_apart(parameters: Named, others: Named = ()) -> None:
         for place, (name, each) in enumerate(of_one):
             for other, tensor in of_one[place + 1 :]:
                 if _bounds(tensor)[0] >= _bounds(each)[1]:
-                    break  # so do all that follow
+                    break  # so do all later ones
                 if _overlap(each, tensor):
                     raise ValueError(
                         f"parameters {name} and {other} share memory, and sharding would give each its own; make them "
@@ -55,18 +55,18 @@ def require_apart(parameters: Named, others: Named = ()) -> None:
         for name, each in of_storage.get(tensor.untyped_storage().data_ptr(), ()) if _is_somewhere(tensor) else ():
             if _overlap(each, tensor):
                 raise ValueError(
-                    f"{other} is a view of parameter {name}, which sharding would move to other memory; make it anew "
-                    "in each forward, or clone() it"
+                    f"{other} is a view of parameter {name}, which sharding would move to other memory; create it "
+                    "again in each forward, or clone() it"
                 )
 
 
 def _kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield buffers, and tensors that are plain attributes of modules, also in lists and dictionaries."""
+    """Yield buffers, and tensors that are plain attributes of modules, including those in lists and dictionaries."""
     yield from ((f"buffer {name}", each) for name, each in module.named_buffers())
     for prefix, part in module.named_modules():
         for name, kept in vars(part).items():
             if name in ("_parameters", "_buffers", "_modules") or f"{name}_orig" in part._parameters:
-                continue  # what spectral_norm and prune make of NAME_orig, they make anew in each forward
+                continue  # spectral_norm and prune compute NAME from NAME_orig in each forward
             yield from (
                 (f"attribute {prefix}{'.' if prefix else ''}{name}", each)
                 for each in tree_leaves(kept)
@@ -75,21 +75,21 @@ def _kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_somewhere(tensor: Tensor) -> bool:
-    """True for a tensor that has elements in memory."""
+    """Return whether a tensor has elements in memory."""
     if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that a tensor has, and that after the last."""
+    """Return a tensor's first byte in its storage, and the one after its last."""
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def _overlap(parameter: Tensor, other: Tensor) -> bool:
-    """True if a parameter and another tensor of its storage have a byte in common."""
+    """Return whether a parameter and another tensor of its storage have a byte in common."""
     (start, stop), (other_start, other_stop) = _bounds(parameter), _bounds(other)
     if stop <= other_start or other_stop <= start:
         return False
@@ -104,7 +104,7 @@ def _bytes_of(tensor: Tensor, marks: Tensor) -> Tensor:
 
 
 def refuse_duplicates(group: dict[str, Any]) -> None:
-    """Check that a group, as a caller gives it, has each parameter once: torch.optim only warns."""
+    """Check that a caller's group has each parameter once; torch.optim only warns."""
     given = group[PARAMS]
     if isinstance(given, (Tensor, set)):
         return
@@ -113,4 +113,6 @@ def refuse_duplicates(group: dict[str, Any]) -> None:
     places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
     for place, each in enumerate(tensors):
         if places[id(each)] != place:
-            raise ValueError(f"parameters {places[id(each)]} and {place} of a group are one; list each parameter once")
+            raise ValueError(
+                f"parameters {places[id(each)]} and {place} of a group are the same; list each parameter once"
+            )

@@ -1,14 +1,14 @@
-"""ZeRO on any module: gradients are scattered instead of all-reduced, and parameters gathered instead of kept.
+"""ZeRO for any module: gradients are scattered instead of all-reduced, and parameters gathered instead of kept.
 
-    stage   a rank keeps                      on the wire, as a share of (n - 1) / n x the model
-    1       parameters, gradients, 1/n state  1 gradients scattered in the backward, 1 parameters gathered in the next
-    2       parameters, 1/n gradients, state  the same                                                      forward
-    3       1/n of all                        2 parameters gathered, in the forward and in the backward; 1 gradients
+    stage   a rank keeps                      sends, as multiples of (n - 1) / n x the model
+    1       parameters, gradients, 1/n state  1 x gradients scattered in the backward, 1 x parameters gathered in the
+    2       parameters, 1/n gradients, state  the same                                                   next forward
+    3       1/n of all                        2 x parameters gathered, in forward and backward; 1 x gradients scattered
 
     model = ShardedDataParallel(module, stage=2)
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
     model(inputs).sum().backward()
-    optimizer.step()                  # each rank steps its shard; the parameters follow
+    optimizer.step()                  # each rank steps its shard; then the parameters are gathered
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models".
 """
@@ -42,26 +42,27 @@ STAGES: Final = (1, 2, 3)
 
 
 class ShardedDataParallel(Sharded, Reduced):
-    """Wrap a module so that optimizer state (stage 1), gradients (2) and parameters (3) are held in shards.
+    """Wrap a module so that optimizer state (stage 1), gradients (2) and parameters (3) are sharded.
 
     Building one is a collective: parameters and buffers are broadcast from the group's rank 0. Parameters become
-    row-major views of flat tensors, so build it after the module is where and of the type it shall be.
+    row-major views of flat tensors, so move and cast the module before.
 
     `units` are modules, or tuples of modules that run one after the other, whose parameters are gathered (and in stage
-    3 freed) together; what is in none of them is the root unit, gathered first and kept through the step. Default: in
-    stage 3 the module's children, those of lists and sequences one by one; in stages 1 and 2 everything is waited for
-    before the forward. A unit's parameters are to be used by its own modules only, while they run. In stage 3 all
-    ranks run the same units in one order, for each gather is a collective; on CPUs that is checked before a step.
+    3 freed) together. All other parameters form the root unit, which is gathered first and kept through the step. By
+    default, the units in stage 3 are the module's children, with lists and sequences replaced by their children; in
+    stages 1 and 2 all parameters are waited for before the forward. Only a unit's own modules may use its parameters,
+    and only while they run. In stage 3, all ranks must run the same units in one order, because each gather is a
+    collective. On CPUs this is checked before a step.
 
-    With `accumulate` "local" whole gradients add up on each rank while in `no_sync()`; with "sharded" every backward is
-    synchronized, and no rank ever holds more than two buckets of whole gradients (stages 2 and 3).
+    With `accumulate` "local", whole gradients add up on each rank while in `no_sync()`. With "sharded", every backward
+    is synchronized, and no rank ever holds more than two buckets of whole gradients (stages 2 and 3).
 
-    After a synchronization no parameter has a `.grad`: the optimizer has this rank's shard of the mean, and its
-    `clip_grad_norm_` is the one to call; PyTorch's raises. `full_gradients()` shows them whole.
+    After a synchronization no parameter has a `.grad`. The optimizer has this rank's shard of the mean; call its
+    `clip_grad_norm_`, because PyTorch's raises. `full_gradients()` returns whole gradients.
 
     Raises:
-        ValueError: as `DataParallel`; a stage, unit or setting cannot be; or a parameter shares memory with another,
-            with a buffer, or with an attribute of a module.
+        ValueError: As `DataParallel`; if a stage, unit or setting is invalid; or if a parameter shares memory with
+            another, with a buffer, or with an attribute of a module.
     """
 
     def __init__(
@@ -83,13 +84,15 @@ class ShardedDataParallel(Sharded, Reduced):
         if accumulate not in ("local", "sharded"):
             raise ValueError(f"accumulate must be 'local' or 'sharded', got {accumulate!r}")
         if exact and accumulate == "sharded":
-            raise ValueError("exact sums add micro-batches on each rank first; drop accumulate='sharded' or exact")
+            raise ValueError(
+                "exact sums accumulate micro-batches on each rank first; drop accumulate='sharded' or exact"
+            )
         require_size(bucket_size_mb)
         self.stage = stage
         self.accumulate = accumulate
         self.bucket_size_mb = bucket_size_mb
         self.reshard_after_forward = reshard_after_forward
-        self._asked_units = None if units is None else list(units)  # a list is no part of this module, a ModuleList is
+        self._asked_units = None if units is None else list(units)  # a ModuleList would become a submodule
         super().__init__(
             module,
             process_group,
@@ -102,7 +105,7 @@ class ShardedDataParallel(Sharded, Reduced):
         _refuse_complex(self.trainable())
         rank = dist.get_rank(self.process_group)
         named = list(self.module.named_parameters())
-        # Of 16 bits only the masters are kept, which the others cannot read as parameters.
+        # If 16-bit parameters keep only masters, other ranks cannot read the parameters from shared memory.
         rounds = self.stage == 3 and any(each.itemsize == 2 for _, each in named)
         self.neighbours = None if rounds else neighbours_of(self.process_group, self.device)
         gather = gather_for(self.process_group, self.device, self.neighbours)
@@ -119,7 +122,7 @@ class ShardedDataParallel(Sharded, Reduced):
                 for unit in units
             ]
             self.homes = [home for homes in of_units for home in homes]
-            keep_freed_memory()  # units' is taken and given back all the time
+            keep_freed_memory()  # the memory of units is allocated and freed all the time
             for home in self.homes:
                 home.split()
             self._settle(gather)
@@ -135,7 +138,7 @@ class ShardedDataParallel(Sharded, Reduced):
         weakref.finalize(self, self.presence.remove).atexit = False
 
     def _settle(self, gather: Gather) -> None:
-        """Move what the other ranks read to where neighbours can: their parts of the whole, or the shards."""
+        """Move tensors that other ranks read into shared memory: parts of the flat tensors, or the shards."""
         self._flats: dict[int, list[Tensor]] = {}
         if self.neighbours is None:
             return
@@ -164,12 +167,12 @@ class ShardedDataParallel(Sharded, Reduced):
         return scatter_for(self.process_group, self.device, exact=self.exact, at_most=at_most, within_host=within_host)
 
     def _buckets_of(self, named: Named) -> list[Named]:
-        """Deal parameters to flat tensors as their gradients are dealt to buckets; frozen ones have their own."""
+        """Group parameters into flat tensors as gradients are grouped into buckets. Frozen ones are separate."""
         frozen = [(name, each) for name, each in named if not each.requires_grad]
         return [*deal(self.trainable(), self.bucket_size_mb), *by_kind(frozen)]
 
     def _build(self) -> Reducer[Gradients] | None:
-        """Hook the gradients: the last units' buckets are launched first, the root unit's last."""
+        """Hook the gradients. Buckets of the last units are launched first, the root unit's last."""
         homes = [home for home in self.homes if home.trains]
         if self.stage == 3:
             root = {id(home) for home in self._root_homes()}
@@ -197,7 +200,7 @@ class ShardedDataParallel(Sharded, Reduced):
         return self.presence.root.homes if isinstance(self.presence, Windows) else ()
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module; of a forward with gradients, the backward will be synchronized."""
+        """Call the module. After a forward with gradients, the backward will be synchronized."""
         if torch.is_grad_enabled() and not in_backward():
             self._keep_up()
             for home in self.homes:
@@ -210,13 +213,13 @@ class ShardedDataParallel(Sharded, Reduced):
 
     @property
     def unused(self) -> frozenset[str]:
-        """Names of the parameters that no rank has used in the last step, where `find_unused_parameters` asks."""
+        """Names of the parameters that no rank used in the last step, if `find_unused_parameters` is set."""
         return frozenset() if self._reducer is None else self._reducer.unused
 
     def _set_local(self, local: bool) -> None:
         super()._set_local(local)
         if self._reducer is not None and self.accumulate == "sharded":
-            self._reducer.local = False  # every backward is synchronized
+            self._reducer.local = False  # synchronizes every backward
 
     def _settings(self) -> dict[str, object]:
         return {
@@ -230,7 +233,7 @@ class ShardedDataParallel(Sharded, Reduced):
 
 
 def _weakly(wrapper: Sharded) -> Callable[[bool], None]:
-    """Return a way to tell a wrapper of waits that does not keep it."""
+    """Return a function that notifies a wrapper of waits through a weak reference."""
     me = weakref.WeakMethod(wrapper._tell)
 
     def tell(waits: bool) -> None:
@@ -244,5 +247,5 @@ def _refuse_complex(named: Named) -> None:
     for name, each in named:
         if each.is_complex():
             raise ValueError(
-                f"{name} is {each.dtype}: shards are of real numbers; keep torch.view_as_real() of it as the parameter"
+                f"{name} is {each.dtype}, but shards are real numbers; make torch.view_as_real() of it the parameter"
             )

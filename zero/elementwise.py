@@ -1,6 +1,6 @@
-"""Which optimizers may be given a shard: those that update each element from that element's gradient and state alone.
+"""Optimizers that may step shards: those that update each element from that element's gradient and state alone.
 
-One that looks at a whole tensor (its norm, its rows, its products) would compute something else from a part of it.
+An optimizer that uses a whole tensor (its norm, its rows, its products) would compute something else from a part.
 """
 
 from typing import Final
@@ -20,23 +20,23 @@ _ELEMENTWISE: Final = (
     "Rprop",
     "SGD",
 )
-_WHOLE: Final = {  # why not
+_WHOLE: Final = {  # the reason why it needs whole tensors
     "Adafactor": "it factors the second moment of a matrix into its rows and columns",
-    "LBFGS": "it takes products of all gradients, and evaluates the loss anew",
+    "LBFGS": "it takes products of all gradients, and evaluates the loss again",
     "Muon": "it orthogonalizes the momentum of a whole matrix",
     "SparseAdam": "it updates the rows that a sparse gradient names, and gradients are dense here",
 }
 
 
 def require_elementwise(kind: type[torch.optim.Optimizer]) -> None:
-    """Check that an optimizer may be given shards.
+    """Check that an optimizer may step shards.
 
-    Of torch's own, a table knows. A class of somebody else's counts if it inherits the `step` of one that does, or
-    says so itself: `elementwise = True`.
+    Torch's own optimizers are in a table. Any other class passes if it inherits such an optimizer's `step`, or has the
+    attribute `elementwise = True`.
 
     Raises:
-        ValueError: it needs whole tensors, or nobody knows.
-        TypeError: it is no optimizer class.
+        ValueError: If it needs whole tensors, or this is unknown.
+        TypeError: If it is not an optimizer class.
     """
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         what = kind.__name__ if isinstance(kind, type) else f"a {type(kind).__name__}"
@@ -53,6 +53,6 @@ def require_elementwise(kind: type[torch.optim.Optimizer]) -> None:
             f"use an element-wise one ({', '.join(_ELEMENTWISE)}), or do not shard its state"
         )
     raise ValueError(
-        f"{kind.__name__} steps by code of its own, which may need whole tensors; "
+        f"{kind.__name__} has its own step, which may need whole tensors; "
         "if it updates each element from that element's gradient and state alone, set elementwise = True on the class"
     )

@@ -1,11 +1,11 @@
-"""The gradients of one bucket on their way to the ranks that need them: whole ones go in, this rank's shard comes out.
+"""The gradients of one bucket: whole gradients go in, this rank's shard of the mean comes out.
 
-    KeptGradients      stage 1      gradients are views of a flat tensor that is always there, as in `ddp`
-    PassingGradients   stages 2, 3  gradients stay where autograd made them until all of a bucket are there; a flat
-                                    tensor is there from then on until its sum has been taken
+    KeptGradients      stage 1      gradients are views of a flat tensor that is always allocated, as in `ddp`
+    PassingGradients   stages 2, 3  gradients stay where autograd made them until the bucket is complete; then they
+                                    are packed into a flat tensor, which exists until their sum has been taken
 
-Both are dealt as the flat parameters are, so that shard and shard fit. Afterwards no parameter has a `.grad`: the mean
-is in `FlatParameters.grad`, and the next synchronization is added to it.
+Both have the layout of the flat parameters, so that their shards match. Afterwards no parameter has a `.grad`: the mean
+is in `FlatParameters.grad`, and the next synchronization adds to it.
 """
 
 import torch
@@ -30,7 +30,7 @@ class KeptGradients(FlatGradients):
         flat: Tensor | None = None,
     ) -> None:
         self.home = home
-        self.before_writing: Wait = at_once  # returns when nobody reads the flat tensor any more
+        self.before_writing: Wait = at_once  # waits until no rank reads the flat tensor any more
         layout = home.layout
         alone = flat is None and travels_alone(home.parameters) and not layout.gaps
         super().__init__(
@@ -44,7 +44,7 @@ class KeptGradients(FlatGradients):
         ]
 
     def take(self, slot: Slot, scale: Tensor | None) -> None:
-        """Put a gradient in its place, which may still hold the mean of an earlier synchronization."""
+        """Move a gradient to its place, which may still hold the mean of an earlier synchronization."""
         self._clear()
         super().take(slot, scale)
 
@@ -57,21 +57,21 @@ class KeptGradients(FlatGradients):
         return _never_used(self, super().fill_missing(scale))
 
     def pack(self, scale: float) -> Tensor:
-        """Return what is sent: gradients were multiplied on their way in; those kept in another type are cast."""
-        for start, stop in self._own_gaps:  # clipping by a norm that is not finite has made them nan, too
+        """Return the message. Gradients were already scaled; if the message has another type, they are cast."""
+        for start, stop in self._own_gaps:  # clipping by a norm that is not finite has set them to NaN, too
             self.flat[start:stop].zero_()
         if self.message is not self.flat:
             self.message.copy_(self.flat)
         return self.message
 
     def deliver(self, mean: Tensor) -> None:
-        """Hand this rank's part over; what the others need of these gradients, they have."""
+        """Add this rank's part of the mean to its shard. The other ranks have their parts."""
         self.home.add_gradient(mean)
         for slot in self.slots:
             slot.parameter.grad = None
 
     def _clear(self) -> None:
-        """Let the others finish to read, and move a mean that nobody has used yet out of the way."""
+        """Wait until other ranks have finished reading, and move an unused mean out of the way."""
         self.before_writing()
         mean = self.home.grad
         if mean is not None and mean.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
@@ -79,22 +79,22 @@ class KeptGradients(FlatGradients):
 
 
 class PassingGradients(Bucket):
-    """Gradients where autograd made them, and now and then a flat tensor of them."""
+    """Gradients that stay where autograd made them, and are packed when the bucket is sent."""
 
     def __init__(self, number: int, home: FlatParameters, message: torch.dtype | None, *, held: bool = False) -> None:
         self.home = home
         with as_it_is():
             super().__init__(number, home.named)
         self.flat: Tensor | None = None
-        self.held = self._held = held  # True: launched when somebody says so, not when all gradients are there
+        self.held = self._held = held  # True: launched on `release`, not when all gradients are there
         self._used: set[str] = set()
         self._type = message or home.dtype
         self.message_bytes = home.layout.length * self._type.itemsize
 
     def pack(self, scale: float) -> Tensor:
-        """Copy the gradients side by side, times `scale`, and let them go; return what is sent.
+        """Pack the gradients, times `scale`, and drop them; return the message.
 
-        A large one that is alone is sent as it is, if nobody else has it.
+        A bucket with a single large gradient is sent without a copy, if nothing else refers to it.
         """
         with as_it_is():
             return self._pack(scale)
@@ -104,7 +104,7 @@ class PassingGradients(Bucket):
             self.flat = only if scale == 1.0 else only.mul_(scale)
         else:
             self.flat = torch.empty(self.home.layout.length, dtype=self._type, device=self.home.device)
-            for start, stop in self.home.layout.gaps:  # stepped and counted along with what lies around them
+            for start, stop in self.home.layout.gaps:  # optimizer and norms read gaps, too
                 self.flat[start:stop].zero_()
             self._copy(scale)
         for slot in self.slots:
@@ -112,7 +112,7 @@ class PassingGradients(Bucket):
         return self.flat
 
     def _only(self) -> Tensor | None:
-        """Return the one gradient as a flat tensor, if it may be changed in place and needs no copy."""
+        """Return the bucket's only gradient as a flat tensor, if it may be changed in place and needs no copy."""
         if len(self.slots) > 1 or self.home.layout.gaps:
             return None
         gradient = self.slots[0].parameter.grad
@@ -134,12 +134,12 @@ class PassingGradients(Bucket):
             if scale != 1.0:
                 self.flat.mul_(scale)
             return
-        factor = torch.tensor(scale, dtype=torch.float64)  # a tensor's product costs 1.2 us, a number's 3.1
+        factor = torch.tensor(scale, dtype=torch.float64)  # a product with a tensor takes 1.2 us, with a number 3.1
         for view, gradient in zip(views, gradients, strict=True):
             torch.mul(gradient, factor, out=view)
 
     def fill_missing(self, scale: Tensor | None) -> list[str]:
-        """Give zeros to parameters that have no gradient; return the names of those that never had one."""
+        """Fill in zeros for parameters without a gradient; return the names of those that never had one."""
         with as_it_is():
             without = [slot for slot in self.slots if not slot.ready and slot.parameter.grad is None]
             if self.flat is None:
@@ -152,7 +152,7 @@ class PassingGradients(Bucket):
         return shard
 
     def deliver(self, mean: Tensor) -> None:
-        """Hand this rank's part over, in the parameters' type, without the memory of the whole around it."""
+        """Add this rank's part of the mean to its shard, in the parameters' type, and free the whole message."""
         self.home.add_gradient(mean.to(self.home.dtype, copy=self.home.layout.ranks > 1))
         self.flat = None
 
@@ -165,7 +165,7 @@ Gradients = KeptGradients | PassingGradients
 
 
 def _never_used(bucket: Gradients, without: list[str]) -> list[str]:
-    """Leave out parameters that an earlier synchronization gave a gradient, which is in the shard still."""
+    """Leave out parameters whose gradient from an earlier synchronization is still in the shard."""
     if bucket.home.grad is None:
         bucket._used = set()
     never = [name for name in without if name not in bucket._used]

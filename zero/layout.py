@@ -1,8 +1,8 @@
-"""Who holds what of tensors laid side by side: a pure function of their sizes and the number of ranks.
+"""Layout of tensors packed into one flat tensor, and its shards: a pure function of sizes and number of ranks.
 
 tensors    | a a a a a a a | b b b | c c c c c c | pad
-rank 0       a a a a a                                     shards differ by one element at most, whatever the
-rank 1                 a a   b b b                         tensors are: a rank holds slices of some of them
+rank 0       a a a a a                                     shards have equal lengths, whatever the tensors are:
+rank 1                 a a   b b b                         a rank holds slices of some tensors
 rank 2                               c c c c c
 rank 3                                         c   . .
 """
@@ -15,7 +15,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [start, stop) of one tensor, and where in the shard of the rank that holds them they begin."""
+    """Elements [start, stop) of one tensor, at `offset` in the shard of the rank that holds them."""
 
     tensor: int
     start: int
@@ -24,13 +24,13 @@ class Slice:
 
     @property
     def elements(self) -> int:
-        """How many they are."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of `sizes` elements side by side, at multiples of `align` elements, cut for `ranks`."""
+    """Tensors of `sizes` elements, packed at multiples of `align` elements and cut into `ranks` shards."""
 
     sizes: tuple[int, ...]
     ranks: int
@@ -38,29 +38,29 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor begins."""
+        """Offset of each tensor."""
         return (0, *accumulate(-(-size // self.align) * self.align for size in self.sizes))[:-1]
 
     @cached_property
     def length(self) -> int:
-        """Elements of the whole, with what lies between the tensors and at the end."""
+        """Elements of the flat tensor, including gaps between tensors and padding at the end."""
         extent = self.offsets[-1] + self.sizes[-1] if self.sizes else 0
         return -(-extent // (self.ranks * self.align)) * self.ranks * self.align
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """What lies between the tensors and at the end, as ranges."""
+        """The ranges between the tensors and at the end."""
         ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
         starts = [*self.offsets[1:], self.length]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Return where a rank's shard begins and ends."""
+        """Return the start and end of a rank's shard."""
         each = self.length // self.ranks
         return rank * each, (rank + 1) * each
 
     def slices(self, rank: int) -> list[Slice]:
-        """List what a rank holds, in order. A tensor without elements is rank 0's."""
+        """List the slices that a rank holds, in order. Rank 0 holds tensors without elements."""
         begin, end = self.bounds(rank)
         held = []
         for tensor, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
@@ -73,12 +73,12 @@ class Layout:
 
 
 def runs(slices: Sequence[Slice], kinds: Sequence[object]) -> list[list[Slice]]:
-    """Join neighbouring slices whose tensors are of one kind; slices of kind None are left out.
+    """Group adjacent slices whose tensors are of the same kind. Slices of kind None are left out.
 
-    `kinds` has one of each tensor. What is joined has nothing but gaps between.
+    `kinds` has one entry per tensor. Slices of one group have only gaps between them.
     """
     joined: list[list[Slice]] = []
-    before: object = None  # the kind of the slice before, None at first
+    before: object = None  # the kind of the previous slice
     for each in slices:
         kind = kinds[each.tensor]
         if kind is not None and kind == before:

@@ -1,4 +1,4 @@
-"""Loading the state of a sharded optimizer: all of it is checked, on all ranks, before any of it is changed."""
+"""Load the state of a sharded optimizer. All of it is checked on all ranks before any of it is changed."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -22,10 +22,10 @@ NO_SETTINGS: Final = ("params", "param_names")
 
 @torch.no_grad()
 def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
-    """Load a shard or a whole state: a collective.
+    """Load a shard or a whole state. A collective.
 
     Raises:
-        ValueError: it does not fit, on this rank or on another.
+        ValueError: If the state does not fit on this rank or on another.
     """
     plan: list[tuple[Segment, dict[str, Tensor], dict[str, Tensor]]] = []
     with together(optimizer.group):
@@ -44,7 +44,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
                 ]
                 plan.append((segment, _joined(segment, cut, kept), dict(fresh.state.get(segment.stepped, {}))))
     require_same([settings_in_words(group) for group in groups], optimizer.group, "states to load")
-    optimizer.share_settings()  # what the inner one has written is old now
+    optimizer.share_settings()  # so that the inner optimizer's changes do not override loaded settings
     for each in plan:
         _fill(optimizer.inner, *each)
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
@@ -53,7 +53,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
 
 
 class Kinds:
-    """What the optimizer keeps of a parameter of each group, with the settings to load: found out by a step of one."""
+    """The states that the optimizer keeps per parameter, for each group's settings to load; found by a trial step."""
 
     def __init__(self, optimizer: "ShardedOptimizer", groups: Sequence[Mapping[str, Any]]) -> None:
         self.settings = [
@@ -64,7 +64,7 @@ class Kinds:
         self._known: dict[object, dict[str, Tensor]] = {}
 
     def of(self, place: int, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of one element, by key; one that is a number for the whole parameter has no dimension."""
+        """Return the states of one element, by key. States with one number per parameter have no dimension."""
         dtype = torch.float32 if self._optimizer.masters and parameter.itemsize == 2 else parameter.dtype
         case = (place, dtype, parameter.device)
         if case not in self._known:
@@ -77,9 +77,9 @@ class Kinds:
 
 
 def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[list[Any], dict[int, Entries]]:
-    """Return the groups, and entries by our own numbers, after a look at which parameters there are."""
+    """Check which parameters there are; return the groups, and entries by our own numbers."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-        raise ValueError("a state dict of an optimizer has state and param_groups; pass what state_dict() returned")
+        raise ValueError("an optimizer's state dict has state and param_groups; pass the result of state_dict()")
     groups, state = list(given["param_groups"]), given["state"]
     sizes = [[len(group.get("params", ())) for group in side] for side in (groups, optimizer.param_groups)]
     if sizes[0] != sizes[1]:
@@ -91,8 +91,8 @@ def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[l
     if SHARD in given and tuple(given[SHARD]) != own:
         rank, ranks = given[SHARD]
         raise ValueError(
-            f"the state is the shard of rank {rank} of {ranks}, this is rank {own[0]} of {own[1]}; "
-            "load what full_state_dict() or consolidate_state_dict() returned"
+            f"the state is the shard of rank {rank} of {ranks}, but this is rank {own[0]} of {own[1]}; "
+            "load the result of full_state_dict() or consolidate_state_dict()"
         )
     numbers = {key: number for number, key in enumerate(each for group in groups for each in group["params"])}
     if strange := [key for key in state if key not in numbers]:
@@ -109,8 +109,8 @@ def _check_entries(optimizer: "ShardedOptimizer", state: Mapping[int, Entries], 
         found = {key for key, value in entries.items() if value is not None} - {RANGE, MASTER}
         if found and found != kept.keys():
             raise ValueError(
-                f"{ANOTHER}: of parameter {number} it has {', '.join(sorted(found))}, "
-                f"where {', '.join(sorted(kept)) or 'nothing'} is kept; load one of the same class and settings"
+                f"{ANOTHER}: for parameter {number} it has {', '.join(sorted(found))}, "
+                f"but this optimizer keeps {', '.join(sorted(kept)) or 'nothing'}; load one of equal class and settings"
             )
         shape = tuple(parameter.shape)
         if RANGE in entries:
@@ -122,21 +122,21 @@ def _check_entries(optimizer: "ShardedOptimizer", state: Mapping[int, Entries], 
             if value.numel() != 1 if is_one else tuple(value.shape) != shape:
                 raise ValueError(
                     f"{MODEL}: {key} of parameter {number} has the shape {tuple(value.shape)}, "
-                    f"of the parameter {tuple(parameter.shape)}"
+                    f"but the parameter has {tuple(parameter.shape)}"
                 )
 
 
 def _cut(segment: "Segment", at: Slice, entries: Entries, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a state has for a slice, as views.
+    """Return the states of a slice, as views.
 
     Raises:
-        ValueError: it has another range of the parameter.
+        ValueError: If the entries are of another range of the parameter.
     """
     if RANGE in entries and tuple(entries[RANGE]) != (at.start, at.stop):
         start, stop = entries[RANGE]
         raise ValueError(
-            f"the state is of another layout: it has elements {start} to {stop} of {segment.home.names[at.tensor]}, "
-            f"this rank {at.start} to {at.stop}; load what full_state_dict() or consolidate_state_dict() returned"
+            f"the state has another layout: it has elements {start} to {stop} of {segment.home.names[at.tensor]}, "
+            f"but this rank {at.start} to {at.stop}; load the result of full_state_dict() or consolidate_state_dict()"
         )
     cut: dict[str, Tensor] = {}
     for key in (*kept, *((MASTER,) if segment.home.has_masters() else ())):
@@ -154,10 +154,10 @@ def _cut(segment: "Segment", at: Slice, entries: Entries, kept: Mapping[str, Ten
 def _joined(
     segment: "Segment", slices: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Lay the slices of a segment side by side.
+    """Join the states of a segment's slices.
 
     Raises:
-        ValueError: they are stepped as one, and were not before.
+        ValueError: If parameters are stepped together that were not when the state was saved.
     """
     first = slices[0]
     for at, each in zip(segment.slices, slices, strict=True):
@@ -166,14 +166,14 @@ def _joined(
         ):
             names = [segment.home.names[tensor] for tensor in (segment.slices[0].tensor, at.tensor)]
             raise ValueError(
-                f"{names[0]} and {names[1]} are stepped together, and were not before this state was saved: one had "
+                f"{names[0]} and {names[1]} are stepped together, but were not before this state was saved: one had "
                 "steps without a gradient; build the wrapper with find_unused_parameters=True"
             )
     return {key: value if value.dim() == 0 else _side_by_side(segment, key, slices) for key, value in first.items()}
 
 
 def _side_by_side(segment: "Segment", key: str, slices: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Lay out as the segment is, with zeros in what lies between tensors."""
+    """Join slices with the segment's layout, with zeros in the gaps."""
     if len(slices) == 1:
         return slices[0][key]
     whole = slices[0][key].new_zeros(segment.end - segment.begin)
@@ -185,7 +185,7 @@ def _side_by_side(segment: "Segment", key: str, slices: Sequence[Mapping[str, Te
 def _fill(
     inner: torch.optim.Optimizer, segment: "Segment", loaded: Mapping[str, Tensor], fresh: Mapping[str, Any]
 ) -> None:
-    """Replace a segment's state, in place where it is there already; without one it is as it was when it was built."""
+    """Replace a segment's state, in place if it exists. Without a loaded state, reset it to a new optimizer's."""
     if MASTER in loaded:
         segment.stepped.copy_(loaded[MASTER])
     wanted = {key: value for key, value in loaded.items() if key != MASTER} or fresh

@@ -1,14 +1,13 @@
-"""Ranks that can read each other's memory: processes of one host and one user, on CPUs.
+"""Shared memory between ranks: processes of one host and one user that map each other's tensors, on CPUs.
 
-    rank 0's memory   | shard 0 | ....... |      each rank keeps what the others need where they can read it, and copies
-    rank 1's memory   | ....... | shard 1 |      or adds up what it needs from there: nothing goes through a socket
+    rank 0's memory   | shard 0 | ....... |      each rank keeps tensors that the others need in shared memory; others
+    rank 1's memory   | ....... | shard 1 |      copy from it or add it up, so nothing goes through a socket
 
-A tensor that is shared lies in a file without a name (memfd_create(2)), which the other ranks map through
-/proc/PID/fd. Who may read what, and when, is agreed upon in meetings: collectives of one number over the group.
+A shared tensor lies in an anonymous file (memfd_create(2)), which the other ranks map through /proc/PID/fd. Barriers
+("meetings": all-reduces of one number over the group) separate writing from reading.
 
-With exact sums, and with two ranks, the bits are those of ranks that send messages. Otherwise stages 1 and 3 add the
-gradients of more than two ranks up in another order than a ring does, so the last bits may differ between one host and
-several.
+With exact sums, or with two ranks, results have the same bits as with messages. Otherwise stages 1 and 3 add up the
+gradients of more than two ranks in another order than a ring, so the last bits may differ between one host and several.
 """
 
 import os
@@ -34,10 +33,10 @@ class Neighbours:
         self.group = group
 
     def share(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[list[Tensor]]:
-        """Make flat tensors of zeros that all ranks map; return for each size everybody's, by rank: a collective.
+        """Create flat tensors of zeros that all ranks map; for each size return all ranks' tensors. A collective.
 
         Raises:
-            RuntimeError: on every rank, if one could not make or map them.
+            RuntimeError: On every rank if one could not create or map them.
         """
         own = [_file(elements * dtype.itemsize) for elements, dtype in sizes]
         places = gather_json([os.getpid(), own], self.group, CPU)
@@ -54,18 +53,18 @@ class Neighbours:
             os.close(descriptor)
         if any(ended.values()):
             told = "; ".join(f"rank {rank}: {why}" for rank, why in ended.items() if why)
-            raise RuntimeError(f"memory that the ranks of this host share could not be mapped: {told}")
+            raise RuntimeError(f"shared memory between the ranks of this host could not be mapped: {told}")
         return shared
 
     def meeting(self) -> Wait:
-        """Come to a meeting; what is returned waits until all have come. Every rank comes to all, in one order."""
+        """Begin a barrier; the returned function waits for all ranks. All ranks begin all barriers in one order."""
         work = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
         assert work is not None
         return once(work.wait)
 
 
 def _file(size_bytes: int) -> int:
-    """Return the descriptor of a file without a name, in memory, for as long as it is mapped or open."""
+    """Create an anonymous file in memory, which lives while it is mapped or open; return its descriptor."""
     descriptor = os.memfd_create("shard")
     os.ftruncate(descriptor, size_bytes)
     return descriptor
@@ -73,16 +72,16 @@ def _file(size_bytes: int) -> int:
 
 def _mapped(pid: int, descriptor: int, elements: int, dtype: torch.dtype) -> Tensor:
     if not elements:
-        return torch.empty(0, dtype=dtype)  # nothing cannot be mapped
+        return torch.empty(0, dtype=dtype)  # an empty range cannot be mapped
     storage = torch.UntypedStorage.from_file(f"/proc/{pid}/fd/{descriptor}", True, elements * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage)  # type: ignore[arg-type]
 
 
 def neighbours_of(group: Group, device: torch.device) -> Neighbours | None:
-    """Return the group's ranks if all of them can read each other's memory, on every rank or on none: a collective.
+    """Return the group's ranks if all can map each other's memory; None on every rank otherwise. A collective.
 
-    A trial decides: each rank maps a token of every other one. It fails between hosts, and where a container or
-    another user hides processes.
+    Each rank tests this by reading a token of every other one. The test fails between hosts, and if containers or user
+    permissions hide processes.
     """
     if device.type == "cuda" or dist.get_world_size(group) == 1:
         return None
@@ -103,16 +102,16 @@ def neighbours_of(group: Group, device: torch.device) -> Neighbours | None:
 
 
 def _reads(pid: int, descriptor: int, token: str) -> bool:
-    """True when a process's file is here, and its: another one may have its number in this namespace."""
+    """Return whether this is the other rank's file: in this namespace, the pid could belong to another process."""
     try:
-        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:  # noqa: PTH123 - no path, a link to what has no name
+        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:  # noqa: PTH123 - no path, a link to an anonymous file
             return file.read(TOKEN_BYTES).hex() == token
     except OSError:
         return False
 
 
 def once(do: Callable[[], Any]) -> Wait:
-    """Return a wait that does something the first time, and nothing if that succeeded."""
+    """Return a wait that calls `do` until it succeeds once, and does nothing afterwards."""
     left: list[Callable[[], Any]] = [do]
 
     def wait() -> None:
@@ -124,4 +123,4 @@ def once(do: Callable[[], Any]) -> Wait:
 
 
 def at_once() -> None:
-    """Wait for nothing."""
+    """Return at once; a wait for nothing."""

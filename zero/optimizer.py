@@ -1,9 +1,10 @@
-"""An optimizer whose state exists once over all ranks: each steps its shard of the parameters, then all gather them.
+"""An optimizer with sharded state: each rank steps its shard of the parameters, then all ranks gather them.
 
-    gradients (means, however made) ─► own shard ─► one step of `inner` ─► all-gather ─► parameters, whole on every rank
+    gradients (means, however computed) ─► own shard ─► a step of `inner` ─► all-gather ─► whole parameters on every
+    rank
 
-Alone it works after any synchronization of gradients. With `ShardedDataParallel` the gradients arrive as shards, and
-the parameters are gathered while the next forward runs.
+On its own, it works after any synchronization of gradients. With `ShardedDataParallel`, gradients arrive as shards,
+and the parameters are gathered during the next forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ _UNSET: Final = object()
 
 
 class Segment:
-    """What the inner optimizer steps as one tensor: slices of one flat tensor's shard that lie side by side."""
+    """Adjacent slices in one flat tensor's shard, which the inner optimizer steps as one tensor."""
 
     def __init__(self, home: FlatParameters, slices: Sequence[Slice]) -> None:
         self.home = home
@@ -48,25 +49,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Step any element-wise `torch.optim` optimizer on this rank's shard of the parameters.
 
     Building one is a collective, as are `add_param_group`, `step` and `load_state_dict`: every rank passes the same
-    parameters, with the same values, and the same hyper-parameters. `param_groups` lists all parameters, as of an
-    optimizer that is not sharded: a learning-rate scheduler drives it. Parameters become views of flat tensors.
+    parameters, with the same values, and the same hyper-parameters. `param_groups` lists all parameters, as in an
+    optimizer that is not sharded, so learning-rate schedulers work. Parameters become views of flat tensors.
 
-    With `masters`, parameters of 16 bits are stepped in a float32 copy of the shard. What is written to a parameter
-    between steps counts, and is to be the same on all ranks.
+    With `masters`, 16-bit parameters are stepped in a float32 copy of the shard. Values written to a parameter between
+    steps count; they must be the same on all ranks.
 
-    `inner` is the optimizer of this rank's shards, whose state is the only one that there is; `state` shows it by
-    parameter. What it writes into its groups, as a counter of steps, is in `param_groups` after the step and is saved;
-    it must be the same on all ranks. The inner step knows nothing of hooks: those registered here run once a step.
+    `inner` is the optimizer of this rank's shards. It holds the only state; `state` shows it by parameter. Values that
+    it writes into its groups, such as a step counter, appear in `param_groups` after the step and are saved; they must
+    be the same on all ranks. Hooks registered here run once per step; the inner step runs none of them.
 
-    `torch.amp.GradScaler` works where parameters have gradients; a wrapper's need `zero.scaling.ShardedGradScaler`.
-    In either case all ranks step, or none does.
+    `torch.amp.GradScaler` works if parameters have gradients. With a wrapper, use `zero.scaling.ShardedGradScaler`. In
+    both cases either all ranks step, or none.
 
     Raises:
-        ValueError: the optimizer needs whole tensors, two parameters share memory, this rank is not in the group, or
+        ValueError: If the optimizer needs whole tensors, two parameters share memory, this rank is not in the group, or
             the ranks' parameters differ.
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler calls `step` on every rank, and leaves the decision to it
+    _step_supports_amp_scaling = True  # so a GradScaler calls `step` on every rank, and `step` decides whether to skip
 
     def __init__(
         self,
@@ -85,14 +86,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.group = source.group
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.masters = masters
-        self.segments: list[list[Segment]] = []  # of each group
-        self._agreed: list[dict[str, Any]] = []  # settings of each group that both optimizers had last
+        self.segments: list[list[Segment]] = []  # by group
+        self._agreed: list[dict[str, Any]] = []  # by group: the settings after the last exchange
         self._kind, self._options = optimizer_cls, kwargs
         self._is_built = False
         with together(self.group):
             require_elementwise(optimizer_cls)
-            # A tensor without elements lets the inner optimizer be built, and its settings be checked, before there is
-            # one to step: a rank may never have any.
+            # A tensor without elements lets the inner optimizer check its settings now. A rank may never have any
+            # elements to step.
             self.inner = self.fresh({}, [nn.Parameter(torch.zeros(0))])
             self.inner.param_groups.clear()
             self.inner.state.clear()
@@ -102,16 +103,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_built = True
 
     def fresh(self, settings: Mapping[str, Any], tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
-        """Build an optimizer as the inner one, of one group."""
+        """Build an optimizer like the inner one, with one group."""
         return self._kind([{**settings, PARAMS: tensors}], **self._options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyper-parameters of their own: a collective.
+        """Add parameters with their own hyper-parameters. A collective.
 
         Raises:
-            ValueError: on every rank, if a parameter cannot be added on one, or the ranks' groups differ.
+            ValueError: On every rank, if a parameter cannot be added on one, or the ranks' groups differ.
         """
-        if not self._is_built:  # its checks of all groups come first, then they are compared
+        if not self._is_built:  # torch.optim checks all groups first; they are compared later
             refuse_duplicates(param_group)
             with as_it_is():
                 super().add_param_group(param_group)
@@ -133,7 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         require_apart(pair for number, group in enumerate(self.param_groups) for pair in _named(group, number))
 
     def _shard(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Share out new groups, once all ranks are known to have the same."""
+        """Shard new groups, after checking that all ranks have the same."""
         named = [_named(group, len(self.segments) + place) for place, group in enumerate(groups)]
         lines = [
             line
@@ -157,9 +158,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
-        """Step the shard, then make the parameters whole; `keywords` go to the inner optimizer's step.
+        """Step the shard, then gather the parameters. `keywords` are passed to the inner optimizer's step.
 
-        A parameter without a gradient is not stepped, as in an optimizer that is not sharded: on all ranks, or on none.
+        A parameter without a gradient is not stepped, as in an optimizer that is not sharded. All ranks must agree on
+        this.
         """
         loss = None
         if closure is not None:
@@ -180,16 +182,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, whole ones and shards."""
+        """Drop all gradients, whole ones and shards."""
         self.source.forget()
         with as_it_is():
             super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their 2-norm over all ranks is at most `max_norm`; return that before.
+        """Scale all gradients so that their 2-norm over all ranks is at most `max_norm`; return the norm before.
 
-        A collective, of one number; where sums are exact, of the same bits as in one process.
+        A collective of one number. If sums are exact, the norm has the same bits as in one process.
         """
         gradients = self.gradients()
         norm_of = reproducible_norm if self.source.exact else plain_norm
@@ -198,37 +200,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's shards of the mean gradients, to be changed in place before the step."""
+        """Return this rank's shards of the mean gradients, which may be changed in place before the step."""
         self.source.collect()
         shards = (self.source.gradient(segment.home, segment.slices) for segment in self._all())
         return [shard for shard in shards if shard is not None]
 
     def held_state(self) -> list[Held]:
-        """List this rank's state by parameter and key; the tensors may be filled in place.
+        """List this rank's state by parameter and key. The tensors may be filled in place.
 
-        The float32 copy of a parameter of 16 bits is the state "master".
+        The float32 copy of a 16-bit parameter is the state "master".
         """
         return [each for _, _, kept in states.held(self) for each in kept]
 
     @property
     def state(self) -> Any:
-        """Show this rank's part of the state by parameter: views of ranges, flat, that may be changed in place.
+        """This rank's part of the state by parameter: flat views of ranges, which may be changed in place.
 
-        It cannot be added to: the inner optimizer has it. `held_state` tells the ranges, too.
+        Entries cannot be added, because the inner optimizer holds the state. `held_state` also returns the ranges.
         """
         shown = {home.parameters[at.tensor]: parts for home, at, parts in states.slices_of(self) if parts}
         return MappingProxyType(shown)
 
     @state.setter
     def state(self, given: Any) -> None:
-        if given:  # torch.optim.Optimizer sets an empty one
+        if given:  # the constructor of torch.optim.Optimizer sets an empty one
             raise AttributeError("the state of a ShardedOptimizer cannot be set; call load_state_dict() on every rank")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, and the groups; `load_state_dict` takes it on the same rank.
+        """Return this rank's shard of the state, and the groups; `load_state_dict` loads it on the same rank.
 
-        It is this rank's alone: tools that take a state dict for the same on all ranks, as torch.distributed.checkpoint
-        does, are to be given `full_state_dict`.
+        For tools that expect the same state dict on all ranks, such as torch.distributed.checkpoint, use
+        `full_state_dict`.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -238,29 +240,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return saved
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters, as the optimizer that is not sharded would: a collective."""
+        """Return the state of all parameters, as an optimizer that is not sharded would. A collective."""
         full = states.full(self, None)
         assert full is not None
         return full
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> dict[str, Any] | None:
-        """Return the state of all parameters on one rank of the group, None on the others: a collective.
+        """Return the state of all parameters on one rank of the group, None on the others. A collective.
 
         Raises:
-            ValueError: the group has no such rank.
+            ValueError: If the group has no such rank.
         """
         if not 0 <= recipient_rank < self.ranks:
             raise ValueError(f"recipient_rank must be a rank of the group, 0 to {self.ranks - 1}, got {recipient_rank}")
         return states.full(self, recipient_rank)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a shard of this rank, or the state of all parameters, saved at any number of ranks: a collective.
+        """Load this rank's shard, or the state of all parameters, saved with any number of ranks. A collective.
 
-        A master is taken for what its parameter is rounded from: load the model's parameters too.
+        A loaded master is assumed to round to its parameter, so load the model's parameters, too.
 
         Raises:
-            ValueError: on every rank, if on one it is of other parameters, of another shard or of another optimizer;
-                nothing has been loaded on any then.
+            ValueError: On every rank, if the state on one rank is of other parameters, another shard or another
+            optimizer.
+                Nothing has been loaded on any rank then.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
@@ -269,23 +272,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def __repr__(self) -> str:
-        """Name the inner optimizer, the shard and the groups."""
+        """Include the inner optimizer, the shard and the groups."""
         kind = f"{self._kind.__name__}, rank {self.rank} of {self.ranks}"
         return super().__repr__().replace("ShardedOptimizer (", f"ShardedOptimizer of {kind} (", 1)
 
     def __getstate__(self) -> Any:
-        """Refuse to be copied or pickled: a shard belongs to its rank, its group and these very parameters.
+        """Refuse to be copied or pickled, because a shard belongs to its rank, its group and these parameters.
 
         Raises:
-            TypeError: always; the message says what to save.
+            TypeError: Always; the message says what to save instead.
         """
         raise TypeError("a ShardedOptimizer cannot be copied or pickled; save its state_dict() or full_state_dict()")
 
     def share_settings(self) -> None:
-        """Let both optimizers have what either has written into its groups; where both have, what is set here counts.
+        """Exchange settings between the groups of both optimizers. If both have changed one, the outer value counts.
 
-        The caller sets learning rates; the inner optimizer may keep counters and estimates there, and change them in
-        its step or in a method of its own.
+        The caller sets learning rates in the outer groups. The inner optimizer may keep counters and estimates in its
+        own, and change them in its step or other methods.
         """
         for outer, inner, agreed in zip(self.param_groups, self.inner.param_groups, self._agreed, strict=True):
             own = _settings(outer)

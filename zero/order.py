@@ -1,4 +1,4 @@
-"""Whether all ranks begin the same, and run the same units in one order: else gathers have mixed different ones."""
+"""Check that all ranks begin the same operation and run the same units in one order; else gathers mix up units."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -12,18 +12,18 @@ from muster.ddp.means import Wait
 
 
 class SameOrder:
-    """Compares orders of units while the backward runs; on CPUs only, where to know the answer makes nobody wait."""
+    """Compares orders of units during the backward. Only on CPUs, where reading the result blocks no device."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._compares = device.type == "cpu" and dist.get_world_size(group) > 1
-        self._asked: tuple[Tensor, dist.Work] | None = None  # what is compared, and what to wait for
+        self._asked: tuple[Tensor, dist.Work] | None = None  # a comparison in progress: its result, and its work
 
     def begin(self, what: str, waiting: Callable[[Wait], None]) -> None:
-        """Check that all ranks begin the same, before anything of it is sent: a collective of two numbers.
+        """Check that all ranks begin the same operation, before it sends anything. A collective of two numbers.
 
         Raises:
-            RuntimeError: on all ranks, with what each of them begins.
+            RuntimeError: On all ranks if they differ; the message lists what each begins.
         """
         if not self._compares:
             return
@@ -33,20 +33,20 @@ class SameOrder:
             said = gather_json(what, self._group, torch.device("cpu"))
             told = "; ".join(f"rank {rank}: {each}" for rank, each in said.items())
             raise RuntimeError(
-                f"the ranks do not do the same: {told}. Each of these is a collective in stage 3: let all ranks take "
-                "as many steps, and evaluate, save and load together"
+                f"the ranks do not do the same: {told}. Each of these is a collective in stage 3; let all ranks take "
+                "equally many steps, and evaluate, save and load together"
             )
 
     def ask(self, order: Sequence[int]) -> None:
-        """Begin to compare: the highest and the lowest of all ranks' numbers are one, or not."""
+        """Begin to compare the order of units: the maximum and minimum of a checksum are equal if all agree."""
         if self._compares:
             self._asked = self._compare(repr(list(order)))
 
     def require(self, describe: Callable[[], str]) -> None:
-        """Check what was asked last.
+        """Check the result of the last `ask`.
 
         Raises:
-            RuntimeError: the ranks' orders differ; `describe` tells this rank's.
+            RuntimeError: If the ranks' orders differ. `describe` returns this rank's order, for the message.
         """
         if self._asked is None:
             return
@@ -54,8 +54,8 @@ class SameOrder:
         work.wait()
         if _differ(both):
             raise RuntimeError(
-                f"the ranks have run other units, or in another order: here {describe()}; gathers are collectives: let "
-                "all ranks run the same units, or share out less: stage=2"
+                f"the ranks have run different units, or in different orders: this rank ran {describe()}; gathers are "
+                "collectives, so let all ranks run the same units, or shard less: stage=2"
             )
 
     def _compare(self, what: str) -> tuple[Tensor, dist.Work]:

@@ -1,7 +1,7 @@
-"""Gradients scaled against underflow, in shards: an infinity in one rank's shard is one for all, and all skip the step.
+"""Gradient scaling against underflow with shards: if one rank's shard has an infinity, all ranks skip the step.
 
-`torch.amp.GradScaler` looks at the gradients of parameters. A `ShardedOptimizer` by itself has them, whole; one of a
-wrapper has shards only, which `ShardedGradScaler` looks at.
+`torch.amp.GradScaler` reads the gradients of parameters. A `ShardedOptimizer` without a wrapper has whole gradients.
+With a wrapper there are only shards, which `ShardedGradScaler` reads.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def overflow(optimizer: "ShardedOptimizer", stepped: Sequence[Tensor]) -> bool:
-    """Take the scale out of the gradients of what is stepped, if a GradScaler is stepping; True: no rank may step.
+    """Unscale the gradients of what is stepped, if a GradScaler is stepping. Return True if no rank may step.
 
-    A collective then: ranks skip together, whoever has the infinity. The unscaled gradients are copies, in the type
-    that is stepped: those of float16 parameters with masters are unscaled in float32.
+    With a GradScaler this is a collective, so that all ranks skip together. The unscaled gradients are copies in the
+    type that is stepped: gradients of float16 parameters with masters are unscaled in float32.
     """
     given = getattr(optimizer, "found_inf", None)
     if given is None:
@@ -38,7 +38,7 @@ def overflow(optimizer: "ShardedOptimizer", stepped: Sequence[Tensor]) -> bool:
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` that unscales the shards of gradients, and finds infinities in those of all ranks."""
+    """A `torch.amp.GradScaler` that unscales shards of gradients, and checks those of all ranks for infinities."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         shards: list[Tensor] = optimizer.gradients()

@@ -1,4 +1,4 @@
-"""What a module whose parameters, or their optimizer's state, are held in shards can do, whatever the stage."""
+"""Base class of wrappers whose parameters, or optimizer state, are sharded, whatever the stage."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,19 +23,19 @@ from muster.zero.whole import Gone, Presence
 
 
 class Sharded(DataParallel):
-    """A module in flat tensors, `homes`, of which each rank answers for its shard.
+    """A module whose parameters are in flat tensors, `homes`; each rank owns one shard of each.
 
-    `presence` knows when parameters are whole. `on_wait` hears True before and False after every wait in a step.
+    `presence` gathers and frees parameters. `on_wait` is called with True before and False after every wait in a step.
 
-    What is written to parameters between steps counts, if it is the same on all ranks; those of 16 bits that have
-    masters are written by `load_state_dict`, or within `gather_full(writes=True)`.
+    Values written to parameters between steps count, if they are the same on all ranks. 16-bit parameters with masters
+    are written by `load_state_dict`, or within `gather_full(writes=True)`.
     """
 
     homes: Sequence[FlatParameters]
     presence: Presence
     gather: Gather
     on_wait: Callable[[bool], None] | None = None
-    _spreads = 0  # how often parameters have followed their shards
+    _spreads = 0  # number of times that parameters were updated from their shards
 
     def optimizer(
         self,
@@ -45,10 +45,10 @@ class Sharded(DataParallel):
         masters: bool = True,
         **kwargs: Any,
     ) -> ShardedOptimizer:
-        """Build an optimizer of this rank's shards; by default of all parameters that learn.
+        """Build an optimizer of this rank's shards, by default of all trainable parameters.
 
         Raises:
-            ValueError: it needs whole tensors, or a parameter is not the wrapped module's.
+            ValueError: If the optimizer needs whole tensors, or a parameter does not belong to the wrapped module.
         """
         given = [each for _, each in self.trainable()] if params_or_groups is None else params_or_groups
         return ShardedOptimizer(given, optimizer_cls, masters=masters, source=Joined(self), **kwargs)
@@ -64,9 +64,9 @@ class Sharded(DataParallel):
 
     @contextmanager
     def gather_full(self, *, writes: bool = False) -> Iterator[nn.Module]:
-        """Hold all parameters whole on every rank, for evaluation or export: a collective.
+        """Keep all parameters whole on every rank within the block, for evaluation or export. A collective.
 
-        With `writes`, what has been written to the parameters within, the same on all ranks, is kept.
+        With `writes`, values written to the parameters within the block, the same on all ranks, are kept.
         """
         with self.presence.all_open():
             yield self.module
@@ -77,9 +77,9 @@ class Sharded(DataParallel):
                 self.gather.written()
 
     def unwrap(self) -> nn.Module:
-        """Give the module back, whole on every rank and in memory of its own, for another use: a collective.
+        """Return the module, whole on every rank and with its own memory, for another use. A collective.
 
-        Neither this wrapper nor an optimizer of its `optimizer()` can be used afterwards; parameters have no gradients.
+        Afterwards neither this wrapper nor an optimizer from `optimizer()` can be used. Parameters have no gradients.
         """
         with self.gather_full() as module, torch.no_grad():
             whole = [[each.detach().clone() for each in home.parameters] for home in self.homes]
@@ -92,11 +92,11 @@ class Sharded(DataParallel):
         return module
 
     def _let_go(self) -> None:
-        """Take the hooks off the module and its parameters."""
+        """Remove the hooks from the module and its parameters."""
         self.presence.remove()
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Return the mean gradients, whole, of the parameters that have one: a collective."""
+        """Return the whole mean gradients of the parameters that have one. A collective."""
         unused = self.unused
         whole: dict[str, Tensor] = {}
         for home in self.homes:
@@ -109,12 +109,12 @@ class Sharded(DataParallel):
         return whole
 
     def held_parameters(self) -> list[Held]:
-        """List the ranges of all parameters that this rank answers for; after filling them, call `refresh`."""
+        """List the ranges of all parameters in this rank's shards. After filling them, call `refresh`."""
         self.synchronize()
         return [each for home in self.homes for each in home.held()]
 
     def refresh(self, *, masters: bool = False) -> None:
-        """Make parameters what their shards hold: a collective. With `masters`, what the masters hold, rounded."""
+        """Update parameters from their shards, or with `masters` from rounded masters. A collective."""
         for home in self.homes:
             if masters:
                 home.write_back()
@@ -126,7 +126,7 @@ class Sharded(DataParallel):
         self.synchronize()
 
     def spread(self) -> None:
-        """Let the parameters follow their shards after a step."""
+        """Update the parameters from their shards after a step."""
         homes = [home for home in self.homes if home.trains]
         for home in homes:
             home.write_back()
@@ -134,7 +134,7 @@ class Sharded(DataParallel):
         self.presence.spread(homes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, whole ones and shards; what is there to be set to zero is not there in between."""
+        """Drop all gradients, whole ones and shards. `set_to_none` is ignored, because there is nothing to zero."""
         self.forget_shards()
         with as_it_is():
             for home in self.homes:
@@ -143,7 +143,7 @@ class Sharded(DataParallel):
                     each.grad = None
 
     def state_dict(self, *args: Any, **keywords: Any) -> Any:
-        """Return the module's own state dict, whole; in stage 3 a collective, of copies."""
+        """Return the module's own state dict with whole tensors. In stage 3 a collective, and tensors are copies."""
         with self.gather_full():
             whole = self.module.state_dict(*args, **keywords)
             freed = {home.full.untyped_storage()._cdata for home in self.homes if home.is_split}
@@ -153,10 +153,10 @@ class Sharded(DataParallel):
             return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
-        """Load a state dict of the module, the same on every rank; in stage 3 a collective.
+        """Load a state dict of the module, the same on every rank. In stage 3 a collective.
 
         Raises:
-            ValueError: with `assign`, which would put other parameters in the place of the sharded ones.
+            ValueError: With `assign`, which would replace the sharded parameters.
         """
         if keywords.get("assign"):
             raise ValueError("assign=True would replace the sharded parameters; load without it, or before wrapping")
@@ -164,17 +164,17 @@ class Sharded(DataParallel):
             return self.module.load_state_dict(state_dict, *args, **keywords)
 
     def named_parameters(self, *args: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by the module's own names; those of stages 1 and 2 are there then."""
+        """Yield the parameters by the module's own names, after waiting for those of stages 1 and 2."""
         self.synchronize()
         return super().named_parameters(*args, **keywords)
 
     @property
     def unused(self) -> frozenset[str]:
-        """Names of the parameters that no rank has used in the last step, where that is asked."""
+        """Names of the parameters that no rank used in the last step, if they are tracked."""
         return frozenset()
 
     def _keep_up(self) -> None:
-        """Refuse parameters that are others than when they were sharded, or learn now and did not then."""
+        """Refuse parameters that were replaced after sharding, or became trainable or frozen."""
         with as_it_is():
             if learning(self.module) == self._learnt:
                 return
@@ -200,7 +200,7 @@ class Sharded(DataParallel):
             self.on_wait(waits)
 
     def _wait_for(self, home: FlatParameters, wait: Wait) -> None:
-        """Wait for a flat tensor to be whole; a time-out names it."""
+        """Wait for a flat tensor to be gathered. The message of a timeout names it."""
         self._tell(True)
         try:
             with waiting_for(partial(self._entered, home), self.process_group):
@@ -209,14 +209,14 @@ class Sharded(DataParallel):
             self._tell(False)
 
     def _entered(self, home: FlatParameters) -> Entered:
-        """Say, after a failure, what was waited for."""
+        """Describe what was waited for, after a failure."""
         place, count = next(n for n, each in enumerate(self.homes) if each is home), len(self.homes)
         launched = place + 1 if home.is_split else count
         names = home.names[0], home.names[-1]
         return Entered(self._spreads, place, count, launched, *names, home.full_bytes, what="flat parameters")
 
     def weakly(self) -> Callable[[FlatParameters, Wait], None]:
-        """Return a way to wait that does not keep the wrapper: the module's hooks have it."""
+        """Return a wait function for hooks of the module, with only a weak reference to the wrapper."""
         me = weakref.ref(self)
 
         def wait_for(home: FlatParameters, wait: Wait) -> None:

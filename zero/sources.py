@@ -1,7 +1,7 @@
-"""Where an optimizer's shards come from, and who makes the parameters whole after its step.
+"""Sources of an optimizer's shards: where gradients come from, and who gathers the parameters after its step.
 
-Alone     gradients are whole on every rank: it steps its part of them, and gathers before the step returns
-Joined    a wrapper's: gradients arrive as shards, and the wrapper gathers when it likes
+Alone     every rank has whole gradients; the optimizer steps its part, and gathers before the step returns
+Joined    the optimizer of a wrapper: gradients arrive as shards, and the wrapper gathers the parameters later
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from muster.zero.layout import Slice
 if TYPE_CHECKING:
     from muster.zero.sharded import Sharded
 
-FLAT_MB: Final = 25.0  # a flat tensor of the optimizer's own: memory for one more is needed while they are built
+FLAT_MB: Final = 25.0  # size of the optimizer's own flat tensors; building one needs extra memory of this size
 
 
 class Source(ABC):
@@ -30,46 +30,46 @@ class Source(ABC):
 
     group: Group
     exact = False
-    joins = True  # neighbouring parameters of one group are stepped as one tensor
+    joins = True  # adjacent parameters of one group are stepped as one tensor
 
     @abstractmethod
     def homes(self, parameters: Named) -> list[FlatParameters]:
-        """Return the flat tensors that these parameters are in.
+        """Return the flat tensors that contain these parameters.
 
         Raises:
-            ValueError: it has none for one of them.
+            ValueError: If a parameter is in none.
         """
 
     @abstractmethod
     def mend(self) -> None:
-        """Take parameters as they are now, before a step: somebody may have loaded others.
+        """Accept changes to parameters before a step, for example by loading.
 
         Raises:
-            RuntimeError: one has another shape, type or device than when it was sharded.
+            RuntimeError: If a parameter has another shape, type or device than when it was sharded.
         """
 
     @abstractmethod
     def collect(self) -> None:
-        """Make gradients ready to be looked at.
+        """Prepare gradients for use.
 
         Raises:
-            RuntimeError: one cannot be shared out; on every rank that has it.
+            RuntimeError: If one cannot be sharded. Raised on every rank that has it.
         """
 
     @abstractmethod
     def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
-        """Return the mean gradient of slices that are stepped as one tensor, to be changed in place.
+        """Return the mean gradient of slices that are stepped as one tensor. It may be changed in place.
 
-        None: they are not stepped.
+        None means that they are not stepped.
         """
 
     @abstractmethod
     def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
-        """Return what is scaled on this rank where all gradients are, of which it steps `shards`."""
+        """Return the tensors to scale on this rank so that all gradients are clipped; it steps `shards` of them."""
 
     @abstractmethod
     def spread(self) -> None:
-        """Make the parameters whole from what was stepped."""
+        """Gather the parameters after a step."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -77,12 +77,12 @@ class Source(ABC):
 
 
 class Alone(Source):
-    """An optimizer by itself: every rank has all gradients, it steps its part of them, and gathers in the step.
+    """An optimizer without a wrapper: each rank has whole gradients, steps its part, and gathers within the step.
 
-    Which parameters have a gradient must be the same on all ranks, as it is after any synchronization.
+    All ranks must have gradients for the same parameters, as after any synchronization.
     """
 
-    joins = False  # which parameters have a gradient is only known in a step
+    joins = False  # which parameters have a gradient is known only in a step
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -91,7 +91,7 @@ class Alone(Source):
         self._steps = 0
 
     def homes(self, parameters: Named) -> list[FlatParameters]:
-        """Move the parameters into new flat tensors, one after another: each frees what it took."""
+        """Move the parameters into new flat tensors, one at a time, to free old memory before the next."""
         if not parameters:
             return []
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -102,13 +102,13 @@ class Alone(Source):
         return homes
 
     def mend(self) -> None:
-        """Take what somebody has written to parameters, into masters too."""
+        """Accept values that were written to the parameters, in masters too."""
         mend(self.made)
         for home in self.made:
             home.follow_shard()
 
     def collect(self) -> None:
-        """Make all gradients row-major, as parameters are; most are."""
+        """Make all gradients row-major, as parameters are. Most already are."""
         for home in self.made:
             for name, parameter in home.named:
                 if (gradient := parameter.grad) is not None:
@@ -123,11 +123,11 @@ class Alone(Source):
         return None if gradient is None else gradient.detach().view(-1)[at.start : at.stop]
 
     def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
-        """Scale whole gradients, which every rank has: they stay the same on all."""
+        """Scale the whole gradients, so that they stay the same on all ranks."""
         return [each.grad for home in self.made for each in home.parameters if each.grad is not None]
 
     def spread(self) -> None:
-        """Gather all that learn, and wait."""
+        """Gather all trainable parameters, and wait."""
         self._steps += 1
         waits = []
         for home in self.made:
@@ -142,23 +142,26 @@ class Alone(Source):
                 wait()
 
     def forget(self) -> None:
-        """Do nothing: gradients are the parameters'."""
+        """Do nothing: all gradients are the parameters' own."""
 
 
 class Joined(Source):
-    """The optimizer of a wrapper: gradients arrive as shards, and parameters are gathered by the wrapper."""
+    """The optimizer of a wrapper: gradients arrive as shards, and the wrapper gathers parameters."""
 
     def __init__(self, wrapper: "Sharded") -> None:
         self.wrapper = wrapper
         self.group = wrapper.process_group
         self.exact = wrapper.exact
-        self._mine: set[int] = set()  # parameters, by identity
-        self.joins = not wrapper.find_unused_parameters and not wrapper.exact  # vector kernels end with a tensor
+        self._mine: set[int] = set()  # ids of this optimizer's parameters
+        # Vector kernels treat the end of a tensor separately, so exact steps do not join parameters.
+        self.joins = not wrapper.find_unused_parameters and not wrapper.exact
 
     def homes(self, parameters: Named) -> list[FlatParameters]:
         known = {id(each) for home in self.wrapper.homes for each in home.parameters}
         if strange := [name for name, each in parameters if id(each) not in known]:
-            raise ValueError(f"parameter {strange[0]} of a group is not one of the wrapped module's; pass those only")
+            raise ValueError(
+                f"parameter {strange[0]} of a group does not belong to the wrapped module; pass only its own"
+            )
         asked = {id(each) for _, each in parameters}
         self._mine |= asked
         return [
@@ -166,22 +169,22 @@ class Joined(Source):
         ]
 
     def mend(self) -> None:
-        """Check that parameters are where they were."""
+        """Check that parameters are still views of the flat tensors."""
         self.wrapper.synchronize()
         mend(self.wrapper.homes)
 
     def collect(self) -> None:
-        """Check that shards have come with the backward, and nothing else.
+        """Check that gradients are shards from a synchronized backward.
 
         Raises:
-            RuntimeError: a parameter has a gradient of this rank alone.
+            RuntimeError: If a parameter has a gradient that only this rank has.
         """
         with as_it_is():
             left = [name for home, name, each in self._own() if each.grad is not None and home.trains]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise RuntimeError(
-                f"{left[0]}{more}: has a .grad of this rank alone, which a step would leave out; run the last backward "
+                f"{left[0]}{more}: has a .grad of this rank alone, which a step would ignore; run the last backward "
                 "outside no_sync(), and do not set .grad by hand"
             )
 
@@ -193,21 +196,21 @@ class Joined(Source):
                     yield home, name, each
 
     def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
-        """View a part of the shard that has come; a parameter that no rank has used is not stepped."""
+        """View a part of the gradient's shard; None for a parameter that no rank has used."""
         unused = self.wrapper.unused
         if home.grad is None or (unused and any(home.names[at.tensor] in unused for at in slices)):
             return None
         return home.grad[slices[0].offset : slices[-1].offset + slices[-1].elements]
 
     def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
-        """Scale the shards: no rank has more."""
+        """Scale the shards, because no rank has more."""
         return shards
 
     def spread(self) -> None:
         self.wrapper.spread()
 
     def forget(self) -> None:
-        """Drop the shards of this optimizer's gradients; another one of the same wrapper keeps its own."""
+        """Drop the shards of this optimizer's gradients. Another optimizer of the same wrapper keeps its own."""
         for home in {id(home): home for home, _, _ in self._own()}.values():
             if all(id(each) in self._mine for each in home.parameters):
                 home.drop_gradient()

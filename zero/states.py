@@ -1,11 +1,11 @@
-"""The state of a sharded optimizer as dictionaries: this rank's shard, and the whole as one process would have it.
+"""Convert the state of a sharded optimizer to dictionaries: this rank's shard, or the state as in one process.
 
     shard    {"state": {number: {"range": (start, stop), key: elements [start, stop) of the flattened parameter, ...}},
               "param_groups": [...], "shard": (rank, ranks)}
     whole    {"state": {number: {key: tensor of the parameter's shape, ...}}, "param_groups": [...]}
 
-Numbers count the parameters of all groups, as `torch.optim` does. A whole one loads at any number of ranks, and into
-the optimizer that is not sharded.
+Parameters are numbered over all groups, as in `torch.optim`. A whole state loads at any number of ranks, and into an
+optimizer that is not sharded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ State = dict[str, Any]
 
 
 def held(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, list[Held]]]:
-    """Yield the slices of this rank, and what is kept of each."""
+    """Yield the slices of this rank, each with its states."""
     for group in optimizer.segments:
         for segment in group:
             for at in segment.slices:
@@ -37,7 +37,7 @@ def held(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice,
 
 
 def _of_slice(segment: "Segment", at: Slice, inner: torch.optim.Optimizer) -> Iterator[Held]:
-    """Yield what is kept of one slice of a parameter."""
+    """Yield the states of one slice of a parameter."""
     home = segment.home
     name, shape = home.names[at.tensor], tuple(home.shapes[at.tensor])
     kept = {key: value for key, value in inner.state.get(segment.stepped, {}).items() if isinstance(value, Tensor)}
@@ -52,18 +52,18 @@ def _of_slice(segment: "Segment", at: Slice, inner: torch.optim.Optimizer) -> It
 
 
 def slices_of(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, dict[str, Tensor]]]:
-    """Yield the slices of this rank, and what is kept of each, by key."""
+    """Yield the slices of this rank, each with its states by key."""
     for home, at, kept in held(optimizer):
         yield home, at, {str(each.key): each.tensor for each in kept}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """List the parameters of all groups: a parameter's number is its place."""
+    """List the parameters of all groups. A parameter's number is its position."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def numbers_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Number the parameters of all groups, by identity."""
+    """Return the numbers of the parameters of all groups, by id."""
     return {id(each): number for number, each in enumerate(parameters_of(optimizer))}
 
 
@@ -82,8 +82,8 @@ def _groups(optimizer: "ShardedOptimizer") -> list[State]:
 def _numbered(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor], bool]]:
     """List the slices of this rank that have a state, by the numbers of their parameters.
 
-    The last is False for a master that says no more than its parameter, as one that was never stepped: such a state is
-    left out where all of a parameter's are, for torch's optimizers take an entry for one that is complete.
+    The last item is False for a state that consists only of a master equal to its parameter, as before the first step.
+    If this holds for all of a parameter, its entry is omitted, because torch's optimizers expect complete entries.
     """
     numbers = numbers_of(optimizer)
     found = [
@@ -100,15 +100,16 @@ def _numbered(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str,
 
 
 def local(optimizer: "ShardedOptimizer") -> State:
-    """Return this rank's shard: copies of nothing, as `torch.optim` does."""
+    """Return this rank's shard, without copies, as `torch.optim` does."""
     state = {number: {RANGE: (at.start, at.stop), **kept} for number, at, kept, tells in _numbered(optimizer) if tells}
     return {"state": state, "param_groups": _groups(optimizer), SHARD: (optimizer.rank, optimizer.ranks)}
 
 
 def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
-    """Return the state of all parameters on a rank of the group, or on all of them: a collective.
+    """Return the state of all parameters on one rank of the group, or on all. A collective.
 
-    What each rank has is told first; then all elements of one type of a rank travel as one message, rank by rank.
+    The ranks first exchange which states they have. Then, rank by rank, all elements of one type are sent as one
+    message.
     """
     mine = _numbered(optimizer)
     table = [
@@ -145,7 +146,7 @@ def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
 def _messages(
     lines: Sequence[Any], parameters: Sequence[Tensor]
 ) -> dict[tuple[str, torch.device], list[tuple[int, int, int, str]]]:
-    """Sort what a rank has told by what can travel together: type and device; each a number, a range and a key."""
+    """Group a rank's states by type and device, for one message each. Entries are (number, start, stop, key)."""
     sorted_: dict[tuple[str, torch.device], list[tuple[int, int, int, str]]] = {}
     for number, start, stop, kept in lines:
         for key, (name, *one) in kept.items():
@@ -160,13 +161,13 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _told(value: Tensor) -> list[Any]:
-    """Tell a state's type; and its value, where it is one number for all of a parameter."""
+    """Return a state's type, and its value if it is one number per parameter."""
     dtype = str(value.dtype).removeprefix("torch.")
     return [dtype, value.item()] if value.dim() == 0 else [dtype]
 
 
 def _hand_over(optimizer: "ShardedOptimizer", message: Tensor, owner: int, recipient: int | None) -> bool:
-    """Bring a message from its owner to the recipient, or to all; True where it is wanted, and has come."""
+    """Send a message from its owner to the recipient, or to all. Return whether this rank is a recipient."""
     group, rank = optimizer.group, optimizer.rank
     if recipient is None:
         dist.broadcast(message, group=group, group_src=owner)

@@ -1,11 +1,11 @@
-"""Which parameters are gathered and freed together: units, and the root unit with all that is in none of them.
+"""Units: modules whose parameters are gathered and freed together. All other parameters form the root unit.
 
     embed | block1 | block2 | ... | norm | head          units: the blocks; root: embed, norm, head
 
-A parameter that two units share, as a head that is tied to an embedding, is the root's: it must be there for both.
+A parameter shared by two units, such as a head tied to an embedding, belongs to the root, so that both can use it.
 
-All ranks run the same units in the same order, for each gather is a collective. Nothing of a unit's graph leaves it but
-by what its modules return, or keep as attributes: that is where its backward is seen to begin.
+All ranks must run the same units in the same order, because each gather is a collective. The graph of a unit must leave
+it only through values that its modules return or keep as attributes: they show where its backward begins.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that run one after the other, none for the root unit, and the parameters that are theirs alone."""
+    """Modules that run one after the other (none for the root unit), and the parameters that only they use."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -29,12 +29,12 @@ class Unit:
 
     @property
     def is_root(self) -> bool:
-        """True for the unit that is gathered first and kept."""
+        """True for the root unit, which is gathered first and kept through the step."""
         return not self.modules
 
 
 def names_of(module: nn.Module, asked: Units | None) -> str:
-    """Name the units that were asked for, so that ranks can compare them."""
+    """Return the names of the requested units, for comparison between ranks."""
     if asked is None:
         return "default"
     names = {id(part): name for name, part in module.named_modules()}
@@ -43,10 +43,10 @@ def names_of(module: nn.Module, asked: Units | None) -> str:
 
 
 def units_of(module: nn.Module, asked: Units | None) -> list[Unit]:
-    """Cut a module into units, those of `asked` or its children, in their order; the root unit is the last.
+    """Cut a module into units: those of `asked`, or its children. The root unit comes last.
 
     Raises:
-        ValueError: a unit is not a part of the module, or two units overlap.
+        ValueError: If a unit is not a part of the module, or two units overlap.
     """
     groups = [tuple(each) if isinstance(each, Sequence) else (each,) for each in asked or ()]
     if asked is None:
@@ -58,26 +58,26 @@ def units_of(module: nn.Module, asked: Units | None) -> list[Unit]:
         for each in group:
             if id(each) not in names:
                 raise ValueError(
-                    f"units[{number}]: a {type(each).__name__} that is not a part of the module; name its own"
+                    f"units[{number}]: a {type(each).__name__} that is not a part of the module; pass parts of it"
                 )
             if each is module:
-                raise ValueError(f"units[{number}] is the module itself, which is the root unit; name parts of it")
+                raise ValueError(f"units[{number}] is the module itself, which is the root unit; pass parts of it")
             if isinstance(each, (nn.ModuleList, nn.ModuleDict)):
                 kind = type(each).__name__
                 raise ValueError(
-                    f"units[{number}] is {names[id(each)]!r}, a {kind}, which is never called; name its parts"
+                    f"units[{number}] is {names[id(each)]!r}, a {kind}, which is never called; pass its parts"
                 )
         for part in {id(part): part for each in group for part in each.modules()}.values():
             if id(part) in seen:
                 raise ValueError(
-                    f"units[{seen[id(part)]}] and units[{number}] both have {names[id(part)]!r}; give each part to one"
+                    f"units[{seen[id(part)]}] and units[{number}] both have {names[id(part)]!r}; put each part into one"
                 )
             seen[id(part)] = number
             for parameter in part.parameters(recurse=False):
                 if number not in owners.setdefault(id(parameter), []):
                     owners[id(parameter)].append(number)
     for part in module.modules():
-        if id(part) not in seen:  # the root's own
+        if id(part) not in seen:  # in no unit, so it belongs to the root
             for parameter in part.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(len(groups))
     named = list(module.named_parameters())
@@ -96,7 +96,7 @@ def _of(
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """List the children of a module, those of lists one by one."""
+    """List the children of a module, with containers replaced by their children."""
     children: list[nn.Module] = []
     for child in module.children():
         children += _children(child) if isinstance(child, _LISTS) else [child]

@@ -1,10 +1,10 @@
-"""Parameters that are always there (stages 1 and 2): gathered after a step, waited for as late as is safe.
+"""Parameters that are always whole (stages 1 and 2): gathered after a step, and waited for as late as is safe.
 
 step   gather  [1 ][2 ][3 ]
-forward          [1 ][2 ][3 ]             each unit waits for its own parameters; without units all wait at once
+forward          [1 ][2 ][3 ]             each unit waits for its own parameters; without units, all wait at once
 
-A module of a unit waits for the whole unit. Every other one waits for what is in it and in no unit, so that a part that
-somebody calls by itself waits too.
+A module of a unit waits for the whole unit. Any other module waits for its parameters that are in no unit, so that a
+submodule called on its own waits, too.
 """
 
 import weakref
@@ -25,54 +25,52 @@ from muster.zero.units import Unit
 
 
 class Presence(ABC):
-    """The times at which parameters are there."""
+    """Controls when parameters are gathered."""
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[None]:
-        """Return the context of a forward of the wrapper."""
+        """Return the context for a forward of the wrapper."""
 
     @abstractmethod
     def all_open(self) -> AbstractContextManager[None]:
-        """Return a context in which all parameters are there: a collective."""
+        """Return a context in which all parameters are whole. A collective."""
 
     @abstractmethod
     def spread(self, homes: Sequence[FlatParameters]) -> None:
-        """Hear that shards have changed: parameters must be whole and new before they are used next."""
+        """Note that shards have changed: parameters must be gathered again before they are used."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait for what is under way outside a forward."""
+        """Wait for gathers in progress outside a forward."""
 
-    def remove(self) -> None:  # noqa: B027 - some leave nothing
-        """Leave the module as it is without a wrapper: that has been deleted."""
+    def remove(self) -> None:  # noqa: B027 - some have no hooks
+        """Remove all hooks, because the wrapper was deleted."""
 
 
 class Gone(Presence):
-    """Of a wrapper that has given its module back: it refuses all, steps of an optimizer that was the wrapper's too."""
+    """Refuses every use of a wrapper whose module was unwrapped, including steps of its optimizers."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise RuntimeError(
-            "this wrapper has given its module back: use what unwrap() returned, with an optimizer of its own"
-        )
+        raise RuntimeError("this wrapper has given its module back; use the result of unwrap(), with a new optimizer")
 
     forward = all_open = spread = _refuse
 
     def synchronize(self) -> None:
-        """Do nothing: nothing is under way."""
+        """Do nothing: no gather is in progress."""
 
 
 class Hook:
-    """A hook of a module that its copies do without: `deepcopy` and `pickle` take a module's hooks along."""
+    """A hook of a module that does nothing in copies: `deepcopy` and `pickle` also copy a module's hooks."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
     def __call__(self, *given: Any) -> Any:
-        """Call what was given."""
+        """Call the wrapped function."""
         return self.call(*given)
 
     def __reduce__(self) -> Any:
-        """Become a hook that does nothing."""
+        """Copy and pickle as a hook that does nothing."""
         return Hook, (_nothing,)
 
 
@@ -81,25 +79,25 @@ def _nothing(*given: Any) -> None:
 
 
 def other_thread(unit: str) -> RuntimeError:
-    """Return what says that a unit runs on another thread than the forward of its wrapper."""
+    """Return the error for a unit that runs on another thread than the forward of its wrapper."""
     return RuntimeError(
-        f"{unit}: runs on another thread than the forward of its wrapper, as stages of a Pipe do, and gathers of "
-        "several threads have no order; share out less: stage=2"
+        f"{unit}: runs on another thread than the forward of its wrapper, as stages of a Pipe do, but gathers of "
+        "several threads have no order; shard less: stage=2"
     )
 
 
 def in_backward() -> bool:
-    """True while autograd works on a node: what runs then is forwarded again, for a checkpoint."""
+    """Return whether a backward is running. If so, any forward is a recomputation for a checkpoint."""
     return torch._C._current_autograd_node() is not None
 
 
-Waiting = Callable[[FlatParameters, Wait], None]  # waits, and tells who wants to know
+Waiting = Callable[[FlatParameters, Wait], None]  # waits, and notifies observers of the wait
 
 
 class AlwaysWhole(Presence):
-    """Flat parameters that are whole but for the time between a step and the forward that follows.
+    """Flat parameters that are whole except between a step and the following forward.
 
-    The module's hooks hold it; `waiting` must not hold the wrapper in turn.
+    Hooks of the module hold this object, so `waiting` must not hold a strong reference to the wrapper.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class AlwaysWhole(Presence):
         self.homes = homes
         self._gather = gather
         self._waiting = waiting
-        self._under_way: dict[int, tuple[FlatParameters, Wait]] = {}  # by identity
+        self._under_way: dict[int, tuple[FlatParameters, Wait]] = {}  # gathers in progress, by id
         me = weakref.WeakMethod(self.synchronize)
         self._expected = {id(home): Expect(home.parameters, me) for home in homes}
         self._handles = [
@@ -129,7 +127,7 @@ class AlwaysWhole(Presence):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Do nothing: hooks wait, those of forwards past the wrapper too."""
+        """Do nothing: hooks wait, including in forwards that bypass the wrapper."""
         yield
 
     @contextmanager
@@ -138,7 +136,7 @@ class AlwaysWhole(Presence):
         yield
 
     def spread(self, homes: Sequence[FlatParameters]) -> None:
-        """Begin to gather what was stepped, what the forward needs first, first."""
+        """Begin to gather what was stepped, in the order in which the forward needs it."""
         self._gather.written()
         for home in reversed(homes):
             home.outdate()
@@ -151,7 +149,7 @@ class AlwaysWhole(Presence):
             self._before([home for home, _ in self._under_way.values()])
 
     def remove(self) -> None:
-        """Wait, and take the hooks away; who broke the group has heard of it elsewhere."""
+        """Wait, and remove the hooks. Errors of a broken group are reported elsewhere."""
         with suppress(RuntimeError):
             self.synchronize()
         for handle in self._handles:
@@ -160,7 +158,7 @@ class AlwaysWhole(Presence):
             home.unsend()
 
     def _before(self, homes: Sequence[FlatParameters], *_: Any) -> None:
-        """Wait for some, before a forward that needs them."""
+        """Wait for some flat parameters, before a forward that needs them."""
         if self._under_way:
             for home in homes:
                 if (waited := self._under_way.get(id(home))) is not None:
@@ -169,7 +167,7 @@ class AlwaysWhole(Presence):
                     self._waiting(*waited)
 
     def _adopt(self) -> None:
-        """Take what was loaded past the wrapper."""
+        """Accept values that were loaded without the wrapper."""
         for home in self.homes:
             home.adopt()
 

@@ -1,17 +1,17 @@
 """Collectives built from send and recv: rings, trees and exchanges over any group of ranks.
 
-    ring       rank r hears of r - 1 only and speaks to r + 1 only: every link carries (n - 1) / n of the bytes
-               (Patarasuk and Yuan 2009: none can do with less)
-    tree       ceil(log2 n) rounds; in round k half of those who have the data hand it on
-    exchange   in round i rank r sends to r + i and receives from r - i: every pair meets once
+    ring       rank r receives from r - 1 and sends to r + 1: every link carries (n - 1) / n of the bytes
+               (Patarasuk and Yuan 2009: this is optimal)
+    tree       ceil(log2 n) rounds; in round k, half of the ranks with the data pass it on
+    exchange   in round i rank r sends to r + i and receives from r - i: every pair exchanges once
 
-Tensors are flat and contiguous, of one type and device. What is cut in n chunks may be a sequence of n tensors, whose
-lengths may differ but must be the same on every rank, or one tensor that is cut as `chunks_of` does. Ranks are those
-*of the group*. All ranks of the group must call, and NCCL must have run a collective on it before. What does not fit
-together on this rank is refused before anything is sent; lengths that differ between ranks nobody sees.
+Tensors are flat and contiguous, of one type and device. An argument with n chunks may be a sequence of n tensors, whose
+lengths may differ but must be the same on every rank, or one tensor, which is cut as by `chunks_of`. Ranks are those
+*of the group*. All ranks of the group must call, and NCCL must have run a collective on it before. Mismatches on this
+rank are refused before anything is sent; length mismatches between ranks are not detected.
 
-Long tensors go in *columns*: the same short slice of every chunk, each a ring of its own. While one column's message is
-under way another's is added, and what is held beside the tensors stays below some MB, however long they are.
+Long tensors are processed in *columns*: the same short slice of every chunk, each with a ring of its own. While one
+column's message is in transit, another column is added up. The extra memory is a few MB, whatever the length.
 """
 
 from muster.ddp.primitives.exchanges import exchange, ordered_all_reduce, ordered_reduce_scatter

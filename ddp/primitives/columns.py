@@ -1,7 +1,7 @@
-"""Long tensors in short messages, several under way at once, without holding more than some MB beside them.
+"""Send long tensors as several short messages, some at a time, with only a few MB of extra memory.
 
-A *column* is the same short slice of every chunk. What a primitive does with one is a generator that stops wherever
-messages are under way; columns take turns, so that while one's message travels another's is added.
+A *column* is the same short slice of every chunk. A primitive processes a column in a generator, which yields while its
+messages are in transit. Columns take turns, so that one column's message is sent while another is added up.
 
     messages   a0 b0 c0 a1 b1 c1 ...       three columns a, b, c at a time, step 0, step 1, ...
     sums          a0 b0 c0 a1 b1 c1 ...
@@ -15,14 +15,14 @@ from torch import Tensor
 
 Column: TypeAlias = Generator[None, None, None]
 
-# Bytes of a message: shorter ones are not worth cutting, longer ones are cut. What gloo brings is added while it is in
-# the cache; to NCCL a message costs about what 16 MB of NVLink do.
+# Limits of a message in bytes: shorter tensors are not worth cutting, longer ones are cut. What gloo receives is added
+# while it is in the cache. With NCCL, the fixed cost of a message equals that of about 16 MB over NVLink.
 SEGMENT_BYTES: Final = {"cpu": (2**17, 2**22), "cuda": (2**24, 2**26)}
-UNDER_WAY: Final = 2  # columns at a time: one travels while the other is added; more would share the link unfairly
+UNDER_WAY: Final = 2  # columns at a time: one is sent while the other is added; more would share the link unfairly
 
 
 def interleave(columns: Iterable[Column]) -> None:
-    """Run columns in turns until all have ended: in the same order on every rank, so that messages match."""
+    """Run columns in turns until all have ended, in the same order on every rank, so that messages match."""
     waiting = iter(columns)
     under_way = [column for column in islice(waiting, UNDER_WAY) if _goes_on(column)]
     while under_way:
@@ -34,34 +34,34 @@ def interleave(columns: Iterable[Column]) -> None:
 
 
 def _goes_on(column: Column) -> bool:
-    """Run a column to its next message; False when it has ended."""
+    """Run a column up to its next message; return False if it has ended."""
     return next(column, True) is None
 
 
 def columns_of(parts: list[Tensor], share: int = 1) -> Iterator[tuple[list[Tensor], slice]]:
-    """Cut chunks into columns of like length; give each with the slice of a chunk that it is.
+    """Cut chunks into columns of similar length; yield each with its slice of a chunk.
 
-    `share` is how many messages of a column are held at a time.
+    `share` is the number of messages of a column that are in memory at a time.
     """
     longest, like = max(part.numel() for part in parts), parts[0]
     least, _ = SEGMENT_BYTES[like.device.type]
-    worth = min(UNDER_WAY, longest * like.element_size() // least)  # two at least, if they are worth sending alone
+    worth = min(UNDER_WAY, longest * like.element_size() // least)  # at least two, if they are worth sending separately
     pieces = max(-(-longest // longest_message(like, share)), worth, 1)
     for where in slices(longest, max(-(-longest // pieces), 1)):
         yield [part[where] for part in parts], where
 
 
 def segments_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Cut a tensor into short ones."""
+    """Cut a tensor into short segments."""
     return (column[0] for column, _ in columns_of([tensor]))
 
 
 def slices(count: int, step: int) -> Iterator[slice]:
-    """Cut `count` places into slices of `step`."""
+    """Cut `count` positions into slices of `step`."""
     return (slice(first, first + step) for first in range(0, count, step))
 
 
 def longest_message(like: Tensor, share: int = 1) -> int:
-    """Return how many elements a message may have, where `share` of them are held at a time."""
+    """Return the largest number of elements in a message if `share` messages are in memory at a time."""
     least, most = SEGMENT_BYTES[like.device.type]
     return max(most // share, least) // like.element_size()

@@ -1,4 +1,4 @@
-"""Exchanges: in round i rank r sends to r + i and receives from r - i; and sums in the order of ranks from them."""
+"""Exchanges: in round i rank r sends to r + i and receives from r - i. And ordered sums based on them."""
 
 from typing import Final
 
@@ -9,25 +9,25 @@ from muster.ddp.primitives.columns import Column, columns_of, interleave, longes
 from muster.ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of
 from muster.ddp.primitives.rings import ring_all_gather
 
-AT_ONCE: Final = 3  # peers: with one, a link idles whenever that one is late; with many, packets are lost
+AT_ONCE: Final = 3  # peers: with one, a link idles if that peer is late; with many, packets are lost
 
 
 def exchange(inputs: Chunks, outputs: Chunks, group: Group = None) -> None:
     """Send `inputs[j]` to rank j and receive `outputs[j]` from it, for every j: all-to-all in rounds of pairs.
 
-    Everybody sends to the next ranks first, then to those after them, and so on, a segment at a time.
+    Every rank sends to the next ranks first, then to those after them, and so on, one segment at a time.
 
-    `inputs[j]` must be as long here as `outputs` of this rank's place are on rank j; else lengths are free.
+    `inputs[j]` must have the length of this rank's entry in `outputs` on rank j. Lengths may differ otherwise.
 
     Raises:
-        ValueError: the tensors do not fit together, or this rank is not in the group.
+        ValueError: If the tensors do not fit together, or this rank is not in the group.
     """
     peers = Peers(group)
     sending = peers.check(parts_of(inputs, peers.size), "inputs")
     receiving = peers.check(parts_of(outputs, peers.size), "outputs")
     peers.check_one(sending[peers.rank], receiving[peers.rank], f"input {peers.rank}", f"output {peers.rank}")
     longest = max(part.numel() for part in (*sending, *receiving))
-    # Each rank's lengths are its own, so that messages are cut at fixed places. NCCL takes all at once.
+    # Lengths differ between ranks, so messages are cut at fixed positions. NCCL sends everything at once.
     step = longest if sending[0].is_cuda else longest_message(sending[0], AT_ONCE)
     interleave(
         _pairs_column(peers, [part[where] for part in sending], [part[where] for part in receiving])
@@ -37,26 +37,26 @@ def exchange(inputs: Chunks, outputs: Chunks, group: Group = None) -> None:
 
 
 def ordered_reduce_scatter(chunks: Chunks, out: Tensor, group: Group = None) -> None:
-    """Put into `out` the sum over ranks of this rank's chunk, taken in the order of ranks.
+    """Store in `out` the sum over ranks of this rank's chunk, in the order of ranks.
 
-    As many bytes as a ring sends, but each rank hears of all others and adds what they have as one process would:
-    ((x0 + x1) + x2) + ..., the same bits. The chunks are left as they were; `out` may be this rank's own chunk.
+    It sends as many bytes as a ring, but each rank receives from all others and adds as one process would:
+    ((x0 + x1) + x2) + ..., with the same bits. The chunks do not change; `out` may be this rank's own chunk.
 
     Raises:
-        ValueError: the tensors do not fit together, or this rank is not in the group.
+        ValueError: If the tensors do not fit together, or this rank is not in the group.
     """
     peers = Peers(group)
     parts = peers.check(parts_of(chunks, peers.size), "chunks")
     peers.check_one(out, parts[peers.rank], "out", f"chunk {peers.rank}")
-    columns = columns_of(parts, share=max(1, peers.size - 1))  # of each as many messages are held
+    columns = columns_of(parts, share=max(1, peers.size - 1))  # so many messages are in memory per column
     interleave(_ordered_column(peers, column, out[where]) for column, where in columns)
 
 
 def ordered_all_reduce(tensor: Tensor, group: Group = None) -> None:
-    """Replace a tensor by its sum over ranks, taken in the order of ranks: the bits of one process.
+    """Replace a tensor by its sum over ranks, in the order of ranks: the bits of one process.
 
     Raises:
-        ValueError: the tensor is not flat and contiguous, or this rank is not in the group.
+        ValueError: If the tensor is not flat and contiguous, or this rank is not in the group.
     """
     peers = Peers(group)
     parts = peers.check(chunks_of(tensor, peers.size), "tensor")
@@ -65,21 +65,21 @@ def ordered_all_reduce(tensor: Tensor, group: Group = None) -> None:
 
 
 def _ordered_column(peers: Peers, column: list[Tensor], out: Tensor) -> Column:
-    """Send everybody its part of a column, receive this rank's from all, and add in the order of ranks."""
+    """Send every rank its part of a column, receive this rank's part from all, and add in the order of ranks."""
     rank, size = peers.rank, peers.size
     own = column[rank]
     parts = [own if other == rank else torch.empty_like(own) for other in range(size)]
     yield from _pairs_column(peers, column, parts)
     total = parts[0]
     for other, part in enumerate(parts[1:], start=1):
-        # `own` is only read, for it may be a caller's: of two neighbours one at least was received
+        # `own` is not written to, because it may be a caller's; of two adjacent parts, at least one was received.
         total = torch.add(total, part, out=out if other == size - 1 else part if total is own else total)
     if size == 1:
         copy(own, out)
 
 
 def _pairs_column(peers: Peers, sending: list[Tensor], receiving: list[Tensor]) -> Column:
-    """Send everybody its part of a column, and receive everybody's: round by round, but to NCCL all at once."""
+    """Exchange parts of a column with every rank: in rounds, or with NCCL all at once."""
     rank, size = peers.rank, peers.size
     at_once = max(size - 1, 1) if sending[rank].is_cuda else AT_ONCE
     for where in slices(size - 1, at_once):

@@ -1,4 +1,4 @@
-"""The ranks of a group as one of them sees them: messages to and fro, and what may be sent."""
+"""Point-to-point messages between the ranks of a group, and checks of the tensors to send."""
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -11,18 +11,18 @@ from torch import Tensor
 
 Group: TypeAlias = dist.ProcessGroup | None
 Chunks: TypeAlias = Tensor | Sequence[Tensor]
-Message: TypeAlias = tuple[Tensor, int]  # and the other rank, of the group
+Message: TypeAlias = tuple[Tensor, int]  # a tensor and the other rank, of the group
 
-# The backend's own, of flat tensors: torch 2.13 renamed both, and warns about the old names.
+# The backend's collectives of flat tensors. torch 2.13 renamed both, and warns about the old names.
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Message] = ()) -> list[dist.Work]:
-    """Begin messages to and from ranks of the group; return what to wait for. Nothing is sent for no elements.
+    """Begin messages to and from ranks of the group; return the works to wait for. Empty tensors are not sent.
 
-    Receives begin first: gloo then need not ask whether there is room. On GPUs all are one batch, for NCCL would let
-    one wait for the other; gloo does well without, which saves a third of the time of a short message.
+    Receives begin first, so that gloo need not ask for a buffer. On GPUs all are one batch, because NCCL would
+    otherwise run them one after another. gloo needs no batch, which saves a third of the time of a short message.
     """
     coming = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
     going = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
@@ -36,24 +36,24 @@ def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Mes
 
 
 def timeout_of(group: Group, device: torch.device) -> timedelta:
-    """Return how long a group's messages from a device may take: its time-out as it is now."""
+    """Return the current timeout of a group for messages from a device."""
     backend: Any = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
     timeout: timedelta = backend.options._timeout
     return timeout
 
 
 def wait(works: list[dist.Work]) -> None:
-    """Wait for messages; on a GPU it is the current stream that waits."""
+    """Wait for messages; on a GPU the current stream waits."""
     for work in works:
         work.wait()
 
 
 class Peers:
-    """This rank among those of a group, and the tensors that it may send."""
+    """This rank and the other ranks of a group, with checks of the tensors to send."""
 
     def __init__(self, group: Group, root: int = 0) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._like: Tensor | None = None  # the first that is checked; the others must be like it
+        self._like: Tensor | None = None  # the first tensor checked; the others must have its type and device
         if self.rank < 0:
             raise ValueError("this rank is not in the group; call on ranks of the group only")
         if not 0 <= root < self.size:
@@ -61,13 +61,13 @@ class Peers:
 
     @cached_property
     def timeout(self) -> timedelta:
-        """How long a message may take: the group's time-out as it is now."""
+        """The group's current timeout for messages."""
         return timeout_of(self.group, torch.device("cpu"))
 
     def wait(self, works: list[dist.Work]) -> None:
-        """Wait for messages; on a GPU it is the current stream that waits.
+        """Wait for messages; on a GPU the current stream waits.
 
-        gloo's messages would keep the time-out that their group was made with, while its collectives take the new one.
+        Without a timeout here, gloo's messages would use the one their group was created with, not the current one.
         """
         if self._like is None or self._like.is_cuda:
             wait(works)
@@ -76,13 +76,13 @@ class Peers:
             work.wait(self.timeout)
 
     def check(self, tensors: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Return tensors as they may be sent; refuse what is not flat, contiguous and of one type and device."""
+        """Return detached tensors; refuse any that is not flat, contiguous, or of the same type and device."""
         for index, each in enumerate(tensors):
             self._check(each, f"{name}[{index}]" if len(tensors) > 1 else name)
         return [each.detach() for each in tensors]
 
     def check_one(self, one: Tensor, other: Tensor, name: str, other_name: str) -> None:
-        """Refuse a tensor that cannot take the other's elements."""
+        """Refuse a tensor whose length differs from the other's."""
         self._check(one, name)
         if one.numel() != other.numel():
             raise ValueError(f"{name} has {one.numel()} elements, {other_name} {other.numel()}; make them equal")
@@ -108,12 +108,12 @@ class Peers:
 
 
 def chunks_of(tensor: Tensor, count: int) -> list[Tensor]:
-    """Cut a flat tensor into `count` views whose lengths differ by one at most, longer ones first."""
+    """Cut a flat tensor into `count` views whose lengths differ by at most one, longer ones first."""
     return list(tensor.tensor_split(count))
 
 
 def parts_of(chunks: Chunks, count: int) -> Sequence[Tensor]:
-    """Return chunks as a sequence of one for each rank."""
+    """Return chunks as a sequence with one per rank."""
     parts = chunks_of(chunks, count) if isinstance(chunks, Tensor) else chunks
     if len(parts) != count:
         raise ValueError(f"{len(parts)} chunks for {count} ranks; pass one for each rank of the group")
@@ -121,6 +121,6 @@ def parts_of(chunks: Chunks, count: int) -> Sequence[Tensor]:
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """Copy, unless both are the same memory."""
+    """Copy, unless both share the same memory."""
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)

@@ -1,4 +1,4 @@
-"""Rings: rank r hears of r - 1 only and speaks to r + 1 only, so that all links are busy all the time."""
+"""Rings: rank r receives from r - 1 and sends to r + 1, so that all links are busy all the time."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from muster.ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, p
 
 
 def ring_reduce_scatter(chunks: Chunks, out: Tensor, group: Group = None) -> None:
-    """Put into `out` the sum over ranks of this rank's chunk, in n - 1 steps of a ring.
+    """Store in `out` the sum over ranks of this rank's chunk, in n - 1 steps of a ring.
 
-    The chunks are left as they were; `out` may be this rank's own chunk. The sum of chunk c is taken in the order
+    The chunks do not change; `out` may be this rank's own chunk. The sum of chunk c is taken in the order
     c + 1, c + 2, ... n - 1, 0, ... c.
 
     Raises:
-        ValueError: the tensors do not fit together, or this rank is not in the group.
+        ValueError: If the tensors do not fit together, or this rank is not in the group.
     """
     ring = Peers(group)
     parts = ring.check(parts_of(chunks, ring.size), "chunks")
@@ -23,10 +23,10 @@ def ring_reduce_scatter(chunks: Chunks, out: Tensor, group: Group = None) -> Non
 
 
 def ring_all_gather(chunk: Tensor, out: Chunks, group: Group = None) -> None:
-    """Put every rank's chunk into `out`, in n - 1 steps of a ring; `chunk` may be this rank's place in it.
+    """Gather every rank's chunk into `out`, in n - 1 steps of a ring. `chunk` may be this rank's entry in `out`.
 
     Raises:
-        ValueError: the tensors do not fit together, or this rank is not in the group.
+        ValueError: If the tensors do not fit together, or this rank is not in the group.
     """
     ring = Peers(group)
     parts = ring.check(parts_of(out, ring.size), "out")
@@ -36,12 +36,12 @@ def ring_all_gather(chunk: Tensor, out: Chunks, group: Group = None) -> None:
 
 
 def ring_all_reduce(tensor: Tensor, group: Group = None) -> None:
-    """Replace a tensor by its sum over ranks: of every column a reduce-scatter, then an all-gather.
+    """Replace a tensor by its sum over ranks: for every column a reduce-scatter, then an all-gather.
 
     All ranks get the same bits.
 
     Raises:
-        ValueError: the tensor is not flat and contiguous, or this rank is not in the group.
+        ValueError: If the tensor is not flat and contiguous, or this rank is not in the group.
     """
     ring = Peers(group)
     parts = ring.check(chunks_of(tensor, ring.size), "tensor")
@@ -54,7 +54,7 @@ def ring_all_reduce(tensor: Tensor, group: Group = None) -> None:
 
 
 def _reduce_column(ring: Peers, column: list[Tensor], out: Tensor) -> Column:
-    """Reduce-scatter a column: what comes from the left is added to what is here, and goes to the right."""
+    """Reduce-scatter a column: add the partial sum from the left to this rank's part, and send it to the right."""
     rank, size = ring.rank, ring.size
     if size == 1:
         copy(column[0], out)
@@ -63,7 +63,7 @@ def _reduce_column(ring: Peers, column: list[Tensor], out: Tensor) -> Column:
     buffers = [out.new_empty(longest), out.new_empty(longest)]  # one is sent while the other is filled
     sending = column[(rank - 1) % size]
     for step in range(size - 1):
-        own = column[(rank - 2 - step) % size]  # of step size - 2: this rank's
+        own = column[(rank - 2 - step) % size]  # in the last step, size - 2, this rank's own part
         received = buffers[step % 2][: own.numel()]
         works = ring.post(sends=[(sending, rank + 1)], receives=[(received, rank - 1)])
         yield
@@ -72,7 +72,7 @@ def _reduce_column(ring: Peers, column: list[Tensor], out: Tensor) -> Column:
 
 
 def _gather_column(ring: Peers, column: list[Tensor]) -> Column:
-    """All-gather a column: what came last goes on to the right."""
+    """All-gather a column: pass the part received last on to the right."""
     rank, size = ring.rank, ring.size
     for step in range(size - 1):
         sending, receiving = column[(rank - step) % size], column[(rank - step - 1) % size]

@@ -1,4 +1,4 @@
-"""Binomial trees: ceil(log2 n) rounds; in every round those who have the data (the sum) double (halve)."""
+"""Binomial trees: ceil(log2 n) rounds. Each doubles the ranks that have the data, or halves those with partial sums."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
     """Overwrite a tensor with the root's, along a binomial tree of ceil(log2 n) rounds.
 
     Raises:
-        ValueError: the tensor is not flat and contiguous, or the root or this rank is not in the group.
+        ValueError: If the tensor is not flat and contiguous, or the root or this rank is not in the group.
     """
     peers = Peers(group, root)
     peers.check([tensor], "tensor")
@@ -27,10 +27,10 @@ def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
 def tree_reduce(tensor: Tensor, root: int = 0, group: Group = None) -> None:
     """Replace the root's tensor by the sum over ranks, along a binomial tree of ceil(log2 n) rounds.
 
-    What the other ranks' tensors hold afterwards is part of the sum, of no use to anybody.
+    The other ranks' tensors contain meaningless partial sums afterwards.
 
     Raises:
-        ValueError: the tensor is not flat and contiguous, or the root or this rank is not in the group.
+        ValueError: If the tensor is not flat and contiguous, or the root or this rank is not in the group.
     """
     peers = Peers(group, root)
     peers.check([tensor], "tensor")
@@ -58,5 +58,5 @@ def _add_column(peers: Peers, part: Tensor, source: int) -> Column:
 
 
 def _distances(size: int) -> list[int]:
-    """List how far apart the two ends of a message are in each round from the root: 4, 2, 1 for 5 to 8 ranks."""
+    """List the distance between the ranks of a message in each round: 4, 2, 1 for 5 to 8 ranks."""
     return [2**power for power in reversed(range((size - 1).bit_length()))]

@@ -35,7 +35,7 @@ from muster.jobs.train.rng.layer_seeds import LayerSeeds, forward_seed
 from muster.jobs.train.rounding import Rounding, Values
 from muster.jobs.train.tensor_draws import draw_as_split
 from muster.jobs.world.world import add_in_order
-from muster.pipe.draws import seed_generators
+from muster.pipe.rng_streams import seed_generators
 from muster.pipe.run import part_lengths
 
 if TYPE_CHECKING:

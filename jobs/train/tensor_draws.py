@@ -1,7 +1,7 @@
 """Dropout of one process that draws as the tensor ranks of a split model do, for `muster verify` to compare them.
 
-A rank drops of its heads, and of its part of a sequence, by masks of its own (`pipe/tensor/draws.py`): here one process
-does what they do, rank after rank, each from the numbers that both begin with.
+A rank drops of its heads, and of its part of a sequence, by masks of its own (`pipe/tensor/rng_streams.py`): here one
+process does what they do, rank after rank, each from the numbers that both begin with.
 
     heads       | rank 0 | rank 1 |       the attention of each rank's heads by itself, then side by side
     tokens      | rank 0 | rank 1 |       dropout of each rank's tokens, where sequences are split
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from muster.jobs.train.models.gpt import Attention, Block
-from muster.pipe.tensor.draws import OwnDraws
 from muster.pipe.tensor.region import Region
+from muster.pipe.tensor.rng_streams import OwnStream
 
 
 def draw_as_split(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> None:
@@ -38,7 +38,7 @@ class Place:
     def __init__(self, rank: int) -> None:
         region = Region(None)
         region.rank = rank
-        self.draws = OwnDraws(nn.Module(), region)
+        self.draws = OwnStream(nn.Module(), region)
 
 
 def in_turn(

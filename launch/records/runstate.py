@@ -13,6 +13,7 @@ is asked (`launch/records/slurm_job.py`).
 
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -124,14 +125,14 @@ class RunState:
         return self.class_name if not self.code else f"{self.class_name} ({self.code})"
 
 
-def read_state(run: RunDir) -> RunState:
+def read_state(run: RunDir, read: Callable[[RunDir], Rows] = read_rows) -> RunState:
     """Read a run folder. For a folder that is half written, or from a direct start, more values are None."""
-    rows = read_rows(run)
+    rows = read(run)
     seen = _ask_slurm(run, rows)
     alive = _supervisor_lives(run, rows.submitted) if seen is None else seen.alive
     if alive is False and rows.ended is None:
         # The supervisor may have written its last row and ended between our two reads.
-        rows = read_rows(run)
+        rows = read(run)
     # if it is queued again, its last row belongs to an earlier try
     if seen is not None and (seen.waits or rows.ended is None):
         rows.ended = seen.ended

@@ -1,11 +1,12 @@
-"""Tensors from one device to another while both devices compute.
+"""Copy tensors from one device to another while both devices compute.
 
-PyTorch makes a copy between two GPUs on the sender's current stream, and lets both GPUs' current streams wait for each
-other. Two streams beside the computing ones take its place, so a copy waits for the tensor alone, and only who reads
-the copy waits for it; the same for its gradient, which goes back over the same two streams.
+PyTorch runs a copy between two GPUs on the sender's current stream, and makes the current streams of both GPUs wait for
+each other. Here two extra streams do the copy. It waits only for the tensor, and only its consumer waits for it. The
+gradient goes back over the same two streams.
 
     sender     compute    F0  F1  F2
-               beside         0   1   2          an event after each F says that it may leave
+               extra          0   1   2          an event after each F allows its copy
+    receiver   extra          0   1   2
     receiver   beside         0   1   2
                compute            F0  F1  F2
 """
@@ -19,32 +20,32 @@ from torch import Tensor
 
 from muster.pipe.local.nested import mapped, tensors_of
 
-Ready = Mapping[torch.device, torch.cuda.Event]  # by device: after it, everything that was made there is ready
+Ready = Mapping[torch.device, torch.cuda.Event]  # by device: after this event, all tensors there are ready
 
 
 @dataclass
 class Streams:
-    """The streams of one thread's copies, a pair for every sender that it has met."""
+    """One thread's streams for copies: a pair for every sending device seen so far."""
 
     device: torch.device
     pairs: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = field(default_factory=dict)
 
     def fetch(self, value: Any, ready: Ready) -> Any:
-        """Return the value with all tensors on this device; the calling thread's current stream has waited for them."""
+        """Return the value with all tensors on this device. The calling thread's current stream waits for them."""
         return mapped(value, lambda tensor: self._fetch(tensor, ready))
 
     def _fetch(self, tensor: Tensor, ready: Ready) -> Tensor:
         if tensor.device == self.device:
             return tensor
         if tensor.device not in ready or self.device.type != "cuda":
-            return tensor.to(self.device)  # in the order of the streams that the caller sees
+            return tensor.to(self.device)  # ordered by the caller's current streams
         if tensor.device not in self.pairs:
             self.pairs[tensor.device] = _stream(tensor.device), _stream(self.device)
         there, here = self.pairs[tensor.device]
         there.wait_event(ready[tensor.device])
         computing = torch.cuda.current_stream(self.device)
         users = torch.cuda.current_stream(tensor.device), computing
-        # What is current on the copy's device is what the engine takes for this node's stream: gradients come there.
+        # The autograd engine runs this node on the copy's current stream, so gradients arrive there.
         with torch.cuda.stream(here), torch.cuda.stream(there):
             copy: Tensor = _Across.apply(tensor, (there, here), users)  # type: ignore[no-untyped-call]
         here.wait_stream(there)
@@ -53,7 +54,7 @@ class Streams:
 
 
 class _Across(torch.autograd.Function):
-    """Copies to another GPU over two streams; its gradient comes back over the same."""
+    """Copy to another GPU over two streams; the gradient returns over the same two."""
 
     @staticmethod
     def forward(
@@ -64,7 +65,7 @@ class _Across(torch.autograd.Function):
     ) -> Tensor:
         ctx.streams, ctx.users = streams, users
         copy = tensor.to(streams[1].device, non_blocking=True)
-        # Memory must not be given to others before these streams are done with it.
+        # Memory must not be reused before these streams have finished with it.
         tensor.record_stream(streams[0])
         copy.record_stream(users[1])
         return copy
@@ -83,11 +84,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def streams_now(value: Any, *devices: torch.device) -> list[torch.cuda.Stream]:
-    """Return the calling thread's current streams of GPUs, and of those that hold the value's tensors."""
+    """Return the calling thread's current streams on these devices and on those of the value's tensors."""
     found = {device for device in (*devices, *(each.device for each in tensors_of(value))) if device.type == "cuda"}
     return [torch.cuda.current_stream(device) for device in sorted(found, key=lambda device: device.index)]
 
 
 def events_now(value: Any) -> dict[torch.device, torch.cuda.Event]:
-    """Record on the calling thread's current streams that the value's tensors are ready."""
+    """Record events on the calling thread's current streams, after which the value's tensors are ready."""
     return {stream.device: stream.record_event() for stream in streams_now(value)}

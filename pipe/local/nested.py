@@ -1,9 +1,9 @@
-"""What layers hand on: a tensor, or tuples, lists and dictionaries of tensors and of anything else.
+"""Cut and join the values that layers pass on: a tensor, or nested tuples, lists and dictionaries.
 
-    cut(value, lengths)     one value a micro-batch: every tensor is narrowed along its first dimension, the batch
-    join(values)            the way back: tensors are concatenated along their first dimension
+    cut(value, lengths)     one value per micro-batch: every tensor is narrowed along its first dimension, the batch
+    join(values)            the inverse: tensors are concatenated along their first dimension
 
-Tensors without dimensions and what is no tensor go to every micro-batch as they are.
+Tensors without dimensions and all other objects are passed unchanged to every micro-batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return the value with every tensor replaced by what `function` makes of it."""
+    """Return the value with `function` applied to every tensor."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (tuple, list)):
@@ -38,24 +38,24 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def batch_of(value: Any) -> int:
-    """Return how many samples a value has: the first dimension that all of its tensors share.
+    """Return the number of samples: the first dimension, which all tensors of the value share.
 
     Raises:
-        ValueError: there is no tensor with a dimension, or they have different numbers of samples.
+        ValueError: If no tensor has a dimension, or the numbers of samples differ.
     """
     found = sorted({tensor.shape[0] for tensor in tensors_of(value) if tensor.dim()})
     if not found:
-        raise ValueError("inputs: no tensor with a dimension; wanted one at least, whose first dimension is the batch")
+        raise ValueError("inputs: no tensor with a dimension; expected at least one, with the batch as first dimension")
     if len(found) > 1:
         raise ValueError(
-            f"inputs: tensors of {found} samples; wanted one number, as all are cut along their first dimension; "
-            "give what has no batch to the layer that needs it, as a buffer"
+            f"inputs: tensors with {found} samples; expected one number, because all are cut along their first "
+            "dimension; pass a tensor without a batch to its layer as a buffer"
         )
     return found[0]
 
 
 def cut(value: Any, lengths: Sequence[int]) -> list[Any]:
-    """Cut a value into micro-batches of so many samples."""
+    """Cut a value into micro-batches with these numbers of samples."""
     if len(lengths) == 1:
         return [value]
     starts = [0, *accumulate(lengths)]
@@ -70,49 +70,49 @@ def cut(value: Any, lengths: Sequence[int]) -> list[Any]:
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Concatenate what came of the micro-batches.
+    """Concatenate the outputs of micro-batches.
 
     Raises:
-        ValueError: micro-batches made different things, or tensors without a dimension.
+        ValueError: If the outputs differ in structure, or a tensor has no dimensions.
     """
     first = values[0]
     if len(values) == 1:
         return first
     kinds = {type(each).__name__ for each in values}
     if len(kinds) > 1 and not all(isinstance(each, Tensor) for each in values):
-        raise ValueError(f"outputs: micro-batches made {sorted(kinds)}; wanted one type")
+        raise ValueError(f"outputs: micro-batches returned {sorted(kinds)}; expected one type")
     if isinstance(first, Tensor):
         if not first.dim():
             raise ValueError(
-                f"outputs: a tensor without dimensions of each of {len(values)} micro-batches; wanted tensors whose "
-                "first dimension is the batch; make a loss of the whole output, or return it as one number a sample"
+                f"outputs: each of {len(values)} micro-batches returned a tensor without dimensions; expected the "
+                "batch as first dimension; compute the loss from the whole output, or return one number per sample"
             )
         return torch.cat(list(values))
     if isinstance(first, (tuple, list, dict)):
         sizes = {tuple(each) if isinstance(each, dict) else len(each) for each in values}
         if len(sizes) > 1:
-            raise ValueError(f"outputs: micro-batches made a {kinds.pop()} of {sorted(sizes, key=str)}; wanted one")
+            raise ValueError(f"outputs: micro-batches returned a {kinds.pop()} of {sorted(sizes, key=str)}; wanted one")
         if isinstance(first, dict):
             return {key: join([each[key] for each in values]) for key in first}
         return _like(first, [join(each) for each in zip(*values, strict=True)])
     if not all(_equal(each, first) for each in values):
-        raise ValueError(f"outputs: micro-batches made {list(values)}; wanted tensors, or what is equal in all of them")
+        raise ValueError(f"outputs: micro-batches returned {list(values)}; expected tensors, or equal values")
     return first
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Compare what is no tensor: objects with tensors or arrays in them do not say in one word whether they differ."""
+    """Compare values that are not tensors. Objects that contain tensors or arrays cannot be compared with ==."""
     try:
         return bool(value == other)
     except (RuntimeError, ValueError):
         raise ValueError(
-            f"outputs: micro-batches each made a {type(value).__name__}, which cannot be joined; wanted tensors, or "
-            "tuples, lists and dictionaries of them"
+            f"outputs: each micro-batch returned a {type(value).__name__}, which cannot be joined; expected tensors, "
+            "or tuples, lists and dictionaries of them"
         ) from None
 
 
 def _like(value: Any, parts: list[Any]) -> Any:
-    """Make a tuple or list of the same type; a named tuple takes its fields one by one."""
+    """Build a tuple or list of the same type. A named tuple takes its fields as separate arguments."""
     if hasattr(value, "_fields"):
         return type(value)(*parts)
     return type(value)(parts)

@@ -1,10 +1,10 @@
-"""Pipelines within one process: an `nn.Sequential` over several devices, a thread for each.
+"""Pipelines within one process: an `nn.Sequential` over several devices, with one thread per stage.
 
     model = Pipe(nn.Sequential(...), chunks=4, devices=["cuda:0", "cuda:1"])
     loss = cross_entropy(model(inputs), targets.to("cuda:1"))           the result is on the last device
-    loss.backward()                                                     through autograd, as ever
+    loss.backward()                                                     through autograd, as usual
 
-The batch is cut into micro-batches, which follow each other through the stages: in tick t stage s has the one of number
+The batch is cut into micro-batches, which follow each other through the stages: in tick t, stage s runs micro-batch
 t - s.
 
     tick       0    1    2    3    4            3 stages, 3 micro-batches, 3 + 3 - 1 ticks
@@ -12,9 +12,9 @@ t - s.
     stage 1         0    1    2
     stage 2              0    1    2
 
-This is GPipe's forward (Huang et al. 2019). The backward is autograd's own: it has a thread for each GPU, so stages
-overlap there too, last micro-batch first; between CPU stages it is one thread. Every micro-batch's activations are
-kept until then. Pipelines over processes, with other schedules, are `pipe.Pipeline`.
+This is GPipe's forward (Huang et al. 2019). The backward is autograd's own. It has a thread for each GPU, so stages on
+GPUs overlap there too, last micro-batch first; CPU stages share one thread. The activations of every micro-batch are
+kept until the backward. For pipelines over processes, with other schedules, see `pipe.Pipeline`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,15 +27,16 @@ from torch import nn
 from muster.pipe.local.across import Ready
 from muster.pipe.local.nested import batch_of, cut, join
 from muster.pipe.local.turns import Turns
-from muster.pipe.local.workers import Answer, Call, Modes, Task, Workers
+from muster.pipe.local.workers import Modes, PipeCall, StageResult, StageTask, Workers
 from muster.pipe.run import part_lengths
 from muster.pipe.schedules.cuts import Cuts, by_hand, even
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield for every tick what is done in it, as (micro-batch, stage): stage s has micro-batch t - s.
+    """Yield the work of every tick as (micro-batch, stage) pairs: stage s has micro-batch t - s.
 
-    All of a tick may be done at once, and needs only what ticks before it made. There are microbatches + stages - 1.
+    Work of one tick may run concurrently, and needs only results of earlier ticks. There are microbatches + stages - 1
+    ticks.
     """
     for tick in range(microbatches + stages - 1):
         first, last = max(0, tick - microbatches + 1), min(tick, stages - 1)
@@ -43,15 +44,16 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
 
 
 def split_module(module: nn.Sequential, cuts: Sequence[int] | None = None) -> list[nn.Sequential]:
-    """Cut a sequence into stages of neighbouring layers, which keep their names.
+    """Cut a sequence into stages of consecutive layers, which keep their names.
 
-    `cuts` are the first layers of the stages. Without them it is cut where devices change: a layer is where its
-    parameters and buffers are, and one that has none is where the layer before it is (or the first that has some).
+    `cuts` are the first layers of the stages. Without them, it is cut where devices change: a layer is on the device of
+    its parameters and buffers. A layer without any is on the device of the layer before it (or of the first that has
+    some).
 
     Raises:
-        ValueError: a layer lies on several devices, or the cuts are none.
+        ValueError: If a layer is on several devices, or the cuts are invalid.
     """
-    named = list(module._modules.items())  # named_children() would leave out a layer that stands in it twice
+    named = list(module._modules.items())  # named_children() would skip a layer that occurs twice
     found = _cuts_by_device(module) if cuts is None else by_hand(cuts, len(named), len({0, *cuts}))
     stages = [nn.Sequential() for _ in found]
     for stage, (start, end) in zip(stages, pairwise((*found, len(named))), strict=True):
@@ -63,32 +65,32 @@ def split_module(module: nn.Sequential, cuts: Sequence[int] | None = None) -> li
 class Pipe(nn.Module):
     """Run an `nn.Sequential` as a pipeline over the devices of this process.
 
-    Each entry of `devices` has one stage and one thread; a device may be named more than once. Stages are cut evenly by
-    count, at `cuts` (the first layers of the stages) or by `balance` (how many layers each has); layers are moved to
-    their devices. Without `devices` the layers stay where they are, and are cut where their devices change.
+    Each entry of `devices` has one stage and one thread; a device may occur more than once. Stages are cut evenly by
+    layer count, at `cuts` (the first layers of the stages), or by `balance` (the number of layers of each). Layers are
+    moved to their devices. Without `devices` the layers stay where they are, and are cut where their devices change.
 
     A batch is cut into `chunks` micro-batches whose lengths differ by at most one, or into micro-batches of
-    `split_size` samples, the last of which may be shorter. A batch of fewer samples makes fewer micro-batches. Inputs,
-    outputs and what layers hand on may be tuples, lists and dictionaries of tensors; every tensor of the input is cut
-    along its first dimension, and of the output joined along it.
+    `split_size` samples, the last of which may be shorter. A batch with fewer samples gives fewer micro-batches.
+    Inputs, outputs and values between layers may be tuples, lists and dictionaries of tensors. Every input tensor is
+    cut along its first dimension, and every output tensor joined along it.
 
-    What differs from calling the module: batch norms see micro-batches, and count each; dropout draws a mask for each.
-    Draws come in the order of ticks, in a tick in that of stages: stages that draw from one generator (those on CPUs
-    do, and those of one GPU) take turns (`turns.py`), so the same seed gives the same masks. Sums of gradients are
-    those of one forward of every micro-batch and one backward of all. Tensor subclasses' modes and saved-tensor hooks
-    are not carried to the threads; autograd's modes, autocast, the default device, current streams and context
-    variables are; `torch.func` and tracing are refused. To compile, compile the layers. Layers are called one by one:
-    not the sequence, whatever forward or hooks it has. Micro-batches are views of the batch: if autograd needs the
-    input of a layer, none may write to the batch in place.
+    Differences from calling the module: batch norms see micro-batches, and update their statistics for each. Dropout
+    draws a mask for each micro-batch. Random numbers are drawn in the order of ticks, then stages: stages that share a
+    generator (all on CPUs, or all on one GPU) take turns (`turns.py`), so the same seed gives the same masks. Gradients
+    are those of one forward per micro-batch and one backward of all. Threads take over autograd's modes, autocast, the
+    default device, current streams and context variables from the caller, but not modes of tensor subclasses or
+    saved-tensor hooks. `torch.func` and tracing are refused. To compile, compile the layers. Layers are called one by
+    one, without the sequence's own forward and hooks. Micro-batches are views of the batch: if autograd needs the input
+    of a layer, no layer may write to the batch in place.
 
-    An error in a stage is raised by the forward, at once and as it is: other stages end what they have begun and begin
-    nothing more, and the pipe can be used again. What they draw meanwhile, nobody waits for. Several threads may use a
-    pipe at once. Its own threads start with the first forward and end with the pipe; copies and pickles start theirs.
-    `state_dict` has the module's names after `module.`.
+    The forward raises an error of a stage at once and unchanged. Other stages finish their current work, unobserved,
+    and start nothing more; then the pipe can be used again. Several threads may use a pipe concurrently. Its own
+    threads start with the first forward and end with the pipe; copies and pickles start their own. `state_dict` has the
+    module's names after `module.`.
 
     Raises:
-        TypeError: the module is no `nn.Sequential`.
-        ValueError: more devices than layers, a setting that cannot be, or devices that share a parameter or buffer.
+        TypeError: If the module is not an `nn.Sequential`.
+        ValueError: If there are more devices than layers, a setting is invalid, or devices share a parameter or buffer.
     """
 
     def __init__(
@@ -104,13 +106,15 @@ class Pipe(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Sequential):
             raise TypeError(
-                f"module: found a {type(module).__name__}; wanted an nn.Sequential, whose layers are shared out"
+                f"module: got a {type(module).__name__}; expected an nn.Sequential, whose layers become stages"
             )
         if not len(module):
-            raise ValueError("module: found no layers; wanted one at least")
+            raise ValueError("module: it has no layers; expected at least one")
         self.chunks, self.split_size = _count(chunks, "chunks"), _count(split_size, "split_size")
         if (chunks is None) == (split_size is None):
-            raise ValueError(f"chunks is {chunks} and split_size {split_size}; wanted one of the two, to cut a batch")
+            raise ValueError(
+                f"chunks is {chunks} and split_size {split_size}; pass exactly one of them, to cut batches"
+            )
         self.module = module
         self.cuts, self.devices = _placed(module, devices, cuts, balance)
         self._check_shared()
@@ -120,7 +124,7 @@ class Pipe(nn.Module):
 
     @property
     def stages(self) -> list[nn.Sequential]:
-        """The module's stages as they are now: a layer that was replaced in the module is replaced here."""
+        """The module's stages as they are now, including layers replaced in the module since."""
         return split_module(self.module, self.cuts)
 
     def __len__(self) -> int:
@@ -130,15 +134,15 @@ class Pipe(nn.Module):
         """Run a batch through all stages; return the whole output, on the last device.
 
         Raises:
-            ValueError: the inputs have no batch, or outputs of micro-batches cannot be joined.
-            RuntimeError: within a transform of torch.func, or while it is traced.
+            ValueError: If the inputs have no batch dimension, or outputs of micro-batches cannot be joined.
+            RuntimeError: If called within a transform of torch.func, or while being traced.
         """
-        call = Call(Modes.of_this_thread(value, self.devices))
+        call = PipeCall(Modes.of_this_thread(value, self.devices))
         values = cut(value, self._lengths(batch_of(value)))
         ready: list[Ready] = [{}] * len(values)
         stages, inboxes = self.stages, self._workers.inboxes()
         keys = self._turns.keys(stages)
-        answer: Answer | None = None
+        answer: StageResult | None = None
         del value
         try:
             for tick in clock_cycles(len(values), len(stages)):
@@ -146,24 +150,24 @@ class Pipe(nn.Module):
                 for wave in self._turns.waves(keys, microbatch_of):
                     for stage in wave:
                         microbatch = microbatch_of[stage]
-                        task = Task(call, stage, microbatch, stages[stage], values[microbatch], ready[microbatch])
+                        task = StageTask(call, stage, microbatch, stages[stage], values[microbatch], ready[microbatch])
                         inboxes[stage].put(task)
-                        del task  # who has begun it holds it
+                        del task  # only the worker holds it now
                     for _ in wave:
                         answer = call.answers.get()
                         if answer.error is not None:
                             raise self._told(answer.error, answer.stage, answer.microbatch, len(values))
                         values[answer.microbatch], ready[answer.microbatch] = answer.value, answer.ready
         finally:
-            answer = None  # an error that held itself would hold its stage's tensors, too
+            answer = None  # an error in a reference cycle would keep its stage's tensors alive
         return join(values)
 
     def close(self) -> None:
-        """End the threads and wait for them; another forward starts new ones."""
+        """End the threads and wait for them. Another forward starts new ones."""
         self._workers.close()
 
     def _lengths(self, samples: int) -> list[int]:
-        """Return how many samples each micro-batch has."""
+        """Return the number of samples of each micro-batch."""
         if self.split_size is not None:
             whole, rest = divmod(samples, self.split_size)
             return [self.split_size] * whole + [rest] * (rest > 0 or whole == 0)
@@ -171,7 +175,7 @@ class Pipe(nn.Module):
         return part_lengths(samples, self.chunks) if samples else [0]
 
     def _told(self, error: BaseException, stage: int, microbatch: int, microbatches: int) -> BaseException:
-        """Say in which stage an error came up, where Python can add to one."""
+        """Add a note with the stage to an error, if this Python has notes."""
         if hasattr(error, "add_note"):
             names = list(self.stages[stage]._modules)
             error.add_note(
@@ -187,8 +191,8 @@ class Pipe(nn.Module):
                 home, first = homes.setdefault(id(tensor), (device, name))
                 if home != device:
                     raise ValueError(
-                        f"{first} and {name} are one tensor, on {home} and on {device}; wanted both layers in one "
-                        "stage, or on one device: choose other cuts"
+                        f"{first} and {name} are one tensor, on {home} and on {device}; put both layers into one "
+                        "stage or on one device, with other cuts"
                     )
 
     def _place(self) -> None:
@@ -197,7 +201,7 @@ class Pipe(nn.Module):
                 layer.to(device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Pipe":
-        """Convert the layers as any module's; each stays on its device, whatever one the whole was sent to."""
+        """Convert the layers as in any module, but keep each on its device, even if the pipe is moved to another."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._place()
         return self
@@ -209,14 +213,14 @@ def _placed(
     cuts: Sequence[int] | None,
     balance: Sequence[int] | None,
 ) -> tuple[Cuts, tuple[torch.device, ...]]:
-    """Return where stages begin and on which devices they are."""
+    """Return where stages begin, and their devices."""
     if devices is None:
         if cuts is not None or balance is not None:
-            raise ValueError("cuts or balance, but no devices; wanted a device for every stage")
+            raise ValueError("cuts or balance, but no devices; pass a device for every stage")
         found = _cuts_by_device(module)
         return found, tuple(_homes(module)[start] for start in found)
     if isinstance(devices, (str, torch.device)) or not devices:
-        raise ValueError(f"devices: got {devices!r}; wanted a list of a device for every stage, and of one at least")
+        raise ValueError(f"devices: got {devices!r}; expected a list with a device for every stage, at least one")
     named = tuple(torch.device(each) for each in devices)
     if missing := [str(each) for each in named if each.type == "cuda" and (each.index or 0) >= _gpus()]:
         raise ValueError(f"devices: {', '.join(missing)}: this process sees {_gpus()} GPUs; name those, or 'cpu'")
@@ -226,10 +230,10 @@ def _placed(
     )
     if balance is not None:
         if cuts is not None:
-            raise ValueError(f"cuts {list(cuts)} and balance {list(balance)}; wanted one of the two")
+            raise ValueError(f"cuts {list(cuts)} and balance {list(balance)}; pass only one of them")
         if sum(balance) != len(module) or min(balance, default=0) < 1 or len(balance) != len(indexed):
             raise ValueError(
-                f"balance {list(balance)}: wanted {len(indexed)} numbers of layers from 1, which sum to {len(module)}"
+                f"balance {list(balance)}: expected {len(indexed)} positive layer counts with the sum {len(module)}"
             )
         cuts = [sum(balance[:stage]) for stage in range(len(balance))]
     if cuts is None:
@@ -247,13 +251,13 @@ def _cuts_by_device(module: nn.Sequential) -> Cuts:
 
 
 def _homes(module: nn.Sequential) -> list[torch.device]:
-    """Return every layer's device."""
+    """Return the device of every layer."""
     found: list[torch.device | None] = []
     for name, layer in module._modules.items():
         assert layer is not None
         devices = {tensor.device for tensor in (*layer.parameters(), *layer.buffers())}
         if len(devices) > 1:
-            raise ValueError(f"layer {name!r} lies on {sorted(map(str, devices))}; wanted one device for a layer")
+            raise ValueError(f"layer {name!r} is on {sorted(map(str, devices))}; expected one device per layer")
         found.append(devices.pop() if devices else (found[-1] if found else None))
     first = next((each for each in found if each is not None), torch.device("cpu"))
     return [each or first for each in found]
@@ -262,4 +266,4 @@ def _homes(module: nn.Sequential) -> list[torch.device]:
 def _count(number: int | None, name: str) -> int | None:
     if number is None or (isinstance(number, int) and not isinstance(number, bool) and number >= 1):
         return number
-    raise ValueError(f"{name}: must be a whole number from 1, got {number!r}")
+    raise ValueError(f"{name}: must be an integer of 1 or more, got {number!r}")

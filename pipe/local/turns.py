@@ -1,11 +1,11 @@
-"""Stages of one process that draw random numbers take turns, so that draws do not depend on which thread comes first.
+"""Let only one stage of a process draw random numbers at a time, so that results do not depend on thread timing.
 
-    tick 3    stage 0: no draws ──┐         a wave: at most one of its stages draws
+    tick 3    stage 0: none     ──┐         a wave: at most one of its stages draws
               stage 1: dropout  ──┴──►
               stage 2: dropout       ────►   the next wave
 
-All threads draw from one generator on CPUs, and those of one GPU from that GPU's. Who draws is seen by the generators'
-states before and after a wave: a stage that is new is alone with those that are known not to draw.
+All threads draw from one generator on CPUs, and stages on one GPU share that GPU's. Whether a stage draws is detected
+from the generators' states before and after a wave. A stage not seen before runs only with stages known not to draw.
 """
 
 from collections import Counter
@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-Key = tuple[int, tuple[tuple[type, bool], ...]]  # a stage, its modules' types, and which of them are in training
+Key = tuple[int, tuple[tuple[type, bool], ...]]  # stage number; type and training mode of each module
 
 
 class Turns:
-    """Who of a pipe's stages draws."""
+    """Records which stages of a pipe draw random numbers."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         stages = Counter(each for each in devices if each.type == "cuda")
@@ -26,14 +26,14 @@ class Turns:
         self._draws: dict[Key, bool] = {}
 
     def keys(self, stages: Sequence[nn.Module]) -> list[Key]:
-        """Say what the stages are like now."""
+        """Return keys for the current state of the stages."""
         return [
             (number, tuple((type(each), each.training) for each in stage.modules()))
             for number, stage in enumerate(stages)
         ]
 
     def waves(self, keys: Sequence[Key], tick: Iterable[int]) -> Iterator[list[int]]:
-        """Yield the stages of a tick that may run at once; whoever asks for the next has waited for them."""
+        """Yield groups of a tick's stages that may run together. The caller must wait for a group before the next."""
         draws = {stage: self._draws.get(keys[stage]) for stage in sorted(tick)}
         quiet = [stage for stage, known in draws.items() if known is False]
         turns = [stage for stage, known in draws.items() if known is not False]
@@ -44,7 +44,7 @@ class Turns:
             if turns:
                 if draws[wave[-1]] is None:
                     self._draws[keys[wave[-1]]] = self._changed(before)
-            elif self._changed(before):  # somebody has begun to draw: from the next tick on it is looked at anew
+            elif self._changed(before):  # a stage has begun to draw: treat this wave's stages as new
                 for stage in wave:
                     self._draws.pop(keys[stage], None)
 

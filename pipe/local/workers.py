@@ -1,7 +1,7 @@
-"""Threads that each run one stage: tasks come in by a queue, answers go out by another.
+"""Threads that each run one stage: tasks come in through a queue, answers go out through another.
 
-A thread starts with PyTorch's defaults, whatever its caller has set: whether gradients are recorded, autocast, the
-default device, and the current streams of GPUs belong to threads. So a task carries its caller's (`Modes`).
+A new thread has PyTorch's defaults, whatever its caller has set. Gradient recording, autocast, the default device, and
+the current streams of GPUs are all per thread. So each task carries the settings of its caller (`Modes`).
 """
 
 import atexit
@@ -20,29 +20,29 @@ from torch import nn
 
 from muster.pipe.local.across import Ready, Streams, events_now, streams_now
 
-AT_EXIT_S: Final = 30.0  # how long the end of the process waits for layers that are still at work
+AT_EXIT_S: Final = 30.0  # how long the process waits at exit for running layers
 
 
 @dataclass(frozen=True)
 class Modes:
-    """What a thread has set, to be set in another."""
+    """A thread's settings, to be applied in another thread."""
 
     gradients: bool
     inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]  # device types on which it is on
+    autocast: tuple[tuple[str, torch.dtype], ...]  # types of devices with autocast on, and its dtype
     default_device: torch.device
     streams: tuple[torch.cuda.Stream, ...]
     context: contextvars.Context
 
     @classmethod
     def of_this_thread(cls, value: Any, devices: Sequence[torch.device]) -> "Modes":
-        """Look what is set here, for work on the value and on some devices.
+        """Read this thread's settings that matter for a value and for some devices.
 
         Raises:
-            RuntimeError: this thread transforms or traces what it computes, which other threads would not.
+            RuntimeError: If this thread transforms or traces its computation, which does not reach other threads.
         """
         _require_plain()
-        types = sorted({"cpu", *(device.type for device in devices)} - {"meta"})  # on meta, nothing is cast
+        types = sorted({"cpu", *(device.type for device in devices)} - {"meta"})  # there is no autocast on meta
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -54,9 +54,9 @@ class Modes:
 
     @contextmanager
     def set_here(self, device: torch.device) -> Iterator[None]:
-        """Within it, this thread works as the other would, on a device."""
+        """Apply the settings to this thread within the block, for work on a device."""
         for stream in self.streams:
-            torch.cuda.set_stream(stream)  # makes its device the current one, too
+            torch.cuda.set_stream(stream)  # also makes its device current
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with ExitStack() as stack:
@@ -64,7 +64,7 @@ class Modes:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             for kind, dtype in self.autocast:
-                # Casts are kept for all threads at once: whose gradients are summed in 16 bits would be up to chance.
+                # All threads share the cache of casts: chance would decide whose gradients are summed in 16 bits.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
@@ -72,16 +72,16 @@ class Modes:
 
 
 @dataclass
-class Call:
-    """One forward of a pipe, and where its answers go: what comes of one that failed, nobody reads."""
+class PipeCall:
+    """One forward of a pipe, with the queue of its answers. After a failure, nobody reads the remaining answers."""
 
     modes: Modes
-    answers: "SimpleQueue[Answer]" = field(default_factory=SimpleQueue)
+    answers: "SimpleQueue[StageResult]" = field(default_factory=SimpleQueue)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came of a task: a value, and when GPUs have it; or an error."""
+class StageResult:
+    """The result of a task: a value with the events after which GPUs have it, or an error."""
 
     stage: int
     microbatch: int
@@ -91,62 +91,61 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One micro-batch through one stage."""
+class StageTask:
+    """The forward of one micro-batch through one stage."""
 
-    call: Call
+    call: PipeCall
     stage: int
     microbatch: int
     layers: nn.Sequential
     value: Any
     ready: Ready
 
-    def answer(self, streams: Streams) -> Answer:
-        """Do it."""
+    def answer(self, streams: Streams) -> StageResult:
+        """Run the task and return its result."""
         try:
-            # A context runs in one thread at a time, and stages run at once.
+            # A context runs in only one thread at a time, and stages run concurrently.
             return self.call.modes.context.copy().run(self._run, streams)
-        except BaseException as error:  # whatever it is, the caller is to have it, and this thread goes on
-            return Answer(self.stage, self.microbatch, error=error)
+        except BaseException as error:  # passed to the caller, so that this thread continues
+            return StageResult(self.stage, self.microbatch, error=error)
 
-    def _run(self, streams: Streams) -> Answer:
+    def _run(self, streams: Streams) -> StageResult:
         with self.call.modes.set_here(streams.device):
             value = streams.fetch(self.value, self.ready)
             for layer in self.layers:
                 value = layer(value)
-            return Answer(self.stage, self.microbatch, value, events_now(value))
+            return StageResult(self.stage, self.microbatch, value, events_now(value))
 
 
-class Worker(threading.Thread):
-    """Runs one stage's tasks on a device, in the order of its queue."""
+class StageWorker(threading.Thread):
+    """A thread that runs one stage's tasks on a device, in the order of its queue."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
-        # A daemon: another thread that waits for the end of all others would wait for an idle worker, too.
+        # A daemon, because a thread that waits for all others to end would also wait for an idle worker.
         super().__init__(name=f"pipe stage {stage} on {device}", daemon=True)
         self.device = device
-        self.inbox: SimpleQueue[Task | None] = SimpleQueue()
+        self.inbox: SimpleQueue[StageTask | None] = SimpleQueue()
         _WORKERS.add(self)
 
     def run(self) -> None:
-        """Be a worker."""
+        """Run tasks until `end` is called."""
         streams = Streams(self.device)
         while (task := self.inbox.get()) is not None:
             task.call.answers.put(task.answer(streams))
-            del task  # an idle worker holds no activation
+            del task  # so that an idle worker holds no activations
 
     def end(self) -> None:
-        """Let it end after the tasks it has; nobody waits for that here."""
+        """Make the thread end after its pending tasks, without waiting for it."""
         self.inbox.put(None)
 
 
-_WORKERS: Final[MutableSet[Worker]] = weakref.WeakSet()  # of all pipes
+_WORKERS: Final[MutableSet[StageWorker]] = weakref.WeakSet()  # workers of all pipes
 
 
 @atexit.register
 def _end_all() -> None:
-    """Wait for workers: one that is at work when the interpreter ends makes the process abort, whatever it exits with.
-
-    An error of a stage is raised while other stages are at work, and may end the program.
+    """Wait for workers. One that still runs when the interpreter exits would abort the process.
+    This happens if an error of one stage ends the program while other stages are running.
     """
     workers, deadline = list(_WORKERS), time.monotonic() + AT_EXIT_S
     for each in workers:
@@ -156,21 +155,21 @@ def _end_all() -> None:
 
 
 class Workers:
-    """The workers of a pipe, one a device: started when they are first asked for, and again where they have ended."""
+    """The workers of a pipe, one per device. They start on first use, and again if they have ended."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
-        self.threads: list[Worker] = []
+        self.threads: list[StageWorker] = []
         self._starting = threading.Lock()
         self._end: Callable[[], object] = _nothing
 
-    def inboxes(self) -> "list[SimpleQueue[Task | None]]":
-        """Return every stage's queue of tasks; whoever puts one there is answered."""
+    def inboxes(self) -> "list[SimpleQueue[StageTask | None]]":
+        """Return the task queue of every stage. Every task put into one is answered."""
         with self._starting:  # several threads may use one pipe
-            # None is alive in a fork of the process that started them.
+            # After a fork none of the parent's threads are alive.
             if not self.threads or not all(each.is_alive() for each in self.threads):
                 self._end()
-                threads = [Worker(stage, device) for stage, device in enumerate(self.devices)]
+                threads = [StageWorker(stage, device) for stage, device in enumerate(self.devices)]
                 for each in threads:
                     each.start()
                 self._end = weakref.finalize(self, _end, threads)
@@ -178,7 +177,7 @@ class Workers:
             return [each.inbox for each in self.threads]
 
     def close(self) -> None:
-        """End them, and wait for that."""
+        """End the workers and wait for them."""
         with self._starting:
             threads, self.threads = self.threads, []
             self._end()
@@ -186,11 +185,11 @@ class Workers:
             each.join()
 
     def __reduce__(self) -> Any:
-        """Copies and pickles start their own."""
+        """Copy and pickle without threads; the copy starts its own."""
         return Workers, (self.devices,)
 
 
-def _end(threads: Sequence[Worker]) -> None:
+def _end(threads: Sequence[StageWorker]) -> None:
     for each in threads:
         each.end()
 
@@ -200,7 +199,7 @@ def _nothing() -> None:
 
 
 def _require_plain() -> None:
-    """Check that no transform or trace is under way: it belongs to this thread, and others' work would be left out."""
+    """Raise if a transform or trace is active: it applies to this thread only, and would miss the stages' work."""
     what = None
     if torch._C._functorch.peek_interpreter_stack() is not None:
         what = "a transform of torch.func, as grad, jvp and vmap,"
@@ -208,5 +207,5 @@ def _require_plain() -> None:
         what = "tracing"
     if what is not None:
         raise RuntimeError(
-            f"Pipe: {what} sees what its own thread computes, and stages run on others: give it the pipe's .module"
+            f"Pipe: {what} only sees its own thread, but stages run on others; apply it to the pipe's .module"
         )

@@ -1,1 +1,1 @@
-"""Schedules of pipelines as pure tables: who does what in which order, what is sent, how long it takes. No torch."""
+"""Pipeline schedules as pure tables: the order of actions on each rank, messages, simulated times. No torch."""

@@ -1,13 +1,13 @@
-"""What ranks of a pipeline do, in which order: a schedule is a table of actions, one row a rank.
+"""Actions of a pipeline and their order: a schedule is a table of actions with one row per rank.
 
     1f1b, 4 stages, 4 micro-batches          F0.1: forward of micro-batch 1 on stage 0
 
     rank 0   F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3
     rank 3   F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 F3.3 B3.3
 
-A backward is one action B; or two, where a bubble is to be filled: I makes the gradient of a stage's input, which the
-stage before waits for, W those of its weights, for which nobody waits (Qi et al. 2024, "Zero bubble pipeline
-parallelism"). Stages are numbered from the model's input to its loss; a rank may have several.
+A backward is one action B, or two if a bubble is to be filled. I computes the gradient of a stage's input, which the
+previous stage waits for. W computes the gradients of its weights, which no other rank waits for (Qi et al. 2024, "Zero
+bubble pipeline parallelism"). Stages are numbered from the model's input to its loss. A rank may have several stages.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class ScheduleError(ValueError):
-    """A schedule or a program that cannot run, or would give wrong gradients: says where, and with what numbers."""
+    """A schedule or program cannot run, or would give wrong gradients. The message names the place and the numbers."""
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One piece of work: a kind, on a stage, for a micro-batch."""
+    """One unit of work: a kind of action, a stage, and a micro-batch."""
 
     kind: Kind
     stage: int
@@ -34,10 +34,10 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what in which order.
+    """The actions of every rank, in order.
 
-    `rank_of[stage]` is the rank that has a stage; `actions[rank]` what a rank does, first to last. A step is the whole
-    table: weights are stepped after it, so all micro-batches see the same.
+    `rank_of[stage]` is the rank that holds a stage. `actions[rank]` lists a rank's actions, first to last. A step is
+    the whole table. The optimizer steps after it, so all micro-batches see the same weights.
     """
 
     name: str
@@ -47,15 +47,15 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Number of ranks."""
         return len(self.actions)
 
     @property
     def stages(self) -> int:
-        """Stages of the model."""
+        """Number of stages."""
         return len(self.rank_of)
 
     @property
     def splits_backward(self) -> bool:
-        """True when gradients of inputs and of weights are made at different times."""
+        """True if gradients of inputs and of weights are computed at different times."""
         return any(action.kind == "I" for row in self.actions for action in row)

@@ -1,10 +1,10 @@
-"""How many messages may lie on a way at once, sent and not yet received, if no send ever waits.
+"""Bound the number of messages in transit between two ranks, sent but not yet received, if no send ever waits.
 
-    rank 0   F0 >a F1 >a F2 >a <g B0 F3 >a <g B1 ...      before the first <g rank 1 may have received none of three;
-    rank 1   <a F0 B0 >g <a F1 B1 >g ...                  before the fourth >a it has received one: g says so
+    rank 0   F0 >a F1 >a F2 >a <g B0 F3 >a <g B1 ...      before its first <g, none of the three >a may be received;
+    rank 1   <a F0 B0 >g <a F1 B1 >g ...                  at the fourth >a, g proves that one has been received
 
-A rank that has room for as many never waits with a send, so a host that waits for its device at any place - while it
-takes memory, or loads a kernel - waits only for messages whose senders need nothing of it (`pipe/wires/peers.py`).
+A rank with room for that many messages never waits to send. Then a host that blocks on its own device (to allocate
+memory or load a kernel) waits only for messages whose senders do not wait for it (`pipe/wires/peers.py`).
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from itertools import accumulate
 
 from muster.pipe.schedules.programs import Key, Receive, Send, Step
 
-Way = tuple[int, int]  # from a rank, to a rank
+Way = tuple[int, int]  # (source rank, target rank)
 
 
 def backlogs(ranks: Sequence[Sequence[Step]]) -> dict[Way, int]:
-    """Return for every way the most messages on it at once, however long anything takes.
+    """Return the largest number of messages in transit for every pair of ranks, whatever the timing.
 
-    `ranks` has each rank's steps, of a program or of its forwards. What a rank knows of the others' progress came with
-    what it received: vector clocks (Fidge 1988, Mattern 1989).
+    `ranks` holds each rank's steps, of a program or of its forwards. A rank learns about the progress of others only
+    from the messages it receives, tracked with vector clocks (Fidge 1988, Mattern 1989).
     """
     count = len(ranks)
     received = {
@@ -27,10 +27,10 @@ def backlogs(ranks: Sequence[Sequence[Step]]) -> dict[Way, int]:
         for source in range(count)
         for target in range(count)
     }
-    known = [[0] * count for _ in ranks]  # steps of each rank that are over, as far as a rank can know
+    known = [[0] * count for _ in ranks]  # known[a][b]: steps of rank b that rank a knows to be done
     sent: dict[Way, int] = {}
     most: dict[Way, int] = {}
-    told: dict[Key, list[int]] = {}  # with each message: what its sender knew
+    told: dict[Key, list[int]] = {}  # the sender's vector clock, by message
     went_on = True
     while went_on:
         went_on = False
@@ -49,5 +49,5 @@ def backlogs(ranks: Sequence[Sequence[Step]]) -> dict[Way, int]:
                     sent[way] = sent.get(way, 0) + 1
                     most[way] = max(most.get(way, 0), sent[way] - received[way][known[rank][step.peer]])
                     told[step.key] = list(known[rank])
-    assert all(known[rank][rank] == len(steps) for rank, steps in enumerate(ranks)), "no proved program"
+    assert all(known[rank][rank] == len(steps) for rank, steps in enumerate(ranks)), "the program deadlocks"
     return most

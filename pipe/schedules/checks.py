@@ -1,4 +1,4 @@
-"""Proofs that a schedule and its program are right: all of a step once, nothing crossed, nobody waits for ever."""
+"""Prove that a schedule and its program are right: every action once, messages in order, and no deadlock."""
 
 from collections import Counter, defaultdict, deque
 from itertools import pairwise
@@ -8,15 +8,15 @@ from muster.pipe.schedules.programs import Program, Receive, Send, Step, receive
 
 
 def check_actions(schedule: Schedule) -> None:
-    """Prove that a schedule does all of a step, once, in an order that keeps the bits of a loop over micro-batches.
+    """Prove that a schedule runs every action of a step once, in an order that gives the bits of a micro-batch loop.
 
     Raises:
-        ScheduleError: An action is missing, there twice, on another rank than its stage, or before an earlier
-            micro-batch of its stage; or a backward is both whole and split.
+        ScheduleError: If an action is missing, repeated, on the wrong rank, or before an earlier micro-batch of its
+            stage; or a stage has both whole and split backwards.
     """
     done = Counter(action for row in schedule.actions for action in row)
     if twice := [action for action, times in done.items() if times > 1]:
-        raise ScheduleError(f"schedule {schedule.name}: {twice[0]} is done {done[twice[0]]} times, wanted once")
+        raise ScheduleError(f"schedule {schedule.name}: {twice[0]} is done {done[twice[0]]} times, expected once")
     _check_places(schedule)
     places: list[dict[Action, int]] = [{} for _ in range(schedule.stages)]
     for row in schedule.actions:
@@ -32,11 +32,11 @@ def _check_places(schedule: Schedule) -> None:
         for action in row:
             if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
                 limits = f"{stages} stages and {microbatches} micro-batches"
-                raise ScheduleError(f"schedule {schedule.name}: rank {rank} does {action}, there are {limits}")
+                raise ScheduleError(f"schedule {schedule.name}: rank {rank} does {action}, but there are {limits}")
             if schedule.rank_of[action.stage] != rank:
                 owner = schedule.rank_of[action.stage]
                 raise ScheduleError(
-                    f"schedule {schedule.name}: rank {rank} does {action}, whose stage rank {owner} has"
+                    f"schedule {schedule.name}: rank {rank} does {action}, but rank {owner} holds that stage"
                 )
 
 
@@ -49,7 +49,7 @@ def _check_stage(schedule: Schedule, stage: int, position: dict[Action, int]) ->
             if Action(kind, stage, index) not in position:
                 raise ScheduleError(f"schedule {schedule.name}: rank {rank} never does {kind}{stage}.{index}")
     if extra := [action for action in position if action.kind not in kinds]:
-        raise ScheduleError(f"schedule {schedule.name}: stage {stage} does {extra[0]}, and splits its backward too")
+        raise ScheduleError(f"schedule {schedule.name}: stage {stage} does {extra[0]} but also splits its backward")
     pairs = [
         (Action(kind, stage, index - 1), Action(kind, stage, index))
         for kind in kinds
@@ -61,17 +61,17 @@ def _check_stage(schedule: Schedule, stage: int, position: dict[Action, int]) ->
         if position[before] > position[after]:
             places = f"{position[after]} and {position[before]}"
             raise ScheduleError(
-                f"schedule {schedule.name}: rank {rank} does {after} before {before} (places {places}), wanted after it"
+                f"schedule {schedule.name}: rank {rank} does {after} before {before} (places {places}); swap them"
             )
 
 
 def check(program: Program) -> None:
-    """Prove that a program runs, and runs right, however long anything takes and whatever sends do.
+    """Prove that a program runs to its end and gives right results, whatever the timing, even if sends block.
 
     Raises:
-        ScheduleError: Its actions are not the schedule's, or not a whole step; a message is missing, there twice,
-            before its maker or after its consumer, or to a wrong rank; two messages overtake each other on the way
-            from a rank to another; or the ranks wait for each other when sends wait until they are received.
+        ScheduleError: If its actions are not those of a valid schedule; a message is missing, repeated, before its
+            producer, after its consumer, or to a wrong rank; two messages from one rank to another are received in
+            another order than sent; or the ranks deadlock when every send blocks until it is received.
     """
     check_actions(program.schedule)
     _check_messages(program)
@@ -80,7 +80,7 @@ def check(program: Program) -> None:
 
 
 def _check_messages(program: Program) -> None:
-    """Hold every rank's sends against what its actions make, its receives against what they need."""
+    """Compare every rank's sends with what its actions produce, and its receives with what they need."""
     name, rank_of = program.schedule.name, program.schedule.rank_of
     if len(program.steps) != program.schedule.ranks:
         raise ScheduleError(f"program of {name}: steps of {len(program.steps)} ranks, wanted {program.schedule.ranks}")
@@ -91,10 +91,8 @@ def _check_messages(program: Program) -> None:
             same = next(
                 (place for place, pair in enumerate(zip(actions, row, strict=False)) if pair[0] != pair[1]), None
             )
-            found = (
-                f"{len(actions)} actions, wanted {len(row)}" if same is None else f"{actions[same]}, wanted {row[same]}"
-            )
-            raise ScheduleError(f"{where} does {found}: not the actions of its schedule")
+            found = f"{len(actions)} actions, not {len(row)}" if same is None else f"{actions[same]}, not {row[same]}"
+            raise ScheduleError(f"{where} does {found} as in its schedule")
         position: dict[Step, int] = {}
         for place, step in enumerate(steps):
             if step in position:
@@ -105,14 +103,14 @@ def _check_messages(program: Program) -> None:
             send, receive = sent_after(action, rank_of), received_before(action, rank_of)
             wanted |= {step for step in (send, receive) if step}
             if send and position.get(send, -1) < position[action]:
-                raise ScheduleError(f"{where} {_has(send, position)}, wanted after {action} (place {position[action]})")
+                raise ScheduleError(f"{where} {_has(send, position)}, must follow {action} (place {position[action]})")
             if receive and not position.get(receive, len(steps)) < position[action]:
                 raise ScheduleError(
-                    f"{where} {_has(receive, position)}, wanted before {action} (place {position[action]})"
+                    f"{where} {_has(receive, position)}, must precede {action} (place {position[action]})"
                 )
         if extra := sorted(position.keys() - wanted, key=position.__getitem__):
             step = extra[0]
-            raise ScheduleError(f"{where} {_has(step, position)}, which nobody needs")
+            raise ScheduleError(f"{where} {_has(step, position)}, which no action needs")
 
 
 def _has(step: Step, position: dict[Step, int]) -> str:
@@ -121,7 +119,7 @@ def _has(step: Step, position: dict[Step, int]) -> str:
 
 
 def _check_ways(program: Program) -> None:
-    """Hold the order of sends on each way from a rank to another against the order of receives."""
+    """Check that messages from one rank to another are received in the order in which they are sent."""
     sent: dict[tuple[int, int], list[Send]] = defaultdict(list)
     got: dict[tuple[int, int], list[Receive]] = defaultdict(list)
     for rank, steps in enumerate(program.steps):
@@ -135,12 +133,12 @@ def _check_ways(program: Program) -> None:
             if send.key != receive.key:
                 raise ScheduleError(
                     f"program of {program.schedule.name}: messages cross: number {place} from rank {source} to rank "
-                    f"{target} is sent as {send} and received as {receive}; first in, first out is wanted"
+                    f"{target} is sent as {send} but received as {receive}; sends and receives must have the same order"
                 )
 
 
 def _check_run(program: Program) -> None:
-    """Run a program whose sends wait until they are received, one step of a rank at a time."""
+    """Execute a program whose sends block until they are received, one step of a rank at a time."""
     at = [0 for _ in program.steps]
 
     def step_of(rank: int) -> Step | None:
@@ -162,5 +160,5 @@ def _check_run(program: Program) -> None:
             to_try.extend((rank, step.peer))
     if stuck := [f"rank {rank} at {step_of(rank)} (place {at[rank]})" for rank in range(len(at)) if step_of(rank)]:
         raise ScheduleError(
-            f"program of {program.schedule.name}: deadlock when sends wait until they are received: {', '.join(stuck)}"
+            f"program of {program.schedule.name}: deadlock when sends block until they are received: {', '.join(stuck)}"
         )

@@ -1,8 +1,8 @@
-"""What actions of a schedule cost: seconds per stage, and per message between two stages.
+"""Costs of a schedule's actions in seconds: per stage, and per message between two stages.
 
-rank 0   F0 ─send─ F0 ─send─ ...                  of the sender's time: until it can go on
-            └──message───┐                        from its maker's end to the consumer that waits for it
-rank 1   . . . . . . . . F1  take F1              of the receiver's time: a message that is there already
+rank 0   F0 ─send─ F0 ─send─ ...                  send: time until the sender can continue
+            └──message───┐                        message: from the end of its producer to the consumer that waits
+rank 1   . . . . . . . . F1  take F1              take: the receiver's time for a message that has already arrived
 """
 
 import math
@@ -16,15 +16,15 @@ NAMES = ("forward", "input_gradient", "weight_gradient", "message", "send", "tak
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of every kind of action, one number for all stages or one a stage.
+    """Seconds of every kind of action: one number for all stages, or one per stage.
 
-    A backward in one piece (B) costs `input_gradient` and `weight_gradient`. `message` is one number for all messages,
-    or one a cut: `message[cut]` is what lies between stages `cut` and `cut + 1`, activation or gradient. `send` is what
-    a stage's rank needs to let a message go, before it can do anything else, `take` to begin with one that has come.
-    The numbers that nobody gives make a backward twice as long as a forward, and messages free: those of the formulas.
+    A whole backward (B) costs `input_gradient` plus `weight_gradient`. `message` is one number for all messages, or one
+    per cut: `message[cut]` applies between stages `cut` and `cut + 1`, to activations and gradients. `send` is the time
+    a rank needs to hand a message over before it can continue; `take` is the time to accept one that has arrived. With
+    the defaults, a backward takes as long as two forwards and messages are free, as in the formulas.
 
     Raises:
-        ValueError: A number is negative, infinite or none at all.
+        ValueError: If a number is negative, infinite or NaN.
     """
 
     forward: Seconds = 1.0
@@ -35,15 +35,15 @@ class Costs:
     take: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no time."""
+        """Check that all numbers are valid times."""
         for name in NAMES:
             value = getattr(self, name)
             for seconds in value if isinstance(value, tuple) else (value,):
                 if not (math.isfinite(seconds) and seconds >= 0):
-                    raise ValueError(f"costs: {name} must be seconds from 0 on, got {seconds}")
+                    raise ValueError(f"costs: {name} must be seconds of 0 or more, got {seconds}")
 
     def of(self, action: Action) -> float:
-        """Return the seconds that an action takes."""
+        """Return the seconds of an action."""
         if action.kind == "F":
             return _at(self.forward, action.stage)
         if action.kind == "I":
@@ -53,26 +53,26 @@ class Costs:
         return _at(self.input_gradient, action.stage) + _at(self.weight_gradient, action.stage)
 
     def between(self, stage: int, other: int) -> float:
-        """Return the seconds of a message between two neighbouring stages, in either direction."""
+        """Return the seconds of a message between two adjacent stages, in either direction."""
         return _at(self.message, min(stage, other))
 
     def sending(self, stage: int) -> float:
-        """Return the seconds that a stage's rank needs to send what the stage has made."""
+        """Return the seconds that a stage's rank needs to send the stage's output."""
         return _at(self.send, stage)
 
     def taking(self, stage: int) -> float:
-        """Return the seconds that a stage's rank needs to take a message for it that is there."""
+        """Return the seconds that a stage's rank needs to accept a message that has arrived."""
         return _at(self.take, stage)
 
     def require(self, stages: int) -> None:
-        """Raise ValueError unless there is a number for every stage and every cut."""
+        """Raise ValueError if the costs per stage or per cut do not match the number of stages."""
         for name in NAMES:
             value = getattr(self, name)
             wanted = stages - 1 if name == "message" else stages
             if isinstance(value, tuple) and len(value) != wanted:
                 whose = "cuts" if name == "message" else "stages"
                 raise ValueError(
-                    f"costs: {name} has {len(value)} numbers, wanted {wanted}, one for each of the {whose}"
+                    f"costs: {name} has {len(value)} numbers, expected {wanted}, one for each of the {whose}"
                 )
 
 

@@ -1,13 +1,13 @@
-"""Where a model is cut into stages: evenly, so that the heaviest stage is as light as can be, or by hand.
+"""Cut a model into stages: evenly, balanced by weight, or at given layers.
 
     even(7, 3)                                 (0, 3, 5)     layers 0 1 2 | 3 4 | 5 6
     balanced([1, 1, 1, 1, 1, 4], 3)            (0, 3, 5)     weights 1 1 1 | 1 1 | 4
     by_hand([2, 5], 7, 3)                      (0, 2, 5)     layers 0 1 | 2 3 4 | 5 6
 
-Cuts are the first layer of every stage. A stage has one layer at least, and layers stay in their order. What the
-heaviest stage takes is what a steady pipeline takes for a micro-batch. Weights are any numbers: counts, parameters,
-floating point operations, seconds (`pipe/boundaries.py` has them). Nothing here depends on a rounding: weights are
-made whole numbers before they are added.
+Cuts are the first layers of the stages. A stage has at least one layer, and layers keep their order. In a steady
+pipeline, a micro-batch takes as long as the heaviest stage. Weights may be counts, parameters, floating point
+operations or seconds (`pipe/boundaries.py` computes them). They are scaled to integers before they are added, so that
+no result depends on rounding.
 """
 
 import math
@@ -19,10 +19,10 @@ Cuts = tuple[int, ...]
 
 
 def even(layers: int, stages: int) -> Cuts:
-    """Cut by count: stages differ by one layer at most, the longer ones come first.
+    """Cut by layer count. Stages differ by at most one layer; longer stages come first.
 
     Raises:
-        ValueError: more stages than layers, or none.
+        ValueError: If there are no stages, or more stages than layers.
     """
     _check(layers, stages)
     length, longer = divmod(layers, stages)
@@ -30,41 +30,41 @@ def even(layers: int, stages: int) -> Cuts:
 
 
 def by_hand(bounds: Sequence[int], layers: int, stages: int) -> Cuts:
-    """Take cuts as somebody wrote them: the first layer of every stage, where the first stage's 0 may be left out.
+    """Check cuts that a user wrote: the first layer of every stage. The first stage's 0 is optional.
 
     Raises:
-        ValueError: another number of stages, a stage without layers, or a layer that is not there.
+        ValueError: If the number of stages is wrong, a stage has no layers, or a layer does not exist.
     """
     _check(layers, stages)
     cuts = tuple(bounds) if tuple(bounds[:1]) == (0,) else (0, *bounds)
-    wanted = f"wanted {stages - 1} first layers of stages 1 to {stages - 1}, rising, of 1 to {layers - 1}"
+    wanted = f"expected the first layers of stages 1 to {stages - 1}, increasing, from 1 to {layers - 1}"
     if stages == 1:
-        wanted = "wanted none for one stage"
+        wanted = "expected none for one stage"
     if len(cuts) != stages:
         made = f"{_counted(len(cuts), 'stage')} of {_counted(layers, 'layer')}"
         raise ValueError(f"cuts {list(bounds)}: make {made}, not {stages}; {wanted}")
     for before, after in pairwise(cuts):
         if after <= before:
-            raise ValueError(f"cuts {list(bounds)}: {after} does not come after {before}; {wanted}")
+            raise ValueError(f"cuts {list(bounds)}: {after} is not greater than {before}; {wanted}")
     if cuts[-1] >= layers:
-        raise ValueError(f"cuts {list(bounds)}: there is no layer {cuts[-1]} among {layers}; {wanted}")
+        raise ValueError(f"cuts {list(bounds)}: there is no layer {cuts[-1]}, only {layers} layers; {wanted}")
     return cuts
 
 
 def balanced(weights: Sequence[float], stages: int) -> Cuts:
-    """Cut so that the heaviest stage is as light as possible; then so that squares of stages sum to the least.
+    """Cut so that the heaviest stage is as light as possible, then so that the sum of squared stage weights is minimal.
 
-    Of cuts that are still equal, those come first whose first stage has more layers, then the second, and so on. Exact,
+    Remaining ties go to the cut whose first stage has more layers, then its second, and so on. The result is optimal,
     by dynamic programming over suffixes of the model (the linear partition problem).
 
     Raises:
-        ValueError: more stages than layers, or a weight that is negative or no number.
+        ValueError: If there are more stages than layers, or a weight is negative or NaN.
     """
     _check(len(weights), stages)
     until = (0, *accumulate(_whole(weights)))  # until[i]: weight of layers before i
     limit = _least_bottleneck(until, stages)
     layers, nothing_fits = len(weights), None
-    # least[i]: squares of the best cut of layers from i on into the stages so far; first[i]: its first stage's end.
+    # least[i]: squares of the best cut of layers i and up into the stages so far; first[i]: end of its first stage.
     least: list[int | None] = [nothing_fits] * layers + [0]
     ends: list[list[int]] = []
     for remaining in range(stages):
@@ -87,14 +87,14 @@ def balanced(weights: Sequence[float], stages: int) -> Cuts:
 
 
 def balanced_ranks(weights: Sequence[float], rank_of: Sequence[int]) -> Cuts:
-    """Cut for ranks of several stages: the heaviest rank's stages together are to be as light as possible.
+    """Cut for ranks with several stages, so that the heaviest rank is as light as possible.
 
-    `rank_of[stage]` is the rank that has a stage, as in `Schedule`. With one stage a rank this is `balanced`. Else it
-    begins there and moves runs of cuts by a layer as long as that makes the heaviest rank lighter, or ranks more alike:
-    never worse than `balanced`, and a local search, not proved to be the best.
+    `rank_of[stage]` is the rank that holds a stage, as in `Schedule`. With one stage per rank this is `balanced`.
+    Otherwise it starts from `balanced` and moves runs of cuts by one layer while that makes the heaviest rank lighter,
+    or ranks more equal. This local search is never worse than `balanced`, but not proved optimal.
 
     Raises:
-        ValueError: as `balanced`.
+        ValueError: As `balanced`.
     """
     stages = len(rank_of)
     cuts = balanced(weights, stages)
@@ -118,12 +118,12 @@ def balanced_ranks(weights: Sequence[float], rank_of: Sequence[int]) -> Cuts:
 
 
 def lengths(cuts: Cuts, layers: int) -> tuple[int, ...]:
-    """Return how many layers every stage has."""
+    """Return the number of layers of every stage."""
     return tuple(end - start for start, end in pairwise((*cuts, layers)))
 
 
 def _neighbours(cuts: Cuts, layers: int) -> list[Cuts]:
-    """List the cuts in which a run of neighbouring cuts has moved by one layer."""
+    """List the cuts that result from moving a run of adjacent cuts by one layer."""
     found = []
     for first in range(1, len(cuts)):
         for last in range(first + 1, len(cuts) + 1):
@@ -135,9 +135,9 @@ def _neighbours(cuts: Cuts, layers: int) -> list[Cuts]:
 
 
 def _least_bottleneck(until: Sequence[int], stages: int) -> int:
-    """Return the least weight that the heaviest of so many stages can have."""
+    """Return the smallest possible weight of the heaviest stage."""
     layers = len(until) - 1
-    least = [until[layers] - until[start] for start in range(layers)]  # of one stage from `start` on
+    least = [until[layers] - until[start] for start in range(layers)]  # one stage from `start` to the end
     for remaining in range(1, stages):
         now = least.copy()
         for start in range(layers - remaining):
@@ -153,10 +153,10 @@ def _least_bottleneck(until: Sequence[int], stages: int) -> int:
 
 
 def _whole(weights: Sequence[float]) -> list[int]:
-    """Return weights as whole numbers in the same proportions: every float is one over a power of two."""
+    """Scale weights to integers in the same proportions: every float is an integer over a power of two."""
     for layer, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"weights: layer {layer} weighs {weight}; wanted a finite number from 0")
+            raise ValueError(f"weights: layer {layer} weighs {weight}; expected a finite number of 0 or more")
     exact = [Fraction(weight) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
     return [int(weight * common) for weight in exact]
@@ -164,10 +164,10 @@ def _whole(weights: Sequence[float]) -> list[int]:
 
 def _check(layers: int, stages: int) -> None:
     if stages < 1:
-        raise ValueError(f"{stages} stages: wanted 1 at least")
+        raise ValueError(f"{stages} stages: expected at least 1")
     if stages > layers:
         raise ValueError(
-            f"{stages} stages of {_counted(layers, 'layer')}: a stage has one layer at least; cut into {layers} at most"
+            f"{stages} stages of {_counted(layers, 'layer')}: a stage needs at least one layer; use at most {layers}"
         )
 
 

@@ -1,11 +1,11 @@
-"""A pipeline's step as a drawing: one row a rank, for the terminal and as SVG, of simulated and of measured times.
+"""Draw a pipeline's step as text: one row per rank, from simulated or measured times. The SVG uses the same bars.
 
     rank 0  F0F1F2........B0--B1--B2--          gpipe, 3 ranks, 3 micro-batches, a backward of two forwards
     rank 1  ..F0F1F2....B0--B1--B2--..
     rank 2  ....F0F1F2B0--B1--B2--....
 
-A cell begins with its kind and its micro-batch; dots are idle time, tildes idle time in which a message of the rank is
-under way. Of two stages on a rank the second has small letters; of more, cells say stage.micro-batch.
+A cell begins with its kind and its micro-batch. Dots are idle time, and tildes are idle time during a message of the
+rank. On ranks with two stages, the second has small letters. With more stages, cells read stage.micro-batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,15 +19,15 @@ from muster.pipe.schedules.programs import Send, Step
 IDLE: Final = "."
 UNDER_WAY: Final = "~"
 COMPUTE: Final = ("F", "B", "I", "W")
-COLOURS: Final = {"F": 75, "B": 114, "I": 151, "W": 215, "message": 183}  # of a terminal with 256
+COLOURS: Final = {"F": 75, "B": 114, "I": 151, "W": 215, "message": 183}  # from the 256-colour palette of terminals
 RESET: Final = "\x1b[0m"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One cell of a row: what a rank did, or a message of its, from when to when.
+    """One cell of a row: an action of a rank or one of its messages, with its start and end.
 
-    `kind` is F, B, I, W, `send` or `receive`. `chunk` counts the stages of the rank: 0 for its first one.
+    `kind` is F, B, I, W, `send` or `receive`. `chunk` numbers the stages of the rank, from 0.
     """
 
     kind: str
@@ -39,12 +39,12 @@ class Bar:
 
     @property
     def computes(self) -> bool:
-        """True for what keeps a rank busy, false for messages."""
+        """True for actions, False for messages."""
         return self.kind in COMPUTE
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Duration in seconds."""
         return self.end_s - self.start_s
 
 
@@ -52,10 +52,10 @@ Rows = Sequence[Sequence[Bar]]
 
 
 def bar(step: Step, start_s: float, end_s: float, rank_of: Sequence[int]) -> Bar:
-    """Make the bar of an action, or of a message. `rank_of[stage]` is the rank that has a stage."""
+    """Return the bar of an action or a message. `rank_of[stage]` is the rank that holds a stage."""
     kind = step.kind if isinstance(step, Action) else "send" if isinstance(step, Send) else "receive"
     stage = step.stage
-    # A message belongs to the chunk that makes or takes it; `stage` is the one it is for.
+    # A message is drawn in the rank's first chunk; `stage` is its destination.
     chunk = rank_of[:stage].count(rank_of[stage]) if isinstance(step, Action) else 0
     return Bar(kind, stage, step.microbatch, start_s, end_s, chunk)
 
@@ -63,8 +63,8 @@ def bar(step: Step, start_s: float, end_s: float, rank_of: Sequence[int]) -> Bar
 def text(rows: Rows, *, width: int = 100, names: Sequence[str] = (), colour: bool = False) -> str:
     """Draw rows as lines of at most `width` columns, on one time scale from the first start to the last end.
 
-    A cell that is too small for its label keeps its kind; what is smaller than a column may be lost. `names` are the
-    heads of the rows (`rank 0` and so on). `colour` adds the escape codes of a terminal.
+    A cell too small for its label shows only its kind, and bars shorter than a column may be missing. `names` are the
+    row labels (default: `rank 0` and so on). `colour` adds terminal escape codes.
     """
     heads = [*names] or [f"rank {rank}" for rank in range(len(rows))]
     indent = max(map(len, heads), default=0) + 2
@@ -75,7 +75,7 @@ def text(rows: Rows, *, width: int = 100, names: Sequence[str] = (), colour: boo
     lines = []
     for head, row in zip(heads, rows, strict=True):
         cells = [(IDLE, "")] * total
-        for each in sorted(row, key=lambda each: each.computes):  # what a rank computes hides its messages
+        for each in sorted(row, key=lambda each: each.computes):  # actions are drawn over messages
             start, end = (round((at - begin_s) * columns_per_s) for at in (each.start_s, each.end_s))
             drawn = _cell(each, end - start, chunks) if each.computes else UNDER_WAY * (end - start)
             cells[start:end] = [(column, each.kind) for column in drawn]
@@ -84,7 +84,7 @@ def text(rows: Rows, *, width: int = 100, names: Sequence[str] = (), colour: boo
 
 
 def legend(rows: Rows) -> str:
-    """Say in a line or two what the letters of a text mean, as far as they occur."""
+    """Return a line that explains the letters that occur in the rows."""
     kinds = {each.kind for row in rows for each in row}
     phrases = [f"{kind} {phrase}" for kind, phrase in PHRASES.items() if kind in kinds]
     if any(not each.computes for row in rows for each in row):
@@ -99,13 +99,13 @@ PHRASES: Final = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W
 
 
 def extent(rows: Rows) -> tuple[float, float]:
-    """Return the first start and the last end of rows; zeros for empty ones."""
+    """Return the first start and the last end of all bars; zeros if there are none."""
     every = [each for row in rows for each in row]
     return min((each.start_s for each in every), default=0.0), max((each.end_s for each in every), default=0.0)
 
 
 def gaps(row: Iterable[Bar], begin_s: float, end_s: float) -> list[tuple[float, float]]:
-    """List the times in which a rank computes nothing, within an extent."""
+    """List the intervals within an extent in which a rank computes nothing."""
     found, at_s = [], begin_s
     for each in sorted((each for each in row if each.computes), key=lambda each: each.start_s):
         if each.start_s > at_s:
@@ -115,14 +115,14 @@ def gaps(row: Iterable[Bar], begin_s: float, end_s: float) -> list[tuple[float, 
 
 
 def label(each: Bar, chunks: int) -> str:
-    """Return what a cell says: F3, of a second of two stages f3, of more stages F5.3."""
+    """Return the label of a cell: F3; f3 on the second of two stages; F5.3 if there are more stages."""
     if chunks > 2:
         return f"{each.kind}{each.stage}.{each.microbatch}"
     return f"{each.kind if each.chunk == 0 else each.kind.lower()}{each.microbatch}"
 
 
 def _scale(rows: Rows, chunks: int, total_s: float, width: int) -> float:
-    """Return columns a second: enough for the label of the shortest cell and a space, as far as the width allows."""
+    """Return columns per second: enough for the shortest cell's label and a space, if the width allows."""
     computing = [each for row in rows for each in row if each.computes and each.seconds > 0]
     fitting = width / total_s if total_s > 0 else 0.0
     if not computing:
@@ -130,13 +130,13 @@ def _scale(rows: Rows, chunks: int, total_s: float, width: int) -> float:
     shortest_s = min(each.seconds for each in computing)
     wanted = 1 + max(len(label(each, chunks)) for each in computing)
     columns_per_s = min(wanted / shortest_s, fitting)
-    # A whole number of columns for the shortest makes cells of the same length look the same.
+    # If the shortest cell has a whole number of columns, cells of equal length look equal.
     columns = int(columns_per_s * shortest_s + 1e-9)
     return columns / shortest_s if columns else columns_per_s
 
 
 def _cell(each: Bar, columns: int, chunks: int) -> str:
-    """Write a label, then a line to the cell's end, whose last column stays free where there is room."""
+    """Return a label with a line to the end of the cell, leaving the last column free if there is room."""
     said = label(each, chunks)
     if len(said) > columns:
         said = said[:1][:columns]
@@ -145,7 +145,7 @@ def _cell(each: Bar, columns: int, chunks: int) -> str:
 
 
 def _joined(cells: Iterable[tuple[str, str]], colour: bool) -> str:
-    """Join columns, each with the kind it belongs to; with colours, cells of a kind that touch share their codes."""
+    """Join columns, each given with its kind. In colour, adjacent cells of one kind share their escape codes."""
     parts = []
     for kind, columns in groupby(cells, key=lambda cell: cell[1]):
         part = "".join(column for column, _ in columns)

@@ -1,11 +1,11 @@
-"""What ranks really did in a step, as records: their bubble, what actions cost, and the same step simulated.
+"""Records of a measured step: its bubble, the costs of its actions, and a simulation with the same costs.
 
-A record says which rank did what from when to when, on one clock, in seconds from the step's first start:
+A record is one action or message of a rank, with times on one clock, in seconds from the step's first start:
 
     {"rank": 2, "kind": "F", "stage": 2, "microbatch": 0, "start_s": 0.0205, "end_s": 0.0307}
 
-Kinds are those of actions (F, B, I, W), `send` and `wait`, the time in which a rank stands and waits for a message; a
-message's stage is the one it is for. `pipe/timeline.py` gathers them.
+Kinds are those of actions (F, B, I, W), `send`, and `wait`: the time in which a rank blocks on a message. The stage of
+a message is its destination. `pipe/timeline.py` gathers the records.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ from muster.pipe.schedules.times import needs
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank did, or a message of its, from when to when."""
+    """An action of a rank or one of its messages, with its start and end."""
 
     rank: int
     kind: str
@@ -36,12 +36,12 @@ class Record:
     end_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the record as a dictionary for JSON."""
         return asdict(self)
 
     @property
     def action(self) -> Action:
-        """The action that this is a record of; a message is none."""
+        """The recorded action. Not for records of messages."""
         assert self.kind in COMPUTE
         kind: Kind = self.kind  # type: ignore[assignment]
         return Action(kind, self.stage, self.microbatch)
@@ -49,29 +49,29 @@ class Record:
 
 @dataclass(frozen=True)
 class Compared:
-    """A measured step beside the simulated one of the same costs."""
+    """A measured step and a simulated one with the same costs."""
 
-    measured: float  # bubbles: shares of all ranks' time, 0 to 1
+    measured: float  # bubbles: idle share of all ranks' time, 0 to 1
     simulated: float
     costs: Costs  # the measured means
     simulation: Simulated
 
 
 def bars(records: Iterable[Record], rank_of: Sequence[int]) -> list[list[Bar]]:
-    """Return records as rows to be drawn, as simulated spans are: one a rank, in order of time."""
+    """Convert records to rows for drawing, like simulated spans: one per rank, in order of time."""
     rows: list[list[Bar]] = [[] for _ in range(1 + max(rank_of))]
     for each in sorted(records, key=lambda each: each.start_s):
         kind = "receive" if each.kind == "wait" else each.kind
-        # A message belongs to no stage of its rank: its number is that of the stage it is for.
+        # A message is drawn in the rank's first chunk; `stage` is its destination.
         chunk = rank_of[: each.stage].count(each.rank) if each.kind in COMPUTE else 0
         rows[each.rank].append(Bar(kind, each.stage, each.microbatch, each.start_s, each.end_s, chunk))
     return rows
 
 
 def bubble(records: Iterable[Record], ranks: int) -> float:
-    """Return the share of the ranks' time, from the first start to the last end of any action, in which none runs.
+    """Return the idle share of the ranks' time, from the first start to the last end of any action.
 
-    0 to 1, as in `Simulated`; 0 without records. Actions of a rank that overlap count once.
+    0 to 1, as in `Simulated`; 0 without records. Overlapping actions of a rank count once.
     """
     actions = [each for each in records if each.kind in COMPUTE]
     if not actions:
@@ -81,7 +81,7 @@ def bubble(records: Iterable[Record], ranks: int) -> float:
 
 
 def busy_s(records: Iterable[Record], ranks: int) -> tuple[float, ...]:
-    """Return for how many seconds each rank computed; actions that overlap count once."""
+    """Return how many seconds each rank computed. Overlapping actions count once."""
     rows: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
     for each in records:
         if each.kind in COMPUTE:
@@ -90,21 +90,22 @@ def busy_s(records: Iterable[Record], ranks: int) -> tuple[float, ...]:
 
 
 def spread(records: Iterable[Record]) -> tuple[float, float]:
-    """Return how long the shortest and the longest action took, of the mean of its kind and stage; 1 and 1 of none."""
+    """Return the smallest and largest ratio of an action's duration to the mean of its kind and stage; else (1, 1)."""
     took = _took(records)
     shares = [each / mean for seconds in took.values() if (mean := fmean(seconds)) for each in seconds]
     return min(shares, default=1.0), max(shares, default=1.0)
 
 
 def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
-    """Return what actions of every stage and messages of every cut took, as means over steps of one schedule.
+    """Return the mean costs of a schedule's actions per stage and messages per cut, over several recorded steps.
 
-    A message takes from its maker's end to its consumer's start, judged only where the consumer's rank had nothing else
-    to do by then; of those the median, for a rank that was held up is no message. A cut of which none was waited for
-    has the least of what they took at most. Of a stage whose backward was in one piece, all is `input_gradient`.
+    A message lasts from its producer's end to its consumer's start. Only messages count whose consumer's rank was
+    already idle when the producer ended; of these, the median is used, because some ranks are delayed for other
+    reasons. A cut without such a message gets the smallest upper bound. The cost of whole backwards is reported as
+    `input_gradient`.
 
     Raises:
-        ValueError: an action was not recorded.
+        ValueError: If an action was not recorded.
     """
     stages = range(schedule.stages)
     took = _took(each for records in steps for each in records)
@@ -112,7 +113,7 @@ def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
     missing = [f"{kind}{stage}" for kind in sorted(kinds) for stage in stages if not took[kind, stage]]
     if missing:
         raise ValueError(
-            f"records: none of {', '.join(missing)}; wanted every action of {schedule.name!r}, of all ranks"
+            f"records: none of {', '.join(missing)}; expected every action of {schedule.name!r}, on all ranks"
         )
     means = {key: fmean(seconds) for key, seconds in took.items() if seconds}
     inputs = tuple(means["I", stage] if ("I", stage) in means else means["B", stage] for stage in stages)
@@ -123,7 +124,7 @@ def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
 
 
 def _took(records: Iterable[Record]) -> dict[tuple[str, int], list[float]]:
-    """Return the seconds of all actions, by kind and stage."""
+    """Return the durations of all actions, by kind and stage."""
     took: dict[tuple[str, int], list[float]] = defaultdict(list)
     for each in records:
         if each.kind in COMPUTE:
@@ -132,10 +133,10 @@ def _took(records: Iterable[Record]) -> dict[tuple[str, int], list[float]]:
 
 
 def compare(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Compared:
-    """Set the mean bubble of recorded steps beside that of the schedule, simulated with their mean costs.
+    """Compare the mean bubble of recorded steps with that of a simulation with their mean costs.
 
     Raises:
-        ValueError: as `mean_costs`.
+        ValueError: As `mean_costs`.
     """
     costs = mean_costs(steps, schedule)
     simulation = simulate(with_messages(schedule), costs)
@@ -144,7 +145,7 @@ def compare(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Compared:
 
 
 def _messages(steps: Sequence[Sequence[Record]], schedule: Schedule) -> tuple[float, ...]:
-    """Return the seconds of a message over every cut."""
+    """Return the duration of a message over each cut."""
     waited: list[list[float]] = [[] for _ in range(schedule.stages - 1)]
     at_most: list[list[float]] = [[] for _ in range(schedule.stages - 1)]
     for records in steps:
@@ -168,7 +169,7 @@ def _messages(steps: Sequence[Sequence[Record]], schedule: Schedule) -> tuple[fl
 def _handling(
     steps: Sequence[Sequence[Record]], schedule: Schedule, messages: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the seconds of every stage's rank to send what it made, and to take what is there for it."""
+    """Return the send and take costs of every stage: to hand over its output, and to accept a message that is there."""
     sends: list[list[float]] = [[] for _ in range(schedule.stages)]
     takes: list[list[float]] = [[] for _ in range(schedule.stages)]
     for records in steps:
@@ -188,12 +189,12 @@ def _handling(
 
 
 def _maker(action: Action, schedule: Schedule) -> Action:
-    """Return the action whose result this one gets from another rank."""
+    """Return the action whose result this one receives from another rank."""
     return next(each for each in needs(action, schedule.stages) if each.stage != action.stage)
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """Return how long at least one span lasts."""
+    """Return the total length of the union of intervals."""
     covered_s, until_s = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered_s += max(0.0, end - max(start, until_s))

@@ -1,4 +1,4 @@
-"""Messages of a schedule, and programs: a schedule's actions with the messages between them."""
+"""Programs: the actions of a schedule with the messages between them."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -22,19 +22,19 @@ class _Message:
 
     @property
     def key(self) -> Key:
-        """What both ends of a message have in common."""
+        """What both ends of a message share: kind, stage and micro-batch."""
         return self.what, self.stage, self.microbatch
 
 
 class Send(_Message):
-    """Send a tensor to rank `peer`: what `stage` there needs for a micro-batch."""
+    """Send a tensor to rank `peer`: the input of its `stage` for a micro-batch."""
 
     def __str__(self) -> str:
         return f">{self.what[0]}{self.stage}.{self.microbatch}"
 
 
 class Receive(_Message):
-    """Receive a tensor from rank `peer`: what our `stage` needs for a micro-batch."""
+    """Receive a tensor from rank `peer`: the input of our `stage` for a micro-batch."""
 
     def __str__(self) -> str:
         return f"<{self.what[0]}{self.stage}.{self.microbatch}"
@@ -44,7 +44,7 @@ Step = Action | Send | Receive
 
 
 class Span(NamedTuple):
-    """When a rank did a step, in seconds of one clock: simulated, or its own."""
+    """Start and end of a step, in seconds of one clock: simulated, or the rank's own."""
 
     step: Step
     start_s: float
@@ -53,14 +53,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule with its messages: what every rank does, first to last."""
+    """A schedule with its messages: the steps of every rank, first to last."""
 
     schedule: Schedule
     steps: tuple[tuple[Step, ...], ...]
 
 
 def sent_after(action: Action, rank_of: tuple[int, ...]) -> Send | None:
-    """Return the message that an action makes; None where the next stage is on the same rank, or there is none."""
+    """Return the message with an action's result; None if the next stage is on the same rank or does not exist."""
     what: What = "activation" if action.kind == "F" else "gradient"
     target = action.stage + (1 if action.kind == "F" else -1)
     if action.kind == "W" or not 0 <= target < len(rank_of) or rank_of[target] == rank_of[action.stage]:
@@ -69,7 +69,7 @@ def sent_after(action: Action, rank_of: tuple[int, ...]) -> Send | None:
 
 
 def received_before(action: Action, rank_of: tuple[int, ...]) -> Receive | None:
-    """Return the message that an action needs; None where what it needs is made on its own rank."""
+    """Return the message with an action's input; None if its input is computed on its own rank."""
     what: What = "activation" if action.kind == "F" else "gradient"
     source = action.stage + (-1 if action.kind == "F" else 1)
     if action.kind == "W" or not 0 <= source < len(rank_of) or rank_of[source] == rank_of[action.stage]:

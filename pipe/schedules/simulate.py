@@ -1,4 +1,4 @@
-"""How long a program takes on ranks that do nothing else, how long they idle, how many activations they hold."""
+"""Simulate a program: its duration, the idle time of its ranks, and the activations they hold."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,14 +12,13 @@ from muster.pipe.schedules.times import times
 
 @dataclass(frozen=True)
 class Simulated:
-    """What came of a simulation.
+    """The result of a simulation.
 
-    `spans[rank]` are a rank's actions with their times, `messages[rank]` what it sends, from leaving to arriving.
-    `bubble` is the share of all ranks' time, from the first start to the last end of anybody, in which they idle.
-    `bubble_without_barrier` is what is left of it where every rank begins the next step when it has done its own: a
-    step then takes what the rank takes that needs longest from its first start to its last end. An activation is in
-    flight from the begin of its forward to the end of its backward, of one that is split to the end of W:
-    `peak_in_flight` counts the most on each rank.
+    `spans[rank]` are a rank's actions with their times; `messages[rank]` are its sends, from departure to arrival.
+    `bubble` is the idle share of all ranks' time, from the first start to the last end on any rank.
+    `bubble_without_barrier` is that share if every rank begins its next step as soon as its own is done: a step then
+    lasts as long as the longest time from any rank's first start to its last end. An activation is in flight from the
+    start of its forward to the end of its backward (W if split); `peak_in_flight` is the maximum on each rank.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -31,13 +30,13 @@ class Simulated:
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Simulated:
-    """Run a program in simulated time: every action begins when its rank is free and what it needs is there.
+    """Run a program in simulated time. Every action begins when its rank is free and its inputs have arrived.
 
-    Messages leave when their makers end and travel while ranks compute, on each way from a rank to another one by one.
+    A message leaves when its producer ends, and travels while ranks compute. Messages between two ranks do not overlap.
 
     Raises:
-        ScheduleError: Ranks wait for each other for ever.
-        ValueError: Costs for another number of stages.
+        ScheduleError: If the ranks deadlock.
+        ValueError: If the costs are for another number of stages.
     """
     costs = costs or Costs()
     costs.require(program.schedule.stages)
@@ -59,7 +58,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Simulated:
 
 
 def bubble_formula(name: str, ranks: int, microbatches: int, chunks: int = 2) -> float:
-    """Return the share of a step in which ranks idle, by formula: stages alike, F = I = W, messages free."""
+    """Return the idle share of a step by formula: equal stages, F = I = W, free messages."""
     return SCHEDULES[name].bubble(ranks, microbatches, chunks)
 
 

@@ -1,7 +1,7 @@
-"""A pipeline's step as an SVG: one row a rank, colours for kinds, messages in a lane below, idle time in grey.
+"""Draw a pipeline's step as an SVG: one row per rank, colours for kinds, messages in a lane below, idle time in grey.
 
-The same for simulated and for measured times: bars come from `pipe/schedules/draw.py`. A cell shows its micro-batch
-where there is room, and tells all of itself when pointed at. Later stages of a rank are paler than its first.
+Bars come from `pipe/schedules/draw.py`, simulated or measured. A cell shows its micro-batch if there is room, and all
+its details as a tooltip. A rank's later stages are paler than its first.
 """
 
 import math
@@ -13,11 +13,11 @@ from muster.pipe.schedules.draw import PHRASES, Bar, Rows, extent, gaps
 
 WIDTH: Final = 1000
 MARGIN: Final = 20
-HEAD: Final = 24  # a line of the title
+HEAD: Final = 24  # height of a line of the title
 ROW: Final = 34
-CELL: Final = 24  # of a row: what ranks compute
-LANE: Final = 6  # and below, messages
-GAP: Final = 8  # between two things of the legend
+CELL: Final = 24  # the part of a row for actions
+LANE: Final = 6  # the part below it for messages
+GAP: Final = 8  # between two items of the legend
 LETTER: Final = 6.6  # width of a digit, in pixels at 11 px
 TICKS: Final = 10
 PALE: Final = 0.6
@@ -41,9 +41,9 @@ STYLE: Final = (
 def svg(rows: Rows, *, title: str, subtitle: str = "", unit: str = "s", names: Sequence[str] = ()) -> str:
     """Draw rows as the text of an SVG file.
 
-    Every bar that takes time is one `rect` of class `cell`, every time in which a rank computes nothing one of class
-    `idle`. `unit` is that of the axis: `s` or `ms` for bars in seconds, or nothing for times without one; `names` are
-    the heads of the rows (`rank 0` and so on).
+    Every bar with a duration is a `rect` of class `cell`, every idle interval of a rank one of class `idle`. `unit`
+    is the unit of the axis: `s` or `ms` for bars in seconds, or empty for times without a unit. `names` are the row
+    labels (default: `rank 0` and so on).
     """
     heads = [*names] or [f"rank {rank}" for rank in range(len(rows))]
     begin_s, end_s = extent(rows)
@@ -76,7 +76,7 @@ def svg(rows: Rows, *, title: str, subtitle: str = "", unit: str = "s", names: S
 
 
 def _bar(each: Bar, x: float, y: float, width: float, tip: str) -> list[str]:
-    """Draw a bar, a message in the lane below; its micro-batch stands in it where there is room."""
+    """Draw a bar, with its micro-batch if there is room, or a message in the lane below."""
     if not each.computes:
         return [_rect(x, y + CELL, width, LANE, f"cell {each.kind}", tip)]
     opacity = PALE if each.chunk else 1.0
@@ -87,7 +87,7 @@ def _bar(each: Bar, x: float, y: float, width: float, tip: str) -> list[str]:
 
 
 def _tip(each: Bar, head: str, begin_s: float, unit: str) -> str:
-    """Tell all of a bar."""
+    """Return the tooltip of a bar."""
     start, end = ((at - begin_s) * UNITS[unit] for at in (each.start_s, each.end_s))
     what = f"{each.kind}{each.stage}.{each.microbatch}"
     if not each.computes:
@@ -113,7 +113,7 @@ def _legend(rows: Rows, y: float) -> list[str]:
 
 
 def _axis(total_s: float, left: float, y: float, pixels_per_s: float, unit: str) -> list[str]:
-    """Draw a scale of round numbers."""
+    """Draw a time scale with round numbers."""
     parts = [f'<line class="axis" x1="{left:.1f}" y1="{y}" x2="{WIDTH - MARGIN}" y2="{y}"/>']
     if total_s <= 0:
         return parts
@@ -126,7 +126,7 @@ def _axis(total_s: float, left: float, y: float, pixels_per_s: float, unit: str)
 
 
 def _round_up(number: float) -> float:
-    """Return the next of 1, 2, 5, 10, 20 and so on that is not below a number."""
+    """Return the smallest of 1, 2, 5, 10, 20 and so on that is at least `number`."""
     power = 10.0 ** math.floor(math.log10(number))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= number * (1 - 1e-9))
 

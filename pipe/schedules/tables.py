@@ -1,17 +1,17 @@
-"""The schedules: each a row of one table, a pure function of ranks, micro-batches and chunks.
+"""The table of schedules: each row is a pure function of ranks, micro-batches and chunks.
 
-    name         stages  backward  in flight (activations of a rank)   idle share of a step, stages alike, B = 2 F
+    name         stages  backward  activations in flight on a rank     idle share of a step, equal stages, B = 2 F
     model        p       whole     1                                   (p - 1) / p
     gpipe        p       whole     m                                   (p - 1) / (m + p - 1)
     1f1b         p       whole     min(p - rank, m)                    (p - 1) / (m + p - 1)
-    interleaved  v p     whole     more than 1f1b, of smaller stages   (p - 1) / (v m + p - 1), from m = p on
-    zb1p         p       split     min(p, m)                           (p - 1) / (3 m + p - 1), from m = p on
-    zbv          2 p     split     2 p, of stages half as large        (p - 1) / (6 m + p - 1), from m = 2 p on
+    interleaved  v p     whole     more than 1f1b, of smaller stages   (p - 1) / (v m + p - 1), for m >= p
+    zb1p         p       split     min(p, m)                           (p - 1) / (3 m + p - 1), for m >= p
+    zbv          2 p     split     2 p, of stages half as large        (p - 1) / (6 m + p - 1), for m >= 2 p
 
-p ranks, m micro-batches, v chunks a rank. What zbv idles is what its last rank begins later than its first: p - 1
-forwards of half a stage. Steps of ours end on all ranks at once; the paper, which counts a rank's own time only, from
-its first action to its last, calls that zero. Backwards of a stage, and W of those that are split, come in the order
-of micro-batches in every schedule, so that sums of gradients have the bits that a loop over micro-batches gives.
+p ranks, m micro-batches, v chunks per rank. The idle time of zbv is the delay between the starts of its first and last
+rank: p - 1 forwards of half a stage. Our steps end on all ranks at once. The paper counts each rank's time from its own
+first action to its own last one, and so arrives at zero. In every schedule, a stage runs its backwards (and its W, if
+split) in the order of micro-batches, so that sums of gradients have the same bits as in a loop over micro-batches.
 """
 
 from collections.abc import Callable
@@ -23,37 +23,37 @@ from muster.pipe.schedules.zero_bubble import Orders, one_chunk, two_chunks
 
 
 @dataclass(frozen=True)
-class Row:
-    """One schedule: how many stages a rank has (None: as many as asked), where they are, and what ranks do."""
+class ScheduleRow:
+    """One schedule: the stages per rank (None: as requested), their placement, and the order of actions."""
 
     about: str
     chunks: int | None
     rank_of: Callable[[int, int], tuple[int, ...]]
     orders: Callable[[tuple[int, ...], int, int, Costs], Orders]
-    bubble: Callable[[int, int, int], float]  # of ranks, micro-batches, chunks
+    bubble: Callable[[int, int, int], float]  # (ranks, micro-batches, chunks) -> idle share
     splits_backward: bool = False
 
     def stages(self, ranks: int, chunks: int = 2) -> int:
-        """Count the stages that a model is cut into."""
+        """Return the number of stages that the model is cut into."""
         return ranks * (self.chunks or chunks)
 
     def actions(self, ranks: int, microbatches: int, chunks: int = 2) -> int:
-        """Count what all ranks do in a step."""
+        """Return the number of actions of all ranks in a step."""
         return self.stages(ranks, chunks) * microbatches * (3 if self.splits_backward else 2)
 
 
 def schedule(name: str, ranks: int, microbatches: int, *, chunks: int = 2, costs: Costs | None = None) -> Schedule:
-    """Return the table of a schedule; the same arguments give the same table on every rank.
+    """Return the table of a schedule. The same arguments give the same table on every rank.
 
-    `chunks` is the number of stages on each rank, for `interleaved`; the others have their own. `costs` are what zb1p
-    and zbv are fitted to (one second each if not given); the order of the others does not depend on them. There may be
-    fewer micro-batches than ranks.
+    `chunks` is the number of stages per rank for `interleaved`; for the others it is fixed. zb1p and zbv are optimized
+    for `costs` (default: one second each); the others ignore them. There may be fewer micro-batches than ranks.
 
     Raises:
-        ValueError: No such schedule, fewer than one rank, micro-batch or chunk, or costs for other stages.
+        ValueError: If the name is unknown, ranks, micro-batches or chunks are less than 1, or the number of costs does
+            not match the stages.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r} is not known, wanted one of: {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule {name!r} is unknown; expected one of: {', '.join(SCHEDULES)}")
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise ValueError(f"schedule {name}: {what} must be at least 1, got {number}")
@@ -70,7 +70,7 @@ def round_robin(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def vee(ranks: int, _chunks: int) -> tuple[int, ...]:
-    """Place stages down the ranks and up again: rank r has stages r and 2 ranks - 1 - r, the last rank both inner."""
+    """Place stages down the ranks and up again: rank r holds stages r and 2 ranks - 1 - r."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
@@ -89,7 +89,7 @@ def _gpipe(_rank_of: tuple[int, ...], ranks: int, microbatches: int, _costs: Cos
 
 
 def _1f1b(_rank_of: tuple[int, ...], ranks: int, microbatches: int, _costs: Costs) -> Orders:
-    """PipeDream-flush (Narayanan et al. 2021): a rank runs as many forwards ahead as there are ranks after it."""
+    """PipeDream-flush (Narayanan et al. 2021): a rank runs one forward in advance for each rank after it."""
     rows = []
     for stage in range(ranks):
         forwards = [Action("F", stage, index) for index in range(microbatches)]
@@ -101,9 +101,9 @@ def _1f1b(_rank_of: tuple[int, ...], ranks: int, microbatches: int, _costs: Cost
 def _interleaved(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
     """Megatron's order (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters").
 
-    Micro-batches go in rounds through a rank's chunks, as many in a round as there are ranks: when the last of a round
-    is through, the first is back from the ring. Where ranks do not divide micro-batches, rounds are larger by as little
-    as can be, the larger ones first, since a round that is smaller than the ring would wait for it.
+    Micro-batches pass through a rank's chunks in rounds of at least as many micro-batches as ranks: when the last of a
+    round has passed, the first has come around the ring. If the ranks do not divide the micro-batches, rounds are
+    slightly larger, the larger ones first. A round smaller than the ring would have to wait for it.
     """
     chunks = len(rank_of) // ranks
     if chunks == 1:
@@ -123,7 +123,7 @@ def _interleaved(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs:
 
 
 def _alternated(forwards: list[Action], backwards: list[Action], *, ahead: int) -> tuple[Action, ...]:
-    """Run some forwards ahead, then one forward and one backward at a time, then the backwards that are left."""
+    """Return `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     pairs = zip(forwards[ahead:], backwards, strict=False)
     left = backwards[len(forwards) - ahead :]
@@ -139,40 +139,42 @@ def _bubble_of_one_stage(ranks: int, microbatches: int, _chunks: int) -> float:
 
 
 def _bubble_of_interleaved(ranks: int, microbatches: int, chunks: int) -> float:
-    """With fewer micro-batches than ranks, every chunk but the last waits until the first is back from the ring."""
+    """With fewer micro-batches than ranks, every chunk but the last waits for the first micro-batch to come around."""
     idle = ranks - 1 + (chunks - 1) * max(0, ranks - microbatches)
     return idle / (chunks * microbatches + idle)
 
 
 def _bubble_of_zb1p(ranks: int, microbatches: int, _chunks: int) -> float:
-    """With fewer micro-batches than ranks, the way to the last stage and back is longer than a rank's work."""
+    """With fewer micro-batches than ranks, the trip to the last stage and back takes longer than a rank's work."""
     idle = ranks - 1 + max(0, ranks - microbatches)
     return idle / (3 * microbatches + idle)
 
 
 def _bubble_of_zbv(ranks: int, microbatches: int, _chunks: int) -> float:
-    """Of the way down the V, up and back, and a rank's work after the first micro-batch is there, the longer counts."""
+    """The longer one counts: a rank's work after the first micro-batch arrives, or the trip down the V, up and back."""
     makespan = max(6 * microbatches + ranks - 1, 4 * ranks + 2 * microbatches - 1)
     return 1 - 6 * microbatches / makespan
 
 
 SCHEDULES = {
-    "model": Row("one micro-batch at a time, through all stages and back", 1, round_robin, _model, _bubble_of_model),
-    "gpipe": Row("all forwards, then all backwards", 1, round_robin, _gpipe, _bubble_of_one_stage),
-    "1f1b": Row(
+    "model": ScheduleRow(
+        "one micro-batch at a time, through all stages and back", 1, round_robin, _model, _bubble_of_model
+    ),
+    "gpipe": ScheduleRow("all forwards, then all backwards", 1, round_robin, _gpipe, _bubble_of_one_stage),
+    "1f1b": ScheduleRow(
         "one forward, one backward: memory of as many micro-batches as stages",
         1,
         round_robin,
         _1f1b,
         _bubble_of_one_stage,
     ),
-    "interleaved": Row(
+    "interleaved": ScheduleRow(
         "1f1b over several smaller stages a rank", None, round_robin, _interleaved, _bubble_of_interleaved
     ),
-    "zb1p": Row(
+    "zb1p": ScheduleRow(
         "1f1b whose weight gradients fill the bubble", 1, round_robin, one_chunk, _bubble_of_zb1p, splits_backward=True
     ),
-    "zbv": Row(
+    "zbv": ScheduleRow(
         "two stages a rank in a V, weight gradients fill the bubble",
         2,
         vee,

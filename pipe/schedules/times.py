@@ -1,4 +1,4 @@
-"""When actions begin and end: every rank in its order, each action as soon as what it needs is there."""
+"""Compute when actions begin and end: every rank keeps its order, and each action starts when its inputs are there."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from muster.pipe.schedules.actions import Action, ScheduleError
 from muster.pipe.schedules.costs import Costs
 from muster.pipe.schedules.programs import Send, received_before, sent_after
 
-Times = tuple[float, float]  # start and end in seconds, the first start of all at 0
+Times = tuple[float, float]  # start and end in seconds from the first start on any rank
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Times of every action, rank by rank, and of every message on its way, by the rank that sends it."""
+class ActionTimes:
+    """Times of every action, by rank, and of every message in transit, by the sending rank."""
 
     actions: tuple[tuple[Times, ...], ...]
     messages: tuple[tuple[tuple[Send, Times], ...], ...]
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """List what an action needs: a forward that of the stage before, W its I, a backward its forward and the next's."""
+    """List what an action needs: F the previous stage's F, W its I, a backward its F and the next stage's backward."""
     stage, index = action.stage, action.microbatch
     if action.kind == "F":
         return (Action("F", stage - 1, index),) if stage else ()
@@ -29,17 +29,17 @@ def needs(action: Action, stages: int) -> tuple[Action, ...]:
     return (own,) if stage == stages - 1 else (own, Action(action.kind, stage + 1, index))
 
 
-def times(rank_of: tuple[int, ...], orders: tuple[tuple[Action, ...], ...], costs: Costs) -> Timed:
-    """Let every rank do its actions in order, each as soon as what it needs is there.
+def times(rank_of: tuple[int, ...], orders: tuple[tuple[Action, ...], ...], costs: Costs) -> ActionTimes:
+    """Compute the times of all actions.
 
-    A message leaves when its maker ends, and waits for the one before it on the same way from rank to rank. Its sender
-    goes on when it has let it go, its receiver when it has taken it, which it may do while it waits.
+    A message leaves when its producer ends, after earlier messages between the same two ranks. The sender continues
+    when it has handed the message over. The receiver continues when it has accepted it, which may overlap its waiting.
 
     Raises:
-        ScheduleError: Ranks wait for each other for ever, or for what nobody does.
+        ScheduleError: If the ranks deadlock, or an action needs one that does not exist.
     """
     stages = len(rank_of)
-    arrived: list[dict[Action, float]] = [{} for _ in orders]  # when what an action made is on a rank
+    arrived: list[dict[Action, float]] = [{} for _ in orders]  # by rank: when an action's result is available there
     free = [0.0 for _ in orders]
     way_free: dict[tuple[int, int], float] = {}
     rows: list[list[Times]] = [[] for _ in orders]
@@ -71,5 +71,5 @@ def times(rank_of: tuple[int, ...], orders: tuple[tuple[Action, ...], ...], cost
     stuck = [(rank, order[len(rows[rank])]) for rank, order in enumerate(orders) if len(rows[rank]) < len(order)]
     if stuck:
         where = ", ".join(f"rank {rank} before {action}" for rank, action in stuck)
-        raise ScheduleError(f"schedule stops for ever: {where}; each waits for an action that is not done before")
-    return Timed(tuple(tuple(row) for row in rows), tuple(tuple(row) for row in sent))
+        raise ScheduleError(f"schedule never ends: {where}; each waits for an action that never completes")
+    return ActionTimes(tuple(tuple(row) for row in rows), tuple(tuple(row) for row in sent))

@@ -1,11 +1,11 @@
-"""zb1p and zbv: backwards are split in two, so that gradients of weights fill what would be a bubble.
+"""Order the actions of zb1p and zbv: split backwards, whose weight gradients (W) fill the bubble.
 
 Qi et al. 2024, "Zero bubble pipeline parallelism" (ZB-H1) and "Pipeline parallelism with controllable memory" (V-ZB).
-The papers draw them for F = I = W; here they fit any costs. zb1p is 1F1B with W some micro-batches after their I; zbv
-is a list scheduling over simulated time: a rank that is free takes the most urgent action whose inputs are there,
-forwards only as far as activations may be in flight, W when there is nothing else to do or no memory for anything else.
-What is more urgent, F or I, of which stage, depends on costs: several rules are tried, and the shortest step is taken.
-Nothing but sums, products and comparisons of the given numbers decides, so every rank finds the same.
+The papers draw them for F = I = W; here they are optimized for any costs. zb1p is 1F1B with each W some micro-batches
+after its I. zbv is list scheduling in simulated time: a free rank takes the most urgent action whose inputs are there.
+It runs a forward only if it has room for the activation, and W only if nothing else can run or memory is full.
+Whether F or I of which stage is more urgent depends on costs, so several rules are tried and the shortest step wins.
+The result depends only on sums, products and comparisons of the given numbers, so every rank finds the same order.
 """
 
 import heapq
@@ -19,19 +19,20 @@ from muster.pipe.schedules.times import times
 
 Orders = tuple[tuple[Action, ...], ...]
 
-OFTEN = Costs(1.0, 1.2, 0.6, 0.2)  # of blocks of a GPT on CPUs, about
-MANY_ACTIONS = 20_000  # beyond this one order is made: the time to choose would be seconds
+OFTEN = Costs(1.0, 1.2, 0.6, 0.2)  # roughly those of GPT blocks on CPUs
+MANY_ACTIONS = 20_000  # beyond this only one order is tried, because choosing would take seconds
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides between actions that a rank could take.
+    """Priorities among the actions that a rank could take.
 
-    `in_flight` bounds a rank's forwards without their W. `first` is the kind that comes first, F or I; of two stages' I
-    or W the older micro-batch's does, or without `oldest` the later stage's; of their F the later stage's, or with
-    `alternate` the one that was not last. `through`, if given, divides the number of stages between a rank's two: so
-    many micro-batches and two more may be on their way there once backwards have begun, others wait for W. `patience`
-    is the share of a W's time that a rank rather waits for what is on its way.
+    `in_flight` bounds a rank's forwards without their W. `first` is the preferred kind, F or I. Between the I or W of
+    two stages, `oldest` prefers the older micro-batch; otherwise the later stage wins. Between the F of two stages, the
+    later stage wins, or with `alternate` the one that was not last. `through` limits the micro-batches between a rank's
+    two stages once backwards have begun: the number of stages between them divided by `through`, plus 2. Further
+    forwards have lower priority than W. `patience` is the share of W's duration that a rank waits for an input in
+    transit instead.
     """
 
     in_flight: int
@@ -43,9 +44,9 @@ class Rules:
 
 
 def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
-    """Order zb1p: as many activations in flight on a rank as 1F1B has on the first, each until its W.
+    """Order zb1p. Each rank may hold as many activations until their W as the first rank of 1F1B does.
 
-    1F1B with its backwards split in place is tried too, so that in simulated time zb1p is never the slower, up to
+    1F1B with its backwards split in place is tried too, so that in simulated time zb1p is never slower than 1F1B, up to
     `MANY_ACTIONS`.
     """
     after = [tuple(range(ranks)), tuple((rank + 1) // 2 for rank in range(ranks)), (0,) * ranks]
@@ -55,10 +56,10 @@ def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Co
 
 
 def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
-    """Order zbv: 2 ranks activations in flight on a rank, of stages half as large as zb1p's, each until its W.
+    """Order zbv. A rank may hold 2 * ranks activations until their W, of stages half as large as zb1p's.
 
-    The order for F = I = W is tried for other costs too, and those for what costs are often like for F = I = W: there
-    many orders are equally short, of which some are much longer where costs are a little different.
+    The order for F = I = W is tried for other costs, too. For F = I = W itself, orders for `OFTEN` are tried, too:
+    many orders are equally short there, but some of them get much longer if costs change a little.
     """
     tried = (
         Rules(2 * ranks, first="F", alternate=True, through=2),
@@ -77,9 +78,8 @@ def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: C
 def _shortest(
     candidates: Iterable[Orders], rank_of: tuple[int, ...], costs: Costs, then: Costs | None = None
 ) -> Orders:
-    """Choose the order with the shortest step, the first of equals; the first that cannot be beaten, or is long.
-
-    With `then`, of orders that are equally short the one whose step is shortest with those costs.
+    """Choose the order with the shortest step, the first of equals. Stop early if it is optimal or too long to compare.
+    `then` breaks ties: of equally short orders, the one with the shortest step for those costs wins.
     """
     best: tuple[tuple[float, float], Orders] | None = None
     for orders in candidates:
@@ -96,12 +96,12 @@ def _shortest(
 
 
 def seconds_of(rank_of: tuple[int, ...], orders: Orders, costs: Costs) -> float:
-    """Return how long a step takes."""
+    """Return the duration of a step."""
     return max(row[-1][1] for row in times(rank_of, orders, costs).actions)
 
 
 def least_seconds(rank_of: tuple[int, ...], orders: Orders, costs: Costs) -> float:
-    """Return what no order of these actions beats: a rank begins when a micro-batch is there, and does all it has."""
+    """Return a lower bound for these actions: each rank runs without a pause after its first micro-batch arrives."""
     arrives = [0.0]
     for stage in range(1, len(rank_of)):
         elsewhere = rank_of[stage] != rank_of[stage - 1]
@@ -111,7 +111,7 @@ def least_seconds(rank_of: tuple[int, ...], orders: Orders, costs: Costs) -> flo
 
 
 def _h1(ranks: int, microbatches: int, after: Sequence[int]) -> Orders:
-    """Order 1F1B with W of rank r `after[r]` micro-batches after its I; the paper's ZB-H1 where that is r."""
+    """Order 1F1B with the W of rank r `after[r]` micro-batches after its I: with after[r] = r, the paper's ZB-H1."""
     return tuple(tuple(_h1_rank(stage, ranks, microbatches, after[stage])) for stage in range(ranks))
 
 
@@ -130,14 +130,14 @@ def _h1_rank(stage: int, ranks: int, microbatches: int, after: int) -> Iterator[
 
 
 def _listed(rank_of: tuple[int, ...], microbatches: int, costs: Costs, rules: Rules) -> Orders:
-    """Order actions by list scheduling: at any time every rank that is free takes the most urgent it can."""
+    """Order actions by list scheduling: whenever a rank is free, it takes the most urgent action that is ready."""
     listing = _Listing(rank_of, microbatches, costs, rules)
     listing.run()
     return tuple(tuple(order) for order in listing.orders)
 
 
 class _Listing:
-    """A list scheduling under way: who has begun how much, and what is ready when."""
+    """The state of a list scheduling: how much each stage has begun, and when actions are ready."""
 
     def __init__(self, rank_of: tuple[int, ...], microbatches: int, costs: Costs, rules: Rules) -> None:
         stages = range(len(rank_of))
@@ -150,17 +150,17 @@ class _Listing:
         self.free = [0.0 for _ in ranks]
         self.last_forward = [-1 for _ in ranks]
         self.orders: list[list[Action]] = [[] for _ in ranks]
-        self.awake = [(0.0, rank) for rank in ranks]  # when a rank may have something to begin
+        self.awake = [(0.0, rank) for rank in ranks]  # (time, rank): when a rank may be able to begin an action
 
     def run(self) -> None:
-        """Begin all actions, in the order of time."""
+        """Begin all actions, in order of time."""
         while self.awake:
             now, rank = heapq.heappop(self.awake)
             if self.free[rank] <= now and (action := self._most_urgent(rank, now)):
                 self._begin(action, rank, now)
 
     def _most_urgent(self, rank: int, now: float) -> Action | None:
-        """Return what a rank should begin; None where it can do nothing, or should wait."""
+        """Return the action that a rank should begin; None if there is none, or it should wait."""
         found, awaited = [], now
         for chunk, stage in enumerate(self.chunks[rank]):
             for kind, begun in self.begun.items():
@@ -178,7 +178,7 @@ class _Listing:
         return None if action.kind == "W" and waits else action
 
     def _may_forward(self, rank: int, chunk: int) -> bool:
-        """Tell whether memory allows a forward; the last place is left to a rank's last stage, so that any can end."""
+        """Return whether memory allows a forward. One place is reserved for the last stage, to avoid a deadlock."""
         begun, stages = self.begun, self.chunks[rank]
         stage, last = stages[chunk], stages[-1]
         in_flight = sum(begun["F"][each] - begun["W"][each] for each in stages)
@@ -186,7 +186,7 @@ class _Listing:
         return in_flight + reserved < self.rules.in_flight
 
     def _urgency(self, kind: Kind, rank: int, chunk: int, index: int) -> tuple[int, ...]:
-        """Rank an action, the most urgent least: F 0 or 2, I 1, W 3, and 4 for an F that waits for W."""
+        """Return a sort key, lowest first: F 0 or 2, I 1, W 3, and 4 for an F that comes after W."""
         rules, stages = self.rules, self.chunks[rank]
         if kind != "F":
             return (1 if kind == "I" else 3), index if rules.oldest else 0, -chunk
@@ -217,7 +217,7 @@ class _Listing:
             self._offer("I", stage - 1, stage, end)
 
     def _offer(self, kind: Kind, stage: int, maker: int, end: float) -> None:
-        """Note when an action has all that it needs."""
+        """Record when an action has all its inputs."""
         elsewhere = self.rank_of[stage] != self.rank_of[maker]
         at = end + self.costs.between(stage, maker) if elsewhere else end
         self.ready[kind][stage].append(at)

@@ -1,1 +1,1 @@
-"""Backwards in two halves: gradients of inputs, and later those of weights."""
+"""Split backwards in two halves: gradients of inputs first, gradients of weights later."""

@@ -1,12 +1,12 @@
-"""Split layers within what `torch.compile` makes: one operation of ours, which compiled code calls but cannot read.
+"""Split layers inside `torch.compile`: a custom operation that compiled code calls but cannot inspect.
 
-    backward   dX = input_gradient(dY, x, W, place)      the gradient of the input, and, behind the compiler's back,
-                                                         (x, dY) kept for `WeightQueue.run`
+    backward   dX = input_gradient(dY, x, W, place)      the gradient of the input; as a hidden side effect,
+                                                         (x, dY) are kept for `WeightQueue.run`
 
-The operation makes dX itself, so that it cannot be left out. What it keeps it copies: compiled code uses the memory of
-a tensor again as soon as nobody in its graph needs it. `place` is the number of a layer, as a tensor, because equal
-layers share compiled code, for which a number would be a constant. An input that needs no gradient leaves nothing to
-hang the operation on: such a layer stays whole.
+The operation returns dX itself, so the compiler cannot remove it. It keeps copies, because compiled code reuses the
+memory of a tensor once its own graph no longer needs it. `place` is the layer's number, as a tensor: layers of equal
+shape share compiled code, which would treat an integer as a constant. If the input needs no gradient, nothing calls the
+operation, so such a layer is not split.
 """
 
 import weakref
@@ -16,36 +16,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-RUNS: Final = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)  # by dimensions of weights
+RUNS: Final = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)  # by weight.dim() - 2
 
 
-class Place(Protocol):
-    """A split layer, as compiled code meets it."""
+class SplitLayer(Protocol):
+    """A split layer, as seen by compiled code."""
 
     def keep_copies(self, x: Tensor, gradient: Tensor) -> None:
-        """Keep copies of a use's input and of its output's gradient."""
+        """Keep copies of a call's input and of its output's gradient."""
         ...
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of an input."""
+        """Return the gradient of the input."""
         ...
 
 
-_PLACES: Final[weakref.WeakValueDictionary[int, Place]] = weakref.WeakValueDictionary()
-"""The layers that compiled code may name: an operation's arguments are tensors, so they are found by number."""
+_LAYERS: Final[weakref.WeakValueDictionary[int, SplitLayer]] = weakref.WeakValueDictionary()
+"""Layers by number. Compiled code names them so, because an operation's arguments are tensors."""
 
 
-def number(place: Place) -> Tensor:
-    """Give a layer a number, as a tensor; it is forgotten with the layer."""
-    given = max(_PLACES, default=-1) + 1
-    _PLACES[given] = place
+def number(place: SplitLayer) -> Tensor:
+    """Give a layer a number, as a tensor. The number is freed with the layer."""
+    given = max(_LAYERS, default=-1) + 1
+    _LAYERS[given] = place
     return torch.tensor(given)
 
 
 def _input_gradient(gradient: Tensor, x: Tensor, weight: Tensor, place: Tensor) -> Tensor:
-    layer = _PLACES.get(int(place))
+    layer = _LAYERS.get(int(place))
     if layer is None:
-        raise RuntimeError("compiled code has the backward of a layer that is no longer split; forward it again")
+        raise RuntimeError("compiled code ran the backward of a layer that is no longer split; run its forward again")
     layer.keep_copies(x, gradient)
     made = layer.of_input(gradient, x, weight)
     return made if made.stride() == x.stride() else torch.empty_like(x).copy_(made)
@@ -60,7 +60,7 @@ input_gradient.register_fake(_like_input)
 
 
 class _Layer(torch.autograd.Function):
-    """A linear layer or a convolution whose backward is ours."""
+    """A linear layer or convolution with our backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor, *settings: Any) -> Tensor:
@@ -75,7 +75,7 @@ class _Layer(torch.autograd.Function):
 
 
 def layer(x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor, *settings: Any) -> Tensor:
-    """Do a layer in a graph that is compiled; a convolution's settings are stride, padding, dilation and groups."""
+    """Run a layer in compiled code. A convolution's `settings` are stride, padding, dilation and groups."""
     y: Tensor = _Layer.apply(  # type: ignore[no-untyped-call]
         x, weight.detach(), None if bias is None else bias.detach(), place, *settings
     )

@@ -1,19 +1,20 @@
-"""Zero bubble's two halves of a backward: gradients of inputs at once, gradients of weights when there is time.
+"""Split backwards as in zero-bubble schedules: gradients of inputs at once, gradients of weights when there is time.
 
-    plain      F ....... B            B: dX and dW of every layer, and the stage before waits for all of it
-    split      F ....... I .. W       I: dX, which the stage before waits for;  W: dW, for which nobody waits
+    plain      F ....... B            B: dX and dW of every layer; the previous stage waits for both
+    split      F ....... I .. W       I: dX, which the previous stage waits for;  W: dW, which nobody waits for
 
-    queue = WeightQueue(module)                    # its linear layers and convolutions are split
+    queue = WeightQueue(module)                    # splits its linear layers and convolutions
     loss = module(inputs).sum()
     with queue.collecting(0):
-        loss.backward()                            # I: norms, embeddings and their like have their gradients, too
-    queue.run(0)                                   # W: linear layers and convolutions
+        loss.backward()                            # I: also computes gradients of norms, embeddings and the like
+    queue.run(0)                                   # W: weights of linear layers and convolutions
 
-The cut goes through the operation: it needs no second walk through the graph, which keeps no memory and costs no time.
-`pipe/splitting/layers.py` has the layers, `pipe/splitting/weight_gradients.py` the products.
+Each layer's backward is split where it computes dX and dW. No second pass through the graph is needed, so the split
+costs neither memory nor time. `pipe/splitting/layers.py` has the layers, `pipe/splitting/weight_gradients.py` the
+products.
 
-Source: Qi et al. 2024, "Zero bubble pipeline parallelism"; that the weights' half can be put off by each layer for
-itself is from DeepSeek-AI 2025, "DualPipe".
+Source: Qi et al. 2024, "Zero bubble pipeline parallelism". Deferring the weight half layer by layer is from DeepSeek-AI
+2025, "DualPipe".
 """
 
 import weakref
@@ -24,38 +25,39 @@ import torch
 from torch import nn
 
 from muster.pipe.splitting.layers import is_split, kind_of, restore, split
-from muster.pipe.splitting.weight_gradients import Sums, Work
+from muster.pipe.splitting.weight_gradients import PendingGradients, Sums
 
 Later = Callable[[], None]
 
 
 class WeightQueue:
-    """What is left to do for the weights of a module, by micro-batch.
+    """Pending weight gradients of a module, by key.
 
-    Building one splits the module's `nn.Linear`, `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` layers, until `restore()`,
-    the end of a `with` or the queue's own end; state dict, names and parameters stay what they are. A copy of a split
-    layer, or one that comes out of a pickle, is a plain one. A layer whose weight is computed by a norm, a mask or a
-    parametrization, now or later, is whole. A key is anything that names one backward: a stage and a micro-batch.
+    Building a queue splits the module's `nn.Linear`, `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` layers, until
+    `restore()`, the end of a `with`, or the queue's deletion. State dict, names and parameters do not change. A copy or
+    unpickled version of a split layer is a plain layer. A layer is not split if its weight is computed by a norm, a
+    mask or a parametrization, now or later. A key is anything that identifies one backward: here a stage and a
+    micro-batch.
 
-    From `collecting` to `run`, inputs of these layers and gradients of their outputs are held as they are, not copied:
-    memory that either lies in must not be written to in between.
+    Between `collecting` and `run`, the queue holds inputs of these layers and gradients of their outputs without
+    copying. Do not write to their memory in between.
 
-    `run` adds to `.grad` what autograd would have added, and calls the hooks that parameters have. With `exact` the
-    bits are autograd's, if keys are run in the order of a loop over micro-batches: a weight that is another module's,
-    too, as a tied head's is the embedding's, then stays whole. Two exceptions, by a rounding: a weight that a forward
-    also computes with by hand, and, under autocast, one that is used twice in a micro-batch.
+    `run` adds to `.grad` what autograd would have added, and calls the hooks of parameters. With `exact` the bits are
+    autograd's, if keys run in the order of a loop over micro-batches; a layer that shares its weight with another kind
+    of module, such as a head tied to an embedding, is then not split. There are two exceptions, which differ by
+    rounding: a weight that a forward also uses directly, and, under autocast, a weight used twice in a micro-batch.
 
     Raises:
-        ValueError: a layer of the module is split already.
+        ValueError: If a layer of the module is already split.
     """
 
     def __init__(self, module: nn.Module, *, exact: bool = False) -> None:
         self.exact = exact
-        self._works: dict[Hashable, list[Work | Later]] = {}
-        self._open: list[Work | Later] | None = None  # of the key that a backward collects under
+        self._works: dict[Hashable, list[PendingGradients | Later]] = {}
+        self._open: list[PendingGradients | Later] | None = None  # the work of the key that is being collected
         layers = list(module.modules())
         if taken := [type(each).__name__ for each in layers if is_split(each)]:
-            raise ValueError(f"{len(taken)} layers ({taken[0]}, ...) are split already; restore() their queue first")
+            raise ValueError(f"{len(taken)} layers ({taken[0]}, ...) are already split; restore() their queue first")
         kinds = [kind_of(each) for each in layers]
         whole = {
             id(parameter)
@@ -69,77 +71,79 @@ class WeightQueue:
             if kind is not None and whole.isdisjoint(map(id, each.parameters(recurse=False))):
                 split(each, kind, self)
                 self._layers.append(each)
-            elif kind is None and not exact and hasattr(each, "keeper"):
-                each.keeper = weakref.proxy(self)  # tensor-parallel layers split themselves
+            elif kind is None and not exact and hasattr(each, "weight_queue"):
+                each.weight_queue = weakref.proxy(
+                    self
+                )  # tensor-parallel layers defer their weight gradients themselves
                 self._others.append(each)
         weakref.finalize(self, _restore, self._layers, self._others).atexit = False
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Keep the weights' half of the backwards within under a key; several add to one.
+        """Collect the weight half of all backwards in the block under a key. Several blocks may add to one key.
 
         Raises:
-            RuntimeError: another key is open; a split layer's backward runs with no key open.
+            RuntimeError: If another key is open. A split layer's backward raises if no key is open.
         """
         if self._open is not None:
-            raise RuntimeError(f"collecting({key!r}) within another collecting(): close that first")
+            raise RuntimeError(f"collecting({key!r}) within another collecting(); close that first")
         self._open = self._works.setdefault(key, [])
         try:
             yield
         finally:
             self._open = None
 
-    def keep(self, work: Work | Later) -> None:
-        """Take what is left to do; within a backward, or anywhere in `collecting`.
+    def keep(self, work: PendingGradients | Later) -> None:
+        """Add pending work to the open key, from a backward or anywhere within `collecting`.
 
-        A layer of one's own may give a function without arguments, to be called by `run` in its turn.
+        A custom layer may pass a function without arguments, which `run` calls in order.
         """
         if self._open is None:
             raise RuntimeError(
-                "the backward of a split layer outside of collecting(key), which would keep its weights'"
+                "the backward of a split layer ran outside of collecting(key); its weight gradients would be lost"
             )
         self._open.append(work)
 
     @torch.no_grad()
     def run(self, key: Hashable) -> None:
-        """Do what is left of a key, in the order of its backward, and let its memory go.
+        """Do the pending work of a key, in the order of its backward, and free its memory.
 
         Raises:
-            RuntimeError: nothing has been collected under the key, or it was run before.
+            RuntimeError: If nothing was collected under the key, or it has already run.
         """
         works = self._works.pop(key, None)
         if works is None or works is self._open:
-            raise RuntimeError(f"run({key!r}): nothing was collected under this key, or it was run before")
-        sums = Sums([each for each in works if isinstance(each, Work)], exact=self.exact)
+            raise RuntimeError(f"run({key!r}): nothing was collected under this key, or it has already run")
+        sums = Sums([each for each in works if isinstance(each, PendingGradients)], exact=self.exact)
         works.reverse()
         while works:
-            work = works.pop()  # each one's memory goes when it is done
-            if isinstance(work, Work):
+            work = works.pop()  # frees the memory of each piece of work when it is done
+            if isinstance(work, PendingGradients):
                 work.kind.run(work, sums)
             else:
                 work()
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """What has been collected and not been run, oldest first."""
+        """The keys that were collected but have not run, oldest first."""
         return tuple(self._works)
 
     def finish(self) -> None:
-        """Check at the end of a step that nothing was forgotten.
+        """Check at the end of a step that all keys have run.
 
         Raises:
-            RuntimeError: some gradients of weights have not been made; the message has their keys.
+            RuntimeError: If some weight gradients are pending; the message names their keys.
         """
         if self._works:
             left = ", ".join(map(repr, list(self._works)[:4]))
-            raise RuntimeError(f"{len(self._works)} backwards without their weights' half: run({left}, ...)")
+            raise RuntimeError(f"{len(self._works)} backwards have pending weight gradients: call run({left}, ...)")
 
     def discard(self) -> None:
-        """Forget what is left, after a step that failed."""
+        """Drop all pending work, after a failed step."""
         self._works.clear()
 
     def restore(self) -> None:
-        """Give the layers their own classes back; what is left can still be run."""
+        """Make the layers plain again. Pending work can still be run."""
         _restore(self._layers, self._others)
 
     def __enter__(self) -> "WeightQueue":
@@ -153,6 +157,6 @@ def _restore(layers: list[nn.Module], others: list[nn.Module]) -> None:
     for each in layers:
         restore(each)
     for each in others:
-        each.keeper = None  # type: ignore[assignment]
+        each.weight_queue = None  # type: ignore[assignment]
     layers.clear()
     others.clear()

@@ -1,13 +1,12 @@
-"""Layers whose backward leaves the gradients of their weights for later: `nn.Linear`, and convolutions.
+"""Layers whose backward defers the gradients of their weights: `nn.Linear` and convolutions.
 
-    forward    x ──linear, its weights out of the graph──► y         native operations, so native speed, and bits
-    backward   dX ◄──native── dY                                     autograd sees nothing that learns but x
-                               └─ a hook on y keeps (x, dY)          for dW = dY' x, done when somebody has time
+    forward    x ──linear, with its weights detached──► y            native operations, so native speed and bits
+    backward   dX ◄──native── dY                                     autograd computes only the gradient of x
+                               └─ a hook on y keeps (x, dY)          for dW = dY' x, computed later
 
-A layer's class is exchanged for a subclass that has another `forward`: parameters, state dict and the printed form stay
-what they are, and copies are plain layers. A layer that cannot be split (a weight that is computed, complex numbers, a
-`forward` of its own) keeps its class, and so does everything that is neither linear nor a convolution: their gradients
-are made with the inputs'.
+A layer's class is replaced by a subclass with another `forward`. Parameters, state dict and printed form do not change,
+and copies are plain layers. A layer that cannot be split (a computed weight, complex numbers, its own `forward`) keeps
+its class. So do all other kinds of layers: their weight gradients are computed together with the gradients of inputs.
 """
 
 from collections.abc import Callable
@@ -21,16 +20,16 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from muster.pipe.splitting import compiled
-from muster.pipe.splitting.taps import Hang, Site, Tap, tap
-from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, Keeper, Kind
+from muster.pipe.splitting.gradient_capture import Anchored, CaptureHook, SplitSite, capture
+from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, GradientKind, PendingQueue
 
-SITE: Final = "_split_site"  # where a layer keeps its `Site`
-PLACE: Final = "_split_place"  # and its number, for compiled code
+SITE: Final = "_split_site"  # attribute for a layer's `SplitSite`
+PLACE: Final = "_split_place"  # attribute for its number in compiled code
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def kind_of(module: nn.Module) -> Kind | None:
-    """Say how a layer's weights get their gradients; None for one that cannot be split."""
+def kind_of(module: nn.Module) -> GradientKind | None:
+    """Return the kind of weight gradients of a layer; None if it cannot be split."""
     held, weight = module._parameters, module._parameters.get("weight")
     if weight is None or "bias" not in held or is_lazy(weight) or weight.is_complex() or "forward" in module.__dict__:
         return None
@@ -39,26 +38,26 @@ def kind_of(module: nn.Module) -> Kind | None:
     return _convolution(module) if isinstance(module, _ConvNd) else None
 
 
-def split(module: nn.Module, kind: Kind, keeper: Keeper) -> None:
+def split(module: nn.Module, kind: GradientKind, weight_queue: PendingQueue) -> None:
     """Split one layer."""
     ours = _SplitLinear if kind is LINEAR else _SplitConvolution
-    site = module.__dict__[SITE] = Site(keeper, kind, module)
+    site = module.__dict__[SITE] = SplitSite(weight_queue, kind, module)
     module.__dict__[PLACE] = compiled.number(site)
     module.__class__ = _subclass(ours, site.original)  # type: ignore[arg-type]
 
 
 def is_split(module: nn.Module) -> bool:
-    """True for a layer that is split now."""
+    """Return whether a layer is split now."""
     return SITE in module.__dict__
 
 
 def anchors_of(module: nn.Module) -> list[Tensor]:
-    """List what outputs of a module's split layers hang on, where their inputs need no gradient."""
+    """List the anchors of a module's split layers, which connect outputs to the graph if inputs need no gradient."""
     return [each.__dict__[SITE].anchor for each in module.modules() if is_split(each)]
 
 
 def restore(module: nn.Module) -> None:
-    """Give a split layer its own class back, unless a parametrization has made one of ours since."""
+    """Restore a split layer's class, unless a parametrization has replaced ours since."""
     site = module.__dict__.pop(SITE)
     del module.__dict__[PLACE]
     if type(module) in (_subclass(_SplitLinear, site.original), _subclass(_SplitConvolution, site.original)):
@@ -67,15 +66,15 @@ def restore(module: nn.Module) -> None:
 
 @cache
 def _subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """Make the class of split layers of a class; it has the original's name, so it prints alike."""
+    """Return the split subclass of a class. It has the original's name, so it prints alike."""
     return type(original.__name__, (ours, original), {"__module__": __name__})
 
 
 def _convolution(module: _ConvNd) -> Convolution | None:
-    """Say how a convolution is done; None for one that is of another class, or padded by unequal sides."""
+    """Return the settings of a convolution; None for a custom class, or unequal padding of two sides."""
     own = type(module)
     plain = any(own.forward is each.forward and own._conv_forward is each._conv_forward for each in CONVOLUTIONS)
-    around = list(module._reversed_padding_repeated_twice)  # last axis first, both sides
+    around = list(module._reversed_padding_repeated_twice)  # last dimension first, both sides
     if not plain or around[::2] != around[1::2]:
         return None
     padding = tuple(around[::-2]) if module.padding_mode == "zeros" else (0,) * (len(around) // 2)
@@ -83,16 +82,16 @@ def _convolution(module: _ConvNd) -> Convolution | None:
 
 
 class _Split(nn.Module):
-    """What split layers have in common."""
+    """The common part of split layers."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle the plain layer: what is left to do for a copy's weights would be nobody's."""
+        """Copy and pickle as a plain layer, because a copy has no queue for its weight gradients."""
         plain = object.__new__(self.__dict__[SITE].original)
         plain.__dict__.update((name, each) for name, each in self.__dict__.items() if name not in (SITE, PLACE))
-        return plain.__reduce_ex__(1)  # by later protocols pickle demands an object of this very class
+        return plain.__reduce_ex__(1)  # later protocols require an object of this very class
 
     def forward(self, input: Tensor) -> Tensor:
-        """Run the layer; as the plain one does where weight or bias are computed by now, by a norm or a mask."""
+        """Run the split layer; run it as a plain one if a norm or mask has replaced its weight or bias."""
         held = self._parameters
         if "weight" not in held or "bias" not in held:
             return super().forward(input)  # type: ignore[no-any-return]
@@ -101,18 +100,18 @@ class _Split(nn.Module):
         return self._run(input, weight, bias)
 
     def _run(self, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        """Run the layer with parameters of its own."""
+        """Run the layer with its own parameters."""
         raise NotImplementedError
 
-    def _tapped(
+    def _captured(
         self, run: Callable[..., Tensor], x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *settings: Any
     ) -> Tensor:
-        """Run a layer with its weights out of the graph, and tap its output."""
-        site: Site = self.__dict__[SITE]
-        hook = Tap(site, weight, bias, x)
+        """Run a layer with its weights detached, and put the hook on its output."""
+        site: SplitSite = self.__dict__[SITE]
+        hook = CaptureHook(site, weight, bias, x)
         arguments = (x, weight.detach(), None if bias is None else bias.detach(), *settings)
-        y: Tensor = run(*arguments) if x.requires_grad else Hang.apply(run, arguments, site.anchor)  # type: ignore[no-untyped-call]
-        tap(y, hook)
+        y: Tensor = run(*arguments) if x.requires_grad else Anchored.apply(run, arguments, site.anchor)  # type: ignore[no-untyped-call]
+        capture(y, hook)
         return y
 
 
@@ -128,12 +127,12 @@ class _SplitLinear(_Split):
             place = self.__dict__[PLACE] if x.requires_grad else None
             return functional.linear(x, weight, bias) if place is None else compiled.layer(x, weight, bias, place)
         if x.dim() == 2 or (x.requires_grad and x.is_contiguous()):
-            return self._tapped(functional.linear, x, weight, bias)
+            return self._captured(functional.linear, x, weight, bias)
         flat, shape = x.flatten(0, -2), (*x.shape[:-1], len(weight))  # (rows, features)
         if x.is_contiguous():
-            return self._tapped(functional.linear, flat, weight, bias).view(shape)
-        # A plain layer flattens such an input, too, but only as long as its weight is in the graph.
-        y = self._tapped(functional.linear, flat, weight, None).view(shape)
+            return self._captured(functional.linear, flat, weight, bias).view(shape)
+        # A plain layer flattens such an input, too, but only while its weight is in the graph.
+        y = self._captured(functional.linear, flat, weight, None).view(shape)
         return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -153,19 +152,19 @@ class _SplitConvolution(_Split):
         if compiling:
             settings = (self.stride, padding, self.dilation, self.groups)
             return compiled.layer(x, weight, bias, self.__dict__[PLACE], *settings)
-        return self._tapped(
+        return self._captured(
             compiled.RUNS[weight.dim() - 2], x, weight, bias, self.stride, padding, self.dilation, self.groups
         )
 
 
 def _is_due(weight: Tensor) -> bool:
-    """True if a weight's gradient is to be made, and would be its own: a computed weight hands it on."""
+    """Return whether a weight's gradient is wanted and accumulates in the weight itself (not in what computes it)."""
     return weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
 
 
 def _in_autocast(x: Tensor) -> Tensor:
-    """Return an input in the type that it is computed in: what is kept of it is that."""
-    if not torch._C._is_any_autocast_enabled():  # a tenth of what asking for a device costs
+    """Cast an input as autocast would, so that the cast tensor is the one that is kept."""
+    if not torch._C._is_any_autocast_enabled():  # ten times faster than asking for a device type
         return x
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:

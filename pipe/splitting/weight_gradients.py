@@ -1,11 +1,11 @@
-"""What layers' weights gain from an input x and the gradient of their output y: products that a pipeline does late.
+"""Compute the gradients of layers' weights from their inputs x and output gradients dY, later than the backward.
 
-    linear       y = x W' + b        dW += dY' x (one matrix product that adds)        db += sum of dY over rows
-    convolution  y = x * W + b       dW, db: torch's own backward of a convolution, asked for these two only
+    linear       y = x W' + b        dW += dY' x (one matrix product that accumulates)  db += sum of dY over rows
+    convolution  y = x * W + b       dW, db: torch's own backward of a convolution, restricted to these two
 
-`Sums` adds them to `.grad` as autograd would have: what a parameter gains from all its uses in one micro-batch is one
-gradient, after which its hooks are called. With `exact` its bits are autograd's too: the uses are added up first, then
-added to `.grad`, and no product adds by itself, for that rounds once less.
+`Sums` adds them to `.grad` as autograd would: the contributions of all uses in one micro-batch form one gradient, and
+then hooks are called. With `exact` the bits are autograd's, too: the uses are added up before they are added to
+`.grad`, and no product accumulates directly, because that would round once less.
 """
 
 from abc import ABC, abstractmethod
@@ -17,55 +17,58 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-FULL: Final = (torch.float32, torch.float64)  # types whose products are summed up in themselves
+FULL: Final = (
+    torch.float32,
+    torch.float64,
+)  # types in which torch accumulates directly; it sums 16-bit types in float32
 
 
-class Work(NamedTuple):
-    """What is left to do of one use of a layer."""
+class PendingGradients(NamedTuple):
+    """The pending weight gradients of one call of a layer."""
 
-    kind: "Kind"
+    kind: "GradientKind"
     weight: nn.Parameter
-    bias: nn.Parameter | None  # None: there is none, or it is frozen
+    bias: nn.Parameter | None  # None: the layer has none, or it is frozen
     x: Tensor
-    gradient: Tensor  # of the output, in the type that it was computed in, which is x's, too
+    gradient: Tensor  # of the output; has the type of the computation, as x does
 
 
-class Keeper(Protocol):
-    """Who keeps what is left to do: `pipe.splitting.halves.WeightQueue`."""
+class PendingQueue(Protocol):
+    """A queue of pending work, such as `pipe.splitting.halves.WeightQueue`."""
 
-    def keep(self, work: Work) -> None:
-        """Take one use of a layer, in the backward."""
+    def keep(self, work: PendingGradients) -> None:
+        """Add the work of one call of a layer, from its backward."""
 
 
 class Sums:
-    """The gradients of one micro-batch on their way to `.grad`."""
+    """Adds the gradients of one micro-batch to `.grad`."""
 
-    def __init__(self, works: Sequence[Work], *, exact: bool) -> None:
+    def __init__(self, works: Sequence[PendingGradients], *, exact: bool) -> None:
         self.exact = exact
         learning = [each for work in works for each in work[1:3] if each is not None]
-        self._uses = Counter(map(id, learning))  # still to come, by parameter
-        self._partial: dict[int, Tensor] = {}  # the sum over the uses so far, where it must be made before it is added
+        self._uses = Counter(map(id, learning))  # number of uses still to come, by parameter
+        self._partial: dict[int, Tensor] = {}  # the sum over the uses so far, if it must be complete before it is added
         self._ones: Tensor | None = None
-        self._simple = len(self._uses) == len(learning) and not any(  # nobody waits for any, and each gains once
+        self._simple = len(self._uses) == len(learning) and not any(  # one use per parameter, and no hooks
             each._post_accumulate_grad_hooks or each._backward_hooks for each in learning
         )
 
     def fused(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
-        """Return `.grad`, if a product may add to it by itself."""
+        """Return `.grad` if a product may accumulate into it directly; else None."""
         held = parameter.grad
         if self.exact or held is None or held.dtype is not gradient.dtype:
             return None
         return held if self._simple or not parameter._backward_hooks else None
 
     def ones(self, rows: Tensor) -> Tensor:
-        """Return a one for each row of a matrix."""
+        """Return a vector with a one for each row of a matrix."""
         ones = self._ones
         if ones is None or ones.size(0) != rows.size(0) or ones.dtype is not rows.dtype or ones.device != rows.device:
             ones = self._ones = rows.new_ones(rows.size(0))
         return ones
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add what a parameter gains from one use."""
+        """Add a parameter's gradient from one use."""
         if not self._simple and (self.exact or parameter._backward_hooks):
             place = id(parameter)
             if (partial := self._partial.pop(place, None)) is not None:
@@ -82,7 +85,7 @@ class Sums:
         self.added(parameter)
 
     def added(self, parameter: nn.Parameter) -> None:
-        """Hear that one use has been added; after the last, tell who waits for the gradient."""
+        """Note that one use has been added; after the last one, call the parameter's hooks."""
         if self._simple:
             return
         place = id(parameter)
@@ -94,22 +97,22 @@ class Sums:
                 hook(parameter)
 
 
-class Kind(ABC):
-    """How a kind of layer's gradients are made."""
+class GradientKind(ABC):
+    """How the gradients of a kind of layer are computed."""
 
     @abstractmethod
-    def run(self, work: Work, sums: Sums) -> None:
-        """Make the gradients of one use, and add them."""
+    def run(self, work: PendingGradients, sums: Sums) -> None:
+        """Compute the weight gradients of one call, and add them."""
 
     @abstractmethod
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of x, in its shape."""
+        """Return the gradient of x, with its shape."""
 
 
-class Linear(Kind):
-    """Of x (..., features) and dY (..., outputs)."""
+class Linear(GradientKind):
+    """Gradients for x (..., features) and dY (..., outputs)."""
 
-    def run(self, work: Work, sums: Sums) -> None:
+    def run(self, work: PendingGradients, sums: Sums) -> None:
         _, weight, bias, x, gradient = work
         if x.dim() > 2:
             x = x.flatten(0, -2)  # (rows, features)
@@ -124,7 +127,7 @@ class Linear(Kind):
         if bias is None:
             return
         if (held := sums.fused(bias, gradient)) is not None and gradient.dtype in FULL:
-            held.addmv_(turned, sums.ones(gradient))  # in one call, a quarter of the time of a sum and an addition
+            held.addmv_(turned, sums.ones(gradient))  # one call, in a quarter of the time of a sum and an addition
             sums.added(bias)
         else:
             sums.add(bias, gradient.sum(0))
@@ -134,15 +137,15 @@ class Linear(Kind):
 
 
 @dataclass(frozen=True)
-class Convolution(Kind):
-    """Of x (batch, channels, ...) and dY (batch, outputs, ...); the settings are a number for each axis."""
+class Convolution(GradientKind):
+    """Gradients for x (batch, channels, ...) and dY (batch, outputs, ...). Settings have one number per dimension."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
 
-    def run(self, work: Work, sums: Sums) -> None:
+    def run(self, work: PendingGradients, sums: Sums) -> None:
         wanted = [False, True, work.bias is not None]
         _, of_weight, of_bias = self._backward(work.gradient, work.x, work.weight, wanted)
         sums.add(work.weight, of_weight)
@@ -156,7 +159,7 @@ class Convolution(Kind):
         made: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
             gradient,
             x,
-            weight.to(gradient.dtype),  # of which gradients of weights need the shape, and how it lies in memory
+            weight.to(gradient.dtype),  # weight gradients need only its shape and memory format
             [gradient.shape[1]],
             self.stride,
             self.padding,
@@ -173,7 +176,7 @@ LINEAR: Final = Linear()
 
 
 def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Let a parameter's own hooks see, or change, a gradient before it is added."""
+    """Call a parameter's own hooks, which may change the gradient, before it is added."""
     for hook in tuple((parameter._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -181,7 +184,7 @@ def _hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def _laid_out(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return a first gradient in its parameter's type, lying in memory as that does."""
+    """Convert a first gradient to its parameter's type and strides."""
     if gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)

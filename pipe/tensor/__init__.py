@@ -1,4 +1,4 @@
-"""Tensor parallel as a library: layers split over ranks, by a table from names of modules to ways of splitting."""
+"""Tensor parallelism as a library: split layers over ranks by a table from module names to rules."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first named: slices need no torch."""
+    """Import a class on first use, because slices need no torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'muster.pipe.tensor' has no attribute {name!r}")
     from importlib import import_module

@@ -1,8 +1,8 @@
-"""The cross-entropy of logits whose classes are split over ranks; nobody ever has all of a row.
+"""Cross-entropy of logits whose classes are split over ranks, without gathering whole rows.
 
     loss of a row = log sum exp(logit - m) - (logit of the target - m)      m: the row's largest logit
 
-Three numbers a row travel: the largest, then the sum and the target's logit together. The gradient needs nothing more.
+Each row sends three numbers: its maximum, then the sum and the target's logit together. The gradient sends nothing.
 """
 
 from typing import Any, Final
@@ -13,16 +13,16 @@ from torch.nn import functional
 
 from muster.pipe.tensor.region import Region, outside_graph
 
-IGNORED: Final = -100  # as torch.nn.functional.cross_entropy has it
+IGNORED: Final = -100  # as in torch.nn.functional.cross_entropy
 
 
 class SplitCrossEntropy:
-    """The mean cross-entropy of logits (..., classes of this rank), or of whole ones, against targets (...).
+    """The mean cross-entropy of targets (...) and logits (..., classes of this rank), or logits of all classes.
 
-    In float32 at least; the same bits on every rank. Rows whose target is -100 do not count.
+    Computed in float32 or wider, with the same bits on every rank. Rows with the target -100 do not count.
 
     Raises:
-        ValueError: the logits have another number of classes; or on a CPU, a target is no class.
+        ValueError: If the number of logits is wrong, or (only checked on CPUs) a target is not a class.
     """
 
     def __init__(self, region: Region, classes: int) -> None:
@@ -41,32 +41,32 @@ class SplitCrossEntropy:
         if flat.shape[-1] != stop - start:
             raise ValueError(
                 f"cross-entropy over {self.classes} classes on {self.region.ranks} ranks: logits have "
-                f"{flat.shape[-1]} of them; wanted this rank's {stop - start}, or all"
+                f"{flat.shape[-1]} of them; expected this rank's {stop - start}, or all"
             )
         loss: Tensor = outside_graph(_SplitLoss.apply, self.region, flat, wanted, start, wide)
         return loss
 
 
 def require_within(index: Tensor, size: int, what: str, spared: int = 0) -> None:
-    """Check that indices are below a size. On a GPU the host would have to wait for them: nothing is checked.
+    """Check that indices are in [0, size) or equal to `spared`. Only on CPUs: on a GPU, the host would have to wait.
 
     Raises:
-        ValueError: one is not.
+        ValueError: If one is not.
     """
     if index.device.type != "cpu" or not index.numel():
         return
     wrong = ((index < 0) | (index >= size)) & (index != spared)
     if wrong.any():
-        raise ValueError(f"{what} {int(index[wrong][0])} is not below the vocabulary of {size}, nor 0 or more")
+        raise ValueError(f"{what} {int(index[wrong][0])} is outside the vocabulary of {size}; expected 0 to {size - 1}")
 
 
 class _SplitLoss(torch.autograd.Function):
-    """Logits (rows, classes of this rank, of which the first is `start`), targets (rows,) to the mean loss."""
+    """Compute the mean loss of logits (rows, classes of this rank, beginning at `start`) against targets (rows,)."""
 
     @staticmethod
     def forward(ctx: Any, region: Region, logits: Tensor, targets: Tensor, start: int, wide: torch.dtype) -> Tensor:
         largest = region.begin_maximum(logits.amax(-1).to(wide))()
-        shifted = logits - largest[:, None]  # in the wider type; the only copy there is
+        shifted = logits - largest[:, None]  # in the wider type; the only copy
         own = targets - start
         is_own = (own >= 0) & (own < logits.shape[-1])
         own = own.where(is_own, 0)[:, None]
@@ -76,7 +76,7 @@ class _SplitLoss(torch.autograd.Function):
         sums, of_target = region.begin_sum(torch.stack([powers.sum(-1), of_target]))()
         count = counts.sum()
         ctx.region, ctx.dtype = region, logits.dtype
-        shares = counts / count.clamp(min=1)  # without a target the mean is no number, and its gradient zeros
+        shares = counts / count.clamp(min=1)  # without any target the mean is NaN, and its gradient zero
         ctx.save_for_backward(powers, own, is_own, shares / sums, shares)
         losses: Tensor = (sums.log() - of_target) * counts
         return losses.sum() / count

@@ -1,15 +1,15 @@
-"""Linear layers of which every rank has some columns or some rows (Shoeybi et al. 2019, Megatron-LM).
+"""Linear layers whose columns or rows are split over ranks (Shoeybi et al. 2019, Megatron-LM).
 
-    y = x W^T             W is (outputs, inputs), as PyTorch has it
-    column    outputs are split      x whole on every rank -> each rank's outputs      backward: dx is summed
+    y = x W^T             W is (outputs, inputs), as in PyTorch
+    column    outputs are split      whole x -> each rank's outputs                    backward: dx is summed
     row       inputs are split       each rank's inputs -> y, summed                   backward: dy whole, nothing sent
 
-A column layer, what works on each output by itself, and a row layer are one exchange forward and one backward. Where
-sequences are split too (Korthikanti et al. 2022), the first gathers and the second scatters, forward; the other way
-round in the backward; as many bytes as the sums.
+A column layer, an elementwise operation and a row layer need one exchange forward and one backward. With split
+sequences (Korthikanti et al. 2022), the column layer gathers and the row layer scatters in the forward, and the other
+way round in the backward. This sends as many bytes as the sums.
 
-In the backward of column layers dx is on its way while the product for dW runs. Layers with the same input are one:
-their products, their sum. Where a pipeline makes dW later (`pipe/splitting/halves.py`), what is sent is sent before.
+In the backward of column layers, dx is sent while the product for dW runs. Layers with the same input share their
+products and their sum. If a pipeline computes dW later (`pipe/splitting/halves.py`), dx is still sent first.
 """
 
 from collections.abc import Sequence
@@ -19,18 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muster.pipe.splitting.weight_gradients import LINEAR, Keeper, Work
+from muster.pipe.splitting.weight_gradients import LINEAR, PendingGradients, PendingQueue
 from muster.pipe.tensor.region import Pending, Region, outside_graph
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer with this rank's outputs: (..., in_features) to (..., outputs of this rank).
+    """A linear layer with this rank's outputs. Maps (..., in_features) to (..., outputs of this rank).
 
-    Of a split sequence it takes this rank's part, and its outputs are of all of it.
+    With split sequences, its input is this rank's part, and its outputs belong to the whole sequence.
     """
 
     region: Region
-    keeper: Keeper | None = None  # who makes the gradients of its weights, later; None: its backward does
+    weight_queue: PendingQueue | None = (
+        None  # a queue that computes its weight gradients later; None: its backward does
+    )
 
     def forward(self, input: Tensor) -> Tensor:
         """Map whole inputs to this rank's outputs."""
@@ -38,13 +40,13 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer with this rank's inputs: (..., inputs of this rank) to (..., out_features), summed.
+    """A linear layer with this rank's inputs. Maps (..., inputs of this rank) to (..., out_features), summed.
 
-    The bias is whole on every rank, and added once. Of a split sequence the result is this rank's part.
+    The bias is whole on every rank, and added once. With split sequences, the result is this rank's part.
     """
 
     region: Region
-    keeper: Keeper | None = None
+    weight_queue: PendingQueue | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Map this rank's inputs to whole outputs."""
@@ -54,19 +56,19 @@ class RowLinear(nn.Linear):
 
 
 class Later(NamedTuple):
-    """Who makes the gradients of a layer's weights when the backward is over."""
+    """The queue that computes a layer's weight gradients after the backward."""
 
-    keeper: Keeper
+    weight_queue: PendingQueue
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __call__(self, x: Tensor, gradient: Tensor) -> None:
-        """Give what it takes: the layer's input and the gradient of its output."""
-        self.keeper.keep(Work(LINEAR, self.weight, self.bias, x, gradient))
+        """Pass the layer's input and the gradient of its output to the queue."""
+        self.weight_queue.keep(PendingGradients(LINEAR, self.weight, self.bias, x, gradient))
 
 
 def columns(layers: Sequence[ColumnLinear], x: Tensor) -> tuple[Tensor, ...]:
-    """Return what column layers of one region make of the same input: one exchange, and one product where it can be."""
+    """Return the outputs of column layers with the same input: one exchange, and one product if possible."""
     later = [later_of(layer, x) for layer in layers]
     given = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
     given = autocast_to(x, *_in_graph(given, later))
@@ -74,24 +76,24 @@ def columns(layers: Sequence[ColumnLinear], x: Tensor) -> tuple[Tensor, ...]:
 
 
 def later_of(layer: ColumnLinear | RowLinear, x: Tensor) -> Later | None:
-    """Say who makes a layer's gradients later; None where its backward does."""
+    """Return the queue that computes a layer's weight gradients later; None if its backward does."""
     learns = layer.weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
-    if layer.keeper is None or not learns:
+    if layer.weight_queue is None or not learns:
         return None
     bias = cast(nn.Parameter | None, layer.bias)
     return Later(
-        layer.keeper, cast(nn.Parameter, layer.weight), bias if bias is not None and bias.requires_grad else None
+        layer.weight_queue, cast(nn.Parameter, layer.weight), bias if bias is not None and bias.requires_grad else None
     )
 
 
 def _in_graph(given: Sequence[Tensor | None], later: Sequence[Later | None]) -> list[Tensor | None]:
-    """Leave weights out of the graph whose gradients are made later."""
+    """Detach the weights whose gradients are computed later."""
     kept = [later[place % len(later)] is not None for place in range(len(given))]
     return [each.detach() if each is not None and out else each for each, out in zip(given, kept, strict=True)]
 
 
-class Together:
-    """Several column layers of one module with the same input, in place of its method that calls one by one."""
+class JoinedColumns:
+    """Several column layers of one module with the same input, as one call that replaces a method of the module."""
 
     def __init__(self, layers: Sequence[ColumnLinear]) -> None:
         self.layers = list(layers)
@@ -102,7 +104,7 @@ class Together:
 
 
 def autocast_to(x: Tensor, *rest: Tensor | None) -> list[Any]:
-    """Cast as autocast would for a product, where it is on."""
+    """Cast tensors as autocast does for a product, if it is on."""
     if not torch.is_autocast_enabled(x.device.type):
         return [x, *rest]
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -110,7 +112,7 @@ def autocast_to(x: Tensor, *rest: Tensor | None) -> list[Any]:
 
 
 class _Columns(torch.autograd.Function):
-    """x, then as many weights and as many biases or Nones as there are layers, to each layer's outputs."""
+    """Map x, the layers' weights, and their biases (or None) to each layer's outputs."""
 
     @staticmethod
     def forward(
@@ -150,7 +152,7 @@ class _Columns(torch.autograd.Function):
 def _weight_gradients(
     inputs: Tensor, side: Sequence[Tensor], weights: Sequence[Tensor], wants: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of weights, then of biases; `side`, of the outputs, is one tensor or one for each layer."""
+    """Return the gradients of weights, then of biases. `side` has the outputs' gradients, joined or one per layer."""
     count = len(weights)
     rows = [_rows(each) for each in side]
     of_weights: Sequence[Tensor | None] = [None] * count
@@ -171,7 +173,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _begin_input_gradient(region: Region, of_outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Pending:
-    """Add the layers' gradients of their input, and begin to add the ranks'."""
+    """Sum the layers' gradients of their input, and begin the sum over ranks."""
     of_x = of_outputs[0] @ weights[0]
     for of_output, weight in zip(of_outputs[1:], weights[1:], strict=True):
         of_x += of_output @ weight
@@ -185,7 +187,7 @@ class _Row(torch.autograd.Function):
     ) -> Tensor:
         ctx.region, ctx.later = region, later
         ctx.save_for_backward(x, weight)
-        y = functional.linear(x, weight, bias if region.rank == 0 else None)  # the sum has the bias once
+        y = functional.linear(x, weight, bias if region.rank == 0 else None)  # so that the sum contains the bias once
         return (region.begin_scatter_sum(y) if region.splits_sequence else region.begin_sum(y))()
 
     @staticmethod
@@ -201,13 +203,13 @@ class _Row(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[2:]
         of_x = of_y @ weight if wants_x else None
         of_weight = rows.t() @ _rows(x) if wants_weight else None
-        # Every rank has all of dy, so this is all of the bias's gradient, with the same bits everywhere.
+        # Every rank has the whole dy, so this is the whole gradient of the bias, with the same bits everywhere.
         of_bias = rows.sum(0) if wants_bias else None
         return None, None, of_x, of_weight, of_bias
 
 
 def side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """View tensors that follow each other in memory as one, joined along dimension 0; None where they do not."""
+    """View tensors that are adjacent in memory as one, joined along dimension 0; None if they are not adjacent."""
     first = tensors[0]
     if first is None or len(tensors) == 1:
         return first

@@ -1,4 +1,4 @@
-"""Rows of a plan: what a module becomes when its model is split over ranks.
+"""Rules of a plan: how each kind of module is split over ranks.
 
     plan = {
         "embed.token":         Vocabulary(),
@@ -10,8 +10,8 @@
         "head":                Vocabulary(),
     }
 
-A pattern is matched part by part between dots; `*` stays within a part. A module of which no row speaks is the same on
-every rank, and so is what it computes. Every row checks before any splits: nothing is sent by a model that cannot be.
+A pattern is matched part by part between dots; `*` does not cross a dot. Modules without a rule compute the same on
+every rank. Every rule is checked before any is applied, so a model that cannot be split sends nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,97 +21,97 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from muster.pipe.tensor.draws import OwnDraws
-from muster.pipe.tensor.linear import ColumnLinear, RowLinear, Together
+from muster.pipe.tensor.linear import ColumnLinear, JoinedColumns, RowLinear
 from muster.pipe.tensor.region import Region
+from muster.pipe.tensor.rng_streams import OwnStream
 from muster.pipe.tensor.sequences import SumGradients, part_of_output
 from muster.pipe.tensor.vocabulary import VocabularyEmbedding, VocabularyLinear
 
-Cuts = Mapping[str, int | None]  # of a module's own parameters, which dimension is split; None: whole on every rank
+Cuts = Mapping[str, int | None]  # a module's own parameters and the dimension that is split; None: not split
 
 
 class Rule:
     """One way to split a module."""
 
-    sequence_only: ClassVar[bool] = False  # True: does nothing unless sequences are split
+    sequence_only: ClassVar[bool] = False  # True: has no effect unless sequences are split
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Say what keeps a module from being split, with numbers."""
+        """Yield the reasons why a module cannot be split, with numbers."""
         yield from ()
 
     def cuts(self, module: nn.Module) -> Iterator[tuple[str, int]]:
-        """Name the parameters below a module that are split, each with the dimension."""
+        """Yield the parameters of a module that are split, each with its dimension."""
         yield from ()
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        """Let a module whose parameters have been cut compute with its part."""
+        """Make a module compute with its part, after its parameters have been cut."""
 
 
 @dataclass(frozen=True)
 class Column(Rule):
-    """Outputs of a linear layer are split; its input is whole on every rank, or this rank's part of a sequence."""
+    """Split the outputs of a linear layer. Its input is whole on every rank, or this rank's part of a sequence."""
 
     becomes: ClassVar[type[ColumnLinear]] = ColumnLinear
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Want a linear layer whose outputs the ranks divide."""
+        """Require a linear layer with outputs divisible by the number of ranks."""
         yield from _of_type(module, nn.Linear)
         if isinstance(module, nn.Linear):
             yield from _divides(module.out_features, "outputs", ranks)
 
     def cuts(self, module: nn.Module) -> Iterator[tuple[str, int]]:
-        """Rows of the weight, and the bias."""
+        """Split the rows of the weight, and the bias."""
         yield "weight", 0
         if module.bias is not None:
             yield "bias", 0
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        """Make it a layer with fewer outputs."""
+        """Turn the module into a layer with fewer outputs."""
         assert isinstance(module, nn.Linear)
         become(module, self.becomes, region=region, out_features=module.weight.shape[0])
 
 
 @dataclass(frozen=True)
 class Row(Rule):
-    """Inputs of a linear layer are split, as a column layer's outputs are; its output is summed."""
+    """Split the inputs of a linear layer, which are a column layer's outputs. Its output is summed over the ranks."""
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Want a linear layer whose inputs the ranks divide."""
+        """Require a linear layer with inputs divisible by the number of ranks."""
         yield from _of_type(module, nn.Linear)
         if isinstance(module, nn.Linear):
             yield from _divides(module.in_features, "inputs", ranks)
 
     def cuts(self, module: nn.Module) -> Iterator[tuple[str, int]]:
-        """Columns of the weight; the bias is whole."""
+        """Split the columns of the weight; the bias stays whole."""
         yield "weight", 1
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        """Make it a layer with fewer inputs."""
+        """Turn the module into a layer with fewer inputs."""
         assert isinstance(module, nn.Linear)
         become(module, RowLinear, region=region, in_features=module.weight.shape[1])
 
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """Tokens of an embedding, or classes of a head, are split; one weight may be both's."""
+    """Split the tokens of an embedding or the classes of a head, which may share one weight."""
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Want an embedding without extras, or a linear layer, whose vocabulary the ranks divide."""
+        """Require a plain embedding or linear layer whose vocabulary is divisible by the number of ranks."""
         yield from _of_type(module, nn.Embedding, nn.Linear)
         if isinstance(module, nn.Embedding):
             for extra in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
                 if getattr(module, extra) is not None and getattr(module, extra) is not False:  # padding_idx may be 0
-                    yield f"{extra} is not supported where a vocabulary is split"
+                    yield f"{extra} is not supported with a split vocabulary"
             yield from _divides(module.num_embeddings, "tokens of its vocabulary", ranks)
         elif isinstance(module, nn.Linear):
             yield from _divides(module.out_features, "tokens of its vocabulary", ranks)
 
     def cuts(self, module: nn.Module) -> Iterator[tuple[str, int]]:
-        """Rows of the weight, and the bias."""
+        """Split the rows of the weight, and the bias."""
         yield from Column().cuts(module) if isinstance(module, nn.Linear) else iter([("weight", 0)])
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        """Make it a layer with fewer tokens."""
+        """Turn the module into a layer with fewer tokens."""
         if isinstance(module, nn.Embedding):
             whole, own = module.num_embeddings, module.weight.shape[0]
             become(module, VocabularyEmbedding, region=region, vocabulary=whole, num_embeddings=own)
@@ -125,12 +125,12 @@ class _VocabularyColumn(Column):
 
 @dataclass(frozen=True)
 class Heads(Rule):
-    """An attention of which each rank has some heads: `count` names its number of them, or its numbers.
+    """Split the heads of an attention. `count` is the attribute with the number of heads, or several such attributes.
 
-    Where keys and values have fewer heads than queries, both numbers are to be named, and the ranks divide both.
-    `columns` names its linear layers whose outputs are the heads'. `through` names the method that maps its input to
-    all of their outputs, in that order: with it they are one product and one exchange. `dropout` names the probability
-    that attention drops with, where that is a number of the module's: a rank draws masks of its own.
+    If keys and values have fewer heads than queries, name both numbers; both must be divisible by the ranks. `columns`
+    names its linear layers whose outputs belong to the heads. `through` names the method that maps the input to the
+    outputs of all of them, in that order; with it they become one product and one exchange. `dropout` names the
+    attribute with the dropout probability of attention, if there is one: each rank then draws its own masks.
     """
 
     count: str | tuple[str, ...] = "heads"
@@ -139,11 +139,11 @@ class Heads(Rule):
     dropout: str | None = None
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Want numbers of heads that the ranks divide, and column layers."""
+        """Require numbers of heads divisible by the number of ranks, and valid column layers."""
         missing = [each for each in self._counts() if not hasattr(module, each)]
         parts = dict(module.named_modules())
         if missing := [*missing, *(each for each in self.columns if each not in parts)]:
-            yield f"{type(module).__name__} has no {', '.join(missing)}; name what it has"
+            yield f"{type(module).__name__} has no {', '.join(missing)}; use names that it has"
             return
         for count in self._counts():
             yield from _divides(getattr(module, count), "heads" if self.count == count else f"heads ({count})", ranks)
@@ -151,21 +151,21 @@ class Heads(Rule):
             yield from (f"{name}: {each}" for each in Column().problems(parts[name], ranks))
 
     def cuts(self, module: nn.Module) -> Iterator[tuple[str, int]]:
-        """Those of the column layers."""
+        """Split the parameters of the column layers."""
         for name in self.columns:
             yield from ((f"{name}.{own}", cut) for own, cut in Column().cuts(module.get_submodule(name)))
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        """Let it compute with fewer heads."""
+        """Make the module compute with fewer heads."""
         for count in self._counts():
             setattr(module, count, getattr(module, count) // region.ranks)
         layers: list[Any] = [module.get_submodule(name) for name in self.columns]
         for layer in layers:
             Column().apply(layer, region)
         if self.through is not None:
-            setattr(module, self.through, Together(layers))
+            setattr(module, self.through, JoinedColumns(layers))
         if self.dropout is not None and getattr(module, self.dropout) > 0.0 and region.ranks > 1:
-            OwnDraws(module, region)
+            OwnStream(module, region)
 
     def _counts(self) -> tuple[str, ...]:
         return (self.count,) if isinstance(self.count, str) else self.count
@@ -173,45 +173,45 @@ class Heads(Rule):
 
 @dataclass(frozen=True)
 class Sequence(Rule):
-    """Between column and row layers: works on this rank's part of a sequence, and draws numbers of its own."""
+    """A module between column and row layers: works on this rank's part of a sequence, with its own random stream."""
 
     sequence_only: ClassVar[bool] = True
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        """Add up the ranks' gradients of its parameters, which are whole on every rank."""
+        """Sum the gradients of its parameters over the ranks; the parameters are whole on every rank."""
         if next(module.parameters(), None) is not None:
             SumGradients(module, region)
         if getattr(module, "p", 0.0) > 0.0:
-            OwnDraws(module, region)
+            OwnStream(module, region)
 
 
 @dataclass(frozen=True)
 class SequenceStart(Rule):
-    """The last module that works on all of a sequence: each rank keeps its part of what it makes."""
+    """The last module that works on the whole sequence: each rank keeps only its part of the output."""
 
     sequence_only: ClassVar[bool] = True
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        """Take this rank's part of its output."""
+        """Keep this rank's part of the output."""
         part_of_output(module, region)
 
 
 def become(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-    """Change what a module does, in place: who holds it, its name and its hooks stay."""
+    """Change the class of a module in place, so that references to it, its name and its hooks stay."""
     module.__class__ = kind
     for name, value in attributes.items():
         setattr(module, name, value)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Match a module's name with a pattern, part by part."""
+    """Return whether a pattern matches a module's name, part by part."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _of_type(module: nn.Module, *types: type[nn.Module]) -> Iterator[str]:
     if type(module) not in types:
-        yield f"is a {type(module).__name__}, wanted {' or '.join(each.__name__ for each in types)}"
+        yield f"is a {type(module).__name__}, expected {' or '.join(each.__name__ for each in types)}"
 
 
 def _divides(size: int, what: str, ranks: int) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""The ranks that layers are split over, and what they send each other.
+"""The ranks that layers are split over, and the collectives between them.
 
-    begin_sum            every rank gets the sum of all             all-reduce, in place
-    begin_gather         of parts of the sequence, all of it        all-gather
-    begin_scatter_sum    of the sum, this rank's part               reduce-scatter
+    begin_sum            every rank gets the sum                             all-reduce, in place
+    begin_gather         every rank gets the whole sequence                  all-gather
+    begin_scatter_sum    every rank gets its part of the sum                 reduce-scatter
 
-What begins is under way while this rank computes on; calling what is returned waits, and gives the result. With one
-rank nothing is sent.
+Each returns a function at once, so that this rank can compute meanwhile. Calling the function waits and returns the
+result. With one rank nothing is sent.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ Pending = Callable[[], Tensor]
 
 @_disable_dynamo
 def outside_graph(call: Callable[..., Any], *given: Any) -> Any:
-    """Call what sends, or draws, where compiled code cannot look: the compiler cuts its graph there."""
+    """Call a function that communicates or draws random numbers. Compiled code breaks its graph here."""
     return call(*given)
 
 
 class Region:
-    """A group of ranks; with `sequence_dimension`, what lies between split layers is split along that dimension.
+    """A group of ranks. With `sequence_dimension`, activations between split layers are split along that dimension.
 
-    `group` None is a rank alone.
+    `group` None means a single rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, sequence_dimension: int | None = None) -> None:
@@ -40,28 +40,28 @@ class Region:
         self.sequence_dimension = sequence_dimension if self.ranks > 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Region":
-        """A copy of a model talks in the same group."""
+        """Return this region itself: a copy of a model uses the same group."""
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError("a split model holds a process group: it cannot be pickled; save its state_dict()")
+        raise TypeError("a split model holds a process group and cannot be pickled; save its state_dict()")
 
     @property
     def splits_sequence(self) -> bool:
-        """True where activations between split layers are parts of a sequence."""
+        """True if activations between split layers are parts of a sequence."""
         return self.sequence_dimension is not None
 
     def share(self, size: int) -> tuple[int, int]:
-        """Return this rank's range of a size that the ranks divide."""
+        """Return this rank's range of a size that is divisible by the number of ranks."""
         each = size // self.ranks
         return self.rank * each, (self.rank + 1) * each
 
     def begin_sum(self, x: Tensor) -> Pending:
-        """Replace a contiguous tensor by its sum over ranks."""
+        """Begin to replace a contiguous tensor by its sum over ranks."""
         return self._begin(x, dist.ReduceOp.SUM)
 
     def begin_maximum(self, x: Tensor) -> Pending:
-        """Replace a contiguous tensor by its maximum over ranks."""
+        """Begin to replace a contiguous tensor by its maximum over ranks."""
         return self._begin(x, dist.ReduceOp.MAX)
 
     def _begin(self, x: Tensor, operation: Any) -> Pending:
@@ -70,7 +70,7 @@ class Region:
         return _after(dist.all_reduce(x, op=operation, group=self.group, async_op=True), lambda: x)
 
     def begin_gather(self, x: Tensor) -> Pending:
-        """Put the ranks' parts of the sequence side by side."""
+        """Begin to concatenate the ranks' parts of the sequence."""
         dimension = self._dimension()
         side_by_side = x.new_empty((self.ranks * x.shape[0], *x.shape[1:]))
         work = all_gather(side_by_side, x.contiguous(), group=self.group, async_op=True)
@@ -79,10 +79,10 @@ class Region:
         return _after(work, lambda: torch.cat(side_by_side.chunk(self.ranks), dimension))
 
     def begin_scatter_sum(self, x: Tensor) -> Pending:
-        """Sum over ranks, and give each its part of the sequence.
+        """Begin to sum over ranks and give each rank its part of the sequence.
 
         Raises:
-            ValueError: the ranks do not divide the sequence.
+            ValueError: If the sequence length is not divisible by the number of ranks.
         """
         dimension = self._dimension()
         self.require_divisible(x)
@@ -91,33 +91,33 @@ class Region:
         return _after(reduce_scatter(out, parts, group=self.group, async_op=True), lambda: out)
 
     def part(self, x: Tensor) -> Tensor:
-        """Return this rank's part of a sequence that it has whole; nothing is sent.
+        """Return this rank's part of a whole sequence. Nothing is sent.
 
         Raises:
-            ValueError: the ranks do not divide the sequence.
+            ValueError: If the sequence length is not divisible by the number of ranks.
         """
         self.require_divisible(x)
         return x.chunk(self.ranks, self._dimension())[self.rank].contiguous()
 
     def require_divisible(self, x: Tensor) -> None:
-        """Check that a sequence can be split evenly."""
+        """Check that the sequence length is divisible by the number of ranks."""
         dimension = self._dimension()
         if x.shape[dimension] % self.ranks:
             raise ValueError(
-                f"sequence parallel: dimension {dimension} of {list(x.shape)} is {x.shape[dimension]}, which "
-                f"{self.ranks} ranks do not divide; pad it, or parallelize without sequence_parallel"
+                f"sequence parallel: dimension {dimension} of {list(x.shape)} is {x.shape[dimension]}, which is not "
+                f"divisible by {self.ranks} ranks; pad it, or parallelize without sequence_parallel"
             )
 
     def require_first_order(self) -> None:
-        """Check, in a backward, that its gradients shall have none: what it sends would be left out of their graph.
+        """Refuse to be differentiated twice: the communication of a backward is not part of the graph.
 
         Raises:
-            RuntimeError: it is one with create_graph=True.
+            RuntimeError: If the running backward has create_graph=True.
         """
         if self.ranks > 1 and torch.is_grad_enabled():
             raise RuntimeError(
-                f"a backward with create_graph=True through layers that are split over {self.ranks} ranks: what they "
-                "send in it has no gradient; take gradients of gradients on a model that is not split"
+                f"a backward with create_graph=True through layers that are split over {self.ranks} ranks: their "
+                "communication has no second gradient; take gradients of gradients on a model that is not split"
             )
 
     def _dimension(self) -> int:

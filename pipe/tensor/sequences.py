@@ -1,4 +1,4 @@
-"""Where sequences are split (Korthikanti et al. 2022): what lies between split layers has a part of the positions."""
+"""Sequence parallelism (Korthikanti et al. 2022): modules between split layers work on some positions each."""
 
 import weakref
 from functools import partial
@@ -11,7 +11,7 @@ from muster.pipe.tensor.region import Region, outside_graph
 
 
 def part_of_output(module: nn.Module, region: Region) -> None:
-    """Let every rank keep its part of what a module makes; in the backward the ranks' parts come together again."""
+    """Make every rank keep its part of a module's output. The backward gathers the parts' gradients."""
     module.register_forward_hook(partial(_part_of, region))
 
 
@@ -20,10 +20,10 @@ def _part_of(region: Region, module: nn.Module, args: Any, output: Tensor) -> Te
 
 
 class SumGradients:
-    """A hook of a module that works on a part: the ranks' gradients of its parameters are added up.
+    """A hook of a module that works on a part of a sequence: sums the gradients of its parameters over the ranks.
 
-    Before they are accumulated, so that whoever waits for a gradient waits for the sum. Parameters are looked at in
-    every forward: those of a copy of the module, or set anew, have no hook yet.
+    The sum happens before accumulation, so that hooks on accumulated gradients see the sum. Parameters are checked in
+    every forward, because those of a copied module, or newly assigned ones, have no hook yet.
     """
 
     def __init__(self, module: nn.Module, region: Region) -> None:
@@ -32,11 +32,11 @@ class SumGradients:
         module.register_forward_pre_hook(self)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Watch parameters that are not watched yet."""
+        """Register hooks on parameters that have none yet."""
         outside_graph(self.watch, module)
 
     def watch(self, module: nn.Module) -> None:
-        """Put hooks on parameters."""
+        """Register hooks on parameters."""
         for parameter in module.parameters():
             known = self.known.get(id(parameter))
             if parameter.requires_grad and (known is None or known() is not parameter):
@@ -44,7 +44,7 @@ class SumGradients:
                 parameter.register_hook(self.sum)  # type: ignore[no-untyped-call]
 
     def sum(self, gradient: Tensor) -> Tensor:
-        """Add up the ranks' gradients."""
+        """Sum a gradient over the ranks."""
         return self.region.begin_sum(gradient.clone(memory_format=torch.contiguous_format))()
 
 

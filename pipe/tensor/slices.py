@@ -1,8 +1,8 @@
-"""Which part of a global tensor a rank holds, and where elements of that part lie in the whole. No torch.
+"""The slice of a global tensor that a rank holds, and the positions of its elements in the whole. No torch.
 
-A part is one range along one dimension. Along dimension 0 it is one range of the whole's row-major elements too; along
-dimension 1 it is a range in every row. A part of a part, as ZeRO cuts one, is a few boxes, however many rows there are:
-
+A slice is one range along one dimension. Along dimension 0 it is also one range of the whole's row-major elements;
+along dimension 1 it is a range in every row. A part of a slice, as cut by ZeRO, is a few boxes, whatever the number of
+rows:
     down (6, 4), this rank columns 2:4         its elements 1 .. 8, flat      in the whole
         0  1                                      .  1                        [0:1, 3:4]
         2  3                                      2  3                        [1:4, 2:4]
@@ -21,10 +21,10 @@ Box = tuple[Range, ...]
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Places [start, stop) along a dimension of a tensor of a global shape; dimension None: all of it, on every rank.
+    """The range [start, stop) of one dimension of a global shape. `dimension` None: the whole tensor, on every rank.
 
-    `answers` says whether this rank speaks for the part where each part is wanted once, as in a checkpoint or a norm:
-    of what every rank holds whole, rank 0 does.
+    `answers` is True if this rank contributes the slice where each element must be counted once, as in a checkpoint or
+    a norm. For tensors that every rank holds whole, rank 0 does.
     """
 
     name: str
@@ -36,17 +36,17 @@ class TensorSlice:
 
     @property
     def has_first(self) -> bool:
-        """True on the one rank that answers for the first element, and so for numbers that belong to all of it."""
+        """True on the one rank that contributes the first element, and thus also values that exist once per tensor."""
         return self.answers and self.start == 0
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
+        """Shape of the slice."""
         return tuple(stop - start for start, stop in self.box)
 
     @property
     def box(self) -> Box:
-        """The part as a range of each dimension."""
+        """The slice as a range of each dimension."""
         whole = [(0, size) for size in self.shape]
         if self.dimension is not None:
             whole[self.dimension] = (self.start, self.stop)
@@ -54,7 +54,7 @@ class TensorSlice:
 
     @property
     def offset(self) -> int | None:
-        """Where the part begins among the whole's row-major elements; None if they are not one range."""
+        """Position of the slice's first element among the whole's row-major elements; None if it is not one range."""
         if self.dimension is None:
             return 0
         if math.prod(self.shape[: self.dimension]) > 1:
@@ -62,16 +62,16 @@ class TensorSlice:
         return self.start * math.prod(self.shape[self.dimension + 1 :])
 
     def boxes(self, begin: int, end: int) -> list[tuple[Range, Box]]:
-        """Cut elements [begin, end) of the part, flattened row by row, into boxes of the global tensor, in order.
+        """Cut elements [begin, end) of the slice, flattened row by row, into boxes of the global tensor, in order.
 
-        Each comes with the range of the part's elements that it is: the box's own row-major order is theirs.
+        Each box comes with its range of the slice's elements, which are in the box's row-major order.
 
         Raises:
-            ValueError: the range does not lie in the part.
+            ValueError: If the range is not within the slice.
         """
         elements = math.prod(self.local_shape)
         if not 0 <= begin <= end <= elements:
-            raise ValueError(f"{self.name}: elements {begin}:{end} do not lie in this rank's 0:{elements}")
+            raise ValueError(f"{self.name}: elements {begin}:{end} are not within this rank's 0:{elements}")
         found, at = [], begin
         for local in _boxes(self.local_shape, begin, end):
             size = math.prod(high - low for low, high in local)

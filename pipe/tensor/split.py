@@ -1,4 +1,4 @@
-"""Split the layers of a model over ranks, in place, as a plan says."""
+"""Split the layers of a model over ranks, in place, according to a plan."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ Found = list[tuple[str, nn.Module, Rule]]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A model whose layers are split: every parameter under its global name, and which part of it this rank has."""
+    """A split model: its region, and this rank's slice of every parameter under its global name."""
 
     module: nn.Module
     region: Region
@@ -36,19 +36,20 @@ def parallelize(
     sequence_dimension: int = 1,
     partial: bool = False,
 ) -> TensorParallel:
-    """Split a model that every rank of a group has whole, in place; what is not split becomes rank 0's.
+    """Split a model in place. Tensors that are not split become rank 0's.
 
-    Every rank must give the same model and plan, and afterwards the same inputs. Gradients are those of one process, of
-    the part that a rank has; those of whole parameters have the same bits on every rank, and so have their values if
-    each rank steps them alike. `group` None is one rank. A collective, unless parameters are on the meta device.
+    Every rank must pass the same whole model and plan, and later the same inputs. Gradients are those of one process,
+    restricted to this rank's part. Parameters that are not split get gradients with the same bits on every rank, so
+    they stay equal if every rank steps them alike. `group` None means one rank. A collective, unless parameters are on
+    the meta device.
 
-    With `sequence_parallel`, what lies between split layers is split along `sequence_dimension` of (batch, tokens,
-    ...), which the ranks must divide. Dimension 0, where they divide the batch, spares a copy for each exchange.
-    `partial`: the model is a stage, and rows that match nothing are let be.
+    With `sequence_parallel`, activations between split layers are split along `sequence_dimension` of (batch, tokens,
+    ...), whose size must be divisible by the ranks. Dimension 0, if the batch is divisible, saves a copy per exchange.
+    `partial`: the model is one stage, so rows of the plan may match nothing.
 
     Raises:
-        ValueError: this rank is not in the group, a layer cannot be split so, a row matches nothing, or a module or
-            parameter is planned in two ways; before anything is sent or changed.
+        ValueError: If this rank is not in the group, a layer cannot be split as planned, a row matches nothing, or a
+            module or parameter is planned in two ways. Nothing has been sent or changed then.
     """
     if group is not None:
         require_member(group)
@@ -70,13 +71,13 @@ def parallelize(
 
 
 def _find(module: nn.Module, plan: Plan, ranks: int, *, partial: bool) -> tuple[Found, list[str]]:
-    """List the modules that rows speak of, and what keeps them from being split."""
+    """List the modules that the plan matches, and all problems with splitting them."""
     found: Found = []
     problems: list[str] = []
     row_of: dict[int, str] = {}
     for pattern, rule in plan.items():
         if not isinstance(rule, Rule):
-            problems.append(f"plan: {pattern!r} has a {type(rule).__name__}; wanted a row, as Column()")
+            problems.append(f"plan: {pattern!r} has a {type(rule).__name__}; expected a rule such as Column()")
             continue
         matched = [(name, part) for name, part in module.named_modules() if matches(pattern, name)]
         if not matched and not partial:
@@ -84,21 +85,21 @@ def _find(module: nn.Module, plan: Plan, ranks: int, *, partial: bool) -> tuple[
             problems.append(f"plan: {pattern!r} matches no module; the model has {names}")
         for name, part in matched:
             if (other := row_of.setdefault(id(part), pattern)) != pattern:
-                problems.append(f"{name}: rows {other!r} and {pattern!r} both match it; wanted one row for a module")
+                problems.append(f"{name}: rows {other!r} and {pattern!r} both match it; keep one row per module")
             found.append((name, part, rule))
             problems += [f"{name}: {each}" for each in rule.problems(part, ranks)]
     return found, problems
 
 
 def _cuts(found: Found) -> Iterator[tuple[str, int]]:
-    """Name the parameters that rows split, each with the dimension."""
+    """Yield the parameters that the plan splits, each with its dimension."""
     for name, part, rule in found:
         for own, dimension in rule.cuts(part):
             yield f"{name}.{own}".removeprefix("."), dimension
 
 
 def _cut_two_ways(module: nn.Module, planned: Sequence[tuple[str, int]]) -> list[str]:
-    """Say which parameters are split by one row, or under one of their names, otherwise than by another."""
+    """Describe parameters that two rows, or two names of the parameter, would split in different ways."""
     cuts: dict[str, int] = {}
     problems = []
     for name, dimension in planned:
@@ -112,7 +113,7 @@ def _cut_two_ways(module: nn.Module, planned: Sequence[tuple[str, int]]) -> list
                 "whole" if cuts.get(each) is None else f"split along dimension {cuts[each]}" for each in (other, name)
             ]
             problems.append(
-                f"{other} and {name} are one parameter, {ways[0]} there and {ways[1]} here; plan both alike"
+                f"{other} and {name} are one parameter, {ways[0]} there and {ways[1]} here; plan both in the same way"
             )
     return problems
 
@@ -125,7 +126,7 @@ def _slice_of(name: str, parameter: Tensor, dimension: int | None, region: Regio
 
 
 def _cut(module: nn.Module, found: Found, slices: Mapping[str, TensorSlice], region: Region) -> None:
-    """Put this rank's parts in place of whole parameters; of one module's, side by side in memory where they can be."""
+    """Replace whole parameters by this rank's parts. The parts of one module are adjacent in memory if possible."""
     name_of = {id(each): name for name, each in module.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     for _, part, rule in found:
@@ -142,7 +143,7 @@ def _cut(module: nn.Module, found: Found, slices: Mapping[str, TensorSlice], reg
 
 @torch.no_grad()
 def _parts(whole: list[nn.Parameter], slices: list[TensorSlice]) -> list[Tensor]:
-    """Copy parts of tensors into one tensor, and view it as them."""
+    """Copy parts of tensors into one flat tensor; return views of it."""
     if not whole:
         return []
     shapes = [each.local_shape for each in slices]

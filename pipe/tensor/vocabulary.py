@@ -1,7 +1,7 @@
-"""A vocabulary split over ranks: each has the rows of some tokens, in the embedding and in the head.
+"""Embedding and head with a vocabulary split over ranks: each rank has the rows of some tokens.
 
-The embedding's ranks look up the tokens that are theirs, and add up: all but one add zeros. The head is a column layer
-whose outputs are logits; in training they stay split, for `SplitCrossEntropy`.
+For the embedding, each rank looks up its own tokens, and the results are summed; all ranks but one add zeros. The head
+is a column layer whose outputs are logits. In training they stay split, for `SplitCrossEntropy`.
 """
 
 from typing import Any, cast
@@ -16,17 +16,17 @@ from muster.pipe.tensor.region import Region, outside_graph
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding with this rank's tokens: tokens (...) to (..., embedding_dim), the same on every rank.
+    """An embedding of this rank's tokens. Maps tokens (...) to (..., embedding_dim), the same on every rank.
 
     Raises:
-        ValueError: on a CPU, a token is not in the vocabulary.
+        ValueError: If a token is outside the vocabulary. Only checked on CPUs.
     """
 
     region: Region
     vocabulary: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map tokens to their rows."""
+        """Look up the rows of tokens."""
         require_within(input, self.vocabulary, "token")
         start, _ = self.region.share(self.vocabulary)
         own = input - start
@@ -37,9 +37,9 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class VocabularyLinear(ColumnLinear):
-    """A head with this rank's tokens: (..., in_features) to logits (..., tokens of this rank) in training, else to all.
+    """A head with this rank's tokens. Maps (..., in_features) to this rank's logits in training, else to all logits.
 
-    `split` gives this rank's in evaluation too.
+    `split` returns this rank's logits in evaluation, too.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class VocabularyLinear(ColumnLinear):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks of what nobody else needs; its gradient is whole on every rank."""
+    """Sum over ranks of a tensor that is not used otherwise. The gradient is whole on every rank."""
 
     @staticmethod
     def forward(ctx: Any, region: Region, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _AllClasses(torch.autograd.Function):
-    """Every rank's last dimension, side by side; of the gradient, which all ranks have, each takes its part."""
+    """Concatenate the ranks' last dimensions. All ranks have the whole gradient, and each takes its part."""
 
     @staticmethod
     def forward(ctx: Any, region: Region, x: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Activations and gradients between the stages of a pipeline, received ahead into buffers that are used again.
+"""Send activations and gradients between stages, and receive them ahead of time into reused buffers.
 
     rank 0   F0.0 send ───────────┐      F0.1 send ─┐
-    rank 1   ........ receive a1.0┴─ F1.0 ......... ┴ ...     a1.1 was asked for before the wait for a1.0
+    rank 1   ........ receive a1.0┴─ F1.0 ......... ┴ ...     a1.1 was posted before the wait for a1.0
 
-Both ends of a boundary must know what its tensors are like. The first message of a form - so many samples of inputs of
-a shape - has a header: shape, strides, type, and whether a gradient comes back. Later ones have none, and are received
-ahead: `AHEAD` messages of each boundary beyond the one that is waited for. A buffer is free again when the backward
-that needed it is over, so memory is what the schedule has in flight, and `AHEAD`.
+Both ends of a boundary must know the layout of its tensors. The first message of each form (number of samples and shape
+of inputs) has a header: shape, strides, type, and whether a gradient comes back. Later messages have none. They are
+received ahead: up to `AHEAD` messages of each boundary beyond the one being waited for. A buffer is free again after
+the backward that used it, so there are as many buffers as the schedule has in flight, plus `AHEAD`.
 
-What is sent stays until it has gone; the next tensor for the same boundary waits until only `OUTSTANDING` are going.
+A sent tensor is kept until it has left. A further send on the same boundary waits until at most `OUTSTANDING` are left.
 """
 
 from collections import deque
@@ -22,11 +22,9 @@ from muster.pipe.schedules.programs import Receive, Send
 from muster.pipe.wires.failures import LostError
 from muster.pipe.wires.wire import PEERS_TAG, Mark, Message, Wire, dense
 
-AHEAD: Final = (
-    1  # beyond the one that is waited for; none on GPUs, where a receive takes multiprocessors from who computes
-)
+AHEAD: Final = 1  # beyond the message being waited for; 0 on GPUs, where a posted receive occupies multiprocessors
 OUTSTANDING: Final = 1
-DIMENSIONS: Final = 8  # of a tensor in a header
+DIMENSIONS: Final = 8  # largest number of dimensions in a header
 DTYPES: Final = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 LOSS_TAG: Final = 2
 TIED_TAG: Final = 3
@@ -36,13 +34,13 @@ AGREE_TAG: Final = 6
 BATCH_TAG: Final = 7
 FIRST_TAG: Final = PEERS_TAG + 1
 
-Form = Any  # of a micro-batch: what every rank knows of it, and what decides the shapes of all activations
+Form = Any  # of a micro-batch: known to every rank, and determines the shapes of all activations
 Way = tuple[int, str, int]
-Boundary = tuple[str, int, Form]  # activation or gradient, for a stage
+Boundary = tuple[str, int, Form]  # ("activation" or "gradient", receiving stage, form)
 
 
-class Layout(NamedTuple):
-    """What the tensors at a boundary are like."""
+class TensorLayout(NamedTuple):
+    """Shape, strides and type of the tensors at a boundary."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -50,39 +48,39 @@ class Layout(NamedTuple):
     learns: bool = False  # a gradient comes back
 
     @classmethod
-    def of(cls, tensor: Tensor, *, learns: bool = False) -> "Layout":
-        """Describe a tensor."""
+    def of(cls, tensor: Tensor, *, learns: bool = False) -> "TensorLayout":
+        """Return the layout of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, learns)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Make such a tensor."""
+        """Return an uninitialized tensor with this layout."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def header(self) -> Tensor:
-        """Write it as numbers."""
+        """Encode the layout as a tensor of numbers."""
         if len(self.shape) > DIMENSIONS:
-            raise ValueError(f"a tensor between stages has shape {self.shape}; {DIMENSIONS} dimensions at most")
+            raise ValueError(f"a tensor between stages has shape {self.shape}; use at most {DIMENSIONS} dimensions")
         room = [0] * (DIMENSIONS - len(self.shape))
         head = [len(self.shape), DTYPES.index(self.dtype), int(self.learns)]
         return torch.tensor([*head, *self.shape, *room, *self.strides, *room])
 
     def in_words(self) -> str:
-        """Say what an error needs."""
+        """Describe the layout for an error message."""
         return f"{self.shape} of {self.dtype}{'' if self.learns else ' without a gradient'}"
 
 
-NOTHING: Final = Layout((), (), torch.float32, learns=False)  # of gradients that do not come
+NOTHING: Final = TensorLayout((), (), torch.float32, learns=False)  # stands for gradients that are never sent
 
 
-def layout_of(header: Tensor) -> Layout:
-    """Read a header."""
+def layout_of(header: Tensor) -> TensorLayout:
+    """Decode a header."""
     dimensions, dtype, learns, *sizes = header.tolist()
     shape, strides = sizes[:dimensions], sizes[DIMENSIONS : DIMENSIONS + dimensions]
-    return Layout(tuple(shape), tuple(strides), DTYPES[dtype], bool(learns))
+    return TensorLayout(tuple(shape), tuple(strides), DTYPES[dtype], bool(learns))
 
 
 class Arrival(NamedTuple):
-    """A tensor that came, or will; None where nothing is sent, for nothing learns."""
+    """A tensor that has been or will be received. None if no gradient is needed and nothing is sent."""
 
     step: Receive
     buffer: Tensor | None
@@ -91,7 +89,7 @@ class Arrival(NamedTuple):
 
 
 class _Queue:
-    """What comes on one way in a step, in the order in which it is sent."""
+    """The messages from one peer in a step, in the order in which they are sent."""
 
     def __init__(self, steps: Iterable[Receive]) -> None:
         self.unasked = deque(steps)
@@ -99,14 +97,14 @@ class _Queue:
 
 
 class Channels:
-    """This rank's ends of all boundaries."""
+    """Sends and receives of this rank across all boundaries between stages."""
 
     def __init__(self, wire: Wire, control: Wire, device: torch.device, microbatches: int) -> None:
         self._wire, self._control, self._device = wire, control, device
         self._microbatches = microbatches
-        self._known: dict[Boundary, Layout] = {}
-        self._free: dict[Layout, list[tuple[Tensor, Mark]]] = {}
-        self._buffers: set[int] = set()  # by the address of their memory
+        self._known: dict[Boundary, TensorLayout] = {}
+        self._free: dict[TensorLayout, list[tuple[Tensor, Mark]]] = {}
+        self._buffers: set[int] = set()  # addresses of their memory
         self._going: dict[Way, deque[tuple[Message, Tensor]]] = {}
         self._queues: dict[Way, _Queue] = {}
         self._here: dict[Receive, Arrival] = {}
@@ -115,9 +113,9 @@ class Channels:
         self._ahead = AHEAD if device.type == "cpu" else 0
 
     def begin(self, steps: Iterable[Receive], forms: list[Form], *, forwards_only: bool) -> None:
-        """Begin a step of these receives, in order; `forms` has one for each micro-batch. Ask for the first.
+        """Begin a step with these receives, in order, and post the first ones. `forms` has one entry per micro-batch.
 
-        With `forwards_only` no send waits: their order is no program's that was proved.
+        With `forwards_only` no send waits, because the order of messages was not proved free of deadlocks.
         """
         self._forms = forms
         self._outstanding = len(forms) if forwards_only else OUTSTANDING
@@ -129,7 +127,7 @@ class Channels:
             self._ask_ahead(queue)
 
     def ask(self, step: Receive) -> None:
-        """Ask for a message now, if it was not asked for ahead, and for what comes after it."""
+        """Post the receive of a message, unless it is already posted, and of those after it."""
         queue = self._queues[self._way(step)]
         while step not in self._here:
             if not queue.asked:
@@ -139,10 +137,10 @@ class Channels:
         self._ask_ahead(queue)
 
     def wait(self, step: Receive) -> Arrival:
-        """Wait for a message that was asked for; its buffer is the caller's until `release`.
+        """Wait for a posted message. Its buffer belongs to the caller until `release`.
 
         Raises:
-            LostError: it will not come.
+            LostError: If the message will not come.
         """
         arrival = self._here.pop(step)
         if arrival.message is not None:
@@ -153,23 +151,23 @@ class Channels:
         return arrival
 
     def release(self, arrival: Arrival) -> None:
-        """Give back a buffer: the next message may overwrite it."""
+        """Release a buffer, which the next message may overwrite."""
         assert arrival.buffer is not None
         self._free[self._known[self._boundary(arrival.step)]].append((arrival.buffer, self._wire.mark()))
 
     def is_buffer(self, tensor: Tensor) -> bool:
-        """True when a tensor lies in the memory of a buffer."""
+        """Return whether a tensor lies in the memory of a buffer."""
         return tensor.untyped_storage().data_ptr() in self._buffers
 
     def send(self, step: Send, tensor: Tensor | None, *, learns: bool) -> None:
-        """Begin to send an activation to the stage that continues with it, or a gradient to the one that waits for it.
+        """Begin to send an activation to the next stage, or a gradient to the previous one.
 
-        None is a gradient that there is not. Where the activation learns, the first one of a form is told, and what
-        came once comes always, as zeros.
+        `tensor` is None if there is no gradient. The first message of a form tells the receiver whether gradients will
+        come. If they will, a missing gradient is sent as zeros.
 
         Raises:
-            ValueError: it is not like the last one of this form.
-            LostError: the peer is gone.
+            ValueError: If the layout differs from the last message of this form.
+            LostError: If the peer is lost.
         """
         key = self._boundary(step)
         if tensor is None:
@@ -182,7 +180,7 @@ class Channels:
                 return
             tensor = torch.zeros(known.shape, dtype=known.dtype, device=self._device)
         tensor = dense(tensor)
-        layout = Layout.of(tensor, learns=learns)
+        layout = TensorLayout.of(tensor, learns=learns)
         known = self._known.get(key)
         if known is None:
             self._send(step, layout.header(), self._control, header=True)
@@ -194,19 +192,19 @@ class Channels:
         self._send(step, tensor, self._wire)
 
     def forget_sent_gradients(self) -> None:
-        """Let gradients go that were sent: their receivers asked for them before, so this hardly waits."""
+        """Release sent gradients. Their receivers have posted the receives before, so this hardly waits."""
         for (_, what, _), going in self._going.items():
             if what == "gradient":
                 self._settle(going, 0)
 
     def finish(self) -> None:
-        """Wait until all has gone that was sent."""
+        """Wait until all sent tensors have left."""
         for going in self._going.values():
             self._settle(going, 0)
 
     def _send(self, step: Send, tensor: Tensor, wire: Wire, *, header: bool = False) -> None:
         if self.is_buffer(tensor):
-            tensor = tensor.clone()  # the buffer may be asked for again before this has gone
+            tensor = tensor.clone()  # the buffer may be received into before the send has completed
         going = self._going.setdefault(self._way(step), deque())
         going.append((wire.send(tensor, step.peer, self._tag(step, header=header)), tensor))
         self._settle(going, self._outstanding)
@@ -219,12 +217,12 @@ class Channels:
         while queue.unasked and len(queue.asked) < self._ahead:
             step = queue.unasked[0]
             comes, layout = self._comes(step), self._known.get(self._boundary(step))
-            if comes is None or (comes and layout is None):  # the header is not there yet
+            if comes is None or (comes and layout is None):  # the header has not arrived
                 return
             self._ask_for(queue, layout)
 
     def _comes(self, step: Receive) -> bool | None:
-        """True when there is such a message: no gradient of what does not learn; None where that is not known yet."""
+        """Return whether a message will come: inputs that need no gradient get none. None if unknown so far."""
         if step.what == "activation":
             return True
         activation = self._known.get(("activation", step.stage + 1, self._forms[step.microbatch]))
@@ -232,19 +230,19 @@ class Channels:
             return False
         return None if activation is None else activation.learns
 
-    def _ask_for(self, queue: _Queue, layout: Layout | None) -> None:
-        """Ask for the next message of a peer; None where nothing comes."""
+    def _ask_for(self, queue: _Queue, layout: TensorLayout | None) -> None:
+        """Post the receive of a peer's next message. `layout` None means that nothing comes."""
         step = queue.unasked.popleft()
         if layout is None or layout == NOTHING:
             queue.asked.append(Arrival(step, None, False, None))
             return
         free = self._free[layout]
-        # The one that has been free for longest: on a GPU its last use is over soonest.
+        # Take the buffer that has been free longest: on a GPU its last use ends first.
         buffer, mark = free.pop(0) if free else self._new_buffer(layout)
         message = self._wire.receive(buffer, step.peer, self._tag(step), mark)
         queue.asked.append(Arrival(step, buffer, layout.learns, message))
 
-    def _layout_to_come(self, step: Receive) -> Layout | None:
+    def _layout_to_come(self, step: Receive) -> TensorLayout | None:
         key = self._boundary(step)
         if not self._comes(step):
             return None
@@ -257,18 +255,18 @@ class Channels:
             self._learn(key, layout_of(header))
         return self._known[key] if self._comes(step) else None
 
-    def _learn(self, key: Boundary, layout: Layout) -> None:
+    def _learn(self, key: Boundary, layout: TensorLayout) -> None:
         self._known[key] = layout
         self._free.setdefault(layout, [])
 
     def _way(self, step: Send | Receive) -> Way:
-        """Name what has an order: all between two ranks, or where messages have tags what goes over one boundary."""
+        """Return a key for messages that keep their order: all between two ranks, or with tags, all on one boundary."""
         return (step.peer, "", 0) if self._wire.ordered else (step.peer, step.what, step.stage)
 
     def _boundary(self, step: Send | Receive) -> Boundary:
         return step.what, step.stage, self._forms[step.microbatch]
 
-    def _new_buffer(self, layout: Layout) -> tuple[Tensor, Mark]:
+    def _new_buffer(self, layout: TensorLayout) -> tuple[Tensor, Mark]:
         buffer = layout.empty(self._device)
         self._buffers.add(buffer.untyped_storage().data_ptr())
         return buffer, self._wire.mark()
@@ -279,20 +277,20 @@ class Channels:
 
 
 def words(step: Send | Receive) -> str:
-    """Name a message."""
+    """Describe a message."""
     return f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage}"
 
 
-def _apart(step: Send, layout: Layout, known: Layout) -> str:
-    """Say how a tensor differs from those before it."""
+def _apart(step: Send, layout: TensorLayout, known: TensorLayout) -> str:
+    """Describe how a tensor's layout differs from earlier ones."""
     if known._replace(strides=layout.strides, learns=layout.learns) == layout:
-        why = "what learns before a cut must stay as in the first step: where it changes, build a new Pipeline"
+        why = "what is trainable before a cut must stay as in the first step; to change it, build a new Pipeline"
     else:
         why = (
-            "shapes and types must follow from those of the inputs: where they do not, as after module.to(dtype), "
+            "shapes and types must depend on the inputs only; after a change such as module.to(dtype), "
             "build a new Pipeline"
         )
     return (
         f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage} is {layout.in_words()}, "
-        f"earlier ones for as many samples were {known.in_words()}; {why}"
+        f"but earlier ones for as many samples were {known.in_words()}; {why}"
     )

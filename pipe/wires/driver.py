@@ -1,7 +1,7 @@
-"""The few calls of CUDA's driver that torch has no name for: memory of another process, streams that wait for a number.
+"""CUDA driver calls that torch does not offer: memory of other processes, and streams that wait for a value in memory.
 
-They come from cuda-bindings, NVIDIA's own package, which torch's builds for CUDA 13 bring along. Addresses and streams
-are whole numbers, as torch gives them; the current device's context is meant.
+They come from cuda-bindings, NVIDIA's package, which torch's builds for CUDA 13 install. Addresses and streams are
+integers, as in torch. All calls apply to the current device's context.
 """
 
 from importlib.util import find_spec
@@ -12,21 +12,21 @@ PAGE_BYTES: Final = 2 << 20
 
 
 def is_there() -> bool:
-    """True where cuda-bindings is installed."""
+    """Return whether cuda-bindings is installed."""
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def _driver() -> Any:
-    from cuda.bindings import driver  # type: ignore[import-not-found]  # 60 ms, and not there without GPUs
+    from cuda.bindings import driver  # type: ignore[import-not-found]  # takes 60 ms, and exists only with GPUs
 
     return driver
 
 
 def _checked(answer: Any) -> Any:
-    """Return what a call gave.
+    """Return the result of a driver call.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: If the call failed.
     """
     error, *values = answer
     if int(error) != 0:
@@ -35,25 +35,25 @@ def _checked(answer: Any) -> Any:
 
 
 def allocate(size_bytes: int) -> int:
-    """Take memory of the current device, beside torch's allocator: a handle names a whole allocation.
+    """Allocate memory of the current device, outside torch's allocator, because an IPC handle names a whole allocation.
 
-    Pages are taken whole: smaller allocations share one, which another process maps but once.
+    The size is rounded up to whole pages: smaller allocations share a page, and a process can map a page only once.
     """
     return int(_checked(_driver().cuMemAlloc(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES)))
 
 
 def free(address: int) -> None:
-    """Give memory back."""
+    """Free memory."""
     _checked(_driver().cuMemFree(address))
 
 
 def handle_of(address: int) -> bytes:
-    """Name memory for another process of this host."""
+    """Return an IPC handle with which other processes on this host can map the memory."""
     return bytes(_checked(_driver().cuIpcGetMemHandle(address)).reserved)
 
 
 def opened(handle: bytes) -> int:
-    """Map memory that another process has named; return its address here."""
+    """Map another process's memory by its IPC handle; return the address in this process."""
     driver = _driver()
     named = driver.CUipcMemHandle()
     named.reserved = handle
@@ -62,12 +62,12 @@ def opened(handle: bytes) -> int:
 
 
 def close(address: int) -> None:
-    """Unmap what was opened."""
+    """Unmap memory that `opened` has mapped."""
     _checked(_driver().cuIpcCloseMemHandle(address))
 
 
 def register(address: int, size_bytes: int) -> int:
-    """Let the device read and write memory of the host; return its address there."""
+    """Register host memory for access by the device; return its device address."""
     driver = _driver()
     flags = int(driver.CU_MEMHOSTREGISTER_PORTABLE) | int(driver.CU_MEMHOSTREGISTER_DEVICEMAP)
     _checked(driver.cuMemHostRegister(address, size_bytes, flags))
@@ -75,23 +75,23 @@ def register(address: int, size_bytes: int) -> int:
 
 
 def unregister(address: int) -> None:
-    """Take memory of the host away from the device."""
+    """Unregister host memory from the device."""
     _checked(_driver().cuMemHostUnregister(address))
 
 
 def copy(target: int, source: int, size_bytes: int, stream: int) -> None:
-    """Copy between addresses of devices, by a copy engine, after all that was given to the stream before."""
+    """Copy between device addresses with a copy engine, in the order of the stream."""
     if size_bytes:
         _checked(_driver().cuMemcpyDtoDAsync(target, source, size_bytes, stream))
 
 
 def write(address: int, number: int, stream: int) -> None:
-    """Write 32 bits once the stream comes there: what it copied before is seen by who sees the number."""
+    """Write 32 bits in the order of the stream. Whoever reads the number also sees all earlier copies of the stream."""
     _checked(_driver().cuStreamWriteValue32(stream, address, number, 0))
 
 
 def wait(address: int, number: int, stream: int) -> None:
-    """Hold a stream until the 32 bits at an address are `number` or more."""
+    """Make a stream wait until the 32-bit number at an address is at least `number`."""
     driver = _driver()
     at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
     _checked(driver.cuStreamWaitValue32(stream, address, number, at_least))

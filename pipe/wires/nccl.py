@@ -1,12 +1,12 @@
-"""Messages between GPUs of several hosts: a communicator of two ranks for each way between them.
+"""Send tensors between GPUs of several hosts: a communicator of two ranks for each direction.
 
-    compute   F0 ─┬─ F1 ─┬─ F2          a send waits for the stream that computed what it sends, nothing for the send
+    compute   F0 ─┬─ F1 ─┬─ F2          a send waits for the stream that computed its tensor; nothing waits for the send
     outgoing      └send  └send
-    incoming   receive    receive       a receive waits for the last use of its buffer, not for what was launched since
+    incoming   receive    receive       a receive waits for the last use of its buffer, not for later launches
 
-NCCL has no tags, and messages of one communicator wait for each other: what goes one way keeps its order, which the
-schedule's program has proved to be the same at both ends, and no way waits for another. No communicator is split off
-another one, which would be a collective of ranks outside the pipeline.
+NCCL has no tags, and messages of one communicator wait for each other. With one communicator per direction, each keeps
+its order, which the schedule's program has proved equal at both ends, and no direction waits for another. The
+communicators are not split off another one: that would be a collective with ranks outside the pipeline.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,13 +22,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from muster.ddp.means import beside
 from muster.pipe.wires.wire import Mark, WorkMessage, flat
 
-CTAS: Final = 4  # thread blocks of a message at most: while it waits they take as many multiprocessors
+CTAS: Final = 4  # thread blocks per message: while it waits, they occupy as many multiprocessors
 
 
 class NcclWire:
-    """Communicators of a rank with each of its peers: one for what goes there, one for what comes.
+    """Communicators of a rank with each of its peers, one per direction.
 
-    Building one is a collective: all ranks of the group do so, each with its own peers.
+    Building one is a collective of all ranks of the group, each with its own peers.
     """
 
     ordered = True
@@ -37,10 +37,10 @@ class NcclWire:
         self, group: dist.ProcessGroup, peers: Iterable[int], device: torch.device, timeout: timedelta
     ) -> None:
         self._rank, self._device = group.rank(), device
-        self._names = dist.get_process_group_ranks(group)  # of ranks, in the world
+        self._names = dist.get_process_group_ranks(group)  # world ranks, for messages
         self._outgoing, self._incoming = beside(device), beside(device)
         self._ways: dict[tuple[int, int], Any] = {}
-        # Pairs in one order on all ranks: to meet is to wait for the other.
+        # All ranks create pairs in the same order, because creating one waits for the other rank.
         for low, high in sorted((min(peer, self._rank), max(peer, self._rank)) for peer in peers):
             for way in ((low, high), (high, low)):
                 options: Any = dist.ProcessGroupNCCL.Options()
@@ -51,22 +51,22 @@ class NcclWire:
                 self._greet(way)
 
     def mark(self) -> Mark:
-        """Mark what has been launched so far as what a receive has to wait for."""
+        """Mark all work launched so far, for a receive to wait for."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
-        """Keep nothing ready: a send waits until it is received."""
+        """Do nothing: NCCL buffers no messages, so a send may wait for its receive."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> WorkMessage:
-        """Begin to send what the current stream computes."""
+        """Begin to send a tensor that the current stream computes."""
         self._outgoing.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outgoing):
             work = self._ways[self._rank, peer].send([flat(tensor)], int(peer > self._rank), 0)
         return WorkMessage(work, self._names[peer])
 
     def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> WorkMessage:
-        """Begin to receive after a mark; without one after all that was launched."""
+        """Begin to receive after the mark, or after all work launched so far."""
         if after is None:
             self._incoming.wait_stream(torch.cuda.current_stream(self._device))
         else:
@@ -76,9 +76,9 @@ class NcclWire:
         return WorkMessage(work, self._names[peer])
 
     def abort(self) -> None:
-        """Abort all communicators: kernels that wait for a peer end.
+        """Abort all communicators, which ends kernels that wait for a peer.
 
-        All at once: each gives memory back, and that waits for the whole device, so for the others' kernels.
+        All at once: each abort frees memory, which waits for the whole device, and so for the others' kernels.
         """
         aborting = [Thread(target=way.abort) for way in self._ways.values()]
         for each in aborting:
@@ -87,7 +87,7 @@ class NcclWire:
             each.join()
 
     def _greet(self, way: tuple[int, int]) -> None:
-        """Send one number: the first message makes the communicator, and waits for the other rank with it."""
+        """Send one number, because the first message creates the communicator and waits for the other rank."""
         number = torch.zeros(1, device=self._device)
         if way[0] == self._rank:
             self.send(number, way[1], 0).wait()

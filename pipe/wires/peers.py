@@ -1,16 +1,16 @@
-"""Messages between GPUs of one host that copy engines carry: nothing runs on either GPU while it waits.
+"""Send tensors between GPUs of one host with copy engines: no kernel runs on either GPU while a message waits.
 
     sender     compute   F0 ─┬─ F1 ─┬─ F2
                outgoing      └ F0's output to slot 0, `sent` := 1      └ slot 1, `sent` := 2
-    receiver   incoming        hold until `sent` >= 1; slot 0 to a buffer; `taken` := 1
+    receiver   incoming        wait until `sent` >= 1; slot 0 to a buffer; `taken` := 1
                compute                                                  └ F0
 
-A slot lies on the sender's GPU, and the receiver's process maps it (cuIpcOpenMemHandle). The two counters of a way lie
-in memory of the host that all ranks map; streams are held until one is high enough (cuStreamWaitValue32). A receive of
-NCCL's is a kernel that spins: posted ahead, it took so much of an H200 that matrix products took 1.7 times as long.
+A slot lies on the sender's GPU, and the receiver's process maps it (cuIpcOpenMemHandle). The two counters of each
+direction lie in host memory that all ranks map. Streams wait until a counter is high enough (cuStreamWaitValue32). A
+receive of NCCL is a kernel that spins: posted ahead, it made matrix products on an H200 take 1.7 times as long.
 
-A way has as many slots as there can be messages on it (`pipe/schedules/backlog.py`), so no send waits: a host that
-waits for its whole GPU, as it does where it takes memory or loads a kernel, never keeps another from going on.
+There are as many slots as messages can be in transit (`pipe/schedules/backlog.py`), so no send waits. Then a host that
+blocks on its whole GPU, to allocate memory or load a kernel, never keeps another from continuing.
 """
 
 import time
@@ -31,17 +31,17 @@ from muster.pipe.wires.failures import LostError
 from muster.pipe.wires.wire import PEERS_TAG, Message, Wire
 from muster.zero.neighbours import CPU, Neighbours, neighbours_of
 
-LINE: Final = 16  # 32-bit numbers: counters of different ways share no cache line
-PAGE: Final = 4096 // 4  # of them: what is registered with the driver is whole pages
+LINE: Final = 16  # in 32-bit numbers: counters of different directions share no cache line
+PAGE: Final = 4096 // 4  # in 32-bit numbers: the driver registers whole pages
 ALIGNED: Final = 512  # bytes
-SLOTS: Final = 2  # where nobody said how many messages there may be on a way
-FREED: Final = 1 << 30  # more than any message's number: no stream waits
+SLOTS: Final = 2  # if `expect` was not called
+FREED: Final = 1 << 30  # greater than any message's number, so no stream waits
 TRIAL_S: Final = 10.0
 ABORT_S: Final = 2.0
 
 
 class _Ring:
-    """Slots of one size, and the number of the message that was last in each."""
+    """Slots of one size, with the number of the last message in each."""
 
     def __init__(self, address: int, slot_bytes: int, slots: int) -> None:
         self.address, self.slot_bytes = address, slot_bytes
@@ -53,30 +53,30 @@ class _Ring:
         return len(self._last)
 
     def take(self, number: int) -> tuple[int, int]:
-        """Give a message a slot; return its address, and the number of the message that must have left it."""
+        """Reserve the next slot for a message; return its address, and the number of the previous message in it."""
         at, self._next = self._next, (self._next + 1) % self.slots
         before, self._last[at] = self._last[at], number
         return self.address + at * self.slot_bytes, before
 
 
 class _Way:
-    """One way between this rank and a peer: both ends count messages, and choose slots alike."""
+    """One direction between this rank and a peer. Both ends count messages and choose slots alike."""
 
     def __init__(self, sent: int, taken: int) -> None:
-        self.sent, self.taken = sent, taken  # addresses of its counters
+        self.sent, self.taken = sent, taken  # addresses of the counters
         self.number = 0
         self.slots = SLOTS
         self.rings: dict[int, _Ring] = {}
         self.asked: deque[_Coming] = deque()
 
     def lacks(self, slot_bytes: int) -> bool:
-        """True where there are too few slots of a size."""
+        """Return whether there are too few slots of a size."""
         ring = self.rings.get(slot_bytes)
         return ring is None or ring.slots < self.slots
 
 
 class _Going:
-    """A message on its way into its slot."""
+    """A message being copied into its slot."""
 
     __slots__ = ("_device", "_event")
 
@@ -84,12 +84,12 @@ class _Going:
         self._event, self._device = event, device
 
     def wait(self) -> None:
-        """Let the current stream wait until what was sent may be changed."""
+        """Make the current stream wait until the sent tensor may be changed."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class _Coming:
-    """A message that is copied out of its slot once somebody waits for it, or for a later one of its way."""
+    """A message to receive. It is copied out of its slot on a wait for it, or for a later one from the same peer."""
 
     __slots__ = ("_wire", "after", "came", "peer", "tensor")
 
@@ -98,48 +98,48 @@ class _Coming:
         self.came: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Let the current stream wait for it.
+        """Make the current stream wait for the message.
 
         Raises:
-            LostError: the peer is gone, or had no memory for its slots.
+            LostError: If the peer is lost, or has no memory for its slots.
         """
         self._wire.take(self)
 
 
 class PeerWire:
-    """This rank's ways to and from its peers. Building one is a collective of the ranks of a group."""
+    """A rank's connections to its peers on this host. Building one is a collective of the group's ranks."""
 
     ordered = True
 
     def __init__(self, neighbours: Neighbours, peers: Iterable[int], device: torch.device, control: Wire) -> None:
         rank, ranks = dist.get_rank(neighbours.group), dist.get_world_size(neighbours.group)
         self._rank, self._device, self._control = rank, device, control
-        self._names = dist.get_process_group_ranks(neighbours.group)  # of ranks, in the world
+        self._names = dist.get_process_group_ranks(neighbours.group)  # world ranks, for messages
         self._outgoing, self._incoming = beside(device), beside(device)
         numbers = -(-2 * ranks * LINE // PAGE) * PAGE
         (self._counters,) = neighbours.share([(numbers, torch.int32)])
         self._memory = _Memory(device, [self._outgoing, self._incoming])
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes the context
+            torch.cuda.current_stream().synchronize()  # creates the CUDA context
             at = [self._memory.register(each) for each in self._counters]
-        # A rank's own counters are those that its streams wait for: what came for it, and what was taken of its own.
+        # A rank's streams wait on its own counters, which count messages sent to it and messages taken from it.
         self._out = {peer: _Way(at[peer] + 4 * LINE * rank, at[rank] + 4 * LINE * (ranks + peer)) for peer in peers}
         self._in = {peer: _Way(at[rank] + 4 * LINE * peer, at[peer] + 4 * LINE * (ranks + rank)) for peer in self._out}
         self._telling: list[Message] = []
 
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
-        """Have room from now on for so many messages on each way: both of its ends say the same."""
+        """Provide slots for so many messages in each direction. Both ends must pass the same numbers."""
         for peer in self._out:
             self._out[peer].slots = max(backlogs.get((self._rank, peer), 0), SLOTS)
             self._in[peer].slots = max(backlogs.get((peer, self._rank), 0), SLOTS)
 
     def mark(self) -> torch.cuda.Event:
-        """Mark what has been launched so far as what a receive has to wait for."""
+        """Mark all work launched so far, for a receive to wait for."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> _Going:
-        """Begin to send what the current stream computes."""
+        """Begin to send a tensor that the current stream computes."""
         way, stream = self._out[peer], self._outgoing
         way.number += 1
         with torch.cuda.device(self._device):
@@ -154,13 +154,13 @@ class PeerWire:
         return _Going(stream.record_event(), self._device)
 
     def receive(self, tensor: Tensor, peer: int, tag: int, after: torch.cuda.Event | None = None) -> _Coming:
-        """Prepare to receive after a mark, without one after all that was launched: what was sent first comes first."""
+        """Prepare to receive after the mark, or after all work launched so far. Messages arrive in the order sent."""
         coming = _Coming(self, tensor, peer, after or self.mark())
         self._in[peer].asked.append(coming)
         return coming
 
     def take(self, coming: _Coming) -> None:
-        """Let the current stream wait for a message: all of its way come in their order, for slots are counted."""
+        """Make the current stream wait for a message. Earlier messages from this peer are copied first."""
         asked = self._in[coming.peer].asked
         with torch.cuda.device(self._device):
             while coming.came is None:
@@ -180,9 +180,9 @@ class PeerWire:
         coming.came = stream.record_event()
 
     def abort(self) -> None:
-        """Let go of all streams that are held, on every rank of the group: what they then copy is nobody's."""
+        """Release all waiting streams, on every rank of the group. The data they then copy is never used."""
         deadline = time.monotonic() + ABORT_S
-        while True:  # what a stream writes as it goes on may hold another one again
+        while True:  # a released stream may write a counter that makes another one wait again
             for each in self._counters:
                 each.fill_(FREED)
             if self.is_idle() or time.monotonic() > deadline:
@@ -190,7 +190,7 @@ class PeerWire:
             time.sleep(0.001)
 
     def is_idle(self) -> bool:
-        """True when nothing is under way."""
+        """Return whether no message is in progress."""
         return self._outgoing.query() and self._incoming.query()
 
     def _new_ring(self, way: _Way, slot_bytes: int, peer: int) -> _Ring:
@@ -220,7 +220,7 @@ def _slot_bytes(tensor: Tensor) -> int:
 
 
 class _Memory:
-    """What a wire has of the driver, given back when the wire is forgotten; a process that ends gives back all."""
+    """Driver resources of a wire, released when the wire is garbage-collected. At exit, the process releases all."""
 
     def __init__(self, device: torch.device, streams: Sequence[torch.cuda.Stream]) -> None:
         self._registered: list[Tensor] = []
@@ -250,7 +250,7 @@ def _give_back(
     allocated: Sequence[int],
     opened: Sequence[int],
 ) -> None:
-    """Give back what is this process's own; who has mapped a slot keeps its memory until it lets go of it, too."""
+    """Release this process's resources. A slot keeps its memory until the process that maps it closes it, too."""
     with torch.cuda.device(device):
         for stream in streams:
             stream.synchronize()
@@ -263,10 +263,10 @@ def _give_back(
 
 
 def peers_of(group: dist.ProcessGroup, peers: Iterable[int], device: torch.device, control: Wire) -> PeerWire | None:
-    """Return a wire if all ranks of a group of gloo's can use one, on every rank or on none: a collective.
+    """Return a wire if all ranks of a gloo group can use one; None on every rank otherwise. A collective.
 
-    A trial decides: each sends numbers to its peers. It fails between hosts, without cuda-bindings, between GPUs that
-    cannot read each other's memory, and where a container hides processes or GPUs.
+    Each rank tests it by sending numbers to its peers. The test fails between hosts, without cuda-bindings, between
+    GPUs that cannot access each other's memory, and in containers that hide processes or GPUs.
     """
     neighbours = neighbours_of(group, CPU)
     if neighbours is None or not _agreed("" if driver.is_there() else "there is no cuda-bindings", group):
@@ -286,14 +286,14 @@ def peers_of(group: dist.ProcessGroup, peers: Iterable[int], device: torch.devic
 
 
 def _agreed(why_not: str, group: dist.ProcessGroup) -> bool:
-    """True where no rank says why not; who does warns of it, for NCCL is slower."""
+    """Return whether no rank has a reason against this wire. A rank with a reason warns, because NCCL is slower."""
     if why_not:
         warnings.warn(f"the GPUs of this host will exchange tensors over NCCL: {why_not}", stacklevel=2)
     return not any(gather_json(why_not, group, CPU).values())
 
 
 def _why_not(wire: PeerWire, rank: int, peers: Iterable[int], device: torch.device) -> str:
-    """Exchange numbers with all peers; say what went wrong, or nothing."""
+    """Exchange numbers with all peers; return what went wrong, or an empty string."""
     try:
         mine = torch.full((ALIGNED,), rank, device=device)
         theirs = {peer: torch.full_like(mine, -1) for peer in sorted(peers)}
@@ -306,7 +306,7 @@ def _why_not(wire: PeerWire, rank: int, peers: Iterable[int], device: torch.devi
     deadline = time.monotonic() + TRIAL_S
     while not wire.is_idle():
         if time.monotonic() > deadline:
-            return f"nothing came within {TRIAL_S:.0f} s"
+            return f"no message arrived within {TRIAL_S:.0f} s"
         time.sleep(0.001)
     wrong = [peer for peer, numbers in theirs.items() if not bool((numbers == peer).all())]
-    return f"what ranks {wrong} sent is not what came" if wrong else ""
+    return f"received other numbers than ranks {wrong} sent" if wrong else ""

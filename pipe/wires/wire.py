@@ -1,7 +1,7 @@
-"""How a tensor gets from one rank to another: on CPUs gloo, here; between GPUs NCCL (`pipe/wires/nccl.py`).
+"""Send tensors from rank to rank: the protocol of a wire, and gloo for CPUs. GPUs use `pipe/wires/nccl.py` or peers.
 
-Tags tell gloo's messages apart, so they may be asked for in any order, long before they come. NCCL has no tags. Both
-close for good with `abort`, which ends what other ranks wait for.
+Gloo tells messages apart by tags, so receives may be posted in any order, long before the messages come. NCCL has no
+tags. `abort` closes a wire for good, and ends the waits of other ranks.
 """
 
 import contextlib
@@ -16,53 +16,53 @@ from torch import Tensor
 from muster.ddp.gradients import is_dense
 from muster.pipe.wires.failures import LostError
 
-NO_TAG: Final = 1  # nobody sends with it
-PEERS_TAG: Final = 8  # of names of memory, `pipe/wires/peers.py`; other tags: `pipe/wires/channels.py`
+NO_TAG: Final = 1  # never sent
+PEERS_TAG: Final = 8  # for memory handles in `pipe/wires/peers.py`; other tags: `pipe/wires/channels.py`
 AT_ONCE: Final = timedelta(milliseconds=1)
 
 
-Mark = torch.cuda.Event | None  # a moment in what a GPU does; None on CPUs
+Mark = torch.cuda.Event | None  # a point in the work of a GPU; None on CPUs
 
 
 class Message(Protocol):
-    """A message on its way."""
+    """A send or receive in progress."""
 
     def wait(self) -> None:
-        """Wait until it has come, or gone: on a GPU the current stream waits, not the host.
+        """Wait until the message has been sent or received. On a GPU the current stream waits instead of the host.
 
         Raises:
-            LostError: it will not.
+            LostError: If it cannot be.
         """
         ...
 
 
 class Wire(Protocol):
-    """What tensors travel on; peers are ranks of the pipeline's group."""
+    """A connection to other ranks of the pipeline's group."""
 
-    ordered: bool  # what goes from one rank to another is received in the order in which it is sent: there are no tags
+    ordered: bool  # True: no tags, so messages between two ranks are received in the order in which they are sent
 
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
-        """Hear how many messages there may be at once from a rank to a rank, until the next word."""
+        """Set the largest number of messages in transit for every pair of ranks, until the next call."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Begin to send a dense tensor, which must stay as it is until then."""
+        """Begin to send a dense tensor, which must not change until the message has been sent."""
         ...
 
     def mark(self) -> Mark:
-        """Mark the last use of a buffer so far."""
+        """Mark the end of all uses of a buffer so far."""
         ...
 
     def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> Message:
-        """Begin to receive into a dense tensor, which is free after the mark."""
+        """Begin to receive into a dense tensor, which may be overwritten after the mark."""
         ...
 
     def abort(self) -> None:
-        """Close all connections; nothing can be sent again."""
+        """Close all connections. Nothing can be sent afterwards."""
         ...
 
 
 class WorkMessage:
-    """A send or receive of a backend's, waited for as long as a time-out at most, if there is one."""
+    """A send or receive of a backend. Waits at most for the timeout, if one is given."""
 
     __slots__ = ("_limit", "_peer", "_work")
 
@@ -70,7 +70,7 @@ class WorkMessage:
         self._work, self._peer, self._limit = work, peer, timeout
 
     def wait(self) -> None:
-        """Wait for it; of NCCL's the current stream waits."""
+        """Wait for the message; with NCCL the current stream waits."""
         try:
             self._work.wait(*self._limit)
         except RuntimeError as error:
@@ -78,23 +78,23 @@ class WorkMessage:
 
 
 class GlooWire:
-    """Messages of gloo's in a group of the pipeline's own, so that nobody else's are taken for them."""
+    """Gloo messages in a group of the pipeline's own, so that they cannot be confused with the user's."""
 
     ordered = False
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._group, self._timeout = group, timeout
-        self._names = dist.get_process_group_ranks(group)  # of ranks, in the world
+        self._names = dist.get_process_group_ranks(group)  # world ranks, for messages
 
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
-        """Take any number of messages."""
+        """Do nothing: any number of messages may be in transit."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> WorkMessage:
         """Begin to send."""
         return self._begin(self._group.send, tensor, peer, tag)
 
     def mark(self) -> Mark:
-        """Return nothing: what was done on a CPU is done."""
+        """Return None: work on a CPU is already done."""
         return None
 
     def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> WorkMessage:
@@ -108,9 +108,9 @@ class GlooWire:
             raise LostError(f"lost rank {self._names[peer]}: {error}") from error
 
     def abort(self) -> None:
-        """Close all connections of the group: gloo does so when a wait is over its time.
+        """Close all connections of the group. Gloo does so when a wait times out.
 
-        A wait for a rank that is lost already ends at once, and closes no other connection.
+        A wait for a rank that is already lost ends at once, and closes no other connection.
         """
         for peer in range(self._group.size()):
             if peer != self._group.rank():
@@ -119,18 +119,18 @@ class GlooWire:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's memory as a contiguous tensor."""
+    """Return the memory of a dense tensor as a contiguous tensor."""
     if tensor.is_contiguous():
         return tensor
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor that fills its memory, in whatever order of dimensions: itself, or a copy."""
+    """Return the tensor itself if it fills its memory, in any order of dimensions; else a contiguous copy."""
     return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
 
 
 def own_group(process_group: dist.ProcessGroup | None, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a further group of a group's ranks: a collective of them, of no others."""
+    """Create another group with the ranks of a group. A collective of these ranks only."""
     ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
     return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Large gradients on a CPU travel alone, as autograd has made them: the same means, no copy unless one is needed."""
+"""Large gradients on a CPU are sent as autograd made them: the same means, and copies only if necessary."""
 
 from unittest import mock
 
@@ -23,11 +23,11 @@ from support.data_parallel import (
 )
 from support.data_parallel_models import CASES
 
-EACH = {"bucket_size_mb": 0.0}  # a bucket for each gradient
+EACH = {"bucket_size_mb": 0.0}  # one bucket per gradient
 
 
 def all_alone(world: World) -> list[str]:
-    """Let gradients of 8 bytes count as large."""
+    """Treat gradients of 8 bytes as large."""
     problems = []
     asked = [
         ("plain", {}),
@@ -40,7 +40,7 @@ def all_alone(world: World) -> list[str]:
             for words, settings in asked:
                 found = wrong_gradients(world, "BucketedDDP", case, **EACH, **settings)
                 problems += [f"{case}, {words}: {each}" for each in found]
-        for steps in (1, 2):  # a second one adds to gradients that lie where the first has left them
+        for steps in (1, 2):  # the second one adds to gradients that the first has left in place
             problems += [f"accumulating, {steps}: {each}" for each in accumulated(world, steps)]
         for optimizer, settings in (("adamw", {}), ("sgd", {"exact": True, "shards": 2})):
             found = wrong_training(world, "BucketedDDP", "toy", optimizer, bucket_size_mb=1e-4, **settings)
@@ -49,7 +49,7 @@ def all_alone(world: World) -> list[str]:
 
 
 def accumulated(world: World, micro_batches: int) -> list[str]:
-    """Gradients that add up, also to the zeros of a step before, must be the mean of the ranks' sums."""
+    """Gradients accumulated onto None or onto an earlier step's zeros must be the mean of the ranks' sums."""
     case, model = CASES["toy"], wrap(world, "BucketedDDP", "toy", **EACH)
     backwards(world, model, case, shards=micro_batches)
     found = {name: each.clone() for name, each in gradients_of(model.module).items() if each is not None}
@@ -75,7 +75,7 @@ def layers(world: World) -> tuple[nn.Module, torch.Tensor]:
 
 
 def memory(world: World) -> list[list[bool]]:
-    """Say of each gradient whether it lies where autograd put it: large ones, small ones, some kept elsewhere."""
+    """Return for each gradient whether it lies where autograd put it: large ones, small ones, some with references."""
     answers = []
     for large, keep in ((8, False), (2**30, False), (8, True)):
         module, inputs = layers(world)
@@ -92,7 +92,7 @@ def memory(world: World) -> list[list[bool]]:
             model = BucketedDDP(module, world.group, **EACH)
             model(inputs).square().sum().backward()
         own = torch.autograd.grad(module(inputs).square().sum(), list(module.parameters()))
-        assert all(torch.equal(*pair) for pair in zip(kept[::-1], own, strict=False))  # its own, not yet divided
+        assert all(torch.equal(*pair) for pair in zip(kept[::-1], own, strict=False))  # this rank's, not divided yet
         answers.append([each.grad.data_ptr() == made[each] for each in module.parameters()])
     return answers
 

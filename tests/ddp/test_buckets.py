@@ -1,4 +1,4 @@
-"""Which gradient lies in which bucket: properties of the plan, and that no plan changes a mean."""
+"""Assignment of gradients to buckets: properties of the plan, and means that do not depend on it."""
 
 from itertools import pairwise
 
@@ -32,7 +32,7 @@ def test_every_gradient_lies_in_one_bucket_of_its_kind(sizes, bound):
 def test_buckets_are_filled_and_launched_in_the_reverse_order_of_registration(sizes, bound):
     buckets = plan_buckets(sizes, bound)
     assert all(list(bucket) == sorted(bucket, reverse=True) for bucket in buckets)
-    lasts = [bucket[-1] for bucket in buckets]  # what becomes ready last decides when a bucket can go
+    lasts = [bucket[-1] for bucket in buckets]  # the gradient that is ready last decides when a bucket can start
     assert lasts == sorted(lasts, reverse=True)
 
 
@@ -52,7 +52,7 @@ def test_none_makes_one_bucket_of_each_kind(sizes):
 def test_buckets_are_not_more_than_they_need_be(lengths, bound):
     sizes = [Size(length, 4) for length in lengths]
     buckets = plan_buckets(sizes, bound)
-    for this, following in pairwise(buckets[1:]):  # the first is small on purpose
+    for this, following in pairwise(buckets[1:]):  # the first bucket is small on purpose
         assert bytes_of(this, sizes) + sizes[following[0]].bytes > bound * MB
 
 
@@ -72,12 +72,12 @@ def test_one_bucket_that_would_hold_everything_is_not_cut_for_a_small_first_one(
 
 def test_a_plan_of_two_kinds_is_drawn():
     sizes = [Size(2**18, 4, kind) for kind in "aabaab"]  # 1 MB each
-    # b at 5 waits for b at 2, while the a's before it fill buckets of their own; the first to be full is the small one
+    # b at 5 waits for b at 2, while the a's before it fill their own buckets; the small first bucket is full first
     assert plan_buckets(sizes, 2.0) == [(4,), (5, 2), (3, 1), (0,)]
 
 
 def all_sizes(world: World) -> list[str]:
-    sizes = [0.0, 1e-5, 2e-4, 1e-3, 25.0, None]  # the smallest parameter of the toy has 80 bytes, all of them 1.4 KB
+    sizes = [0.0, 1e-5, 2e-4, 1e-3, 25.0, None]  # the toy's smallest parameter has 80 bytes, all together 1.4 KB
     return [
         f"{case}, {size} MB: {each}"
         for case in ("toy", "odd", "double", "two ways")

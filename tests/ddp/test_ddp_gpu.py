@@ -1,6 +1,6 @@
-"""Steps of the wrappers over NCCL as one launch, and without a wait of the host. `pytest -m gpu`, two GPUs.
+"""Steps of the wrappers over NCCL: one launch per bucket, and no waits of the host. `pytest -m gpu`, two GPUs.
 
-`test_wrappers_gpu.py` has what they compute.
+`test_wrappers_gpu.py` tests the results.
 """
 
 import os
@@ -36,7 +36,7 @@ def on_gpus(world: World, folder: str) -> Iterator[World]:
 
 @pytest.fixture
 def wrong_on(on_ranks: Any, tmp_path: Path) -> Any:
-    """Return a caller: what is wrong with each rank of so many; to start them takes longer than what they do."""
+    """Return a function that returns what is wrong on each rank. Starting ranks takes longer than their work."""
 
     def call(world_size: int, function: Any, **arguments: Any) -> list[Any]:
         found: list[Any] = on_ranks(
@@ -48,7 +48,7 @@ def wrong_on(on_ranks: Any, tmp_path: Path) -> Any:
 
 
 class Layers(nn.Sequential):
-    """Some layers that can be recorded: nothing of them is on the CPU."""
+    """Layers that can be recorded, without anything on the CPU."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         torch.manual_seed(seed)
@@ -114,7 +114,7 @@ def silent_steps(world: World, folder: str) -> list[str]:
         for wrapper in RECORDABLE:
             _, train = stepper(wrapper, on_gpu)
             batches = [batch(on_gpu, step) for step in range(4)]
-            train(batches[0])  # the first one asks which parameters are used
+            train(batches[0])  # the first one exchanges which parameters are used
             torch.cuda.set_sync_debug_mode("error")
             try:
                 losses = [train(each) for each in batches[1:]]

@@ -1,4 +1,4 @@
-"""Mistakes that a wrapper refuses with a sentence, on every rank, before anything can hang."""
+"""Mistakes that a wrapper refuses with a message, on every rank, before anything can hang."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def wrapped_twice(world: World) -> dict:
             for each in (model, nn.Sequential(model), module, module.fc2, shares)
         ]
         del model
-        wrap_it(module, world.group)  # nobody averages it any more
+        wrap_it(module, world.group)  # no other wrapper averages it any more
     return said
 
 

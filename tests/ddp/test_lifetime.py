@@ -1,4 +1,4 @@
-"""What a wrapper holds on to, what can be copied of it, and what a gradient that has a graph of its own becomes."""
+"""References held by a wrapper, copies of it, and gradients with a graph of their own."""
 
 import copy
 import gc
@@ -34,7 +34,7 @@ def copied(world: World, wrapper: str) -> Iterator[str]:
 def with_a_graph(world: World, wrapper: str) -> Iterator[str]:
     model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of the circle that create_graph makes
+        warnings.simplefilter("ignore")  # torch warns of the reference cycle from create_graph
         TOY.loss(model, world.rank).backward(create_graph=True)
     model.finish_gradient_synchronization()
     found = {name: None if grad is None else grad.detach() for name, grad in gradients_of(model.module).items()}
@@ -43,7 +43,7 @@ def with_a_graph(world: World, wrapper: str) -> Iterator[str]:
 
 
 def let_go(world: World, wrapper: str) -> Iterator[str]:
-    gc.disable()  # nobody looks for circles
+    gc.disable()  # so that reference cycles would keep memory
     if wrapper not in ("FlatAllReduce", "OverlappedDDP", "BucketedDDP"):
         return
     model = wrap(world, wrapper, "toy")

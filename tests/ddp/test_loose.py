@@ -1,6 +1,6 @@
-"""Gradients that are sent where autograd made them, as NCCL does it; here over gloo, with the same bookkeeping.
+"""Gradients that are sent where autograd made them, as with NCCL; here over gloo, with the same bookkeeping.
 
-`test_ddp_gpu.py` has the same cases on NCCL.
+`test_ddp_gpu.py` tests the same cases with NCCL.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 class InPlace(NcclMean):
-    """Average tensors in place over any backend, at once: whoever still reads them then reads the mean."""
+    """Averages tensors in place at once, over any backend. Operations that still read them would see the mean."""
 
     def start(self, bucket: Any) -> Any:
         for tensor in bucket.tensors:
@@ -62,7 +62,7 @@ class Sharing(nn.Module):
         self.late = nn.Parameter(torch.full((2, 3), 3.0))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        early = self.early * inputs  # its backward comes after the one of the view, and differs between ranks
+        early = self.early * inputs  # its backward runs after that of the view, and differs between ranks
         return ((self.late.view(-1) + early) * inputs).sum()
 
 

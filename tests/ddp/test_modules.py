@@ -1,4 +1,4 @@
-"""Every wrapper on every kind of module, on 1 to 4 ranks, against one process."""
+"""Every wrapper on every kind of module, on 1 to 4 ranks, compared with one process."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from support.data_parallel_models import CASES
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-MODULES = [case for case in CASES if case not in ("vgg11", "gpt")]  # these train, in test_training.py
+MODULES = [case for case in CASES if case not in ("vgg11", "gpt")]  # these are trained in test_training.py
 EVERY_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 
@@ -22,13 +22,13 @@ def test_every_rank_starts_with_parameters_and_buffers_of_rank_0(on_ranks):
 
 
 def all_gradients(world: World, wrapper: str, shards: int) -> list[str]:
-    """`shards` of each rank where sums are exact, and one where they are not."""
+    """Use `shards` per rank with exact sums, and one otherwise."""
     near = {case: wrong_gradients(world, wrapper, case) for case in MODULES}
     exact = {f"{case}, exact": wrong_gradients(world, wrapper, case, shards, exact=True) for case in MODULES}
     return [f"{case}: {each}" for case, found in {**near, **exact}.items() for each in found]
 
 
-# One to three ranks compute the same six shards, and must come to the same bits.
+# One to three ranks compute the same six shards, and must get the same bits.
 @EVERY_WRAPPER
 @pytest.mark.parametrize(("world_size", "shards"), [(1, 6), (2, 3), (3, 2), (4, 1)])
 def test_gradients_become_the_mean_over_ranks_whatever_the_module(on_ranks, wrapper, world_size, shards):

@@ -1,4 +1,4 @@
-"""Tests of the tests: a wrapper with a mistake in it must be reported by the very checks that the other tests run."""
+"""Tests of the tests: the checks used by other tests must detect mistakes in a wrapper."""
 
 import pytest
 
@@ -9,11 +9,11 @@ from support.data_parallel_mutants import MUTANTS
 pytestmark = pytest.mark.ranks
 
 CHECKS = {"start": wrong_start, "gradients": wrong_gradients, "overlap": wrong_overlap, "training": wrong_training}
-SMALL = {"bucket_size_mb": 32 / 1024}  # two buckets of the chain's
+SMALL = {"bucket_size_mb": 32 / 1024}  # gives two buckets for the chain
 ONE_BY_ONE = ("OverlappedDDP", {"left": [3, 2, 1, 0]})
 TWO_BY_TWO = ("BucketedDDP", {"left": [2, 0], **SMALL})
 
-# mutant, check that must report it, wrapper, what the check is asked
+# mutant, check that must detect it, wrapper, arguments of the check
 MISTAKES = [
     *(("no broadcast", check, wrapper, {"case": "toy"}) for wrapper in WRAPPERS for check in ("start", "gradients")),
     *(("buffers forgotten", "start", wrapper, {"case": "odd"}) for wrapper in WRAPPERS),
@@ -29,7 +29,7 @@ MISTAKES = [
 
 
 def unreported(world: World) -> list[str]:
-    """Name the mistakes that a check found nothing wrong with, on this rank."""
+    """Name the mistakes that their check did not detect on this rank."""
     passed = []
     for mutant, check, wrapper, asked in MISTAKES:
         with MUTANTS[mutant]():
@@ -39,7 +39,7 @@ def unreported(world: World) -> list[str]:
 
 
 def test_no_mistake_goes_unreported(on_ranks):
-    first, second = on_ranks(2, unreported)  # each rank compares something: rank 1 its start, rank 0 the training
+    first, second = on_ranks(2, unreported)  # rank 1 checks initial values, rank 0 the training
     assert set(first) & set(second) == set()
 
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients: its bits do not depend on who holds which elements, and it is torch's in float64."""
+"""The norm of all gradients: its bits do not depend on who holds which elements; it equals torch's in float64."""
 
 import math
 from itertools import pairwise
@@ -23,7 +23,7 @@ def numbers(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def mixed(count: int = 5000) -> torch.Tensor:
-    """Magnitudes from 1e-30 to 1e30, and float32's smallest."""
+    """Return magnitudes from 1e-30 to 1e30, including the smallest of float32."""
     values = numbers(count) * 10.0 ** (numbers(count, 1) * 12).clamp(-30, 30)
     values[::7] = 1e-45
     return values.float()
@@ -45,7 +45,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def in_float64(values: torch.Tensor) -> float:
-    """Compute the norm with Python's own exact sum."""
+    """Compute the norm with Python's exact sum."""
     return math.hypot(*values.double().tolist()) if values.numel() < 10_000 else float(values.double().norm())
 
 
@@ -62,7 +62,7 @@ def test_the_norm_is_that_of_float64(norm, which):
     assert found.dtype == torch.float64
     assert found.shape == ()
     if norm is plain_norm and which in ("fp64", "mixed", "small"):
-        return  # float32 squares leave its range, as torch's do
+        return  # float32 squares overflow or underflow, as torch's do
     assert float(found) == pytest.approx(in_float64(values), rel=1e-12 if norm is reproducible_norm else 1e-6, abs=0)
 
 
@@ -129,7 +129,7 @@ def test_clipping_by_what_is_not_finite_does_as_torch_does(value, wanted):
 
 
 def shards(values: torch.Tensor, world: World) -> dict[str, list[torch.Tensor]]:
-    """Deal elements to ranks in several ways: this rank's part of each."""
+    """Distribute elements to ranks in several ways; return this rank's part of each."""
     of_size = values.numel() // world.size + 1
     block = values[world.rank * of_size : (world.rank + 1) * of_size]
     return {

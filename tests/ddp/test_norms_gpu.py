@@ -1,4 +1,4 @@
-"""Norms on GPUs: the bits of a CPU, whoever holds which elements, and the host waits for nothing. `pytest -m gpu`."""
+"""Norms on GPUs: the same bits as on a CPU, for any distribution of elements, without host waits. `pytest -m gpu`."""
 
 from pathlib import Path
 

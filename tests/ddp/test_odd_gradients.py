@@ -1,4 +1,4 @@
-"""Complex gradients are averaged by every wrapper, sparse ones refused by name."""
+"""Complex gradients are averaged by every wrapper; sparse ones are refused by name."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Waves(nn.Module):
-    """A complex parameter, laid out by columns, beside a real one."""
+    """A complex, column-major parameter and a real one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Waves(nn.Module):
 
 
 def complex_means(world: World) -> list[str]:
-    """Return what is not the mean of (1 + 2j) and (2 + 4j) conjugated, as it is with one process."""
+    """Return gradients that are not the mean of (1 + 2j) and (2 + 4j), conjugated, as in one process."""
     wrong = []
     for wrapper in WRAPPERS:
         for settings in ({}, {"exact": True}, {"communication_dtype": torch.bfloat16}):

@@ -1,4 +1,4 @@
-"""Rings, trees and exchanges against `torch.distributed` and against one process."""
+"""Rings, trees and exchanges compared with `torch.distributed` and with one process."""
 
 from datetime import timedelta
 
@@ -18,7 +18,7 @@ EVERY_WORLD = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Draw numbers whose sums need rounding, so that the order of a sum shows."""
+    """Draw numbers whose sums are rounded, so that the order of a sum matters."""
     generator = torch.Generator().manual_seed(1000 + rank)
     return (torch.randn(count, generator=generator, dtype=torch.float64) * 100).to(dtype)
 
@@ -63,7 +63,7 @@ def test_ordered_sums_have_the_bits_of_one_process_and_a_ring_s_are_the_same_on_
 
 
 def in_a_sub_group(world: World) -> str:
-    group = dist.new_group([3, 1, 4])  # group ranks 0, 1, 2 are 1, 3, 4: torch sorts them
+    group = dist.new_group([3, 1, 4])  # group ranks 0, 1, 2 are 1, 3, 4, because torch sorts them
     outside = ""
     if dist.get_rank(group) < 0:
         outside = said_by(lambda: primitives.ring_all_reduce(torch.ones(3), group), ValueError)
@@ -98,7 +98,7 @@ def refusals(world: World) -> list[str]:
     ]
     found = [said_by(call, ValueError) for call in calls]
     whole = torch.full((8,), world.rank + 1.0)
-    primitives.ring_all_reduce(whole)  # nothing was sent, so the next call finds no stray message
+    primitives.ring_all_reduce(whole)  # nothing was sent before, so there is no stray message
     found.append(str(whole.unique().tolist()))
     return found
 
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_named_before_anything_is_sent(on_ranks):
 
 
 def long_ones(world: World) -> list[bool]:
-    """Tensors of many messages: 9 MB of fp32, in columns that come round."""
+    """Tensors of many messages: 9 MB of fp32, in several columns."""
     count = 2_250_007
     every = [whole(rank, count, torch.float32) for rank in range(world.size)]
     total = torch.stack(every).sum(0)
@@ -146,7 +146,7 @@ def test_long_tensors_go_in_many_columns(on_ranks, world_size):
 
 
 def left_alone(world: World) -> str:
-    """Rank 0 waits for a rank that never sends, in a group whose time-out was made shorter after the start."""
+    """Rank 0 waits for a rank that never sends, in a group whose timeout was shortened after its creation."""
     _set_pg_timeout(timedelta(seconds=1), world.group)
     store = world.group.get_group_store()
     if world.rank == 0:
@@ -158,4 +158,4 @@ def left_alone(world: World) -> str:
 
 
 def test_a_message_takes_no_longer_than_the_group_allows_now(on_ranks):
-    assert on_ranks(2, left_alone, deadline_s=15.0)[0] == "timed out"  # its group was made with more
+    assert on_ranks(2, left_alone, deadline_s=15.0)[0] == "timed out"  # after less than the group's first timeout

@@ -1,4 +1,4 @@
-"""Rings, trees and exchanges over NCCL. `pytest -m gpu` on a machine with two CUDA devices or more."""
+"""Rings, trees and exchanges over NCCL. `pytest -m gpu` on a machine with at least two CUDA devices."""
 
 from pathlib import Path
 

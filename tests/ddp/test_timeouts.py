@@ -1,4 +1,4 @@
-"""A collective that fails names its bucket, and the ranks that did not come to it."""
+"""The error of a failed collective names its bucket, and the ranks that did not enter it."""
 
 import re
 from datetime import timedelta
@@ -23,9 +23,9 @@ EXACT_TIMEOUT_S = 4.0
 
 
 def absent(world: World, wrapper: str, exact: bool) -> list:
-    """All take a step; then rank 1 waits, outside, until the others have given up, and comes too late."""
-    # The test itself meets in the first group. Sends and receives keep the time-out with which theirs was made, which
-    # therefore is long enough to connect on a busy machine.
+    """All run a step; then rank 1 waits until the others have given up, and enters too late."""
+    # The test itself communicates in the first group. Its sends and receives keep the timeout of its creation, which
+    # is therefore long enough to connect on a busy machine.
     group = dist.new_group(timeout=timedelta(seconds=EXACT_TIMEOUT_S if exact else 30.0))
     model = getattr(ddp, wrapper)(CASES["chain"].build(1), group, exact=exact)
     backwards(world, model, CASES["chain"])
@@ -52,11 +52,11 @@ def test_a_time_out_names_the_bucket_and_who_did_not_come(on_ranks, wrapper, exa
     for rank, (kind, text, lost) in ((0, first), (2, last)):
         if kind == "CollectiveTimeoutError":
             assert text.startswith(f"rank {rank}: step 2: bucket 1 of {buckets} (")
-            # The other one may be among them too, if this machine lets it come late.
+            # The other rank may be listed, too, if this machine delays it.
             assert re.search(r"it was not entered by ranks? (0-)?1(-2)?: see what", text)
-        assert lost  # who reads a log takes none of them for the culprit
+        assert lost  # a reader of the log blames neither of them
     assert "CollectiveTimeoutError" in {first[0], last[0]}
-    # gloo's own number; a rank that it told none says what it measured, which on a busy machine is more, or less.
+    # The timeout as gloo reports it. Without a report, a rank prints its own measurement, which may differ.
     waited_s = [float(said) for said in re.findall(r"did not end within ([\d.]+) s", first[1] + last[1])]
     timeout_s = EXACT_TIMEOUT_S if exact else TIMEOUT_S
     assert waited_s
@@ -69,12 +69,12 @@ ENTERED = Entered(step=3, bucket=1, buckets=5, launched=5, first="head.weight", 
 
 
 def told(world: World, text: str) -> list[str]:
-    """Ranks fail at different places: 1 is further, 2 a step and 3 a bucket before it, 4 says nothing."""
+    """Ranks fail at different places: 1 is ahead, 2 a step and 3 a bucket behind, 4 reports nothing."""
     places = {0: ENTERED, 1: Entered(3, 2, 5, 3, "a", "b", 1), 2: Entered(2, 1, 5, 5, "a", "b", 1)}
     places[3] = Entered(3, 0, 5, 1, "a", "b", 1)
     said = []
     if world.rank == 0:
-        dist.barrier()  # the others have spoken
+        dist.barrier()  # the others have written their reports
     with mock.patch.multiple(timeouts, LATER_S=0.1, LOST_S=0.1, STORE_S=20.0):
         if world.rank in places:
             try:

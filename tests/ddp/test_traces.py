@@ -1,4 +1,4 @@
-"""When collectives start and how many there are, read from a profiler's trace of a step: order, never how long."""
+"""Starts and numbers of collectives, read from a profiler trace of a step: order only, never durations."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.ranks
 
 KIB = 2**-10  # in MB; the chain has four gradients of 16 KiB each
 
-# wrapper, settings, gradients that are still to come at each launch
+# wrapper, settings, number of gradients still missing at each launch
 OVERLAPPED = [
     ("OverlappedDDP", {}, [3, 2, 1, 0]),
     ("BucketedDDP", {"bucket_size_mb": 1 * KIB}, [3, 2, 1, 0]),
@@ -50,7 +50,7 @@ def test_only_the_last_micro_batch_communicates(on_ranks, wrapper):
 
 
 def launches_of_turned_rank(world: World) -> list[int]:
-    """The branches' gradients become ready in another order on rank 1: the launches must not follow."""
+    """Gradients become ready in another order on rank 1, but the order of launches must not change."""
     model = wrap(world, "OverlappedDDP", "two ways")
     backwards(world, model, CASES["two ways"])
     sizes = {name: each.numel() for name, each in model.named_parameters()}

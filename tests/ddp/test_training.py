@@ -1,8 +1,8 @@
-"""Five steps of an optimizer on several ranks are those of one process, which computes all shards itself.
+"""Five optimizer steps on several ranks equal those of one process that computes all shards itself.
 
 VGG-11 has batch norm. Each shard is normalized with its own mean and variance, in one process as on several ranks, so
-gradients can be the same; its running statistics are not part of any gradient, and every rank keeps those of its own
-shards (`test_running_statistics_are_each_ranks_own`). VGG has an eighth of its channels here, and all of its layers.
+gradients can be equal. Running statistics do not affect gradients, and every rank keeps those of its own shards
+(`test_running_statistics_are_each_ranks_own`). VGG has all its layers here, with an eighth of the channels.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Uses that are not in the book: each ends in the mean of all ranks or in a sentence, never in one rank's gradient."""
+"""Unusual uses of wrappers: each gives the mean over all ranks or an error message, never one rank's gradient."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ TOY = CASES["toy"]
 
 
 def apart(world: World, model: DataParallel, serial: nn.Module, times: int = 1, offset: int = 0) -> list[str]:
-    """Compare with the mean over two ranks of one shard each, `times` over: the same bits."""
+    """Compare with `times` the mean over two ranks of one shard each, bit for bit."""
     wanted = one_process(TOY, serial, range(offset, offset + world.size))
     means = {name: None if mean is None else mean * times for name, mean in wanted.means.items()}
     return gradients_apart(gradients_of(model.module), type(wanted)(means), 0)
@@ -43,11 +43,11 @@ def frozen_when_wrapped(world: World, wrapper: str) -> Iterator[str]:
         backwards(world, model, TOY)
         yield from (f"{word}: {each}" for each in apart(world, model, serial))
         module.requires_grad_(False)
-        TOY.loss(model, 0)  # a forward in which nothing learns
+        TOY.loss(model, 0)  # a forward with all parameters frozen
 
 
 def past_the_wrapper(world: World, wrapper: str) -> Iterator[str]:
-    """The forward is the module's own; then two forwards, each backward synchronized by itself."""
+    """Call the module itself instead of the wrapper; then two forwards, with each backward synchronized separately."""
     model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
     TOY.loss(model.module, world.rank).backward()
     model.finish_gradient_synchronization()
@@ -94,7 +94,7 @@ def step_given_up(world: World, wrapper: str) -> Iterator[str]:
     model, serial = wrap(world, wrapper, "toy", exact=True), TOY.build(1)
     with model.no_sync():
         TOY.loss(model, 77).backward()
-        model.next_shard()  # the next batch could not be read
+        model.next_shard()  # then reading the next batch failed
     model.zero_grad()
     backwards(world, model, TOY)
     yield from apart(world, model, serial)
@@ -117,7 +117,7 @@ def another_head(world: World, wrapper: str) -> Iterator[str]:
 
 
 def gradient_moved(world: World, wrapper: str) -> Iterator[str]:
-    """Gradients stay views of their buckets when a user assigns `.grad.data` or calls the inner module."""
+    """Gradients stay views of their buckets if a user assigns `.grad.data` or calls the inner module."""
     model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
     for word in ("scaled by hand", "another type"):
         backwards(world, model, TOY)
@@ -163,7 +163,7 @@ def test_a_bucket_size_must_be_a_number_of_mb(on_ranks, given):
 
 
 def wrapped_otherwise(world: World) -> list[str]:
-    """Rank 1 asks for something else each time."""
+    """Rank 1 requests something else each time."""
     others: list[tuple[str, dict]] = [
         ("BucketedDDP", {"exact": True}),
         ("BucketedDDP", {"communication_dtype": torch.bfloat16}),
@@ -195,7 +195,7 @@ def test_ranks_that_wrap_in_different_ways_are_told_how(on_ranks):
 
 
 def two_in_one_backward(world: World) -> list[str]:
-    """An encoder and a decoder, each with a wrapper of its own on one group: their exact sums must not mix."""
+    """An encoder and a decoder with separate wrappers on one group: their exact sums must not mix."""
     problems = []
     for wrapper in WRAPPERS:
         ends = [nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False)]

@@ -1,4 +1,4 @@
-"""What a wrapper is to its user: the module's own names, micro-batches, virtual shards, groups, and what it tells."""
+"""The interface of a wrapper: the module's own names, micro-batches, virtual shards, groups, and statistics."""
 
 import copy
 import pickle
@@ -53,7 +53,7 @@ def names_of(world: World, wrapper: str) -> Iterator[str]:
     again_larger = nn.Sequential(nn.Linear(2, 2), getattr(ddp, wrapper)(again, world.group))
     again_larger.load_state_dict(saved)
     yield from states_apart(again.state_dict(), other.state_dict())
-    pickle.loads(pickle.dumps(module))  # what the wrapper knows of the module hangs nowhere on it
+    pickle.loads(pickle.dumps(module))  # the wrapper leaves no references in the module
     yield from states_apart(copy.deepcopy(module).state_dict(), other.state_dict())
 
 
@@ -64,7 +64,7 @@ def test_the_package_lists_its_wrappers_without_importing_torch():
 
 
 def accumulation(world: World, set_to_none: bool) -> list[str]:
-    """Three micro-batches, then again: only the last one communicates, and all three count."""
+    """Accumulate three micro-batches, twice: only the last one communicates, and all three count."""
     problems = []
     for wrapper in WRAPPERS:
         case, serial = CASES["odd"], CASES["odd"].build(1)
@@ -72,11 +72,11 @@ def accumulation(world: World, set_to_none: bool) -> list[str]:
         for _ in range(2):
             backwards(world, model, case, shards=3)
             wanted = one_process(case, serial, range(3 * world.size))
-            # `.grad` adds up over micro-batches, and is averaged over ranks alone
+            # `.grad` is summed over micro-batches, and averaged over ranks only.
             whole = {name: None if mean is None else mean * 3 for name, mean in wanted.means.items()}
             largest = {name: value * 3 for name, value in wanted.largest.items()}
             found = gradients_of(model.module)
-            numbers = world.size * 3 + 2  # and the mean's division is undone here
+            numbers = world.size * 3 + 2  # undoes the division by the number of ranks
             problems += [f"{wrapper}: {each}" for each in gradients_apart(found, type(wanted)(whole, largest), numbers)]
             model.zero_grad(set_to_none=set_to_none)
     return problems
@@ -104,7 +104,7 @@ def asked_twice(world: World, wrapper: str) -> Iterator[str]:
         model.finish_gradient_synchronization()
     before = {name: each.clone() for name, each in gradients_of(model.module).items()}
     if wrapper in SYNCHRONIZES_ITSELF or wrapper == "FlatAllReduce":
-        model.finish_gradient_synchronization()  # of one backward: it has been done
+        model.finish_gradient_synchronization()  # does nothing: the backward has finished it
     after = gradients_of(model.module)
     yield from (f"{name}" for name in before if not same_bits(before[name], after[name]))
     wanted = one_process(CASES["toy"], CASES["toy"].build(1), range(world.size))
@@ -112,7 +112,7 @@ def asked_twice(world: World, wrapper: str) -> Iterator[str]:
 
 
 def reaches_nothing(world: World, wrapper: str) -> Iterator[str]:
-    """Rank 1's loss depends on no parameter: its backward calls no hook, and it must be asked to take part."""
+    """Rank 1's loss depends on no parameter: its backward calls no hook, so it must call finish explicitly."""
     case = CASES["toy"]
     model, serial = wrap(world, wrapper, "toy"), case.build(1)
     loss = case.loss(model, 0)
@@ -124,7 +124,7 @@ def reaches_nothing(world: World, wrapper: str) -> Iterator[str]:
 
 
 def forgotten(world: World) -> list[str]:
-    """Each wrapper in turn is deleted: nothing of it may stay on the parameters, which live on."""
+    """Delete each wrapper in turn: nothing of it may remain on the parameters, which stay alive."""
     problems = []
     module = CASES["toy"].build(1)
     for wrapper in WRAPPERS:
@@ -143,7 +143,7 @@ def test_a_wrapper_that_is_deleted_leaves_nothing_on_the_module(on_ranks):
 
 
 def synchronized_first(world: World, wrapper: str) -> Iterator[str]:
-    """The first micro-batch is the one outside of `no_sync`; who must be asked is asked at the end."""
+    """The first micro-batch is outside of `no_sync`; wrappers without hooks are finished at the end."""
     case = CASES["toy"]
     if wrapper not in ("AllReduce", "FlatAllReduce", "GatherScatter"):
         return
@@ -171,7 +171,7 @@ def test_what_no_rank_uses_keeps_no_gradient(on_ranks):
 
 
 def other_parameters(world: World, wrapper: str) -> Iterator[str]:
-    """Freeze, thaw, replace: each time gradients are the mean of what learns then."""
+    """Freeze, unfreeze, replace: each time gradients are the mean over the parameters trainable then."""
     case = CASES["toy"]
     model, serial = wrap(world, wrapper, "toy"), case.build(1)
     changes = {
@@ -210,7 +210,7 @@ def test_gradients_can_be_sent_in_half_of_the_bytes(on_ranks):
 
 
 def in_float16(world: World, wrapper: str) -> Iterator[str]:
-    """Gradients whose mean fits into 16 bits, but not their sum; and buffers of types that gloo does not know."""
+    """Gradients whose mean fits into 16 bits, but not their sum; and buffers of types that gloo does not support."""
     if wrapper not in ("AllReduce", "FlatAllReduce", "OverlappedDDP", "BucketedDDP"):
         return
     module = torch.nn.Linear(1, 1, bias=False).half()
@@ -249,7 +249,7 @@ def test_stats_tell_collectives_bytes_and_wait_of_the_last_synchronization(on_ra
 
 
 def within_a_group(world: World) -> list[str]:
-    """Ranks 1 and 2, of whom rank 1 is the first, and rank 0 by itself: means are those of each group."""
+    """Ranks 1 and 2 form a group, in which rank 1 is the first, and rank 0 is alone: each group has its own means."""
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
     group = groups[min(world.rank, 1)]
     place = World(dist.get_rank(group), dist.get_world_size(group), group, world.device)

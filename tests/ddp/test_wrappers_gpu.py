@@ -1,4 +1,4 @@
-"""The wrappers over NCCL. `pytest -m gpu` on a machine with two CUDA devices or more."""
+"""The wrappers over NCCL. `pytest -m gpu` on a machine with at least two CUDA devices."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def test_ranks_that_differ_are_told_over_nccl_too(on_ranks, tmp_path: Path):
 
 
 def recorded(world: World, wrapper: str, folder: str) -> list[str]:
-    """A backward with its collectives, recorded into a CUDA graph, then replayed on other inputs."""
+    """Record a backward with its collectives into a CUDA graph, then replay it with other inputs."""
     with over("nccl", world, folder) as on_gpu:
         model = wrap(on_gpu, wrapper, "chain", **({"bucket_size_mb": 1 / 32} if wrapper == "BucketedDDP" else {}))
         inputs = torch.zeros(3, 64, device=on_gpu.device)
@@ -98,7 +98,7 @@ def recorded(world: World, wrapper: str, folder: str) -> list[str]:
         serial = CASES["chain"].build(1).to(on_gpu.device)
         wanted = one_process(CASES["chain"], serial, range(world.size))
         found = gradients_apart(gradients_of(model.module), wanted, 2 * world.size)
-        del graph  # before the communicator that it recorded
+        del graph  # before the communicator that it uses
         dist.barrier()
     return found
 

@@ -234,7 +234,7 @@ def test_a_mode_or_a_split_is_completed(settings: dict[str, Any], wanted: dict[s
         ({"parallel": {"pipe": 2, "data": 2}, "batch_size": 1}, 4, "1 is less than one sample for each of 2 pipelines"),
         ({"mode": "1f1b", "cut": ["conv3", "conv9"]}, 3, "train.cut: there is no layer 'conv9'; the model has conv1,"),
         ({"mode": "1f1b", "cut": ["conv3"]}, 3, "train.cut: .* make 2 stages of 31 layers, not 3"),
-        ({"mode": "1f1b", "cut": [9, 9]}, 3, "train.cut: .* 9 does not come after 9"),
+        ({"mode": "1f1b", "cut": [9, 9]}, 3, "train.cut: .* 9 is not greater than 9"),
         (TENSOR, 4, r"mode: tensor: 4 ranks do not divide heads 6 \(2 left\); use 2 or 3 or 6 of them, which"),
         (
             {**TENSOR, "model": {**SPLIT, "d_ff": 39}},

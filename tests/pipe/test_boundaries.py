@@ -1,4 +1,4 @@
-"""What crosses cuts, held against forwards that compute; what layers weigh, held against formulas."""
+"""Shapes at cuts compared with real forwards, and weights of layers compared with formulas."""
 
 import math
 from itertools import pairwise
@@ -18,12 +18,12 @@ BATCH = 2
 
 @pytest.fixture(scope="module")
 def vgg16() -> nn.Sequential:
-    with torch.device("meta"):  # no time for values, which nobody looks at
+    with torch.device("meta"):  # values are not used, so do not spend time on them
         layers = assemble_vgg(VGG_SHAPES["vgg16"])
     layers.to_empty(device="cpu")
     with torch.no_grad():
         for each in layers.parameters():
-            each.zero_()  # what lies in memory may be numbers that are slow to compute with
+            each.zero_()  # uninitialized memory may contain numbers that are slow to compute with
     return layers
 
 
@@ -34,7 +34,7 @@ def gpt() -> nn.Sequential:
 
 @pytest.fixture(scope="module")
 def computed(vgg16: nn.Sequential) -> list[Tensor]:
-    """What really enters every layer of VGG-16."""
+    """Return the real input of every layer of VGG-16."""
     entering, x = [], torch.zeros(BATCH, 3, 32, 32)
     with torch.no_grad():
         for layer in vgg16:
@@ -60,7 +60,7 @@ def test_the_sizes_of_vgg16_as_they_are_drawn(vgg16: nn.Sequential) -> None:
 
 @pytest.mark.parametrize("partitions", [1, 2, 3])
 def test_stages_alike_send_one_less_than_their_number(gpt: nn.Sequential, partitions: int) -> None:
-    """Forward and backward the same, however many layers a stage has."""
+    """Equal bytes forward and backward, whatever the number of layers in a stage."""
     tokens_and_width = (BATCH, 64, 64)
     assert boundary_sizes(gpt, (BATCH, 64), partitions) == [(tokens_and_width,) * 2] * (partitions - 1)
 
@@ -79,7 +79,7 @@ def test_nothing_of_the_model_is_touched() -> None:
 def test_types_of_what_crosses() -> None:
     class Shift(nn.Module):
         def forward(self, ids: Tensor) -> Tensor:
-            return (ids + torch.arange(ids.shape[1])) % 5  # a tensor of its own
+            return (ids + torch.arange(ids.shape[1])) % 5  # creates a tensor of its own
 
     layers = nn.Sequential(Shift(), nn.Embedding(5, 4), nn.Linear(4, 3)).double()
     assert boundary_sizes(layers, (BATCH, 6), 3) == [((BATCH, 6), None), ((BATCH, 6, 4),) * 2]  # token ids first
@@ -97,7 +97,7 @@ def test_a_layer_that_stands_twice_is_two_layers() -> None:
 def test_parameters_and_counts(gpt: nn.Sequential) -> None:
     shape = GPT_SHAPES["gpt-nano"]
     weights = weights_of(gpt, "parameters")
-    tied = shape.vocabulary * shape.d_model  # a weight that embedding and head share: both stages will have it
+    tied = shape.vocabulary * shape.d_model  # the weight shared by embedding and head counts in both
     assert sum(weights) == shape.parameter_count() + tied
     assert weights[-1] == tied
     assert weights_of(gpt, "count") == [1] * 5
@@ -107,7 +107,7 @@ def test_flops_of_linear_and_convolution_forward_and_backward() -> None:
     layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 36, 5))
     convolution = 2 * BATCH * 36 * 8 * 3 * 9
     linear = 2 * BATCH * 8 * 36 * 5
-    # The model's input has no gradient, so the first layer's backward is one product, the others' two.
+    # The model's input has no gradient, so the first layer's backward has one product, the others' two.
     assert weights_of(layers, "flops", (BATCH, 3, 6, 6)) == [2 * convolution, 0, 0, 3 * linear]
 
 
@@ -120,7 +120,7 @@ def test_cuts_by_flops_are_closer_than_cuts_by_count(vgg16: nn.Sequential) -> No
     ]
     assert heaviest[0] < heaviest[1]
     names = list(vgg16._modules)
-    assert all(names[cut].startswith("conv") for cut in cuts)  # after a pool, if there is one: the least crosses
+    assert all(names[cut].startswith("conv") for cut in cuts)  # after any pool, where the tensor is smallest
 
 
 def test_a_profile_measures_every_layer_and_leaves_no_trace() -> None:
@@ -141,7 +141,7 @@ def test_a_profile_measures_every_layer_and_leaves_no_trace() -> None:
 
 
 def test_a_profile_times_backwards_too() -> None:
-    """Clocks are not tested: a layer counts what it is asked to do."""
+    """Real time is not tested: a fake clock advances when a layer runs."""
     calls = []
 
     class Counted(torch.autograd.Function):
@@ -173,10 +173,10 @@ def test_what_cannot_be_measured_is_said_in_one_line() -> None:
     cases = [
         (lambda: boundary_sizes(linear, (2, 4), 3), r"3 stages of 2 layers: "),
         (lambda: boundary_sizes(linear, (2, 4), 2), r"layer '1': cannot forward a dummy input of \(2, 8\) float32: "),
-        (lambda: boundary_sizes(linear, (2, 4), [0, 5]), r"cuts \[0, 5\]: there is no layer 5 among 2"),
-        (lambda: boundary_sizes(linear, (2, 4), [5]), r"cuts \[5\]: there is no layer 5 among 2"),
-        (lambda: boundary_sizes(nn.Sequential(Pair(), Pair()), (2, 4), 2), r"layer '0': .* it returns a tuple: only a"),
-        (lambda: weights_of(linear, "size"), r"weights by 'size': wanted one of count, parameters, flops, profile"),
+        (lambda: boundary_sizes(linear, (2, 4), [0, 5]), r"cuts \[0, 5\]: there is no layer 5, only 2 layers"),
+        (lambda: boundary_sizes(linear, (2, 4), [5]), r"cuts \[5\]: there is no layer 5, only 2 layers"),
+        (lambda: boundary_sizes(nn.Sequential(Pair(), Pair()), (2, 4), 2), r"layer '0': .* it returns a tuple; only a"),
+        (lambda: weights_of(linear, "size"), r"weights by 'size': expected one of count, parameters, flops, profile"),
         (lambda: weights_of(linear, "flops"), r"weights by flops: need input_size"),
         (lambda: weights_of(linear, "profile"), r"weights by profile: need input_size"),
         (lambda: weights_of(linear, "flops", (2, 4)), r"layer '1': cannot forward"),

@@ -1,4 +1,4 @@
-"""When a GPU was somewhere, and not when it was told to go there. `pytest -m gpu`, one GPU."""
+"""Marks show when a GPU reached a point, not when it was launched. `pytest -m gpu`, one GPU."""
 
 import time
 
@@ -9,8 +9,8 @@ from muster.pipe.marks import marks_for
 
 pytestmark = pytest.mark.gpu
 
-LONG_CYCLES = 3_000_000_000  # a second or two
-APART_S = 0.01  # of the host's clock, between an event and that the host knows of it
+LONG_CYCLES = 3_000_000_000  # takes a second or two
+APART_S = 0.01  # largest delay on the host between an event and noticing it
 
 
 def test_marks_are_made_at_once_and_lie_where_the_gpu_got_there():
@@ -21,7 +21,7 @@ def test_marks_are_made_at_once_and_lie_where_the_gpu_got_there():
     torch.cuda._sleep(LONG_CYCLES)
     second = marks.now()
     told_s = time.monotonic()
-    torch.ones(1, device="cuda").item()  # waits until it is there
+    torch.ones(1, device="cuda").item()  # waits for the GPU
     there_s = time.monotonic()
     start_s, end_s = marks.seconds([first, second])
     assert began_s - APART_S <= start_s <= told_s + APART_S

@@ -1,4 +1,4 @@
-"""Ranks in three dimensions: everybody has one place, and groups of those that differ in one dimension only."""
+"""A mesh of ranks in three dimensions: unique coordinates, and groups of ranks that differ in one dimension only."""
 
 from itertools import product
 
@@ -44,7 +44,7 @@ def test_the_drawing_is_what_ranks_are():
 
 
 def sums(world: World) -> list[list[float]]:
-    """Return, of three meshes and every axis, the sum of ranks that this rank's group finds; and errors on the way."""
+    """Return for three meshes and every axis the sum of ranks within this rank's group; also check errors."""
     found = []
     for mesh in (Mesh(2, 2, 1), Mesh(1, 2, 2), Mesh(4, 1, 1)):
         groups = mesh.groups(world.group)
@@ -54,7 +54,7 @@ def sums(world: World) -> list[list[float]]:
             dist.all_reduce(total, group=getattr(groups, axis))
             row.append(total.item())
         found.append(row)
-    with pytest.raises(ValueError, match=r"data 2 x pipe 1 x tensor 3 = 6 ranks, the world has 4"):
+    with pytest.raises(ValueError, match=r"data 2 x pipe 1 x tensor 3 = 6 ranks, but the world has 4"):
         Mesh(2, 1, 3).groups(world.group)
     assert Mesh(4, 1, 1).groups(world.group).data is world.group
     return found
@@ -68,7 +68,7 @@ def test_groups_talk_among_themselves(on_ranks):
 
 
 def within_a_part(world: World) -> list[float]:
-    """Make the groups of a mesh over two of four ranks: numbers are those of the part."""
+    """Create the groups of a mesh over two of four ranks; numbers count within that part."""
     part = dist.new_group([2, 3])
     if world.rank < 2:
         return []

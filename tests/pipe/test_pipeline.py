@@ -1,4 +1,4 @@
-"""A pipeline trains as a loop over micro-batches in one process does, bit for bit."""
+"""A pipeline trains like a loop over micro-batches in one process, bit for bit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What users do with a model once its pipeline is built: each works as without one, or is refused with one message."""
+"""Changes to a model after its pipeline is built: each works as without a pipeline, or is refused with one message."""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from support.refusals import told_by
 pytestmark = pytest.mark.ranks
 
 TOKENS, WIDTH, PARTS = 7, 4, 4
-PROMPT_S = 20.0  # the groups of tests wait 30 s for a message: nobody ends by waiting
+PROMPT_S = 20.0  # less than the 30 s timeout of the groups, so that no rank ends by a timeout
 
 
 def model(*, tied: bool = False) -> nn.Sequential:
@@ -51,7 +51,7 @@ def piped(layers: nn.Sequential, name: str = "1f1b", ranks: int = 1, **settings:
 
 
 def apart(part: nn.Module, whole: nn.Module) -> list[str]:
-    """Name the parameters that are not those of the whole model, or have other gradients."""
+    """Name the parameters that differ from the whole model's, or have other gradients."""
     wanted = dict(whole.named_parameters(remove_duplicate=False))
     return [name for name, each in part.named_parameters() if not _alike(each, wanted[name])]
 
@@ -95,7 +95,7 @@ def test_a_model_may_be_changed_between_steps(name, way, steps_before):
         assert apart(pipeline.module, plain) == [], change
 
 
-@pytest.mark.filterwarnings("ignore")  # what the compiler of torch says of torch itself
+@pytest.mark.filterwarnings("ignore")  # warnings from torch's compiler about torch itself
 @pytest.mark.parametrize("name", ["1f1b", "zb1p"])
 def test_layers_may_be_compiled_where_they_are(name):
     torch._dynamo.reset()
@@ -124,7 +124,7 @@ def test_a_copy_of_split_stages_is_a_plain_model_with_their_weights():
 
 def test_what_stages_would_not_notice_is_refused():
     pipeline = piped(model())
-    with pytest.raises(AttributeError, match="layer '1' of a pipeline stays; change it before"):
+    with pytest.raises(AttributeError, match="layer '1' of a pipeline cannot be replaced; do so before"):
         pipeline.module.add_module("1", nn.Identity())
     pipeline.module.to("meta")
     with pytest.raises(ValueError, match="layers are on meta, the pipeline was built for cpu; move them before"):
@@ -132,7 +132,7 @@ def test_what_stages_would_not_notice_is_refused():
 
 
 class Learned(nn.Module):
-    """A loss with a parameter of its own."""
+    """A loss with its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,12 +147,12 @@ def test_a_loss_that_learns_gets_its_gradients_or_is_refused():
     Pipeline(model(), table, loss=loss).step(*batch())
     plain(model()(batch()[0]), batch()[1]).backward()
     assert torch.equal(loss.scale.grad, plain.scale.grad)
-    with pytest.raises(ValueError, match="layerwise: the loss has parameters that learn"):
+    with pytest.raises(ValueError, match="layerwise: the loss has trainable parameters"):
         Pipeline(model(), table, loss=loss, layerwise=True)
 
 
 def optimized_before(world: World) -> list[str]:
-    """Build an optimizer, then the pipeline; freeze the tied weight in the first step only."""
+    """Build an optimizer before the pipeline; freeze the tied weight in the first step only."""
     layers, plain = model(tied=True), model(tied=True)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (layers, plain)]
     for each in (layers, plain):
@@ -182,7 +182,7 @@ def test_an_optimizer_may_be_built_before_and_tied_weights_learn_later(on_ranks)
 
 
 def refused(world: World) -> list[str]:
-    """Return what is said of changes that only some ranks can see."""
+    """Return the errors for changes that only some ranks can detect."""
 
     def said_by(change: Callable[[Pipeline], object], inputs: Tensor | None = None, *, tied: bool = True) -> str:
         pipeline = piped(model(tied=tied), ranks=world.size)
@@ -207,10 +207,10 @@ def refused(world: World) -> list[str]:
 
 def test_changes_that_ranks_must_make_together_are_refused_with_one_message(on_ranks):
     wanted = [
-        "' learns in stages [0] and is frozen in stages [1], which share it: freeze it on all of their ranks, or on",
-        "' of several stages was replaced by another one after the pipeline was built, as load_state_dict(assign=True)",
-        "(3, 4) of torch.float64, earlier ones for as many samples were (3, 4) of torch.float32; ",
-        "rank 0 failed: ValueError: 3 inputs but 9 targets",  # in no stage: nothing ran yet
+        "' is trainable in stages [0] but frozen in stages [1]; freeze it on all ranks that share it, or on",
+        "' of several stages was replaced after the pipeline was built, as load_state_dict(assign=True)",
+        "(3, 4) of torch.float64, but earlier ones for as many samples were (3, 4) of torch.float32; ",
+        "rank 0 failed: ValueError: 3 inputs but 9 targets",  # without a stage: none has run yet
     ]
     for rank, said in enumerate(on_ranks(2, refused, deadline_s=PROMPT_S)):
         for found, part in zip(said, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""A pipeline refuses what cannot be, and ends on all ranks, promptly and with one cause, when one of them fails."""
+"""A pipeline refuses invalid uses. If one rank fails, all ranks fail promptly, with the same cause."""
 
 import copy
 import pickle
@@ -21,11 +21,11 @@ from support.refusals import told_by
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-PROMPT_S = 20.0  # the groups of tests wait 30 s for a message: nobody ends by waiting
+PROMPT_S = 20.0  # less than the 30 s timeout of the groups, so that no rank ends by a timeout
 
 
 class Failing(nn.Linear):
-    """Does something wrong in one of its forwards, or backwards."""
+    """Does something wrong in one of its forwards or backwards."""
 
     def __init__(self, what: str, at: int) -> None:
         super().__init__(4, 4)
@@ -52,7 +52,7 @@ def layers_with(what: str, at: int, stage: int, stages: int = 3) -> nn.Sequentia
 
 
 def failing(world: World, name: str, what: str, at: int, stage: int) -> list[Any]:
-    """Step until it fails, and once more; return what was said, and whether the ranks can still talk."""
+    """Step until it fails, and once more; return the errors, and whether the ranks can still communicate."""
     pipeline = Pipeline(
         layers_with(what, at, stage), schedule(name, world.size, 4), loss=functional.cross_entropy, cuts=(0, 1, 2)
     )
@@ -66,15 +66,15 @@ def failing(world: World, name: str, what: str, at: int, stage: int) -> list[Any
 FAILURES = [
     ("1f1b", "forward", 7, 1, "ValueError: burst\nin two lines", "ValueError: burst"),
     ("gpipe", "backward", 2, 2, "ZeroDivisionError: division by zero", None),
-    # The first stage's last backward: the others have ended this step, and hear of it in the next.
+    # The first stage's last backward: the others have ended this step, and only fail in their next one.
     ("1f1b", "backward", 4, 0, "ZeroDivisionError: division by zero", None),
     (
         "1f1b",
         "in place",
         6,
         2,
-        "RuntimeError: stage 2: layer '2' works in place on what came from stage 1, which must stay as it is, and did "
-        "not in its first forward; give it an attribute inplace=True",
+        "RuntimeError: stage 2: layer '2' works in place on what came from stage 1, which must not change, and did "
+        "not do so in its first forward; give the layer an attribute inplace=True",
         None,
     ),
     (
@@ -82,8 +82,8 @@ FAILURES = [
         "shape",
         5,
         0,
-        "ValueError: the activation of micro-batch 0 for stage 1 is (2, 2) of torch.float32, earlier ones for as many "
-        "samples were (2, 4) of torch.float32; shapes and types must follow from those of the inputs",
+        "ValueError: the activation of micro-batch 0 for stage 1 is (2, 2) of torch.float32, but earlier ones "
+        "for as many samples were (2, 4) of torch.float32; shapes and types must depend on the inputs only",
         None,
     ),
     ("model", "tuple", 1, 1, "TypeError: stage 1: layer '1' returned a tuple; one tensor crosses a cut", None),
@@ -103,7 +103,7 @@ def test_a_stage_that_raises_ends_all_ranks_and_is_the_cause(on_ranks, name, wha
 
 
 def freezing(world: World) -> str:
-    """Freeze what is before the cut once it has learned."""
+    """Freeze the layers before the cut after a step."""
     layers = layers_with("nothing", 0, 0, 2)
     pipeline = Pipeline(layers, schedule("1f1b", 2, 2), loss=functional.cross_entropy)
     inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.int64)
@@ -114,13 +114,13 @@ def freezing(world: World) -> str:
 
 def test_what_learns_before_a_cut_stays_as_it_was(on_ranks):
     own, other = on_ranks(2, freezing, deadline_s=PROMPT_S)
-    wanted = "(2, 4) of torch.float32; what learns before a cut must stay as in the first step"
+    wanted = "(2, 4) of torch.float32; what is trainable before a cut must stay as in the first step"
     assert wanted in own
     assert other.startswith("StageFailedError: stage 0 on rank 0 failed: ValueError: the activation of micro-batch 0")
 
 
 def failing_beside(world: World) -> list[str]:
-    """Two pipelines beside each other: the last stage of the second one raises; of another second one it is gone."""
+    """Two independent pipelines: the last stage of the second one raises, or its process is lost."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     inputs, targets = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
     said = []
@@ -128,9 +128,9 @@ def failing_beside(world: World) -> list[str]:
         layers = layers_with(what if world.rank > 1 else "nothing", 2, 1, 2)
         group = groups[world.rank // 2]
         pipeline = Pipeline(layers, schedule("1f1b", 2, 4), loss=functional.cross_entropy, process_group=group)
-        assert pipeline._meeting is not None
+        assert pipeline._connections is not None
         if world.rank == 3 and what == "nothing":
-            pipeline._meeting.abort()
+            pipeline._connections.abort()
             break
         said.append(told_by(lambda: pipeline.step(inputs, targets)))  # noqa: B023
     return said
@@ -168,13 +168,13 @@ def test_an_error_between_steps_is_in_no_stage():
 
 
 def gone(world: World) -> str:
-    """Rank 1 stops talking in the middle, as a process does that dies."""
+    """Rank 1 stops communicating in the middle, like a process that dies."""
     pipeline = Pipeline(layers_with("nothing", 0, 0), schedule("1f1b", world.size, 4), loss=functional.cross_entropy)
     inputs, targets = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
     pipeline.step(inputs, targets)
-    assert pipeline._meeting is not None
+    assert pipeline._connections is not None
     if world.rank == 1:
-        pipeline._meeting.abort()
+        pipeline._connections.abort()
         return "gone"
     return told_by(lambda: pipeline.step(inputs, targets))
 
@@ -186,7 +186,7 @@ def test_a_rank_that_is_gone_ends_the_others(on_ranks):
         assert "lost rank 1" in said
 
 
-HAZARDS = [  # tables of a user's whose messages, on a wire that keeps their order, would wait for each other for ever
+HAZARDS = [  # user schedules whose messages would deadlock on a wire that keeps their order
     ("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"),
     ("F0.0 I0.0 F0.1 I0.1 W0.0 W0.1", "F1.0 F1.1 I1.0 I1.1 W1.0 W1.1"),
     ("F0.0 F0.1 B0.0 B0.1", "F1.1 F1.0 B1.0 B1.1"),
@@ -194,7 +194,7 @@ HAZARDS = [  # tables of a user's whose messages, on a wire that keeps their ord
 
 
 def own_table(*rows: str, name: str = "own") -> Schedule:
-    """Write out a schedule of two micro-batches, a row a rank."""
+    """Build a schedule of two micro-batches from text, one row per rank."""
     actions = tuple(
         tuple(Action(each[0], *map(int, each[1:].split("."))) for each in row.split())  # type: ignore[arg-type]
         for row in rows
@@ -264,30 +264,30 @@ def refused(world: World) -> list[str]:
 def test_what_cannot_be_is_refused_with_numbers(on_ranks):
     wanted = [
         "ValueError: schedule 1f1b is for 4 ranks, the group has 2",
-        "TypeError: a pipeline is cut from the layers of an nn.Sequential, got a Linear",
-        "ValueError: layerwise and recompute: layerwise forwards every layer again anyway; drop one of the two",
-        "ValueError: scale belongs to no layer, so to no stage; move it into one",
+        "TypeError: a pipeline needs an nn.Sequential to cut into stages, got a Linear",
+        "ValueError: layerwise and recompute: layerwise already runs every forward twice; drop one of the two",
+        "ValueError: scale belongs to no layer and therefore to no stage; move it into a layer",
         "ValueError: 4 stages of 3 layers",
-        "ValueError: cuts [0, 3]: there is no layer 3 among 3",
+        "ValueError: cuts [0, 3]: there is no layer 3, only 3 layers",
         "ValueError: the ranks' pipelines differ: ",
         "ScheduleError: schedule gpipe: rank 0 never does B0.3",
-        "ScheduleError: schedule own: ranks wait for each other for ever: rank 0 before B0.0, rank 1 before F1.1",
-        "ScheduleError: schedule own: ranks wait for each other for ever: rank 0 before I0.0, rank 1 before F1.1",
-        "ScheduleError: schedule own: rank 1 does F1.1 before F1.0 (places 0 and 1), wanted after it",
-        "ValueError: a batch of 0 samples; pass one at least",
-        "ValueError: 3 inputs but 2 targets; pass one for each",
-        "TypeError: targets are a NoneType, wanted one tensor, samples first",
-        "ValueError: inputs require a gradient, which would reach no rank's; pass inputs.detach()",
+        "ScheduleError: schedule own: ranks deadlock: rank 0 before B0.0, rank 1 before F1.1",
+        "ScheduleError: schedule own: ranks deadlock: rank 0 before I0.0, rank 1 before F1.1",
+        "ScheduleError: schedule own: rank 1 does F1.1 before F1.0 (places 0 and 1); swap them",
+        "ValueError: a batch of 0 samples; pass at least one",
+        "ValueError: 3 inputs but 2 targets; pass one target per input",
+        "TypeError: targets are a NoneType; pass one tensor, with samples in the first dimension",
+        "ValueError: inputs require a gradient, but a pipeline does not return it; pass inputs.detach()",
         "AttributeError: layer ",
         "stage 1 on rank 1 failed: RuntimeError: stage 1: the loss does not require a gradient",
-        "stage 1 on rank 1 failed: ValueError: the loss is of shape (1, 4), wanted a tensor of one number",
-        "stage 1 on rank 1 failed: ValueError: the loss is a float, wanted a tensor of one number",
-        "TypeError: a pipeline holds connections: it cannot be copied or pickled; copy its module, or state dict",
-        "TypeError: a pipeline holds connections: it cannot be copied or pickled; copy its module, or state dict",
+        "stage 1 on rank 1 failed: ValueError: the loss is of shape (1, 4); expected a tensor with one element",
+        "stage 1 on rank 1 failed: ValueError: the loss is a float; expected a tensor with one element",
+        "TypeError: a pipeline holds connections and cannot be copied or pickled; copy its module or state dict",
+        "TypeError: a pipeline holds connections and cannot be copied or pickled; copy its module or state dict",
         "RuntimeError: a pipeline within torch.inference_mode(): call it outside; evaluate() records nothing anyway",
-        "rank 1 failed: ValueError: rank 1 was passed 5 samples of shape (4,), torch.float32, rank 0 4 samples",
+        "rank 1 failed: ValueError: rank 1 was passed 5 samples of shape (4,), torch.float32, but rank 0 4 samples",
     ]
     for said in on_ranks(2, refused, deadline_s=PROMPT_S):
         for found, start in zip(said, wanted, strict=True):
-            cause = start.rpartition("failed: ")[2]  # the rank itself raises its own error
+            cause = start.rpartition("failed: ")[2]  # the failing rank raises its own error
             assert found.startswith((start, f"StageFailedError: {start}", cause)), (found, start)

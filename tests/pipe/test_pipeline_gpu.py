@@ -1,6 +1,6 @@
-"""A pipeline over NCCL trains as a loop on one GPU. `pytest -m gpu` on a machine with two CUDA devices or more.
+"""A pipeline over NCCL trains like a loop on one GPU. `pytest -m gpu` on a machine with at least two CUDA devices.
 
-`test_pipeline.py` has the same on CPUs.
+`test_pipeline.py` tests the same on CPUs.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch.nn import functional
 from muster.jobs.world.world import World
 from muster.pipe.pipeline import Pipeline
 from muster.pipe.schedules.tables import schedule
-from muster.pipe.wires import meeting
+from muster.pipe.wires import connections
 from support.gpus import over
 from support.pipelines import Case, wrong_training
 from support.refusals import told_by
@@ -60,15 +60,15 @@ def wrong_graphed(world: World, folder: str) -> list[str]:
 
 @contextmanager
 def wire_of(*, copied: bool) -> Iterator[None]:
-    """Check that pipelines copy from GPU to GPU, or let them find no way but NCCL."""
-    real = meeting.peers_of
+    """Check that pipelines copy from GPU to GPU. Without `copied`, make them use NCCL instead."""
+    real = connections.peers_of
 
     def found(*arguments: Any) -> Any:
         wire = real(*arguments)
         assert wire is not None
         return wire if copied else None
 
-    with patch.object(meeting, "peers_of", found):
+    with patch.object(connections, "peers_of", found):
         yield
 
 

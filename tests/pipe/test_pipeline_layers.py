@@ -1,4 +1,4 @@
-"""Layers that a pipeline could get wrong: they write what they read, work in place, share weights, have few gradients.
+"""Difficult layers in a pipeline: they write buffers they read, work in place, share weights, or lack gradients.
 
 Each is compared with a loop in one process, bit for bit.
 """
@@ -27,7 +27,7 @@ WAYS: list[dict[str, bool]] = [{}, {"recompute": True}, {"layerwise": True}]
 
 
 class Smoothed(nn.Module):
-    """Divides by a mean over the forwards so far: it reads the buffer that it writes, anew or in place."""
+    """Divides by a mean over its forwards so far. It reads the buffer that it replaces or writes in place."""
 
     def __init__(self, *, anew: bool) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class Smoothed(nn.Module):
                 self.mean = mean
             else:
                 self.mean.copy_(mean)
-        return x / self.mean.clone()  # as it is now: autograd keeps it until the backward
+        return x / self.mean.clone()  # a copy, because autograd keeps it until the backward
 
 
 class Overwriting(nn.Module):
-    """Works in place by functions; no attribute says so."""
+    """Writes to its input with functions, without an `inplace` attribute."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(2.0)
@@ -58,7 +58,7 @@ def embedding(**settings: Any) -> list[nn.Module]:
 
 
 def tied(uses: int = 2, **settings: Any) -> nn.Sequential:
-    """The head has the embedding's weight, and so has a layer between where there are three uses."""
+    """The head shares the embedding's weight; with three uses, so does a layer in between."""
     layers = nn.Sequential(
         *embedding(**settings),
         nn.Linear(WIDTH, WIDTH),
@@ -74,7 +74,7 @@ def tied(uses: int = 2, **settings: Any) -> nn.Sequential:
 
 
 def sharing() -> nn.Sequential:
-    """Two layers of one stage have one buffer."""
+    """Two layers of one stage share a buffer."""
     layers = nn.Sequential(
         *embedding(), Smoothed(anew=False), Smoothed(anew=False), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
     )
@@ -117,7 +117,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def table_of(name: str, ranks: int) -> Schedule:
-    """Make a schedule; a late one puts the weights of each rank's first stage off until the end of the step."""
+    """Make a schedule; a late one defers the weight gradients of each rank's first stage to the end of the step."""
     table = schedule(name.removesuffix(" late"), ranks, 4)
     if not name.endswith(" late"):
         return table
@@ -129,7 +129,7 @@ def table_of(name: str, ranks: int) -> Schedule:
 
 
 def wrong_steps(name: str, table: str, ranks: int, settings: dict[str, Any], *, within: float = 0.0) -> list[str]:
-    """Take two steps whose gradients add up, and a third one after they were set to zero, as a loop does."""
+    """Run two steps whose gradients add up, and a third one after zero_grad, and compare with a loop."""
     torch.manual_seed(1)
     reference = MODELS[name]()
     torch.manual_seed(1)
@@ -202,7 +202,7 @@ def test_weights_that_stages_of_one_rank_share_have_a_loops_bits_where_exact(way
 
 
 class Sometimes(nn.Module):
-    """Writes a buffer in its second forward only."""
+    """Writes a buffer only in its second forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,14 +220,12 @@ class Sometimes(nn.Module):
 def test_a_buffer_that_a_second_forward_would_not_find_as_it_was_is_refused(way: dict[str, bool]):
     layers = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Sometimes()), nn.Linear(2, 2))
     pipeline = Pipeline(layers, schedule("gpipe", 1, 4), loss=functional.mse_loss, **way)
-    with pytest.raises(
-        RuntimeError, match=r"layer '1\.0' has written its buffer 'seen', which it did not in its first"
-    ):
+    with pytest.raises(RuntimeError, match=r"layer '1\.0' has written its buffer 'seen', unlike in its first"):
         pipeline.step(torch.ones(8, 2), torch.ones(8, 2))
 
 
 def within(*, sparse: bool) -> nn.Sequential:
-    """Layers of one stage that are there twice, and two that have one weight."""
+    """Layers that occur twice in one stage, and two that share a weight."""
     again, norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
     layers = nn.Sequential(
         *embedding(sparse=sparse), again, norm, nn.Tanh(), again, norm, nn.Linear(WIDTH, TOKENS, bias=False)
@@ -269,14 +267,14 @@ def test_what_a_gradient_does_not_reach_keeps_no_other_use_back_layer_by_layer()
 
 
 class Ends(nn.Module):
-    """Lets no gradient back."""
+    """Returns no gradient for its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.detach() * 2.0
 
 
 class Pair(nn.Module):
-    """Makes two tensors of one, and one of two."""
+    """Turns one tensor into two, and two into one."""
 
     def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         return (x, x * 2.0) if isinstance(x, Tensor) else x[0] + x[1]
@@ -287,7 +285,9 @@ def test_tensors_may_go_in_pairs_within_a_stage_but_not_layer_by_layer():
     table, x, y = schedule("1f1b", 1, 1), torch.ones(2, 2), torch.ones(2, 2)
     found = Pipeline(layers, table, loss=functional.mse_loss, recompute=True).step(x, y)
     assert same_bits(found, functional.mse_loss(layers(x), y).detach().double())
-    with pytest.raises(TypeError, match="layer '1' returned a tuple; layerwise, one tensor goes from layer to layer"):
+    with pytest.raises(
+        TypeError, match="layer '1' returned a tuple; layerwise, only one tensor can be passed from layer to layer"
+    ):
         Pipeline(layers, table, loss=functional.mse_loss, layerwise=True).step(x, y)
 
 

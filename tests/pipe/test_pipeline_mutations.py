@@ -1,4 +1,4 @@
-"""Tests of the tests: a pipeline with a mistake in it must be reported by the checks that others run."""
+"""Tests of the tests: the checks used by other tests must detect mistakes in a pipeline."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from muster.jobs.world.world import World
 from muster.pipe import pipeline, run
-from muster.pipe.buffers import Before
-from muster.pipe.passages import WholeGraph
-from muster.pipe.run import Handed, Row, Run, row_of
+from muster.pipe.buffers import BufferSnapshot
+from muster.pipe.microbatch_passes import WholeGraphPass
+from muster.pipe.run import RankRow, RowExecution, StageInput, row_of
 from muster.pipe.stage import Stage
 from muster.pipe.wires.channels import Arrival, Channels
 from support.pipelines import Case, wrong_training
@@ -22,38 +22,38 @@ pytestmark = pytest.mark.ranks
 
 
 def only_the_last_counts() -> Any:
-    made = WholeGraph.backward
+    made = WholeGraphPass.backward
 
-    def backward(passage: WholeGraph, gradient: Tensor) -> Tensor | None:
+    def backward(passage: WholeGraphPass, gradient: Tensor) -> Tensor | None:
         return made(passage, gradient if passage.microbatch == 3 else torch.zeros_like(gradient))
 
-    return mock.patch.object(WholeGraph, "backward", backward)
+    return mock.patch.object(WholeGraphPass, "backward", backward)
 
 
 def all_count_as_whole_batches() -> Any:
-    """1/m is missing."""
-    made = Run._gradient
+    """The factor 1/m is missing."""
+    made = RowExecution._gradient
 
-    def gradient(one: Run, number: int, microbatch: int) -> Tensor | None:
+    def gradient(one: RowExecution, number: int, microbatch: int) -> Tensor | None:
         found = made(one, number, microbatch)
         return torch.ones_like(found) if number == one.last_stage and found is not None else found
 
-    return mock.patch.object(Run, "_gradient", gradient)
+    return mock.patch.object(RowExecution, "_gradient", gradient)
 
 
 def all_count_alike() -> Any:
-    """1/m in place of the share of the samples."""
+    """The factor is 1/m instead of the share of the samples."""
 
-    class Alike(run.Parts):
+    class Alike(run.BatchParts):
         @property
         def weights(self) -> list[float]:  # type: ignore[override]
             return [1 / len(self.inputs)] * len(self.inputs)
 
-    return mock.patch.object(run, "Parts", Alike)
+    return mock.patch.object(run, "BatchParts", Alike)
 
 
 def two_are_swapped() -> Any:
-    """The targets of one are those of another."""
+    """A micro-batch gets the targets of another."""
     made = torch.split
 
     def split(tensor: Tensor, lengths: list[int]) -> Any:
@@ -64,9 +64,9 @@ def two_are_swapped() -> Any:
 
 
 def cut_short() -> Any:
-    """The last micro-batch is never taken back."""
+    """The last micro-batch has no backward."""
 
-    def row(*arguments: Any, **settings: Any) -> Row:
+    def row(*arguments: Any, **settings: Any) -> RankRow:
         made = row_of(*arguments, **settings)
         if settings.get("forwards_only"):
             return made
@@ -84,8 +84,8 @@ def cut_short() -> Any:
 
 
 def buffers_given_back_too_soon() -> Any:
-    def handed(tensor: Tensor | None, learns: bool, arrival: Arrival | None) -> Handed:
-        return Handed(tensor, learns, None)
+    def handed(tensor: Tensor | None, learns: bool, arrival: Arrival | None) -> StageInput:
+        return StageInput(tensor, learns, None)
 
     made = Channels.wait
 
@@ -97,7 +97,7 @@ def buffers_given_back_too_soon() -> Any:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with mock.patch.object(Channels, "wait", wait), mock.patch.object(run, "Handed", handed):
+        with mock.patch.object(Channels, "wait", wait), mock.patch.object(run, "StageInput", handed):
             yield
 
     return both()
@@ -117,11 +117,11 @@ def gradients_copied_to_other_strides() -> Any:
 
 
 def counted_twice() -> Any:
-    return mock.patch.object(Before, "as_they_were", return_value=nullcontext())
+    return mock.patch.object(BufferSnapshot, "as_they_were", return_value=nullcontext())
 
 
 def tied_by_ranks() -> Any:
-    """A tied weight's gradients are added up use by use, and not micro-batch by micro-batch."""
+    """A tied weight's gradients are summed by use, not by micro-batch."""
     return mock.patch.object(pipeline, "_use_of", return_value=None)
 
 

@@ -1,4 +1,4 @@
-"""What else a pipeline is asked for: tied weights, memory, hooks, spans, subgroups, frozen layers."""
+"""Further features of a pipeline: tied weights, memory, hooks, spans, subgroups, frozen layers."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks
 
 
 def alive(world: World, name: str) -> list[str]:
-    """Build a pipeline and take a step; name the layers that live on this rank, but for its own."""
+    """Build a pipeline and run a step; name the other ranks' layers that are still alive on this rank."""
     layers = MODELS["gpt"]()
     each = {layer: weakref.ref(module) for layer, module in layers.named_children()}
     table = schedule(name, world.size, 4, chunks=2)
@@ -42,11 +42,11 @@ def test_a_rank_lets_the_layers_of_others_go(on_ranks, name):
 
 
 def tied(world: World) -> list[str]:
-    """Each use's gradients must be summed over micro-batches, then uses: on both ranks, bit for bit."""
+    """Gradients of each use must be summed over micro-batches, then over uses: bit for bit on both ranks."""
     case = Case("gpt tied", "1f1b", 4)
     pipeline, loop = built(world, case), Loop("gpt tied", 4, world.device)
     head = loop.module[-1]
-    head.weight = nn.Parameter(head.weight.detach().clone())  # two weights, each with the gradients of its own use
+    head.weight = nn.Parameter(head.weight.detach().clone())  # separate weights, each with the gradient of one use
     name = "embed.token.weight" if world.rank == 0 else "head.weight"
     problems = [] if pipeline.tied == ({} if world.rank == 0 else {name: "embed.token.weight"}) else ["names"]
     mine = dict(pipeline.module.named_parameters())[name]
@@ -75,7 +75,7 @@ def test_a_weight_of_two_ranks_gets_the_sum_and_stays_the_same_on_both(on_ranks)
 
 
 class Graph(torch.autograd.Function):
-    """Saves its input, and a mark that lives as long as the graph does."""
+    """Saves its input, and a marker with the lifetime of the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, marks: list[StorageWeakRef]) -> Tensor:
@@ -91,7 +91,7 @@ class Graph(torch.autograd.Function):
 
 
 class Watched(nn.Linear):
-    """Counts what lives when a forward begins: graphs, and outputs."""
+    """Counts live graphs and outputs at the start of each forward."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -108,7 +108,7 @@ class Watched(nn.Linear):
 
 
 def held(world: World) -> dict[str, list[int]]:
-    """Return of each way the most graphs, outputs and buffers that are held at once."""
+    """Return for each setting the largest numbers of graphs, outputs and buffers held at once."""
     found = {}
     ways: list[tuple[str, dict[str, bool]]] = [
         ("1f1b", {}), ("gpipe", {}), ("model", {}), ("zb1p", {}), ("1f1b", {"recompute": True})
@@ -131,19 +131,19 @@ def test_a_stage_holds_what_its_schedule_has_in_flight(on_ranks):
         flights = {"1f1b": 4 - rank, "gpipe": 8, "model": 1, "zb1p": 4, "1f1b recompute": 1}
         for name, in_flight in flights.items():
             graphs, outputs, buffers = found[name]
-            # A recomputed graph lives in its backward only; the last stage's is not made twice.
+            # A recomputed graph exists only in its backward; the last stage's is not recomputed.
             assert graphs <= in_flight if name != "gpipe" else graphs == 8, (name, rank, graphs)
-            # One is made, one on its way; the last stage's are part of its graph.
+            # One is being made, one is being sent; the last stage's outputs belong to its graph.
             assert outputs <= 2 or rank == 3, (name, rank, outputs)
             inputs = 4 - rank if name == "1f1b recompute" else in_flight
-            # Inputs in flight and one ahead; a gradient and one ahead. zb1p keeps gradients until their weights' half,
-            # and asks for some messages before their turn.
+            # Inputs in flight and one ahead; a gradient and one ahead. zb1p keeps gradients until W, and posts some
+            # receives early.
             late = name == "zb1p"
             assert buffers <= inner[0] * (inputs + 1 + late) + inner[1] * (2 + late * in_flight), (name, rank, buffers)
 
 
 def told(world: World) -> list[Any]:
-    """Return what hooks and spans said of a step."""
+    """Return what hooks and spans reported for a step."""
     ended: list[Any] = []
     table = schedule("interleaved", 2, 3)
     pipeline = Pipeline(MODELS["gpt"](), table, loss=loss_of)
@@ -170,13 +170,13 @@ def test_hooks_and_spans_tell_what_a_rank_did(on_ranks):
 
 
 def in_subgroups(world: World) -> float:
-    """Two pipelines beside each other, each of its own ranks."""
+    """Run two independent pipelines, each on its own ranks."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     pipeline = Pipeline(
         MODELS["vgg"](), schedule("1f1b", 2, 4), loss=loss_of, process_group=groups[world.rank // 2], recompute=True
     )
     losses = [float(pipeline.step(*batch_of("vgg", 5, world.rank // 2, world.device))) for _ in range(2)]
-    assert losses[0] == losses[1]  # batch norms count, but do not use what they count
+    assert losses[0] == losses[1]  # batch norms update running statistics, but do not use them
     return losses[0]
 
 
@@ -186,7 +186,7 @@ def test_pipelines_of_subgroups_do_not_hear_each_other(on_ranks):
 
 
 def frozen(world: World) -> list[str]:
-    """Nothing goes back to what does not learn; what learns gets its gradients."""
+    """Frozen layers get no gradients; trainable ones get theirs."""
     layers = MODELS["odd"]()
     for layer in layers[:6]:
         layer.requires_grad_(False)
@@ -200,7 +200,7 @@ def test_layers_that_do_not_learn_are_sent_no_gradients(on_ranks):
 
 
 def seen(world: World) -> list[float]:
-    """Let the loss be a view of the one number that came; return it of two steps, and of one process."""
+    """Make the loss a view of the received number; return it for two steps, and for one process."""
     torch.manual_seed(0)
     layers, inputs = nn.Sequential(nn.Linear(4, 1), nn.Identity()), torch.randn(6, 4)
     pipeline = Pipeline(layers, schedule("1f1b", 2, 6), loss=lambda output, _: output.squeeze())
@@ -209,7 +209,7 @@ def seen(world: World) -> list[float]:
 
 
 def test_a_loss_that_lies_in_a_buffer_outlives_it(on_ranks):
-    """The next micro-batches' numbers were taken for those before them."""
+    """Losses used to be overwritten by those of later micro-batches."""
     for first, second, wanted in on_ranks(2, seen):
         assert (first, second) == pytest.approx((wanted, wanted), rel=1e-6)
 
@@ -223,7 +223,7 @@ def test_one_process_without_a_group_is_a_pipeline_too():
 
 
 class Added(nn.Module):
-    """Adds a parameter of its input's shape: autograd gives both one tensor for their gradients."""
+    """Adds a parameter with the shape of its input: autograd uses one tensor as the gradient of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_a_weight_and_an_input_with_one_gradient_do_not_share_its_memory(how: st
 
 
 class Ended(nn.Module):
-    """Lets no gradient back."""
+    """Returns no gradient for its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.detach() * 2.0

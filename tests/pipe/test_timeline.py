@@ -1,4 +1,4 @@
-"""Spans of all ranks on one clock, however far their own clocks are apart."""
+"""Spans of all ranks on one clock, even if their own clocks are far apart."""
 
 import time
 from dataclasses import astuple
@@ -15,15 +15,15 @@ from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.measured import Record
 from muster.pipe.schedules.programs import Receive, Send, Span
 from muster.pipe.schedules.tables import schedule
-from muster.pipe.timeline import Offset, clock_offsets, gather, on_one_clock
+from muster.pipe.timeline import Offset, clock_offsets, gather, offsets_by_meetings, on_one_clock
 
 pytestmark = pytest.mark.ranks
 
-AHEAD_S = 1000.0  # a rank's clock, of the one before
+AHEAD_S = 1000.0  # difference between the clocks of consecutive ranks
 
 
 def baton(world: World) -> list[Any]:
-    """Let every rank do something, one after the other; return what rank 0 gathers, and what was true."""
+    """Let the ranks work one after another; return what rank 0 gathers, and the true order."""
 
     def clock() -> float:
         return time.monotonic() + AHEAD_S * world.rank
@@ -50,10 +50,25 @@ def baton(world: World) -> list[Any]:
     ]
 
 
+def shifted(world: World) -> list[Any]:
+    """Compare clocks that are far apart, in meetings."""
+    offsets = offsets_by_meetings(clock=lambda: time.monotonic() + AHEAD_S * world.rank)
+    return [astuple(each) for each in offsets]
+
+
+def test_meetings_bound_how_far_clocks_are_off_and_tell_every_rank(on_ranks: Any):
+    told = on_ranks(3, shifted)
+    assert told[0] == told[1] == told[2]
+    assert told[0][0] == [0.0, 0.0]
+    for rank, (offset, uncertainty) in enumerate(told[0]):
+        assert abs(offset - AHEAD_S * rank) <= uncertainty + 1e-9  # all clocks are this machine's
+        assert uncertainty < AHEAD_S / 4
+
+
 def test_clocks_a_thousand_seconds_apart_are_one_clock_within_what_the_pings_allow(on_ranks: Any):
     offsets, rows, _, truth = on_ranks(3, baton)[0]
     for rank, (offset, uncertainty) in enumerate(offsets):
-        assert abs(offset - AHEAD_S * rank) <= uncertainty + 1e-9  # half of a round trip bounds it, whatever delays it
+        assert abs(offset - AHEAD_S * rank) <= uncertainty + 1e-9  # at most half a round trip, whatever the delays
         assert uncertainty < AHEAD_S / 4
     records = [Record(*row) for row in rows]
     forwards = [each for each in records if each.kind == "F"]
@@ -94,7 +109,7 @@ def test_a_process_without_a_group_is_alone():
 
 
 class Counting:
-    """A clock whose marks are numbers, and mean seconds only once somebody asks."""
+    """A clock whose marks are plain numbers, converted to seconds on demand."""
 
     def __init__(self) -> None:
         self.made, self.asked = 0, 0
@@ -124,7 +139,7 @@ def test_marks_of_a_step_become_seconds_once_and_only_for_who_reads_them():
 
 
 def refused(world: World) -> str:
-    with pytest.raises(ValueError, match="found 1; wanted one for each of 2 ranks") as caught:
+    with pytest.raises(ValueError, match="found 1; expected one for each of 2 ranks") as caught:
         gather([], offsets=[Offset(0.0, 0.0)])
     return str(caught.value)
 

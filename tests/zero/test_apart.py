@@ -1,4 +1,4 @@
-"""Parameters that share memory: sharding would give each its own, so it says which do; others are left alone."""
+"""Parameters that share memory are refused by name, because sharding would separate them; others are accepted."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Tied(nn.Module):
-    """An embedding, and a head of its shape."""
+    """An embedding, and a head of the same shape."""
 
     def __init__(self, tie: Callable[["Tied"], None]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Tied(nn.Module):
         tie(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.emb(x).sum() + self.head(x).sum()  # each weight's gradient is x
+        return self.emb(x).sum() + self.head(x).sum()  # the gradient of each weight is x
 
 
 def by_data(module: Tied) -> None:
@@ -53,7 +53,7 @@ def message(call: Callable[[], object]) -> str:
 
 
 def tied(world: World) -> dict[str, Any]:
-    """Step weights of one that have twice the gradient: 1 - 0.1 * 2."""
+    """Step tied weights of 1, whose gradient is doubled: 1 - 0.1 * 2."""
     found: dict[str, Any] = {}
     model = BucketedDDP(Tied(by_data))
     found["ddp"] = stepped(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -85,7 +85,7 @@ def test_two_parameters_in_one_memory_are_refused_by_name_and_one_with_two_names
 
 
 def tied_later(world: World) -> list[str]:
-    """Tie parameters of a sharded module, of one flat tensor and of two."""
+    """Tie parameters of a sharded module, in one flat tensor and in two."""
     found = []
     for size_mb in (25.0, 1e-9):
         model = ShardedDataParallel(Tied(lambda _: None), stage=1, bucket_size_mb=size_mb)
@@ -126,7 +126,7 @@ def halves() -> nn.Module:
 
 def lists() -> nn.Module:
     module = nn.Linear(3, 3)
-    module.all = [module.weight, module.bias]  # as cuDNN's recurrent layers have them
+    module.all = [module.weight, module.bias]  # like cuDNN's recurrent layers
     module.copy = module.weight.detach().clone()
     module.none = module.weight.data[:0]
     return module

@@ -1,4 +1,4 @@
-"""torch.nn.utils.clip_grad_norm_ finds no gradient of a sharded module: it says which call clips, and clips nothing."""
+"""torch.nn.utils.clip_grad_norm_ on a sharded module raises, and says which call to use instead."""
 
 import copy
 import io
@@ -61,7 +61,7 @@ def test_clipping_by_habit_fails_on_first_use_and_names_the_call_that_clips(on_r
 
 
 def without_a_wrapper(world: World) -> list[Any]:
-    """Clip copies, what was unwrapped or whose wrapper is gone, and parameters of an optimizer that stands alone."""
+    """Clip copies, modules without their wrapper, and parameters of an optimizer without a wrapper."""
     found = []
     for how in ("deepcopy", "pickle", "unwrap", "deleted", "zero_grad", "alone"):
         module = net()
@@ -100,7 +100,7 @@ def test_a_module_without_a_wrapper_is_clipped_as_ever(on_ranks):
 
 
 def classes(world: World) -> list[Any]:
-    """List what parameters are in forwards of several synchronizations before a step, which a compiler would watch."""
+    """List the classes of parameters in forwards between steps: torch.compile would recompile if they changed."""
     module, seen = net(), []
     module.register_forward_pre_hook(lambda *_: seen.append({type(each).__name__ for each in module.parameters()}))
     model = ShardedDataParallel(module, stage=2, accumulate="sharded")

@@ -1,4 +1,4 @@
-"""Mistakes that a sharded wrapper refuses with a sentence, on every rank that makes them or on all, and no hang."""
+"""A sharded wrapper refuses mistakes with a message, on the ranks that make them or on all ranks, and never hangs."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,18 +48,18 @@ def test_settings_that_cannot_be_are_refused_on_every_rank(on_ranks):
     assert first == {
         "stage": "stage must be 1, 2 or 3, got 4",
         "accumulate": "accumulate must be 'local' or 'sharded', got 'global'",
-        "both": "exact sums add micro-batches on each rank first; drop accumulate='sharded' or exact",
+        "both": "exact sums accumulate micro-batches on each rank first; drop accumulate='sharded' or exact",
         "size": "bucket_size_mb must be a number of MB, or None for one bucket, got -1.0",
-        "part": "units[0]: a Linear that is not a part of the module; name its own",
-        "root": "units[0] is the module itself, which is the root unit; name parts of it",
+        "part": "units[0]: a Linear that is not a part of the module; pass parts of it",
+        "root": "units[0] is the module itself, which is the root unit; pass parts of it",
         "complex": (
-            "weight is torch.complex64: shards are of real numbers; keep torch.view_as_real() of it as the parameter"
+            "weight is torch.complex64, but shards are real numbers; make torch.view_as_real() of it the parameter"
         ),
     }
 
 
 def differing(world: World) -> list[str]:
-    """Rank 1 asks for something else each time."""
+    """Rank 1 requests something else each time."""
     module = seeded(ToyModel, 1)
     others: list[dict] = [
         {"stage": 1},
@@ -148,11 +148,11 @@ def test_misuse_in_a_step_is_told(on_ranks):
             assert found[f"sparse {stage}"].startswith(
                 "0.weight: its gradient is sparse, only dense ones are averaged;"
             )
-            assert "modified by an inplace operation" in found[f"old graph {stage}"]  # as without a wrapper
+            assert "modified by an inplace operation" in found[f"old graph {stage}"]  # like torch without a wrapper
 
 
 def absent(world: World) -> list[str]:
-    """All take a step; of the next one rank 1 takes the backward only, and the others wait for its parameters."""
+    """All run a step. Then rank 1 runs only the backward, and the others wait for its parameters."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     model = ShardedDataParallel(seeded(ToyModel, 1), group, stage=2)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
@@ -162,7 +162,7 @@ def absent(world: World) -> list[str]:
             optimizer.step()
     said = []
     if world.rank != 1:
-        with mock.patch.object(timeouts, "LATER_S", 1.5):  # in which the other of the two is heard
+        with mock.patch.object(timeouts, "LATER_S", 1.5):  # enough to read the other rank's report
             optimizer.step()
             said = [said_by(lambda: model(torch.ones(2, 10)), RuntimeError)]
     dist.barrier()
@@ -173,7 +173,7 @@ def test_a_gather_to_which_a_rank_does_not_come_is_named(on_ranks):
     first, late, last = on_ranks(3, absent)
     assert late == []
     told = [said for said in (*first, *last) if "did not end within" in said]
-    assert told  # the other may have lost its connection to the first
+    assert told  # the other rank may have lost its connection to the first
     for said in told:
         assert ": step 2: flat parameters 1 of 1 (fc2.weight ... fc1.weight; " in said
         assert "it was not entered by rank 1: " in said
@@ -182,7 +182,7 @@ def test_a_gather_to_which_a_rank_does_not_come_is_named(on_ranks):
 
 
 def failing(world: World) -> list[str]:
-    """The first bucket of four fails while the third is made ready, and whenever it is waited for."""
+    """The first of four buckets fails while the third is prepared, and every time it is waited for."""
 
     def times_out(*_: object) -> None:
         raise RuntimeError("[gloo] Timed out waiting 700ms for recv operation to complete")
@@ -208,7 +208,7 @@ def test_a_bucket_that_fails_during_the_backward_is_named_every_time(on_ranks):
 
 
 def uneven(world: World) -> list[str]:
-    """Rank 1 takes one step less, and then saves, or evaluates; nothing may be sent that the others do not await."""
+    """Rank 1 runs one step less, then saves or evaluates. Nothing may be sent that the others do not expect."""
     said = []
     for near in (True, False):
         for then in ("save", "evaluate"):
@@ -225,7 +225,7 @@ def uneven(world: World) -> list[str]:
 
 
 def test_ranks_that_take_other_numbers_of_steps_are_named_on_all(on_ranks):
-    # gloo ended the process of one of them: a message was longer than what it awaited.
+    # gloo used to abort one of the processes, because a message was longer than expected.
     first, second, third = on_ranks(3, uneven)
     assert first == second == third
     others = ["gather_full() or a state dict", "a forward without gradients"] * 2

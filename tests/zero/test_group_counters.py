@@ -1,4 +1,4 @@
-"""What an inner optimizer writes into its groups, as schedule-free's `k`, survives steps, saves and loads."""
+"""Values that an inner optimizer writes into its groups, like schedule-free's `k`, survive steps, saves and loads."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Slowing(torch.optim.Optimizer):
-    """Step by lr / k, where k counts the steps in the group itself."""
+    """Steps by lr / k, where k counts the steps in the group itself."""
 
     elementwise = True
 
@@ -56,7 +56,7 @@ def weights(model: nn.Module) -> list[float]:
 
 
 def counted(world: World) -> list[Any]:
-    """Return, of each stage, the weights after four steps, the counter shown, saved and loaded, and those after."""
+    """Return for each stage the weights after four steps, the counter (visible, saved, loaded), and later weights."""
     found = []
     for stage in (0, 1, 2, 3):
         model, optimizer = built(stage)
@@ -82,7 +82,7 @@ def test_a_counter_in_a_group_counts_and_is_saved(on_ranks):
 
 
 def both_sides(world: World) -> list[Any]:
-    """Let the caller set what the inner one does not, then both the same, then the inner one outside of a step."""
+    """Change a setting in the outer groups, then in both, then in the inner ones outside of a step."""
     model, optimizer = built(2)
     step(model, optimizer)
     optimizer.param_groups[0]["lr"] = 0.2

@@ -1,4 +1,4 @@
-"""Layerwise: course work's stage 3 trains as one process does, and every rank holds its slices only."""
+"""Layerwise, the simplest form of stage 3, trains like one process, and every rank holds only its slices."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Forgetful(nn.Linear):
-    """Has a parameter that it does not use, and a frozen one."""
+    """Has an unused parameter and a frozen one."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -41,7 +41,7 @@ class Forgetful(nn.Linear):
 
 
 def images() -> nn.Sequential:
-    """Batch norm, work in place, layers without parameters, odd sizes."""
+    """Batch norm, in-place layers, layers without parameters, odd sizes."""
     return nn.Sequential(
         nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(45, 7), nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.3)), Forgetful(7, 4), nn.Linear(4, 10),
@@ -55,7 +55,7 @@ def tokens() -> nn.Sequential:
 
 
 def frozen_below() -> nn.Sequential:
-    """What comes first does not learn: its graph is none."""
+    """The first layers are frozen, so they have no graph."""
     model = images()
     for layer in model[:2]:
         layer.requires_grad_(False)
@@ -71,7 +71,7 @@ def built(which: str, seed: int) -> nn.Sequential:
 
 
 def batch(which: str, step: int, shard: int) -> tuple[Tensor, Tensor]:
-    """Draw a shard's batch, and begin its dropout's random numbers."""
+    """Draw a shard's batch, and seed the random numbers of its dropout."""
     torch.manual_seed(1000 * step + shard)
     if which == "tokens":
         return torch.randint(11, (3, 5)), torch.randint(11, (3, 5))
@@ -83,7 +83,7 @@ def head_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def one_process(which: str, how: str, shards: int, own: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Train on all shards, each with buffers of its own; return the model of one of them, and the last gradients."""
+    """Train on all shards, each with its own buffers; return one shard's model, and the last gradients."""
     models = [built(which, 1) for _ in range(shards)]
     optimizer = OPTIMIZERS[how](lambda kind, **options: kind(models[0].parameters(), **options))
     for step in range(STEPS):
@@ -105,7 +105,7 @@ def one_process(which: str, how: str, shards: int, own: int) -> tuple[nn.Module,
 
 
 class Watch:
-    """Sees how many layers are whole at a time, and how many calls take gradients."""
+    """Counts how many layers are whole at a time, and how many calls compute gradients."""
 
     def __init__(self, model: Layerwise) -> None:
         self.model = model
@@ -128,7 +128,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def not_sliced(model: Layerwise, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Say what this rank holds that it should not; between steps."""
+    """Describe what this rank wrongly holds between steps."""
     problems = []
     for home in model.homes:
         size, name = home.layout.length // model.ranks, home.names[0]
@@ -159,7 +159,7 @@ def elements_of(home) -> int:
 
 
 def wrong(world: World, which: str, how: str, mutant: str = "") -> list[str]:
-    """Train by Layerwise, and say what differs from one process and from what a rank may hold."""
+    """Train with Layerwise; describe what differs from one process, and what a rank wrongly holds."""
     problems = []
     with ExitStack() as stack:
         if mutant:
@@ -207,7 +207,7 @@ def gradients_of_ddp(world: World) -> list[str]:
         seed = torch.get_rng_state()
         model = Layerwise(built(which, 1), world.group)
         torch.set_rng_state(seed)
-        output = model(inputs)  # without a loss of its own: any may be made of what it returns
+        output = model(inputs)  # without `loss`, any loss may be computed from the output
         model.backward(head_loss(nn.Identity(), output, targets))
         other = BucketedDDP(built(which, 1), world.group, find_unused_parameters=True)
         torch.set_rng_state(seed)

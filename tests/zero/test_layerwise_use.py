@@ -1,4 +1,4 @@
-"""Layerwise, used otherwise than step by step: refusals, micro-batches, states, 16 bits, what comes between."""
+"""Layerwise beyond plain steps: refusals, micro-batches, states, 16 bits, operations in between."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,7 @@ def refusals(world: World) -> dict[str, str]:
         "no graph": lambda: model.backward(_without_graph(model, inputs)),
     }
     found = {which: said_by(call, (TypeError, ValueError, RuntimeError)) for which, call in calls.items()}
-    found["strange"] = found["strange"][-len("of a group is not one of the wrapped module's; pass those only") :]
+    found["strange"] = found["strange"][-len("of a group does not belong to the wrapped module; pass only its own") :]
     return found
 
 
@@ -52,20 +52,20 @@ def test_what_cannot_be_is_refused_by_name(on_ranks):
     assert first == second
     assert first == {
         "tied": "3.weight is 2.weight, which is freed when layer 2 has run; do not tie layers",
-        "beside": "own belongs to no layer, so nobody would gather it; move it into one",
-        "no sequence": "layers of an nn.Sequential are run one by one, got a Linear; make it one",
-        "part": "0: used while its parameters are sharded; call the Layerwise around it, or gather_full()",
-        "whole": "0: used while its parameters are sharded; call the Layerwise around it, or gather_full()",
-        "state": "0: used while its parameters are sharded; call the Layerwise around it, or gather_full()",
-        "no forward": "backward() needs a forward before it, with gradients: call the Layerwise once for each",
-        "own backward": "this graph ends after the last layer: call backward(loss) of the Layerwise instead",
-        "strange": "of a group is not one of the wrapped module's; pass those only",
-        "no graph": "backward() needs a forward before it, with gradients: call the Layerwise once for each",
+        "beside": "own belongs to no layer, so it would never be gathered; move it into a layer",
+        "no sequence": "Layerwise runs the layers of an nn.Sequential one by one, got a Linear",
+        "part": "0: used while its parameters are sharded; call the Layerwise wrapper, or use gather_full()",
+        "whole": "0: used while its parameters are sharded; call the Layerwise wrapper, or use gather_full()",
+        "state": "0: used while its parameters are sharded; call the Layerwise wrapper, or use gather_full()",
+        "no forward": "backward() needs a forward with gradients before it; call the Layerwise once per backward",
+        "own backward": "this graph ends after the last layer; call backward(loss) of the Layerwise instead",
+        "strange": "of a group does not belong to the wrapped module; pass only its own",
+        "no graph": "backward() needs a forward with gradients before it; call the Layerwise once per backward",
     }
 
 
 def micro_batches_and_state(world: World) -> list[str]:
-    """Two micro-batches a step, clipped; then the state into another one, which trains on as the first does."""
+    """Clip two micro-batches per step; then load the state into another model, which continues like the first."""
     problems = []
 
     def train(model: Layerwise, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
@@ -110,7 +110,7 @@ def micro_batches_and_state(world: World) -> list[str]:
 
 
 def low_precision(world: World) -> list[str]:
-    """Weights of 16 bits are stepped in float32: an update that is lost in 16 bits adds up."""
+    """16-bit weights are stepped in float32: updates that would be lost in 16 bits add up."""
     model = Layerwise(small(torch.bfloat16), world.group)
     optimizer = model.optimizer(torch.optim.SGD, lr=1e-4)
     before = {name: each.clone() for name, each in model.state_dict().items()}
@@ -136,7 +136,7 @@ def test_weights_of_16_bits_have_masters(on_ranks):
 
 
 def between(world: World) -> list[str]:
-    """What comes between a forward and its backward: forwards without gradients, one that fails, a step."""
+    """Operations between a forward and its backward: forwards without gradients, a failing one, a step."""
     problems = []
     model, plain = Layerwise(small(), world.group), small()
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)

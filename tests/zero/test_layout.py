@@ -1,4 +1,4 @@
-"""Layout: who holds what, against drawn tables and for any sizes."""
+"""Layout of flat tensors and shards, compared with drawings, and for any sizes."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ SIZES = st.lists(st.integers(0, 40), max_size=8).map(tuple)
 
 
 def drawn(layout: Layout) -> list[str]:
-    """Draw every rank's shard: a letter for each element, a dot for what is no tensor's."""
+    """Draw every rank's shard: a letter per element, a dot for gaps and padding."""
     lines = []
     for rank in range(layout.ranks):
         begin, end = layout.bounds(rank)
@@ -51,7 +51,7 @@ def test_every_element_is_held_once_and_shards_are_equally_long(sizes, ranks, al
     assert {end - begin for begin, end in bounds} == {layout.length // ranks}
     assert all(begin % align == 0 for begin, _ in bounds)
     assert all(offset % align == 0 for offset in layout.offsets)
-    assert layout.length < sum(sizes) + align * (len(sizes) + ranks)  # no more than what alignment takes
+    assert layout.length < sum(sizes) + align * (len(sizes) + ranks)  # no more than alignment needs
     for rank in range(ranks):
         begin, end = layout.bounds(rank)
         for at in layout.slices(rank):

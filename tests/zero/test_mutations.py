@@ -1,4 +1,4 @@
-"""Tests of the tests: a sharded wrapper with a mistake in it must be reported by the checks that others run."""
+"""Tests of the tests: the checks used by other tests must detect mistakes in a sharded wrapper."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,7 +34,7 @@ def together(*patches: Any) -> Any:
 
 
 class WholeScatter(Scatter):
-    """An all-reduce, of which every rank keeps all."""
+    """An all-reduce after which every rank keeps all of it."""
 
     def _send(self, bucket: Any) -> Callable[[], Tensor]:
         mean = bucket.pack(1.0) / self.ranks
@@ -43,7 +43,7 @@ class WholeScatter(Scatter):
 
 
 def nothing_sharded() -> Any:
-    """Every rank has all of it, and steps all of it."""
+    """Every rank has everything, and steps everything."""
 
     def unsharded(named: Any, **_: Any) -> FlatParameters:
         return FlatParameters(named, rank=0, ranks=1)
@@ -65,18 +65,18 @@ def gather_left_out() -> Any:
 
 
 def _own_alone(neighbours: Neighbours, sizes: Any) -> list[list[Tensor]]:
-    """Every rank sees its own memory in the place of all others'."""
+    """Every rank sees its own memory instead of the others'."""
     ranks = dist.get_world_size(neighbours.group)
     return [[torch.zeros(elements, dtype=dtype)] * ranks for elements, dtype in sizes]
 
 
 def whole_gradients_kept() -> Any:
-    """A shard is a view of the whole."""
+    """A shard is a view of the whole, and so keeps it alive."""
     return mock.patch.object(PassingGradients, "deliver", lambda bucket, mean: bucket.home.add_gradient(mean))
 
 
 def state_of_another_shard() -> Any:
-    """The optimizer steps what is the next rank's, with this rank's gradients."""
+    """The optimizer steps the next rank's shard with this rank's gradients."""
     made = Segment.__init__
 
     def of_the_next(segment: Segment, home: FlatParameters, slices: Any) -> None:
@@ -89,7 +89,7 @@ def state_of_another_shard() -> Any:
 
 @contextmanager
 def gathered_when_waited_for() -> Iterator[None]:
-    """Nothing is gathered before somebody waits, so that a wait that is missing is seen: no mistake by itself."""
+    """Gather only when somebody waits, so that missing waits are detected. Not a mistake by itself."""
 
     def start(gather: LinkGather, home: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
         left = [lambda: ring_all_gather(shard, home.parts(out), gather.group)]
@@ -103,8 +103,8 @@ def no_wait_before_the_forward() -> Any:
     return together(
         gathered_when_waited_for(),
         mock.patch.object(whole, "_needs", return_value=()),
-        mock.patch.object(Sharded, "named_parameters", DataParallel.named_parameters),  # it waits too
-        mock.patch.object(whole.Expect, "begin"),  # who reads a parameter waits
+        mock.patch.object(Sharded, "named_parameters", DataParallel.named_parameters),  # otherwise it would wait
+        mock.patch.object(whole.Expect, "begin"),  # otherwise reading a parameter would wait
     )
 
 
@@ -126,7 +126,7 @@ def trains(world: World, stage: int) -> list[str]:
     return wrong_training(world, Run("toy", "adamw", stage))
 
 
-# which check must report it, in which stages
+# for each mutant: the check that must detect it, and the stages
 MISTAKES: dict[str, tuple[Callable[[World, int], list[str]], tuple[int, ...]]] = {
     "nothing sharded": (not_sharded, (1, 2)),
     "whole gradients kept": (not_sharded, (2,)),
@@ -140,7 +140,7 @@ MISTAKES: dict[str, tuple[Callable[[World, int], list[str]], tuple[int, ...]]] =
 
 
 def reported(world: World) -> dict[str, bool]:
-    """Return, of each mutant and stage, whether its check finds something wrong; of none, whether any check does."""
+    """Return for each mutant and stage whether its check finds something wrong; without a mutant, whether any does."""
     found = {}
     for mutant, make in MUTANTS.items():
         checks = MISTAKES.get(mutant, (lambda *given: [*trains(*given), *not_sharded(*given)], (1, 2)))

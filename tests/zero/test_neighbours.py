@@ -1,4 +1,4 @@
-"""Ranks of one host read each other's memory; where one cannot, all go back to messages."""
+"""Ranks of one host share memory; if one cannot, all use messages."""
 
 import itertools
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def sees_what_others_write(world: World) -> list[object]:
-    """Return what this rank reads in every rank's memory, and how many files without a name stay open."""
+    """Return what this rank reads in every rank's memory, and how many anonymous files stay open."""
     near = neighbours_of(world.group, CPU)
     assert near is not None
     whole, nothing, odd = near.share([(4, torch.float32), (0, torch.float32), (3, torch.bfloat16)])
@@ -44,7 +44,7 @@ def test_a_rank_reads_what_the_others_write(on_ranks):
 
 
 def when_one_cannot(world: World) -> list[object]:
-    """Return what is found when rank 1 cannot read, when rank 1 has no such files, and what a failed mapping says."""
+    """Return the results if rank 1 cannot read, if it has no memfd_create, and the message of a failed mapping."""
     cannot = mock.patch.object(neighbours, "_reads", return_value=world.rank != 1)
     missing = mock.patch.object(neighbours.os, "memfd_create", side_effect=OSError("none here"))
     found: list[object] = []
@@ -64,12 +64,12 @@ def when_one_cannot(world: World) -> list[object]:
 
 
 def test_where_one_rank_cannot_none_does_and_a_failure_is_told_to_all(on_ranks):
-    said = "memory that the ranks of this host share could not be mapped: rank 1: no memory left"
+    said = "shared memory between the ranks of this host could not be mapped: rank 1: no memory left"
     assert on_ranks(3, when_one_cannot) == [[None, None, said]] * 3
 
 
 def ways(world: World) -> list[str]:
-    """Return what is wrong with trainings over messages, and with which ways are taken near and far."""
+    """Return what is wrong with trainings over messages, and with the chosen classes on one host and on several."""
     problems = []
     for far, gather, scatters in (
         (False, NeighbourGather, (NeighbourScatter, LinkScatter, ExchangeScatter)),
@@ -90,7 +90,7 @@ def test_ranks_that_are_far_train_over_messages(on_ranks):
 
 
 def accumulates(world: World) -> list[str]:
-    """Two synchronizations without a step between: nobody overwrites what another rank still adds up."""
+    """Run two synchronizations without a step: no rank may overwrite gradients that another still sums."""
     problems = []
     for stage in (1, 2, 3):
         layer = nn.Linear(64, 64, bias=False)
@@ -113,7 +113,7 @@ def test_gradients_that_are_synchronized_twice_are_the_sum_of_both_means(on_rank
 
 
 def far_from_near(world: World) -> list[str]:
-    """Return the trainings whose bits depend on whether ranks read each other's memory or send messages."""
+    """Return the trainings whose bits differ between shared memory and messages."""
     found = []
     for stage, exact in itertools.product((1, 2, 3), (False, True)):
         bits = []
@@ -137,5 +137,5 @@ def far_from_near(world: World) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_where_ranks_are_moves_no_bit_of_two_ranks_nor_of_exact_sums(on_ranks, ranks: int) -> None:
-    depends = {2: [], 4: ["stage 1", "stage 3"]}[ranks]  # more than two numbers are added up in another order
+    depends = {2: [], 4: ["stage 1", "stage 3"]}[ranks]  # more than two numbers are added in another order
     assert on_ranks(ranks, far_from_near) == [depends] * ranks

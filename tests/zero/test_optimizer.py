@@ -1,4 +1,4 @@
-"""ShardedOptimizer: its steps are those of the optimizer that is not sharded, and its state exists once."""
+"""ShardedOptimizer: its steps equal those of an optimizer that is not sharded, and its state exists only once."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,7 +44,7 @@ def test_an_eventful_training_is_that_of_one_process(on_ranks, ranks):
 
 
 def shares(world: World) -> list[int]:
-    """Return the elements of state that this rank holds of a model of two types."""
+    """Return the number of state elements that this rank holds, for a model of two types."""
     made = pair("adamw", build=lambda: Several([torch.float32, torch.float64] * 3))
     made.draw(0)
     made.step()
@@ -59,13 +59,13 @@ def test_state_is_balanced_by_elements(on_ranks):
     held, wholes, flats = zip(*on_ranks(4, shares), strict=True)
     assert sum(held) == 2 * wholes[0]
     assert flats == (2, 2, 2, 2)
-    gaps = 2 * 6 * 15  # a tensor begins at a multiple of 64 bytes
+    gaps = 2 * 6 * 15  # tensors begin at multiples of 64 bytes
     assert max(held) <= 2 * (wholes[0] / 4 + 16 * flats[0]) + gaps
     assert min(held) > 0
 
 
 def small_flats(world: World) -> list[Any]:
-    """Train with flat tensors of at most 300 bytes: each larger parameter has one of its own."""
+    """Train with flat tensors of at most 300 bytes: each larger parameter gets one of its own."""
     with mock.patch.object(sources, "FLAT_MB", 300 / 2**20):
         made = pair("adamw")
     source = made.optimizer.source
@@ -85,7 +85,7 @@ def subgroup(world: World) -> list[str]:
         return [said_by(lambda: ShardedOptimizer(Ragged().parameters(), torch.optim.SGD, group, lr=0.1), ValueError)]
     made = pair("sgd", group=group)
     problems = wrong_steps(made)
-    at_first = made.optimizer.consolidate_state_dict(0)  # ranks of the group are counted, not of the job
+    at_first = made.optimizer.consolidate_state_dict(0)  # a rank of the group, not of the job
     at_second = made.optimizer.consolidate_state_dict(1)
     return [
         *problems,
@@ -115,7 +115,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def synchronized(world: World) -> list[str]:
-    """Train after each way to synchronize gradients, of two micro-batches."""
+    """Train after each kind of gradient synchronization, with two micro-batches."""
     problems = []
     for name, wrap in WRAPPERS.items():
         made = pair("adamw fused")
@@ -169,7 +169,7 @@ def test_what_is_written_to_parameters_between_steps_counts(on_ranks):
 
 
 def empty_shards(world: World) -> list[Any]:
-    """Train one number on four ranks: three of them have nothing."""
+    """Train a single number on four ranks: three of them hold nothing."""
     parameter = nn.Parameter(torch.tensor(2.0))
     optimizer = ShardedOptimizer([parameter], torch.optim.AdamW, lr=0.1, fused=True)
     twin = nn.Parameter(torch.tensor(2.0))

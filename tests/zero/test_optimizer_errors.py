@@ -1,4 +1,4 @@
-"""What a sharded optimizer refuses: in words, on every rank, before anything is changed."""
+"""A sharded optimizer refuses mistakes with a message, on every rank, before anything is changed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ TYPES = [torch.float32, torch.float64]
 
 
 class Own(SGD):
-    """Steps by code of its own."""
+    """Has its own step."""
 
     def step(self, closure: Any = None) -> None:
         with torch.no_grad():
@@ -30,13 +30,13 @@ class Own(SGD):
 
 
 class Elementwise(Own):
-    """The same, and says that it may be given parts."""
+    """The same, marked as element-wise."""
 
     elementwise = True
 
 
 class Inherited(SGD):
-    """Steps as SGD does."""
+    """Inherits the step of SGD."""
 
 
 Build = Callable[[nn.Module, int], object]
@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
             (torch.optim.Adafactor, "it factors the second moment of a matrix into its rows and columns"),
             (torch.optim.Muon, "it orthogonalizes the momentum of a whole matrix"),
             (torch.optim.SparseAdam, "gradients are dense here"),
-            (Own, "Own steps by code of its own, which may need whole tensors"),
+            (Own, "Own has its own step, which may need whole tensors"),
             (nn.Linear, "must be a class of torch.optim.Optimizer"),
         )
     },
@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     ),
     "twice": (
         lambda module, rank: ShardedOptimizer([*parameters(module), parameters(module)[2]], SGD),
-        "parameters 2 and 8 of a group are one",
+        "parameters 2 and 8 of a group are the same",
     ),
     "in two groups": (
         lambda module, rank: ShardedOptimizer([{"params": parameters(module)[:each]} for each in (8, 1)], SGD),
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
     ),
     "another order": (
         lambda module, rank: ShardedOptimizer(parameters(module)[:: 1 - 2 * rank], SGD),
-        "pass the same, in one order, on every rank",
+        "pass the same ones in the same order on every rank",
     ),
     "another shape": (
         lambda module, rank: ShardedOptimizer([nn.Parameter(torch.zeros(3 + rank))], SGD),
@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[Build, str]] = {
 
 
 def refusals(world: World) -> dict[str, list[Any]]:
-    """Build what cannot be; return what was said, and whether parameters are where they were."""
+    """Build invalid optimizers; return the errors, and whether parameters are unchanged."""
     module = seeded(Ragged)
     said = {}
     for name, (build, _) in REFUSED.items():
@@ -134,7 +134,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(on_ranks):
 
 
 def accepted(world: World) -> list[str]:
-    """Build what may be, and was not made by torch."""
+    """Build valid optimizers that are not torch's own."""
     problems = []
     for kind in (Elementwise, Inherited):
         module, twin = seeded(Ragged), seeded(Ragged)
@@ -165,7 +165,7 @@ def thin_out(made: Any) -> None:
 
 
 def changes(world: World) -> list[list[Any]]:
-    """Change parameters after they were sharded; return what the step says, and whether it has stepped."""
+    """Change parameters after they were sharded; return the error of the step, and whether it has stepped."""
     said = []
     for change in (grow, convert, thin_out):
         made = pair("adamw")
@@ -181,15 +181,15 @@ def changes(world: World) -> list[list[Any]]:
 
 def test_parameters_that_change_after_they_were_sharded_are_named(on_ranks):
     for grown, converted, sparse in on_ranks(2, changes):
-        wanted = "RuntimeError: groups[0][7] is [16] torch.float32 on cpu, and was [15] torch.float32 on cpu when"
+        wanted = "RuntimeError: groups[0][7] is [16] torch.float32 on cpu, but was [15] torch.float32 on cpu when"
         assert grown[0].startswith(wanted)
-        assert "is [] torch.float64 on cpu, and was [] torch.float32 on cpu" in converted[0]
+        assert "is [] torch.float64 on cpu, but was [] torch.float32 on cpu" in converted[0]
         assert sparse[0].startswith("RuntimeError: groups[0][6]: its gradient is sparse")
         assert [grown[1], converted[1], sparse[1]] == [True] * 3
 
 
 def late_groups(world: World) -> list[Any]:
-    """Add groups that cannot be; the optimizer goes on as it was."""
+    """Add invalid groups; the optimizer continues unchanged."""
     made = pair("adamw")
     new = nn.Parameter(torch.ones(3 + world.rank))
     said = [

@@ -1,4 +1,4 @@
-"""Tests of the tests: an optimizer with a mistake in it must be reported by the checks that the other tests run."""
+"""Tests of the tests: the checks used by other tests must detect mistakes in an optimizer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""ShardedOptimizer is a torch.optim.Optimizer: what torch's own tools and habits ask of one."""
+"""ShardedOptimizer works with torch's own tools and common habits."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 
 
 def habits(world: World) -> dict[str, Any]:
-    """Do what users do; return what came of it."""
+    """Use an optimizer as users do; return the results."""
     made = pair("adamw", groups=lambda module: module.named_parameters())
     optimizer, heard = made.optimizer, []
     optimizer.register_step_pre_hook(lambda who, args, kwargs: heard.append(("before", who is optimizer)))
@@ -55,7 +55,7 @@ def set_state(optimizer: ShardedOptimizer) -> None:
 
 
 def warmed_up() -> list[str]:
-    """Warm up a learning rate that is a tensor, which schedulers fill in place, with a momentum that goes round."""
+    """Warm up a learning rate that is a tensor, which schedulers fill in place, with a cyclic momentum."""
     made = pair("adamw")
     for optimizer in (made.optimizer, made.reference):
         optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
@@ -72,7 +72,7 @@ def warmed_up() -> list[str]:
 
 
 def loaded_anew(made: Pair) -> list[str]:
-    """Save both dictionaries to a file, with tensors and plain values only, and read them back."""
+    """Save both dictionaries to a file, with weights_only loading, and read them back."""
     files = []
     for saved in (made.optimizer.state_dict(), made.optimizer.full_state_dict()):
         file = io.BytesIO()
@@ -110,18 +110,18 @@ def test_torch_s_tools_and_habits(on_ranks):
 
 
 def scaled(world: World) -> dict[str, list[Any]]:
-    """Scale losses: gradients of float32, of float16, with an infinity on one rank only, unscaled before or not."""
+    """Scale losses: float32 and float16 gradients, an infinity on one rank only, unscaled explicitly or not."""
     problems, scales = [], []
     for dtype in (torch.float32, torch.float16):
         for first in (False, True):
             if first and dtype == torch.float16:
-                continue  # GradScaler itself refuses
+                continue  # GradScaler itself refuses this
             made = pair("sgd", dtype=dtype)
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
             for step in range(3):
                 made.draw(step, scale=1024.0)
                 made.follow(1024.0)
-                infinite = step == 1 and world.rank == 1  # unlike any synchronization: the hardest case
+                infinite = step == 1 and world.rank == 1  # on one rank only: the hardest case
                 if infinite:
                     made.module.up.weight.grad[0, 0] = torch.inf
                 before = photograph(made)
@@ -147,7 +147,7 @@ def test_a_scaled_step_is_skipped_by_all_ranks_or_none(on_ranks):
 
 
 def scaled_shards(world: World) -> list[Any]:
-    """Let one rank's shard of a wrapper's gradients have an infinity: all ranks skip, and all lower the scale."""
+    """Put an infinity into one rank's shard of a wrapper's gradients: all ranks skip, and all lower the scale."""
     model = ShardedDataParallel(seeded(Ragged), stage=2)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     scaler = ShardedGradScaler("cpu", init_scale=512.0)

@@ -1,4 +1,4 @@
-"""Stage 3 trains as one process does, whatever units are, and holds two of them at a time beside the root."""
+"""Stage 3 trains like one process with any units, and holds two of them at a time besides the root."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,7 @@ def bytes_whole(model: ShardedDataParallel) -> int:
 
 
 def held_wrongly(model: ShardedDataParallel) -> list[str]:
-    """Say what a rank holds between steps that it should not."""
+    """Describe what a rank wrongly holds between steps."""
     problems = [] if bytes_whole(model) == 0 else [f"{bytes_whole(model)} bytes of whole parameters"]
     with_gradients = [name for name, each in model.module.named_parameters() if each.grad is not None]
     problems += [f"whole gradients of {with_gradients}"] if with_gradients else []
@@ -37,7 +37,7 @@ def held_wrongly(model: ShardedDataParallel) -> list[str]:
 
 
 def wrong_training(world: World, case: Case, shards: int = 2, **settings: Any) -> list[str]:
-    """Train; every gradient, and the parameters in the end, must have the bits of one process."""
+    """Train. Every gradient and the final parameters must have the bits of one process."""
     dtype = settings.pop("dtype", torch.float32)
     exact = settings.setdefault("exact", True)
     model, alone = wrap(world, case, dtype, **settings), Alone(case, dtype)
@@ -94,7 +94,7 @@ def test_other_settings_train_as_one_process_too(on_ranks):
 
 
 def parameters_held(world: World) -> list[int]:
-    """Return the bytes of parameters on this rank: before, the most within, and after a step; and what was wanted."""
+    """Return the bytes of parameters on this rank: before, at most during, and after a step; and the expected ones."""
     case = CASES["chain"]
     model = wrap(world, case)
     optimizer, windows = model.optimizer(torch.optim.SGD, lr=0.1), model.presence.windows
@@ -124,7 +124,7 @@ def test_a_rank_holds_its_shard_and_within_a_step_two_units(on_ranks, ranks):
 
 
 def events(world: World, reshard: bool = True) -> list[str]:
-    """Return what happens in the second step of four blocks: gathers that begin, blocks that run, frees."""
+    """Return the events in the second step of four blocks: starts of gathers, forwards of blocks, frees."""
     model = wrap(world, CASES["chain"], reshard_after_forward=reshard)
     told: list[str] = []
     for window in model.presence.windows[:-1]:

@@ -1,4 +1,4 @@
-"""Stage 3 as it is used: what is outside its time is refused by name, and what went wrong leaves nothing behind."""
+"""Stage 3 in use: access outside the allowed time is refused by name, and errors leave nothing behind."""
 
 import copy
 import gc
@@ -33,7 +33,7 @@ def raised(do: Callable[[], Any]) -> str:
 
 
 def reads(world: World) -> dict[str, str]:
-    """Everything that would read freed memory; the process must live."""
+    """Try everything that would read freed memory; the process must survive."""
     model = wrap(world, CASES["chain"])
     recurrent = wrap(world, CASES["recurrent"])
     net, x = model.module, inputs_of(0, 0)
@@ -58,7 +58,7 @@ def test_to_read_a_parameter_that_is_not_there_is_refused_by_its_name(on_ranks):
 
 
 def calls(world: World) -> list[str]:
-    """Units and parameters where they do not belong."""
+    """Use units and parameters in wrong places."""
     model = wrap(world, CASES["chain"])
     x = inputs_of(0, 0)
     stolen = Net(lambda net, y, *_: net.b1(net.b0(y)) @ net.b0.up.weight.t(), **blocks(2))
@@ -71,7 +71,7 @@ def calls(world: World) -> list[str]:
         raised(lambda: torch.autograd.grad(model(x, 0, 0).sum(), [], create_graph=True)),
     ]
     loss = loss_of(model, 0, 0)
-    model.presence.spread(model.homes)  # as a step does
+    model.presence.spread(model.homes)  # like a step
     return [*found, raised(loss.backward)]
 
 
@@ -94,7 +94,7 @@ def test_what_is_used_outside_its_unit_is_refused_by_name(on_ranks):
 
 
 def right_step(world: World, model: ShardedDataParallel, what: str) -> list[str]:
-    """A step after something went wrong must be that of a module that it did not happen to."""
+    """A step after an error must equal that of a module without the error."""
     model.zero_grad()
     plain = row_major(seeded(CASES["chain"].build, 1))
     loss_of(plain, 7, world.rank).backward()
@@ -156,7 +156,7 @@ def test_a_step_after_what_went_wrong_is_right(on_ranks, ranks):
 
 
 def whole(world: World) -> list[str]:
-    """gather_full: written to, nested, copied, stepped in, trained in; then the wrapper is deleted."""
+    """gather_full: write, nest, copy, step and train within it; then delete the wrapper."""
     model = wrap(world, CASES["chain"])
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     plain = row_major(seeded(CASES["chain"].build, 1))
@@ -185,7 +185,7 @@ def whole(world: World) -> list[str]:
     problems += [] if presence() is None else ["something holds the windows"]
     left = [name for name, part in net.named_modules() if part._forward_hooks or part._forward_pre_hooks]
     again = [raised(lambda: net(inputs_of(0, 0), 0, 0)), raised(lambda: ShardedDataParallel(net, world.group, stage=3))]
-    return problems + left + [each for each in again if "call the wrapper's unwrap() before it is deleted" not in each]
+    return problems + left + [each for each in again if "call the wrapper's unwrap() before deleting it" not in each]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -194,7 +194,7 @@ def test_parameters_are_whole_within_gather_full_and_the_module_is_left_alone(on
 
 
 def autocast(world: World) -> list[str]:
-    """In autocast, weights are cast, and kept as 16-bit copies until it ends: those of freed units must not be."""
+    """Autocast caches 16-bit copies of weights until it ends; those of freed units must not be cached."""
     model, plain = wrap(world, CASES["chain"]), row_major(seeded(CASES["chain"].build, 1))
     for each in (model, plain):
         with torch.autocast("cpu", torch.bfloat16):
@@ -220,7 +220,7 @@ def test_autocast_keeps_no_copies_of_units_that_are_freed(on_ranks):
 
 
 def threads(world: World) -> list[str]:
-    """Stages of a `Pipe` run on threads of their own."""
+    """Stages of a `Pipe` run on their own threads."""
     said = []
     for units in (None, 1):
         pipe = Pipe(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)), 2, devices=["cpu"] * 2)
@@ -230,7 +230,7 @@ def threads(world: World) -> list[str]:
 
 
 def test_units_that_run_on_other_threads_are_refused_by_name(on_ranks):
-    # Their gathers had no order, and their graphs kept freed memory: gradients failed far from the cause.
+    # Their gathers used to have no order, and their graphs kept freed memory: gradients failed far from the cause.
     for first, second in on_ranks(1, threads):
         assert first.startswith("module.0: runs on another thread than the forward of its wrapper")
         assert "module." in second

@@ -1,4 +1,4 @@
-"""Steps of a sharded wrapper are those of one process, in all stages, at worlds 1 to 4, whatever the module is."""
+"""Steps of a sharded wrapper equal those of one process, in all stages, on 1 to 4 ranks, for any module."""
 
 from dataclasses import replace
 from itertools import product
@@ -22,7 +22,7 @@ def wrong_runs(world: World, runs: list[dict]) -> list[str]:
     return problems
 
 
-# In exact sums bits are those of one process, clipped or not; virtual shards are added in one order.
+# With exact sums the bits are those of one process, clipped or not, and virtual shards are added in a fixed order.
 EVERYWHERE = [
     {"case": "ragged", "how": "adamw", "shards": 2, "clip": 0.1, "settings": EXACT},
     {"case": "ragged", "how": "sgd", "groups": True, "clip": 0.1},

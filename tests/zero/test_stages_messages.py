@@ -1,4 +1,4 @@
-"""What stages 1 and 2 send, when they wait, and who holds what."""
+"""Communication of stages 1 and 2: what they send, when they wait, and who holds what."""
 
 from unittest import mock
 
@@ -30,7 +30,7 @@ def test_every_rank_holds_its_share(on_ranks, world_size):
 
 
 def sent_bytes(world: World) -> list[int]:
-    """Return what a rank sends in a step of stages 1 and 2, and twice the gradients' share that a ring sends."""
+    """Return the bytes that a rank sends in a step of stages 1 and 2, and twice what a ring sends of the gradients."""
     sent: list[int] = []
     post = Peers.post
 
@@ -43,7 +43,7 @@ def sent_bytes(world: World) -> list[int]:
         with over_links():
             model = wrap(world, stage, CASES["chain"].build.args[0], exact=False)
         optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
-        CASES["chain"].loss(model, 0).backward()  # the first asks who uses what
+        CASES["chain"].loss(model, 0).backward()  # the first one also exchanges which parameters are used
         with mock.patch.object(Peers, "post", counted):
             model.zero_grad()
             CASES["chain"].loss(model, 0).backward()
@@ -61,7 +61,7 @@ def test_a_step_sends_gradients_once_and_parameters_once(on_ranks):
 
 
 def gathered(world: World) -> list[bool]:
-    """Return, of each way to gather on CPUs, whether it makes whole what ranks have parts of; waited for twice."""
+    """Return for each gather on CPUs whether it makes shards whole, also if waited for twice."""
     right = []
     for gather in (LinkGather(world.group, torch.device("cpu")), BroadcastGather(world.group)):
         home = FlatParameters(
@@ -95,7 +95,7 @@ class Blocks(nn.Module):
 
 
 def order_of_events(world: World) -> list[str]:
-    """Let the gathers end as late as they may: each begins when the block before the one that needs it has begun."""
+    """Let the gathers end as late as possible: each begins when the block before the one that needs it has begun."""
     events: list[str] = []
 
     class LateGather(LinkGather):

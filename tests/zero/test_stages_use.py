@@ -1,4 +1,4 @@
-"""Uses of stages 1 and 2 that are not a plain step: each ends as it does in one process, or in a sentence."""
+"""Unusual uses of stages 1 and 2: each ends as in one process, or with an error message."""
 
 import copy
 import gc
@@ -22,7 +22,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class Alone:
-    """One process, used as the wrapper is: its backward has the mean of all ranks' shards for a gradient."""
+    """One process with the interface of the wrapper; its gradients are the mean over all ranks' shards."""
 
     def __init__(self, ranks: int) -> None:
         self.module, self.ranks = seeded(ToyModel, 1), ranks
@@ -42,7 +42,7 @@ class Alone:
 
 
 class Wrapped:
-    """A wrapper, used as `Alone` is."""
+    """A wrapper with the interface of `Alone`."""
 
     def __init__(self, model: ShardedDataParallel, rank: int) -> None:
         self.model, self.module, self.rank = model, model.module, rank
@@ -59,7 +59,7 @@ def plain(side, optimizer: Optimizer) -> None:
 
 
 def adds_up(side, optimizer: Optimizer) -> None:
-    """Backwards without zero_grad between; then steps without forward, and one without a gradient."""
+    """Run backwards without zero_grad in between; then steps without a forward, and one without a gradient."""
     side.backward(0)
     side.backward(1)
     optimizer.step()
@@ -94,12 +94,12 @@ def evaluated_between(side, optimizer: Optimizer) -> None:
     plain(side, optimizer)
     with torch.no_grad():
         call(torch.ones(2, 10))
-    call(torch.ones(2, 10))  # with gradients, of which nobody asks any
+    call(torch.ones(2, 10))  # a forward with gradients, but no backward
     plain(side, optimizer)
 
 
 def parts_called_by_themselves(side, optimizer: Optimizer) -> None:
-    """What a part of the module returns after a step, in the middle of it, becomes a parameter."""
+    """Between steps, call a part of the module directly, and make a parameter from its result."""
     plain(side, optimizer)
     with torch.no_grad():
         seen = side.module.fc2(torch.ones(1, 20)).sum() + side.module.norm(torch.ones(1, 20)).sum()
@@ -108,7 +108,7 @@ def parts_called_by_themselves(side, optimizer: Optimizer) -> None:
 
 
 def raised(side, optimizer: Optimizer) -> None:
-    """Errors in the forward, and in the midst of a backward; then training goes on."""
+    """Raise errors in the forward, and in the middle of a backward; then continue training."""
 
     def fails(*_) -> None:
         raise KeyError("on purpose")
@@ -156,7 +156,7 @@ class Either(nn.ModuleDict):
 
 
 def unused_once(world: World) -> list[str]:
-    """A parameter that only the first of two backwards uses keeps that one's gradient, and is stepped."""
+    """A parameter used only by the first of two backwards keeps that gradient, and is stepped."""
     problems = []
     for stage in (1, 2):
         model = wrap(
@@ -181,7 +181,7 @@ def unused_once(world: World) -> list[str]:
 
 
 def not_finite(world: World) -> list[str]:
-    """Gradients clipped by a norm that is not a number are forgotten with zero_grad, what lies between them too."""
+    """Gradients clipped by a NaN norm are dropped by zero_grad, including the gaps between them."""
     problems = []
     for stage in (1, 2):
         model = wrap(world, stage, lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), exact=False)  # with gaps
@@ -200,7 +200,7 @@ def test_gradients_of_one_backward_do_not_count_for_another(on_ranks):
 
 
 def states(world: World) -> list[str]:
-    """Load, by the wrapper and past it, while parameters are under way; 16-bit ones, with their masters."""
+    """Load with and without the wrapper while parameters are being gathered; also 16-bit ones with their masters."""
     problems = []
     for stage in (1, 2):
         for past in (False, True):
@@ -246,7 +246,7 @@ def test_states_are_the_modules_own(on_ranks):
 
 def let_go(world: World) -> list[str]:
     problems = []
-    gc.disable()  # nobody looks for circles
+    gc.disable()  # so that reference cycles would keep memory
     for stage in (1, 2):
         model = wrap(world, stage, exact=False)
         module, optimizer = model.module, sgd(model, model.module)
@@ -269,7 +269,9 @@ def let_go(world: World) -> list[str]:
             which(torch.ones(1, 10))
             same = all(torch.equal(which.state_dict()[name], each) for name, each in wanted.items())
             problems += [] if same else [f"stage {stage}: the copy has other values"]
-        again = ShardedDataParallel(module, world.group, stage=stage)  # on the same group, of what was gathered last
+        again = ShardedDataParallel(
+            module, world.group, stage=stage
+        )  # on the same group, with the last gathered values
         plain(Wrapped(again, world.rank), sgd(again, module))
     return problems
 
@@ -279,7 +281,7 @@ def test_a_deleted_wrapper_leaves_the_module_whole_and_nothing_else(on_ranks):
 
 
 def heard(world: World) -> list[list[bool]]:
-    """Return what is heard of waits: of a step, and of a forward whose wait fails."""
+    """Return the notifications of waits: in a step, and in a forward whose wait fails."""
     found = []
     for stage in (1, 2):
         model = wrap(world, stage)

@@ -1,4 +1,4 @@
-"""States of a sharded optimizer: saved at some ranks, loaded at others; or refused, and then nothing is changed."""
+"""States of a sharded optimizer: saved and loaded at different numbers of ranks; or refused without any change."""
 
 import io
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def trained(optimizer: str, steps: int = 2, **settings: Any) -> Pair:
 
 
 def consolidated(world: World) -> list[str]:
-    """Consolidate on each rank, and load into the optimizer that is not sharded."""
+    """Consolidate on each rank, and load into an optimizer that is not sharded."""
     problems = []
     for name in ("sgd", "adamw foreach", "asgd", "sgd plain"):
         made = trained(name, groups=own_groups)
@@ -47,7 +47,7 @@ def consolidated(world: World) -> list[str]:
         loaded.load_state_dict(made.module.state_dict())
         other = kind(own_groups(loaded), **options)
         other.load_state_dict(full)
-        made.twin, made.reference = loaded, other  # training goes on with it
+        made.twin, made.reference = loaded, other  # continue training with it
         made.draw(7)
         made.step()
         problems += [f"{name}, gone on: {each}" for each in made.apart()]
@@ -55,7 +55,7 @@ def consolidated(world: World) -> list[str]:
 
 
 def stepped_in_part(world: World) -> list[str]:
-    """Step one element of each parameter: the masters of other ranks say no more than the parameter, and count too."""
+    """Step one element of each parameter: masters on other ranks equal the rounded parameter, and count too."""
     made = pair("sgd plain", dtype=torch.bfloat16)
     for each in made.module.parameters():
         each.grad = torch.zeros_like(each)
@@ -93,7 +93,7 @@ def saved(world: World, folder: str) -> None:
 
 
 def gone_on(world: World, folder: str) -> list[str]:
-    """Load into a fresh optimizer, and into one that has stepped; train on, as the one that was saved would."""
+    """Load into a new optimizer, and into one that has stepped; both must continue like the saved one."""
     problems = []
     for name, settings in CASES.items():
         read = torch.load(f"{folder}/{name}.pt", weights_only=True)
@@ -126,7 +126,7 @@ def learning(module: nn.Module) -> list[nn.Parameter]:
 
 
 def from_stage_to_stage(world: World) -> list[str]:
-    """Hand one training on, from stage to stage and to an optimizer alone; sums are exact, so bits are compared."""
+    """Pass one training from stage to stage and to an optimizer without a wrapper; exact sums, so bits are compared."""
     case, (kind, options) = Case(Ragged, ragged_loss), OPTIMIZERS["adamw fused"]
     twin = row_major(seeded(Ragged))
     reference = kind(learning(twin), **options)
@@ -167,12 +167,12 @@ Wrong = Callable[[World, Pair], dict[str, Any]]
 
 
 def changed(state: dict[str, Any], number: int, **entries: Any) -> dict[str, Any]:
-    """Return a state with other entries of one parameter."""
+    """Return a state with changed entries of one parameter."""
     return {**state, "state": {**state["state"], number: {**state["state"][number], **entries}}}
 
 
 def of_another_rank(world: World, made: Pair) -> dict[str, Any]:
-    """Return the shard of the rank before."""
+    """Return the shard of the previous rank."""
     file = io.BytesIO()
     torch.save(made.optimizer.state_dict(), file)
     mine = torch.frombuffer(bytearray(file.getvalue().ljust(2**16)), dtype=torch.uint8)
@@ -221,24 +221,24 @@ WRONG: dict[str, tuple[Wrong, str]] = {
             **made.optimizer.full_state_dict(),
             "state": trained("sgd").optimizer.full_state_dict()["state"],
         },
-        "it has momentum_buffer, where exp_avg, exp_avg_sq, step is kept",
+        "it has momentum_buffer, but this optimizer keeps exp_avg, exp_avg_sq, step",
     ),
     "one key missing": (
         lambda world, made: changed(made.optimizer.full_state_dict(), 4, step=None),
-        "of parameter 4 it has exp_avg, exp_avg_sq, where exp_avg, exp_avg_sq, step is kept",
+        "for parameter 4 it has exp_avg, exp_avg_sq, but this optimizer keeps exp_avg, exp_avg_sq, step",
     ),
-    "another rank's shard": (of_another_rank, "load what full_state_dict() or consolidate_state_dict() returned"),
+    "another rank's shard": (of_another_rank, "load the result of full_state_dict() or consolidate_state_dict()"),
     "a stranger": (
         lambda world, made: {**made.optimizer.full_state_dict(), "state": {99: {}}},
         "it has a parameter 99 that is in none of its groups",
     ),
-    "wrong on one rank": (on_one_rank_only, "exp_avg of parameter 0 has the shape (3,), of the parameter ()"),
+    "wrong on one rank": (on_one_rank_only, "exp_avg of parameter 0 has the shape (3,), but the parameter has ()"),
     "other settings on each rank": (settings_differ, "the ranks' states to load differ"),
 }
 
 
 def refusals(world: World) -> dict[str, list[Any]]:
-    """Load what does not fit; return what was said, and whether nothing was changed."""
+    """Load invalid states; return the errors, and whether anything was changed."""
     made = trained("adamw")
     said = {}
     for name, (wrong, _) in WRONG.items():
@@ -259,7 +259,7 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_change
 
 
 def of_ranks_apart(world: World) -> str:
-    """Load a whole state on rank 0, its shard on rank 1: both fit."""
+    """Load a whole state on rank 0, and its shard on rank 1: both fit."""
     made = trained("adamw")
     full, shard = made.optimizer.full_state_dict(), made.optimizer.state_dict()
     return refusal(world, lambda: made.optimizer.load_state_dict(full if world.rank == 0 else shard))

@@ -1,4 +1,4 @@
-"""Which parameters are a unit's, and which the root's."""
+"""Which parameters belong to a unit, and which to the root."""
 
 import re
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from muster.zero.units import ROOT, units_of
 
 
 def model() -> nn.Module:
-    """A list, a sequence of layers within it, a layer without parameters, one that is tied to another."""
+    """A list, a sequence of layers in it, a layer without parameters, and one tied to another."""
     made = nn.Module()
     made.embed = nn.Embedding(5, 4)
     made.all = nn.ModuleList([nn.Sequential(OrderedDict(up=nn.Linear(4, 6), act=nn.ReLU())), nn.Linear(6, 4)])
@@ -50,10 +50,10 @@ def test_what_is_in_no_unit_and_what_two_share_is_the_roots():
 def test_units_that_cannot_be_are_refused_by_name():
     made = model()
     for asked, said in [
-        ([nn.Linear(4, 4)], "units[0]: a Linear that is not a part of the module; name its own"),
-        ([made.head, made], "units[1] is the module itself, which is the root unit; name parts of it"),
-        ([made.all[0], made.all[0].up], "units[0] and units[1] both have 'all.0.up'; give each part to one"),
-        ([made.all], "units[0] is 'all', a ModuleList, which is never called; name its parts"),
+        ([nn.Linear(4, 4)], "units[0]: a Linear that is not a part of the module; pass parts of it"),
+        ([made.head, made], "units[1] is the module itself, which is the root unit; pass parts of it"),
+        ([made.all[0], made.all[0].up], "units[0] and units[1] both have 'all.0.up'; put each part into one"),
+        ([made.all], "units[0] is 'all', a ModuleList, which is never called; pass its parts"),
     ]:
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
             units_of(made, asked)

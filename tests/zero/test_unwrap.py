@@ -1,4 +1,4 @@
-"""A wrapper gives its module back: whole, in memory of its own, without hooks, for whatever comes next."""
+"""unwrap() returns the module whole, with its own memory and without hooks, for any further use."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ def batch(step: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Take a step of the same batch on all ranks, so that the mean is that of one process."""
+    """Run a step with the same batch on all ranks, so that the mean equals one process."""
     loss = model(batch(step, next(iter(model.state_dict().values())).dtype)).square().mean()
     model.backward(loss) if isinstance(model, Layerwise) else loss.backward()
     optimizer.step()
@@ -42,7 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 
 
 def wrong(world: World, how: str) -> list[str]:
-    """A step sharded, one alone on every rank, one sharded again: all three are those of one process."""
+    """Run a sharded step, one without a wrapper on every rank, and a sharded one again: all equal one process."""
     plain, module = net(), net()
     alone = torch.optim.SGD(plain.parameters(), lr=LR)
     model = WRAPPERS[how](module, world.group)
@@ -70,7 +70,7 @@ def wrong(world: World, how: str) -> list[str]:
 
 
 def frozen_later(world: World, how: str) -> list[str]:
-    """A layer is frozen after wrapping: the wrapper refuses to go on, and gives the module back to be wrapped anew."""
+    """Freeze a layer after wrapping: the wrapper refuses to continue, and returns the module to be wrapped again."""
     plain, module = net(), net()
     model = WRAPPERS[how](module, world.group)
     with model.gather_full():
@@ -92,7 +92,7 @@ def all_wrong(world: World) -> list[str]:
 
 
 def rounded(world: World) -> list[str]:
-    """Parameters of 16 bits come back as what their masters are rounded to."""
+    """16-bit parameters are returned as their rounded masters."""
     model = ShardedDataParallel(net(torch.bfloat16), world.group, stage=3)
     train(model, model.optimizer(torch.optim.SGD, lr=LR), 0)
     wanted = model.state_dict()

@@ -1,4 +1,4 @@
-"""What a user's trial of an evening found: legal uses that gave wrong weights, crashed or said nothing."""
+"""Problems found in a user trial: valid uses that gave wrong weights, crashed or failed silently."""
 
 import copy
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.ranks
 
 @dataclass
 class Told:
-    """What no search for tensors finds."""
+    """Hides tensors where no search finds them."""
 
     h: Tensor
 
 
 class Scaled(nn.Module):
-    """A block with a weight used element by element: to read it freed would end the process."""
+    """A block with a weight used elementwise: reading it when freed would crash the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Scaled(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, then a norm and a head in the root unit."""
+    """Blocks, with a norm and a head in the root unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def worst(found: nn.Module, wanted: nn.Module) -> float:
 
 
 def trained_by(world: World) -> dict[str, float]:
-    """Return how far two steps of each use, in each stage, lead from one process."""
+    """Return how far two steps of each use, in each stage, differ from one process."""
     found = {}
     for use in USES:
         alone = net()
@@ -129,7 +129,7 @@ def test_graphs_that_leave_their_units_find_their_parameters(on_ranks):
 
 
 def two_optimizers(world: World) -> list[float]:
-    """Step two optimizers of one model, each forgetting its own gradients only; return how far they are from alone."""
+    """Step two optimizers of one model, each with its own zero_grad; return the difference from separate ones."""
     far = []
     alone = net()
     parts = [list(alone.blocks.parameters()), [alone.scale, *alone.head.parameters()]]
@@ -162,7 +162,7 @@ def test_an_optimizer_forgets_its_own_gradients_only(on_ranks):
 
 
 def read_after_a_step(world: World) -> list[bool]:
-    """Read parameters right after a step in every way; return whether all are what they are once gathered."""
+    """Read parameters right after a step in every way; return whether all have their gathered values."""
     module = net()
     model = ShardedDataParallel(module, world.group, stage=2, units=list(module.blocks), bucket_size_mb=0.0)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.5)
@@ -179,7 +179,7 @@ def read_after_a_step(world: World) -> list[bool]:
         optimizer.zero_grad()
         model(batch(0)).pow(2).sum().backward()
         for block in module.blocks:
-            block.stats.clear()  # what has a graph cannot be copied
+            block.stats.clear()  # tensors with a graph cannot be copied
         optimizer.step()
         found = [each.clone() for each in read()]
         right_class = all(type(each) is nn.Parameter for each in copy.deepcopy(module).parameters())
@@ -210,7 +210,7 @@ def refused_uses(world: World) -> list[str]:
             nn.utils.vector_to_parameters(zeros, module.parameters())
         model.zero_grad()
         model(batch(0)).sum().backward()
-        optimizer.step()  # what was set within gather_full counts, and is no surprise
+        optimizer.step()  # values set within gather_full count, and raise no error
         with model.gather_full():
             told.append(f"{float(module.scale.detach().abs().max()):.1f}")
     return told
@@ -224,7 +224,7 @@ def test_gradients_of_one_rank_are_not_left_out_in_silence(on_ranks):
 
 
 class Routed(nn.Module):
-    """Blocks of one size, of which a rank runs one."""
+    """Blocks of equal size, of which each rank runs one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,4 +245,4 @@ def routed(world: World) -> list[str]:
 
 def test_ranks_that_run_other_units_are_told_before_the_step(on_ranks):
     for (said,) in on_ranks(2, routed):
-        assert said.startswith("the ranks have run other units, or in another order: here blocks.")
+        assert said.startswith("the ranks have run different units, or in different orders: this rank ran blocks.")

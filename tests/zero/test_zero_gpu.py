@@ -1,6 +1,6 @@
-"""The sharded wrapper over NCCL, in all stages. `pytest -m gpu` on a machine with two CUDA devices or more.
+"""The sharded wrapper over NCCL, in all stages. `pytest -m gpu` on a machine with at least two CUDA devices.
 
-`test_stages.py` has the same on CPUs.
+`test_stages.py` tests the same on CPUs.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ RUNS = [
 
 @contextmanager
 def on_gpus(world: World, folder: str) -> Iterator[World]:
-    """Give this rank a GPU, and kernels whose results can be compared."""
+    """Give this rank a GPU, and deterministic kernels."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     with over("nccl", world, folder) as on_gpu:
@@ -66,16 +66,16 @@ def test_every_rank_holds_its_share_on_gpus(on_ranks, tmp_path: Path):
     assert on_ranks(2, shares, deadline_s=DEADLINE_S, group=False, folder=str(tmp_path)) == [[]] * 2
 
 
-WIDTH, LAYERS = 2048, 12  # 16 MB a layer
+WIDTH, LAYERS = 2048, 12  # 16 MB per layer
 MB = 2**20
 
 
 def allocated(world: World, folder: str) -> list[dict[str, float]]:
-    """Return, of each stage, MB that the allocator has given out after a step, and at most during one."""
+    """Return for each stage the MB allocated after a step, and at most during one."""
     found = []
     with on_gpus(world, folder) as on_gpu:
         warm = nn.Linear(WIDTH, WIDTH).to(on_gpu.device)
-        warm(torch.randn(8, WIDTH, device=on_gpu.device)).sum().backward()  # cuBLAS keeps 32 MB for each thread
+        warm(torch.randn(8, WIDTH, device=on_gpu.device)).sum().backward()  # cuBLAS keeps 32 MB per thread
         for stage in STAGES:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
@@ -96,22 +96,22 @@ def allocated(world: World, folder: str) -> list[dict[str, float]]:
 
 
 def test_the_allocator_has_given_out_what_the_stage_says(on_ranks, tmp_path: Path):
-    """Of P MB on two ranks: parameters P or P / 2, gradients P or P / 2 until they are forgotten, states P."""
+    """With P MB on two ranks: parameters P or P / 2, gradients P or P / 2 until dropped, states P."""
     whole = WIDTH * WIDTH * 4 * LAYERS / MB
     for one, two, three in on_ranks(2, allocated, deadline_s=DEADLINE_S, group=False, folder=str(tmp_path)):
-        assert one["after"] == pytest.approx(whole * 3, rel=0.1)  # its flat gradients stay
+        assert one["after"] == pytest.approx(whole * 3, rel=0.1)  # it keeps its flat gradients
         assert two["after"] == pytest.approx(whole * 2, rel=0.1)
         assert three["after"] == pytest.approx(whole * 1.5, rel=0.1)
         assert two["peak"] < one["peak"]
-        assert two["peak"] < whole * 2.5 + 5 * 16  # shards of gradients, two buckets, and what one is made of
+        assert two["peak"] < whole * 2.5 + 5 * 16  # shards of gradients, two buckets, and gradients being packed
         assert three["peak"] < whole * 2 + 10 * 16
 
 
 def freed_too_early(world: World, folder: str) -> list[str]:
-    """Fill memory that has been freed on the host while the other stream is at work: nobody may still read it.
+    """Overwrite memory that the host has freed while the other stream is running: no kernel may still read it.
 
-    The sum of ones over two ranks is told from that of garbage. A long kernel before the backward lets the host run
-    far ahead of both streams.
+    Checks that the sum of ones over two ranks is not garbage. A long kernel before the backward lets the host run far
+    ahead of both streams.
     """
     problems = []
     with on_gpus(world, folder) as on_gpu:
@@ -139,7 +139,7 @@ def test_no_memory_is_used_anew_while_another_stream_reads_it(on_ranks, tmp_path
 
 
 def silent_steps(world: World, folder: str) -> list[Any]:
-    """Return whether a step, after the first, makes the host wait."""
+    """Return whether steps after the first make the host wait."""
     done: list[Any] = []
     with on_gpus(world, folder) as on_gpu:
         for stage in (1, 2):

@@ -47,7 +47,7 @@ def module_state(name: str, module: Any) -> ModuleState:
     """
     if is_a(module, "muster.pipe.pipeline", "Pipeline"):
         return StagesState(name, module)
-    if is_a(module, "muster.pipe.run", "Held"):
+    if is_a(module, "muster.pipe.run", "StageLayers"):
         raise RefusedError(f"state: {name} is the module of a pipeline; register the Pipeline itself")
     if is_a(module, "muster.zero.sharded", "Sharded"):
         return ShardedModule(name, module)

@@ -34,7 +34,7 @@ class ShardedModule(ModuleState):
 
     def __init__(self, name: str, wrapper: "Sharded") -> None:
         super().__init__(name, wrapper.module)
-        if is_a(wrapper.module, "muster.pipe.run", "Held"):
+        if is_a(wrapper.module, "muster.pipe.run", "StageLayers"):
             raise RefusedError(f"state: {name}: shards of a pipeline's stages cannot be stored; use DDP around them")
         self.wrapper = wrapper
         self.has_masters = False  # True: the float32 copies were restored, and are rounded into the parameters

@@ -15,7 +15,7 @@ from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.rng.layer_seeds import forward_seed
-from muster.pipe.draws import seed_generators
+from muster.pipe.rng_streams import seed_generators
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from muster.jobs.train.rng.keyed import DROPOUT, key
-from muster.pipe.draws import seed_generators
+from muster.pipe.rng_streams import seed_generators
 
 
 def forward_seed(seed: int, step: int, virtual_rank: int, microbatch: int) -> int:

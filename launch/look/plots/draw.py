@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.terminal import printable
 from muster.jobs.measuring.figures import NothingToPlotError, drawing, sheet
+from muster.launch.look.plots.lanes import paint_lanes
 from muster.launch.look.plots.panels import COLORS, GRID, PAINTERS, beside, places_of, shortened
 from muster.launch.look.plots.series import Plot
 
@@ -45,7 +46,8 @@ def draw(plot: Plot, figure: "Figure") -> None:
         every = figure.subplots(len(plot.panels), 1, squeeze=False)[:, 0]
         handles: dict[str, Any] = {}
         for axes, panel in zip(every, plot.panels, strict=True):
-            handles |= PAINTERS[panel.style](axes, panel)
+            paint = paint_lanes if panel.style == "lanes" else PAINTERS[panel.style]
+            handles |= paint(axes, panel)
             axes.set_title(panel.title, loc="left", fontweight="bold")
             axes.set_axisbelow(True)
         if plot.note:
@@ -124,7 +126,7 @@ def size_of(plot: Plot) -> tuple[float, float]:
     height = 0.0
     for panel in plot.panels:
         lines = panel.style == "lines"
-        many = len(panel.series) if lines else len(places_of(panel)) * beside(panel)
+        many = len(panel.series) if lines else len(panel.lanes) or len(places_of(panel)) * beside(panel)
         if many > (MOST_LINES if lines else MOST_BARS):
             raise NothingToPlotError(
                 f"{many} {'lines' if lines else 'bars'} are too many for a picture; name fewer runs"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from muster.launch.common import screen
+from muster.launch.look.plots.lane_text import drawing
 from muster.launch.look.plots.series import Plot, Series
 
 FORMATS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {  # by unit
@@ -20,6 +21,8 @@ def render(plot: Plot) -> str:
 
 
 def _panel(plot: Plot) -> str:
+    if plot.style == "lanes":
+        return drawing(plot)
     unit, text = FORMATS.get(plot.unit, (plot.unit, lambda value: f"{value:,.0f}"))
     series = [each for each in plot.series if plot.unit != "share" or each.role != "reference"]
     columns = [{str(x): place for place, x in enumerate(each.x)} for each in series]

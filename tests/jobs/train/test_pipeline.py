@@ -165,15 +165,15 @@ def _last_micro_batch_only() -> None:
 
 
 def _no_share_of_the_batch() -> None:
-    from muster.pipe.run import Run
+    from muster.pipe.run import RowExecution
 
-    real = Run._gradient
+    real = RowExecution._gradient
 
     def whole(self: Any, number: int, microbatch: int) -> Any:
         gradient = real(self, number, microbatch)
         return torch.ones_like(gradient) if number == self.last_stage else gradient
 
-    Run._gradient = whole
+    RowExecution._gradient = whole
 
 
 def _no_sum_of_ties() -> None:

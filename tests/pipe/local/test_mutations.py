@@ -1,4 +1,4 @@
-"""Tests of the tests: a pipeline of one process with a mistake in it must be reported by these checks."""
+"""Tests of the tests: these checks must detect mistakes in a one-process pipeline."""
 
 import copy
 import threading
@@ -16,11 +16,11 @@ from muster.pipe.local.nested import join
 from muster.pipe.local.turns import Turns
 from support.local_pipes import PATIENCE_S, Doing, mlp, pipe_of
 
-SOON_S = 0.1  # how long threads wait for what must not come
+SOON_S = 0.1  # how long threads wait for an event that must not happen
 
 
 def wrong_numbers(_: float) -> list[str]:
-    """Outputs and gradients must be the module's, and batch norms must see micro-batches."""
+    """Outputs and gradients must equal the module's, and batch norms must see micro-batches."""
     module = mlp(3, 3, 3)
     reference, inputs = copy.deepcopy(module), torch.randn(7, 3, dtype=torch.float64)
     output, wanted = Pipe(module, 3, devices=["cpu"] * 2)(inputs), reference(inputs)
@@ -35,7 +35,7 @@ def wrong_numbers(_: float) -> list[str]:
 
 
 def wrong_threads(patience_s: float) -> list[str]:
-    """Two stages must be at work at once, on threads of their own."""
+    """Two stages must run concurrently, each on its own thread."""
     barrier, threads = threading.Barrier(2), set()
 
     def meet(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def wrong_threads(patience_s: float) -> list[str]:
 
 
 def wrong_draws(patience_s: float) -> list[str]:
-    """A stage that draws after a later one of its tick would, if nothing kept it from that, must have its own masks."""
+    """A stage that would draw after a later stage of its tick, if not prevented, must still get its own masks."""
     drawn, inputs, drop = threading.Event(), torch.tensor([1.0, 2.0])[:, None].expand(2, 64), nn.Dropout()
     wait = Doing(lambda x: (drawn.wait(patience_s) if x[0, 0] == 2.0 else None, x)[1])
     tell = Doing(lambda x: (drawn.set(), x)[1])
@@ -82,7 +82,7 @@ def cut_short() -> Any:
 
 
 def all_count_as_whole_batches() -> Any:
-    """What 1/m would be made up for is not divided."""
+    """The loss is not divided by the number of micro-batches."""
 
     def joined(values: list[Tensor]) -> Tensor:
         output = join(values)

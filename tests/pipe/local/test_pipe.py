@@ -1,4 +1,4 @@
-"""A pipeline in one process: what the module computes, by a thread a stage, and stages at once."""
+"""A one-process pipeline computes what the module computes, with one thread per stage, and stages overlap."""
 
 import copy
 import threading
@@ -17,7 +17,7 @@ from support.local_pipes import PATIENCE_S, Doing, mlp, pipe_of
 
 
 class Meeting(nn.Module):
-    """Waits in chosen micro-batches until the other stage is at work too, and notes who was there."""
+    """In chosen micro-batches, waits until the other stage is running too, and records which threads were there."""
 
     def __init__(self, barrier: threading.Barrier, seen: list[Any], meets: Callable[[int], bool]) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ def test_a_module_is_split_where_devices_change_and_layers_without_parameters_fo
     assert [list(stage._modules) for stage in split_module(module, [1, 4])] == [["0"], ["1", "2", "3"], ["4", "5"]]
     assert split_module(module)[1][0] is module[3]
     mixed = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta")))
-    with pytest.raises(ValueError, match=r"layer '0' lies on \['cpu', 'meta'\]"):
+    with pytest.raises(ValueError, match=r"layer '0' is on \['cpu', 'meta'\]"):
         split_module(mixed)
 
 
 def test_stages_work_on_their_own_threads_and_on_different_microbatches_at_the_same_time():
-    # Each waits until the other is in its forward, too: one thread, or one stage after the other, never gets there.
+    # Each stage waits until the other is in its forward. One thread, or stages in sequence, would never get there.
     barrier, seen = threading.Barrier(2), ([], [])
     first = Meeting(barrier, seen[0], lambda microbatch: microbatch > 0)
     last = Meeting(barrier, seen[1], lambda microbatch: microbatch < 3)

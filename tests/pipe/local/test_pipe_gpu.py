@@ -1,4 +1,4 @@
-"""A pipeline over GPUs of one process: right gradients on whatever streams, and copies beside computing.
+"""A pipeline over GPUs of one process: correct gradients on any streams, and copies that overlap computation.
 
 `pytest -m gpu`, two GPUs.
 """
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICES = ["cuda:0", "cuda:1"]
 PATIENCE_S = 20.0
-LONG_CYCLES = 3_000_000_000  # a second or two
+LONG_CYCLES = 3_000_000_000  # takes a second or two
 
 
 def layers() -> nn.Sequential:
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_one_gpu_whatever_streams_are_current(own_streams
 
 
 class Doing(nn.Module):
-    """Does in a forward what a test wants."""
+    """Runs a function of the test in its forward."""
 
     def __init__(self, do: Any) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_a_copy_leaves_while_its_sender_computes_the_next_microbatch(monkeypatch
 
     def late_fetch(self: Streams, value: Any, ready: Any) -> Any:
         if self.device == torch.device("cuda:1"):
-            busy.wait(PATIENCE_S)  # until the next micro-batch is on the sender's computing stream
+            busy.wait(PATIENCE_S)  # until the next micro-batch is queued on the sender's compute stream
         return fetch(self, value, ready)
 
     def send(x: Tensor) -> Tensor:
@@ -88,17 +88,17 @@ def test_a_copy_leaves_while_its_sender_computes_the_next_microbatch(monkeypatch
 
     def receive(x: Tensor) -> Tensor:
         if not found:
-            torch.cuda.current_stream().synchronize()  # the copy is there
+            torch.cuda.current_stream().synchronize()  # the copy has arrived
             found.append(ends[1].query())
         return x
 
     monkeypatch.setattr(Streams, "fetch", late_fetch)
     model = Pipe(nn.Sequential(Doing(send), Doing(receive)), 2, devices=DEVICES)
     inputs = torch.arange(4.0, device="cuda:0")
-    model(inputs)  # what is made once is made
+    model(inputs)  # one-time initialization
     ends.clear(), found.clear(), busy.clear()
     assert torch.equal(model(inputs).cpu(), torch.arange(4.0) + 1)
-    assert found == [False]  # and the sender still computes
+    assert found == [False]  # while the sender was still computing
 
 
 def test_autocast_reaches_the_threads():

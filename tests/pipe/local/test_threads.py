@@ -1,4 +1,4 @@
-"""Threads of a pipeline in one process: errors at once, their end, and what is refused before they start."""
+"""Threads of a one-process pipeline: prompt errors, clean shutdown, and refusals before they start."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.pipe import Pipe
-from muster.pipe.local.workers import Worker
+from muster.pipe.local.workers import StageWorker
 from support.live import wait_until
 from support.local_pipes import PATIENCE_S, Doing, mlp, pipe_of
 
@@ -29,14 +29,14 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass
 class Outputs:
-    """Compared by its fields, and tensors do not say in one word whether they are equal."""
+    """Compares its fields, so comparing tensors raises an error."""
 
     logits: Tensor
 
 
 @pytest.fixture
 def released() -> Iterator[threading.Event]:
-    """Ends what a test lets wait, however it goes."""
+    """Set an event at the end of a test, even if it fails, to release its waiting threads."""
     event = threading.Event()
     yield event
     event.set()
@@ -71,9 +71,9 @@ def test_an_error_is_raised_once_and_at_once_and_the_pipe_goes_on(released: thre
     begun_before = list(begun)
     assert torch.equal(model(inputs + 10), inputs + 10)
     assert not late
-    assert begun_before == [0, 1, 2]  # the rest of the batch was dropped
+    assert begun_before == [0, 1, 2]  # the rest of the batch was skipped
     assert begun[3:] == list(range(10, 18))
-    assert after == [0, *range(10, 18)] or after == list(range(10, 18))  # 0 was on its way there when 1 failed
+    assert after == [0, *range(10, 18)] or after == list(range(10, 18))  # 0 was already sent to it when 1 failed
 
 
 def test_of_two_stages_that_fail_at_once_one_error_is_raised_and_the_other_is_never_seen():
@@ -177,7 +177,7 @@ Pipe(nn.Sequential(Work(fail), Work(work)), 2, devices=["cpu", "cpu"])(torch.ara
 
 
 def test_an_error_that_ends_the_program_while_a_stage_is_at_work_ends_it_in_order():
-    # The interpreter's end under a thread that is at work made the process abort: 134, and a core dump.
+    # A thread still running when the interpreter exits made the process abort: exit code 134, and a core dump.
     ended = subprocess.run(
         [sys.executable, "-c", AT_WORK], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
     )
@@ -200,9 +200,9 @@ def test_threads_that_use_a_pipe_at_once_start_one_thread_a_stage():
     model, users, outputs = pipe_of(nn.Tanh(), nn.Tanh(), chunks=3), 4, []
     inputs = [torch.full((6, 1), float(number)) for number in range(users)]
     barrier, before = threading.Barrier(users), set(threading.enumerate())
-    start = Worker.start
+    start = StageWorker.start
 
-    def slow(worker: Worker) -> None:  # whoever comes while it starts finds none that is alive
+    def slow(worker: StageWorker) -> None:  # another caller sees no live thread while this one starts
         time.sleep(0.01)
         start(worker)
 
@@ -211,7 +211,7 @@ def test_threads_that_use_a_pipe_at_once_start_one_thread_a_stage():
         outputs.append((number, model(inputs[number])))
 
     threads = [threading.Thread(target=use, args=(number,)) for number in range(users)]
-    with mock.patch.object(Worker, "start", slow):
+    with mock.patch.object(StageWorker, "start", slow):
         for each in threads:
             each.start()
         for each in threads:
@@ -222,7 +222,7 @@ def test_threads_that_use_a_pipe_at_once_start_one_thread_a_stage():
 
 
 def test_what_only_the_calling_thread_knows_is_refused_and_not_left_out():
-    # torch.func.grad gave wrong gradients: the transform belongs to a thread, and the stages were on others.
+    # torch.func.grad used to give wrong gradients: transforms are per thread, and the stages ran on others.
     model = Pipe(mlp(2, 3, 1), 2, devices=["cpu"] * 2)
     inputs = torch.ones(4, 2, dtype=torch.float64)
     parameters = dict(model.named_parameters())
@@ -235,7 +235,7 @@ def test_what_only_the_calling_thread_knows_is_refused_and_not_left_out():
         lambda: torch.vmap(model)(inputs[None]),
         lambda: torch.func.vjp(model, inputs),
     ):
-        with pytest.raises(RuntimeError, match=r"transform of torch\.func, .* give it the pipe's \.module"):
+        with pytest.raises(RuntimeError, match=r"transform of torch\.func, .* apply it to the pipe's \.module"):
             use()
     assert torch.equal(loss(parameters), model(inputs).sum())
 
@@ -244,18 +244,18 @@ def test_inputs_and_outputs_that_have_no_batch_are_refused_by_number():
     model = pipe_of(Doing(lambda x: x))
     for given, said in [
         ("none", "no tensor with a dimension"),
-        ((torch.ones(4), torch.ones(6)), r"of \[4, 6\] samples"),
+        ((torch.ones(4), torch.ones(6)), r"with \[4, 6\] samples"),
     ]:
         with pytest.raises(ValueError, match=said):
             model(given)
     inputs = torch.arange(4.0)
     for do, said in [
-        (lambda x: x.sum(), "without dimensions of each of 4"),
-        (lambda x: float(x[0]), r"micro-batches made \[0.0, 1.0"),
+        (lambda x: x.sum(), "each of 4 micro-batches returned a tensor without dimensions"),
+        (lambda x: float(x[0]), r"micro-batches returned \[0.0, 1.0"),
         (lambda x: (x,) * (1 + int(x[0])), r"a tuple of \[1, 2, 3, 4\]"),
         (lambda x: x if x[0] else None, r"\['NoneType', 'Tensor'\]"),
-        (lambda x: Outputs(x.repeat(2)), "each made a Outputs, which cannot be joined"),
-        (lambda x: (x, x.repeat(2).numpy()), "each made a ndarray, which cannot be joined"),
+        (lambda x: Outputs(x.repeat(2)), "each micro-batch returned a Outputs, which cannot be joined"),
+        (lambda x: (x, x.repeat(2).numpy()), "each micro-batch returned a ndarray, which cannot be joined"),
     ]:
         with pytest.raises(ValueError, match=said):
             pipe_of(Doing(do))(inputs)
@@ -269,22 +269,22 @@ def test_settings_that_cannot_be_are_refused_with_numbers():
     for settings, said in [
         ({"devices": ["cpu"]}, "chunks is None and split_size None"),
         ({**two, "split_size": 2}, "chunks is 1 and split_size 2"),
-        ({**two, "chunks": 0}, "chunks: must be a whole number from 1, got 0"),
+        ({**two, "chunks": 0}, "chunks: must be an integer of 1 or more, got 0"),
         ({"chunks": 1, "devices": ["cpu"] * 4}, "4 stages of 3 layers"),
-        ({**two, "balance": [1, 1]}, r"balance \[1, 1\]: wanted 2 numbers of layers from 1, which sum to 3"),
-        ({**two, "balance": [1, 2], "cuts": [1]}, "wanted one of the two"),
-        ({**two, "cuts": [3]}, "there is no layer 3 among 3"),
+        ({**two, "balance": [1, 1]}, r"balance \[1, 1\]: expected 2 positive layer counts with the sum 3"),
+        ({**two, "balance": [1, 2], "cuts": [1]}, "pass only one of them"),
+        ({**two, "cuts": [3]}, "there is no layer 3, only 3 layers"),
         ({"chunks": 1, "cuts": [1]}, "no devices"),
-        ({"chunks": 1, "devices": "cpu"}, "devices: got 'cpu'; wanted a list"),
-        ({"chunks": 1, "devices": []}, r"devices: got \[\]; wanted a list"),
+        ({"chunks": 1, "devices": "cpu"}, "devices: got 'cpu'; expected a list"),
+        ({"chunks": 1, "devices": []}, r"devices: got \[\]; expected a list"),
         ({"chunks": 1, "devices": ["cpu", "cuda:99"]}, r"devices: cuda:99: this process sees \d+ GPUs"),
     ]:
         with pytest.raises(ValueError, match=said):
             Pipe(layers(), **settings)
     assert Pipe(layers(), balance=[2, 1], **two).cuts == Pipe(layers(), cuts=[2], **two).cuts == (0, 2)
-    with pytest.raises(TypeError, match=r"found a Linear; wanted an nn\.Sequential"):
+    with pytest.raises(TypeError, match=r"got a Linear; expected an nn\.Sequential"):
         Pipe(nn.Linear(1, 1), 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="found no layers"):
+    with pytest.raises(ValueError, match="it has no layers"):
         Pipe(nn.Sequential(), 1)
     tied = layers()
     tied[2].weight = tied[0].weight

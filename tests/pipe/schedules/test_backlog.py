@@ -1,4 +1,4 @@
-"""How many messages lie on a way at once: held against runs in which every rank goes on when it likes."""
+"""Bounds on messages in transit, compared with simulated runs in which ranks proceed in any order."""
 
 import random
 from collections import Counter
@@ -14,7 +14,7 @@ from muster.pipe.schedules.programs import Receive, Send
 from muster.pipe.schedules.tables import schedule
 
 DRAWN = [
-    # what a rank sends before it needs a word of the other: all of gpipe's, of 1f1b as many as it warms up with
+    # messages a rank can send before it must hear from the other: all for gpipe, the warm-up forwards for 1f1b
     ("gpipe", 2, 4, {(0, 1): 4, (1, 0): 4}),
     ("1f1b", 2, 4, {(0, 1): 2, (1, 0): 2}),
     ("1f1b", 3, 6, {(0, 1): 3, (1, 2): 2, (1, 0): 3, (2, 1): 2}),
@@ -28,7 +28,7 @@ def test_drawn_backlogs(name, ranks, microbatches, wanted):
 
 
 def most_in_a_run(ranks, favoured, choose) -> Counter:
-    """Run a program whose sends never wait; the favoured rank is behind all others as long as they can go on."""
+    """Run a program whose sends never wait. The favoured rank runs only when no other can."""
     at, there, lying, most = [0] * len(ranks), set(), Counter(), Counter()
     while True:
         able = [
@@ -67,7 +67,7 @@ def test_no_run_has_more_messages_on_a_way_and_some_has_as_many(name, ranks, rou
     for _ in range(3):
         run = most_in_a_run(program.steps, None, choose)
         assert all(run[way] <= bound for way, bound in bounds.items())
-    for (source, target), bound in bounds.items():  # the receiver does nothing that it need not
+    for (source, target), bound in bounds.items():  # the receiver does only what it must
         assert most_in_a_run(program.steps, target, choose)[source, target] == bound
 
 

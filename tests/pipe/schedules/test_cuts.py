@@ -1,4 +1,4 @@
-"""Cuts of a model into stages: drawn ones, the dynamic program against all cuts there are, and what is refused."""
+"""Cuts of a model into stages: drawn examples, the dynamic program compared with brute force, and refusals."""
 
 import re
 from itertools import combinations
@@ -21,7 +21,7 @@ def weights_of_stages(weights: list[int], cuts: Cuts) -> list[int]:
 
 
 def best_by_trying_all(weights: list[int], stages: int) -> Cuts:
-    """Least bottleneck, least squares, then the longest first stages."""
+    """Return the cut with the smallest bottleneck, then the smallest squares, then the longest first stages."""
 
     def rank(cuts: Cuts) -> tuple[int, int, tuple[int, ...]]:
         each = weights_of_stages(weights, cuts)
@@ -56,7 +56,7 @@ def test_a_heavy_head_gets_a_stage_of_its_own() -> None:
 
 
 def test_layers_that_weigh_nothing_stay_with_the_stage_before() -> None:
-    """An activation and a pool after a convolution: less crosses the cut behind them."""
+    """For example an activation or pool after a convolution, because smaller tensors cross the cut behind it."""
     assert balanced([2, 0, 0, 2, 0], 2) == (0, 3)
     assert balanced([0, 0, 0], 2) == (0, 2)
 
@@ -68,12 +68,12 @@ def test_balanced_is_the_best_of_all_cuts(weights: list[int], stages: int) -> No
 
 
 def test_the_heaviest_stage_counts_before_the_squares() -> None:
-    assert balanced([2, 4, 1, 2, 3], 3) == (0, 1, 3)  # stages of 2, 5, 5; (0, 2, 4) has 6, 3, 3: the same squares
+    assert balanced([2, 4, 1, 2, 3], 3) == (0, 1, 3)  # stages of 2, 5, 5; (0, 2, 4) has 6, 3, 3 and equal squares
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.3])
 def test_balanced_does_not_depend_on_roundings(weight: float) -> None:
-    """0.1 + 0.2 is not 0.3: in floats, stages of as many equal layers would not weigh the same."""
+    """0.1 + 0.2 is not 0.3: with floats, stages with equally many equal layers would differ in weight."""
     for layers in range(1, 14):
         for stages in range(1, min(layers, 5) + 1):
             assert balanced([weight] * layers, stages) == even(layers, stages)
@@ -103,15 +103,20 @@ def test_by_hand_takes_the_first_layers_of_stages_with_or_without_the_first_stag
 @pytest.mark.parametrize(
     ("bounds", "layers", "stages", "said"),
     [
-        ([2], 7, 3, "cuts [2]: make 2 stages of 7 layers, not 3; wanted 2 first layers"),
+        ([2], 7, 3, "cuts [2]: make 2 stages of 7 layers, not 3; expected the first layers"),
         ([], 7, 3, "cuts []: make 1 stage of 7 layers, not 3"),
         ([2, 4, 6], 7, 3, "cuts [2, 4, 6]: make 4 stages of 7 layers, not 3"),
-        ([5, 2], 7, 3, "cuts [5, 2]: 2 does not come after 5"),
-        ([2, 2], 7, 3, "cuts [2, 2]: 2 does not come after 2"),
-        ([-1, 2], 7, 3, "cuts [-1, 2]: -1 does not come after 0"),
-        ([2, 7], 7, 3, "cuts [2, 7]: there is no layer 7 among 7; wanted 2 first layers of stages 1 to 2, rising"),
-        ([3], 7, 1, "cuts [3]: make 2 stages of 7 layers, not 1; wanted none for one stage"),
-        ([1, 2], 2, 3, "3 stages of 2 layers: a stage has one layer at least; cut into 2 at most"),
+        ([5, 2], 7, 3, "cuts [5, 2]: 2 is not greater than 5"),
+        ([2, 2], 7, 3, "cuts [2, 2]: 2 is not greater than 2"),
+        ([-1, 2], 7, 3, "cuts [-1, 2]: -1 is not greater than 0"),
+        (
+            [2, 7],
+            7,
+            3,
+            "cuts [2, 7]: there is no layer 7, only 7 layers; expected the first layers of stages 1 to 2, increasing",
+        ),
+        ([3], 7, 1, "cuts [3]: make 2 stages of 7 layers, not 1; expected none for one stage"),
+        ([1, 2], 2, 3, "3 stages of 2 layers: a stage needs at least one layer; use at most 2"),
     ],
 )
 def test_cuts_by_hand_that_cannot_be(bounds: list[int], layers: int, stages: int, said: str) -> None:
@@ -120,15 +125,15 @@ def test_cuts_by_hand_that_cannot_be(bounds: list[int], layers: int, stages: int
 
 
 def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
-    said = "5 stages of 4 layers: a stage has one layer at least; cut into 4 at most"
+    said = "5 stages of 4 layers: a stage needs at least one layer; use at most 4"
     for cut in (lambda: even(4, 5), lambda: balanced([1] * 4, 5), lambda: balanced_ranks([1] * 4, [0, 1, 2, 3, 4])):
         with pytest.raises(ValueError, match=said):
             cut()
-    with pytest.raises(ValueError, match="0 stages: wanted 1 at least"):
+    with pytest.raises(ValueError, match="0 stages: expected at least 1"):
         even(4, 0)
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_that_are_none_are_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match=rf"layer 1 weighs {weight}; wanted a finite number from 0"):
+    with pytest.raises(ValueError, match=rf"layer 1 weighs {weight}; expected a finite number of 0 or more"):
         balanced([1.0, weight], 2)

@@ -1,4 +1,4 @@
-"""Drawings of a step: texts against drawn ones, and an SVG that any XML reader takes, with a cell for every span."""
+"""Drawings of a step: texts compared with drawn ones, and a valid SVG with a cell for every span."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -34,7 +34,7 @@ ROWS = st.lists(
 
 
 def row(drawn: str, stage: int, chunk: int = 0) -> list[Bar]:
-    """Read a row from words such as `F0 .. B0--`: a letter and a digit take two units, and so on."""
+    """Read a row from words such as `F0 .. B0--`. Every character is one unit of time."""
     bars, at_s = [], 0.0
     for piece in re.findall(r"[FBIW]\d-*|\.+", drawn):
         end_s = at_s + len(piece) / 2
@@ -82,7 +82,7 @@ def test_stages_of_one_rank_are_told_apart() -> None:
 
 
 def test_a_number_that_does_not_fit_is_left_out_and_not_cut() -> None:
-    """F1 for micro-batch 10 would be a lie."""
+    """F1 for micro-batch 10 would be wrong."""
     bars = [Bar("F", 0, 9, 0, 1), Bar("F", 0, 10, 1, 2), Bar("B", 0, 10, 2, 4)]
     assert text([bars], width=16) == "rank 0  F9F B10"
 
@@ -161,7 +161,7 @@ def test_an_svg_names_what_it_shows() -> None:
     assert len(cells(drawn)) == 18
     assert cells(drawn)[0][0].text == "first: F0.0, 0 to 1 s"
     widths = [float(each.get("width", 0)) for each in cells(drawn)]
-    assert widths[3] == pytest.approx(2 * widths[0], abs=0.02)  # a backward is two forwards long
+    assert widths[3] == pytest.approx(2 * widths[0], abs=0.02)  # a backward takes two forwards
 
 
 def test_an_svg_tells_messages_and_times_in_its_unit() -> None:

@@ -1,4 +1,4 @@
-"""Records of a step: their bubble, the costs that they show, and that they are drawn as simulated ones are."""
+"""Records of a step: their bubble, the costs derived from them, and drawings equal to simulated ones."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ COSTS = Costs(forward=1.0, input_gradient=1.25, weight_gradient=0.75, message=0.
 
 
 def recorded(plan: Schedule, costs: Costs = COSTS) -> list[Record]:
-    """A step that went exactly as simulated, with its sends and waits."""
+    """Return records of a step that went exactly as simulated, with its sends and waits."""
     spans = simulate(with_messages(plan), costs).spans
     records = []
     for rank, row in enumerate(spans):
@@ -55,7 +55,7 @@ def test_a_step_as_simulated_has_the_simulated_bubble_and_the_costs_it_was_made_
     assert bubble(records, ranks) == pytest.approx(simulated.bubble)
     found = compare([records, records], plan)
     assert found.measured == pytest.approx(simulated.bubble)
-    assert found.simulated == pytest.approx(simulated.bubble, abs=0.02)  # messages that nobody waits for are not seen
+    assert found.simulated == pytest.approx(simulated.bubble, abs=0.02)  # messages that no rank waited for are unknown
     assert found.costs.forward == pytest.approx(costs.forward)
     for action in {action for row in plan.actions for action in row}:
         assert found.costs.of(action) == pytest.approx(costs.of(action))
@@ -70,10 +70,10 @@ def test_the_bubble_is_what_lies_between_the_first_start_and_the_last_end():
         Record(0, "B", 0, 0, 17.0, 18.0),  # 1 of 8
         Record(1, "send", 1, 0, 0.0, 30.0),
         Record(1, "I", 1, 0, 12.0, 14.0),
-        Record(1, "W", 1, 0, 13.0, 15.0),  # 3 of 8, for a second is counted once
+        Record(1, "W", 1, 0, 13.0, 15.0),  # 3 of 8: the overlapping second counts once
     ]
     assert bubble(records, 2) == pytest.approx(1 - 6 / 16)
-    assert bubble(records, 3) == pytest.approx(1 - 6 / 24)  # a rank that did nothing
+    assert bubble(records, 3) == pytest.approx(1 - 6 / 24)  # the third rank did nothing
     assert bubble([], 2) == 0.0
     assert busy_s(records, 3) == (3.0, 3.0, 0.0)
 
@@ -114,9 +114,9 @@ def test_handling_messages_costs_a_rank_what_its_sends_took_and_waits_for_what_w
         Record(0, "send", 1, 0, 1.0, 1.25),
         Record(0, "F", 0, 1, 1.25, 2.25),
         Record(0, "send", 1, 1, 2.25, 2.75),
-        Record(1, "wait", 1, 0, 0.0, 1.5),  # for what had not come
+        Record(1, "wait", 1, 0, 0.0, 1.5),  # for a message that had not arrived
         Record(1, "F", 1, 0, 1.5, 3.5),
-        Record(1, "wait", 1, 1, 3.5, 3.625),  # what was there
+        Record(1, "wait", 1, 1, 3.5, 3.625),  # for one that had arrived
         Record(1, "F", 1, 1, 3.625, 5.625),
         Record(1, "B", 1, 0, 5.625, 6.625),
         Record(1, "send", 0, 0, 6.625, 6.625),
@@ -124,13 +124,13 @@ def test_handling_messages_costs_a_rank_what_its_sends_took_and_waits_for_what_w
         Record(1, "send", 0, 1, 7.625, 7.625),
         Record(0, "wait", 0, 0, 2.75, 7.125),
         Record(0, "B", 0, 0, 7.125, 9.125),
-        Record(0, "wait", 0, 1, 9.125, 9.375),  # was there
+        Record(0, "wait", 0, 1, 9.125, 9.375),  # for one that had arrived
         Record(0, "B", 0, 1, 9.375, 11.375),
     ]
     costs = mean_costs([records], plan)
     assert (costs.send, costs.take, costs.message) == ((0.375, 0.0), (0.25, 0.125), (0.5,))
     compared = compare([records], plan)
-    assert compared.simulation.makespan_s == 11.375  # the same step: nothing else held a rank up
+    assert compared.simulation.makespan_s == 11.375  # as recorded: nothing else delayed a rank
     assert compared.simulated == pytest.approx(compared.measured)
     quiet = [each for each in records if each.kind not in ("send", "wait")]
     without = compare([quiet], plan)
@@ -141,7 +141,7 @@ def test_handling_messages_costs_a_rank_what_its_sends_took_and_waits_for_what_w
 def test_records_that_lack_an_action_are_refused_by_its_name():
     plan = schedule("zb1p", 2, 3)
     records = [each for each in recorded(plan) if (each.kind, each.stage) != ("W", 1)]
-    with pytest.raises(ValueError, match=r"none of W1; wanted every action of 'zb1p'"):
+    with pytest.raises(ValueError, match=r"none of W1; expected every action of 'zb1p'"):
         mean_costs([records], plan)
 
 

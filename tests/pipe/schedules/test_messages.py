@@ -1,4 +1,4 @@
-"""Programs: drawn ones, runs of them in any interleaving, and mutants that the proof must refuse."""
+"""Programs: drawn examples, executions in any interleaving, and mutants that the checks must refuse."""
 
 import random
 from collections import defaultdict, deque
@@ -26,7 +26,7 @@ def program_of(name: str, ranks: int, microbatches: int, chunks: int = 2) -> Pro
 
 
 def drawn(program: Program) -> list[str]:
-    """Write a program down."""
+    """Write a program as text."""
     return [" ".join(map(str, row)) for row in program.steps]
 
 
@@ -38,7 +38,7 @@ def changed(program: Program, rank: int, change: Callable[[list[Step]], object])
 
 
 def needs_it(action: Action, message: Receive) -> bool:
-    """Tell whether a message is for an action."""
+    """Return whether an action consumes a message."""
     kinds = "F" if message.what == "activation" else "BI"
     return action.kind in kinds and (action.stage, action.microbatch) == (message.stage, message.microbatch)
 
@@ -50,9 +50,9 @@ def reordered(table: Schedule, rank: int, order: str) -> Schedule:
 
 
 def run(program: Program, rng: random.Random, *, sends_wait: bool) -> int:
-    """Run a program rank by rank in a random order, with a first-in first-out line for each way; count what was done.
+    """Run a program with ranks in random order and a FIFO queue per direction; return the number of steps.
 
-    Contents are carried along: an action fails here if what it works on is not on its rank.
+    Contents are tracked: an action fails here if its input is not on its rank.
     """
     last = program.schedule.stages - 1
     at = [0] * len(program.steps)
@@ -107,7 +107,7 @@ def test_a_send_follows_its_maker_and_a_receive_stands_where_it_is_needed() -> N
 
 
 def test_where_both_ranks_of_a_pair_send_one_of_them_receives_first() -> None:
-    """Rank 0 sends a1.2 while rank 1 sends g0.1: were both to wait, they would for ever."""
+    """Rank 0 sends a1.2 while rank 1 sends g0.1: if both blocked, they would deadlock."""
     assert drawn(program_of("1f1b", 2, 3)) == [
         "F0.0 >a1.0 F0.1 >a1.1 <g0.0 B0.0 F0.2 >a1.2 <g0.1 B0.1 <g0.2 B0.2",
         "<a1.0 F1.0 B1.0 <a1.1 >g0.0 F1.1 B1.1 <a1.2 >g0.1 F1.2 B1.2 >g0.2",
@@ -117,7 +117,7 @@ def test_where_both_ranks_of_a_pair_send_one_of_them_receives_first() -> None:
 @settings(deadline=None, max_examples=15)
 @given(NAMES, st.integers(1, 4), st.integers(1, 6))
 def test_no_receive_stands_earlier_than_it_must(name: str, ranks: int, microbatches: int) -> None:
-    """One that stands before other steps than its consumer cannot be put off until there."""
+    """A receive that precedes other steps than its consumer cannot be moved directly before that."""
     program = program_of(name, ranks, microbatches)
     for rank, row in enumerate(program.steps):
         for place, step in enumerate(row):
@@ -153,7 +153,7 @@ def test_programs_run_in_any_interleaving_whether_sends_wait_or_not(
 def test_both_ranks_of_a_pair_have_the_same_messages_in_the_same_order(
     name: str, ranks: int, microbatches: int, chunks: int
 ) -> None:
-    """In both directions together: NCCL could have one group for a pair."""
+    """This holds for both directions together, so one NCCL group per pair would work."""
     program = program_of(name, ranks, microbatches, chunks)
     pairs: dict[tuple[int, int], list[tuple[int, str, int, int]]] = defaultdict(list)
     for rank, row in enumerate(program.steps):
@@ -190,7 +190,7 @@ def test_a_schedule_cut_short_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"^schedule 1f1b: rank 1 never does B1\.1$"):
         with_messages(short)
     whole = with_messages(table)
-    with pytest.raises(ScheduleError, match="rank 1 does 3 actions, wanted 4: not the actions of its schedule"):
+    with pytest.raises(ScheduleError, match="rank 1 does 3 actions, not 4 as in its schedule"):
         check(changed(whole, 1, lambda row: row.__delitem__(slice(-2, None))))
     with pytest.raises(ScheduleError, match=r"rank 1 never does B1\.1"):
         check(replace(whole, schedule=short))
@@ -201,16 +201,16 @@ def test_a_schedule_cut_short_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "order", "message"),
     [
-        ("gpipe", "F0.1 F0.0 B0.0 B0.1", r"rank 0 does F0\.1 before F0\.0 \(places 0 and 1\), wanted after it"),
+        ("gpipe", "F0.1 F0.0 B0.0 B0.1", r"rank 0 does F0\.1 before F0\.0 \(places 0 and 1\); swap them"),
         ("gpipe", "F0.0 F0.1 B0.1 B0.0", r"rank 0 does B0\.1 before B0\.0"),
         ("gpipe", "F0.0 B0.1 F0.1 B0.0", r"rank 0 does B0\.1 before B0\.0"),
-        ("gpipe", "F0.0 F0.0 B0.0 B0.1", r"F0\.0 is done 2 times, wanted once"),
+        ("gpipe", "F0.0 F0.0 B0.0 B0.1", r"F0\.0 is done 2 times, expected once"),
         ("gpipe", "F0.0 F0.1 B0.0 I0.1", r"rank 0 never does I0\.0"),
-        ("gpipe", "F0.0 F0.1 B0.0 B0.1 F1.1", r"F1\.1 is done 2 times, wanted once"),
-        ("gpipe", "F0.0 F0.1 B0.0 B0.1 F0.2", r"rank 0 does F0\.2, there are 2 stages and 2 micro-batches"),
+        ("gpipe", "F0.0 F0.1 B0.0 B0.1 F1.1", r"F1\.1 is done 2 times, expected once"),
+        ("gpipe", "F0.0 F0.1 B0.0 B0.1 F0.2", r"rank 0 does F0\.2, but there are 2 stages and 2 micro-batches"),
         ("zb1p", "F0.0 F0.1 I0.0 I0.1 W0.1 W0.0", r"rank 0 does W0\.1 before W0\.0 \(places 4 and 5\)"),
         ("zb1p", "F0.0 F0.1 I0.0 W0.0 W0.1 I0.1", r"rank 0 does W0\.1 before I0\.1 \(places 4 and 5\)"),
-        ("zb1p", "F0.0 F0.1 I0.0 W0.0 I0.1 W0.1 B0.0", r"stage 0 does B0\.0, and splits its backward too"),
+        ("zb1p", "F0.0 F0.1 I0.0 W0.0 I0.1 W0.1 B0.0", r"stage 0 does B0\.0 but also splits its backward"),
     ],
 )
 def test_orders_that_give_wrong_gradients_are_refused(name: str, order: str, message: str) -> None:
@@ -220,17 +220,17 @@ def test_orders_that_give_wrong_gradients_are_refused(name: str, order: str, mes
 
 def test_an_action_on_another_rank_than_its_stage_is_refused() -> None:
     table = schedule("gpipe", 2, 1)
-    with pytest.raises(ScheduleError, match=r"rank 0 does F1\.0, whose stage rank 1 has"):
+    with pytest.raises(ScheduleError, match=r"rank 0 does F1\.0, but rank 1 holds that stage"):
         with_messages(replace(table, actions=(table.actions[1], table.actions[0])))
 
 
 def test_ranks_that_wait_for_each_other_in_any_order_of_messages_are_refused() -> None:
-    """Rank 0 wants a gradient before it sends the second activation, rank 1 both activations before any backward."""
+    """Rank 0 needs a gradient before it sends the second activation; rank 1 needs both activations for any backward."""
     table = reordered(schedule("gpipe", 2, 2), 0, "F0.0 B0.0 F0.1 B0.1")
-    with pytest.raises(ScheduleError, match=r"wait for each other for ever: rank 0 before B0\.0, rank 1 before F1\.1"):
+    with pytest.raises(ScheduleError, match=r"ranks deadlock: rank 0 before B0\.0, rank 1 before F1\.1"):
         with_messages(table)
     steps = tuple(tuple(step for step in row) for row in table.actions)
-    with pytest.raises(ScheduleError, match=r"stops for ever: rank 0 before B0\.0, rank 1 before F1\.1"):
+    with pytest.raises(ScheduleError, match=r"never ends: rank 0 before B0\.0, rank 1 before F1\.1"):
         simulate(Program(table, steps))
 
 
@@ -240,7 +240,7 @@ def test_crossed_messages_are_refused_with_their_places() -> None:
 
     with pytest.raises(
         ScheduleError,
-        match=r"messages cross: number 0 from rank 0 to rank 1 is sent as >a1\.0 and received as <a1\.1; first in",
+        match=r"messages cross: number 0 from rank 0 to rank 1 is sent as >a1\.0 but received as <a1\.1; ",
     ):
         check(changed(program_of("gpipe", 2, 2), 1, cross))
 
@@ -251,24 +251,24 @@ def test_a_deadlock_of_sends_that_wait_is_refused_with_where_ranks_stand() -> No
         row[place], row[place + 1] = row[place + 1], row[place]  # >g0.0 before <a1.1
 
     where = r"rank 0 at >a1\.1 \(place 3\), rank 1 at >g0\.0 \(place 3\)"
-    with pytest.raises(ScheduleError, match=f"deadlock when sends wait until they are received: {where}$"):
+    with pytest.raises(ScheduleError, match=f"deadlock when sends block until they are received: {where}$"):
         check(changed(program_of("1f1b", 2, 3), 1, later))
 
 
 @pytest.mark.parametrize(
     ("rank", "change", "message"),
     [
-        (1, lambda row: row.pop(0), r"rank 1 lacks <a1\.0 \(rank 0\), wanted before F1\.0 \(place 0\)"),
-        (0, lambda row: row.pop(1), r"rank 0 lacks >a1\.0 \(rank 1\), wanted after F0\.0 \(place 0\)"),
-        (0, lambda row: row.insert(0, row.pop(1)), r"rank 0 has >a1\.0 \(rank 1\) at place 0, wanted after F0\.0"),
-        (1, lambda row: row.insert(1, row.pop(0)), r"rank 1 has <a1\.0 \(rank 0\) at place 1, wanted before F1\.0"),
+        (1, lambda row: row.pop(0), r"rank 1 lacks <a1\.0 \(rank 0\), must precede F1\.0 \(place 0\)"),
+        (0, lambda row: row.pop(1), r"rank 0 lacks >a1\.0 \(rank 1\), must follow F0\.0 \(place 0\)"),
+        (0, lambda row: row.insert(0, row.pop(1)), r"rank 0 has >a1\.0 \(rank 1\) at place 0, must follow F0\.0"),
+        (1, lambda row: row.insert(1, row.pop(0)), r"rank 1 has <a1\.0 \(rank 0\) at place 1, must precede F1\.0"),
         (
             1,
             lambda row: row.insert(3, Send("gradient", 0, 0, 2)),
-            r"rank 1 has >g0\.0 \(rank 2\) at place 3, which nobody",
+            r"rank 1 has >g0\.0 \(rank 2\) at place 3, which no action",
         ),
         (0, lambda row: row.insert(1, row[1]), r"rank 0 has >a1\.0 twice, at places 1 and 2"),
-        (0, lambda row: row.pop(0), r"rank 0 does F0\.1, wanted F0\.0: not the actions of its schedule"),
+        (0, lambda row: row.pop(0), r"rank 0 does F0\.1, not F0\.0 as in its schedule"),
     ],
 )
 def test_messages_that_are_missing_or_at_a_wrong_place_are_refused(

@@ -1,4 +1,4 @@
-"""Simulated steps: bubbles against formulas, activations in flight against bounds, times against drawn ones."""
+"""Simulated steps: bubbles compared with formulas, activations in flight with bounds, times with drawings."""
 
 import pytest
 from hypothesis import given, settings
@@ -101,12 +101,12 @@ def test_activations_in_flight_are_as_many_as_a_schedule_promises(ranks: int, mi
 
 
 def test_an_activation_of_a_split_backward_lives_to_its_w() -> None:
-    """Rank 1 of F F I F I W F I W W holds two to the end of W, one to the end of I."""
+    """Rank 1 of F F I F I F W I W W holds two activations to the end of W, one to the end of I."""
     assert simulated("zb1p", 2, 4).peak_in_flight == (2, 2)
 
 
 def test_times_of_a_small_step_are_those_drawn() -> None:
-    """Stages of 1 and 2 s forward, 2 and 4 s backward, half a second for a message; a letter is half a second.
+    """Stages take 1 and 2 s forward, 2 and 4 s backward; a message takes half a second. Each letter is half a second.
 
     rank 0   FF > . . . . . . . . . . . . BBBB
     rank 1   . .  FFFF BBBBBBBB          >
@@ -123,16 +123,16 @@ def test_times_of_a_small_step_are_those_drawn() -> None:
 
 
 def test_a_rank_goes_on_when_a_message_has_left_it_and_begins_when_it_has_taken_one() -> None:
-    """Actions of a second, a second and a half to send, half of one to take; a letter is half a second.
+    """Actions take a second, sending a second and a half, accepting half a second. Each letter is half a second.
 
     rank 0   FF > > > FF > > > . . . . BBBB
-    rank 1   . . FFFF FF ...                     takes what comes while it waits: that costs nothing more
+    rank 1   . . FFFF FF ...                     accepts a message while it waits, which costs nothing more
     """
     costs = Costs(forward=(1.0, 2.0), send=(1.5, 0.0), take=(0.5, 0.5))
     rows = simulated("gpipe", 2, 2, costs=costs).spans
     found = [[(str(span.step), span.start_s, span.end_s) for span in row] for row in rows]
     assert found[0][:2] == [("F0.0", 0, 1), ("F0.1", 2.5, 3.5)]
-    assert found[1][:2] == [("F1.0", 1, 3), ("F1.1", 3.5, 5.5)]  # the first is waited for, the second is there at 3.5
+    assert found[1][:2] == [("F1.0", 1, 3), ("F1.1", 3.5, 5.5)]  # waits for the first; the second is accepted by 3.5
     assert found[1][2:] == [("B1.0", 5.5, 7.5), ("B1.1", 7.5, 9.5)]
     assert found[0][2:] == [("B0.0", 7.5, 9.5), ("B0.1", 10.0, 12.0)]
 
@@ -146,9 +146,9 @@ def test_messages_on_one_way_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "microbatches", "input_s", "weight_s", "message_s", "at_most_s"),
     [
-        ("zb1p", 2, 3, 0.5, 2.0, 1.0, 14.0),  # W at once
+        ("zb1p", 2, 3, 0.5, 2.0, 1.0, 14.0),  # W directly after I
         ("zb1p", 3, 4, 0.5, 1.5, 0.5, 16.5),  # W half as late as in the paper
-        ("zb1p", 3, 4, 0.5, 3.0, 0.5, 21.5),  # a rank waits for an I rather than begin a long W
+        ("zb1p", 3, 4, 0.5, 3.0, 0.5, 21.5),  # a rank waits for an I instead of beginning a long W
         ("zbv", 3, 4, 1.0, 0.5, 0.0, 24.5),  # the order for F = I = W
         ("zbv", 4, 6, 2.0, 1.0, 0.0, 56.0),
         ("zbv", 3, 4, 0.5, 1.5, 2.0, 44.5),
@@ -159,7 +159,7 @@ def test_messages_on_one_way_follow_each_other() -> None:
 def test_zero_bubble_orders_fit_what_actions_cost(
     name: str, ranks: int, microbatches: int, input_s: float, weight_s: float, message_s: float, at_most_s: float
 ) -> None:
-    """Every row needs another one of the orders that are tried."""
+    """Each row is won by a different one of the tried orders."""
     costs = Costs(1.0, input_s, weight_s, message_s)
     fitted = simulate(with_messages(schedule(name, ranks, microbatches, costs=costs)), costs)
     assert fitted.makespan_s <= at_most_s
@@ -170,7 +170,7 @@ def test_zero_bubble_orders_fit_what_actions_cost(
 def test_zbv_without_costs_is_not_much_longer_where_they_are_those_of_blocks(
     ranks: int, microbatches: int, at_most: float
 ) -> None:
-    """Of orders that are equally short for F = I = W, some took 1.23, 1.37 and 1.38 times a rank's work with these."""
+    """Some orders that are equally short for F = I = W took 1.23 to 1.38 times a rank's work with these costs."""
     blocks = Costs(1.75, 2.04, 1.07, 0.3)
     found = simulated("zbv", ranks, microbatches, costs=blocks)
     assert found.makespan_s <= at_most * 2 * microbatches * (1.75 + 2.04 + 1.07)
@@ -178,7 +178,7 @@ def test_zbv_without_costs_is_not_much_longer_where_they_are_those_of_blocks(
 
 
 def test_every_cut_has_its_own_message_cost() -> None:
-    """Three stages of a second; the way over the first cut takes 1 s, over the second 10 s, there and back."""
+    """Three stages of a second each; a message over the first cut takes 1 s, over the second 10 s, both ways."""
     found = simulated("gpipe", 3, 1, costs=Costs(message=(1.0, 10.0)))
     assert [[span.start_s for span in row] for row in found.spans] == [[0, 29], [2, 26], [13, 14]]
     assert found.makespan_s == 31
@@ -193,7 +193,7 @@ def test_idle_time_shrinks_from_model_to_zbv() -> None:
 
 
 def test_simulating_refuses_costs_for_other_stages() -> None:
-    with pytest.raises(ValueError, match="costs: input_gradient has 2 numbers, wanted 3"):
+    with pytest.raises(ValueError, match="costs: input_gradient has 2 numbers, expected 3"):
         simulated("gpipe", 3, 2, costs=Costs(input_gradient=(1.0, 1.0)))
-    with pytest.raises(ValueError, match="costs: send has 2 numbers, wanted 3, one for each of the stages"):
+    with pytest.raises(ValueError, match="costs: send has 2 numbers, expected 3, one for each of the stages"):
         simulated("gpipe", 3, 2, costs=Costs(send=(1.0, 1.0)))

@@ -1,4 +1,4 @@
-"""Tables of all schedules: small ones against drawn tables, all of them against what makes a step right."""
+"""Tables of all schedules: small ones compared with drawings, all of them with the rules of a correct step."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ SECONDS = st.floats(0.1, 4)
 
 
 def drawn(table: Schedule) -> list[str]:
-    """Write a table down as this file draws it: stages only where a rank has several."""
+    """Write a table as this file draws it: with stages only if a rank has several."""
     several = table.stages > table.ranks
     return [
         " ".join(str(action) if several else f"{action.kind}{action.microbatch}" for action in row)
@@ -27,7 +27,7 @@ def drawn(table: Schedule) -> list[str]:
 
 
 def in_time(table: Schedule) -> list[str]:
-    """Draw a step of unit costs: a letter is a unit, small for a rank's later stage, a dot is idle."""
+    """Draw a step of unit costs: a letter is one unit, small for a rank's later stage; a dot is idle."""
     lines = []
     for row in simulate(with_messages(table)).spans:
         line = ""
@@ -119,7 +119,7 @@ def test_every_forward_comes_before_its_backward_before_its_weights_each_once(
             for index in range(microbatches):
                 mine = [place[Action(kind, stage, index)] for kind in kinds]
                 assert mine == sorted(mine)
-            for kind in kinds:  # sums of gradients have the order of a loop
+            for kind in kinds:  # so that sums of gradients have the order of a loop
                 assert all(
                     place[Action(kind, stage, a)] < place[Action(kind, stage, b)]
                     for a, b in pairwise(range(microbatches))
@@ -138,7 +138,7 @@ def test_no_costs_make_zero_bubble_schedules_wrong_or_let_them_hold_more(
         assert table == schedule(name, ranks, microbatches, costs=costs)
         simulated = simulate(with_messages(table), costs)
         assert max(simulated.peak_in_flight) <= min(bound, bound // ranks * microbatches)
-        plain = "1f1b" if name == "zb1p" else name  # the orders for F = I = W are among those that zbv chooses from
+        plain = "1f1b" if name == "zb1p" else name  # zbv itself tries the orders for F = I = W
         other = simulate(with_messages(schedule(plain, ranks, microbatches)), costs)
         assert simulated.makespan_s <= other.makespan_s * (1 + 1e-9)
 
@@ -146,7 +146,7 @@ def test_no_costs_make_zero_bubble_schedules_wrong_or_let_them_hold_more(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f1", 2, 2), "schedule '1f1' is not known, wanted one of: model, gpipe, 1f1b, interleaved, zb1p, zbv"),
+        (("1f1", 2, 2), "schedule '1f1' is unknown; expected one of: model, gpipe, 1f1b, interleaved, zb1p, zbv"),
         (("1f1b", 0, 2), "schedule 1f1b: ranks must be at least 1, got 0"),
         (("gpipe", 2, 0), "schedule gpipe: microbatches must be at least 1, got 0"),
     ],
@@ -159,9 +159,9 @@ def test_what_cannot_be_is_refused_with_numbers(arguments: tuple[str, int, int],
 def test_chunks_and_costs_that_do_not_fit_are_refused_with_numbers() -> None:
     with pytest.raises(ValueError, match="interleaved: chunks must be at least 1, got 0"):
         schedule("interleaved", 2, 2, chunks=0)
-    with pytest.raises(ValueError, match="costs: forward has 3 numbers, wanted 4, one for each of the stages"):
+    with pytest.raises(ValueError, match="costs: forward has 3 numbers, expected 4, one for each of the stages"):
         schedule("zbv", 2, 2, costs=Costs(forward=(1.0, 1.0, 1.0)))
-    with pytest.raises(ValueError, match="costs: message has 2 numbers, wanted 1, one for each of the cuts"):
+    with pytest.raises(ValueError, match="costs: message has 2 numbers, expected 1, one for each of the cuts"):
         schedule("zb1p", 2, 2, costs=Costs(message=(1.0, 1.0)))
-    with pytest.raises(ValueError, match="costs: weight_gradient must be seconds from 0 on, got nan"):
+    with pytest.raises(ValueError, match="costs: weight_gradient must be seconds of 0 or more, got nan"):
         Costs(weight_gradient=float("nan"))

@@ -1,4 +1,4 @@
-"""Compiled blocks can be split, too: one operation of ours in their backward keeps what weights need."""
+"""Compiled blocks can be split: a custom operation in their backward keeps the inputs of weight gradients."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from muster.pipe.splitting.halves import WeightQueue
 
 
 class Block(nn.Module):
-    """What blocks of models have: a norm, two linear layers, an addition."""
+    """A typical block: a norm, two linear layers, a residual addition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def convolutions() -> nn.Module:
     )
 
 
-# What the compiler of torch says of torch itself.
+# Warnings from torch's compiler about torch itself.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
@@ -41,7 +41,7 @@ def _forget() -> None:
 
 
 def run(blocks: list[nn.Module], batches: list[Tensor], compiled: Callable, queue: WeightQueue | None) -> list[Tensor]:
-    """Take micro-batches through compiled blocks and back; return outputs and gradients of inputs."""
+    """Run micro-batches forward and backward through compiled blocks; return outputs and gradients of inputs."""
     seen = []
     for index, given in enumerate(batches):
         x = given.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""What becomes of split layers that are copied, pickled, or changed: a copy is a plain layer."""
+"""Split layers that are copied, pickled or changed: a copy is a plain layer."""
 
 import copy
 import io
@@ -15,14 +15,14 @@ from muster.pipe.splitting.layers import is_split
 
 
 class Marked(nn.Linear):
-    """Says itself what is kept of it."""
+    """Defines its own pickling."""
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "mark": "kept"}
 
 
 def model() -> nn.Sequential:
-    """Two layers of one weight, one that is nested, one of a class of its own, and one that leads back to the first."""
+    """Two layers that share a weight, a nested one, a custom class, and one that refers back to the first."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 3), nn.Conv1d(1, 1, 1), nn.Sequential(nn.Linear(3, 3)), Marked(3, 3))
     layers[2][0].weight = layers[0].weight
@@ -55,7 +55,7 @@ def test_a_copy_of_split_layers_is_a_plain_model(how):
         assert made[3].first is made[0]
         assert made[3].mark == "kept"
         assert torch.equal(made(x), module(x))
-        made(x).sum().backward()  # the queue is not asked
+        made(x).sum().backward()  # does not use the queue
         assert all(each.grad is not None for each in made.parameters())
         assert all(each.grad is None for each in module.parameters())
         with queue.collecting(0):

@@ -1,4 +1,4 @@
-"""A backward in two halves makes the gradients of one: to the bit where that is promised, close elsewhere."""
+"""A split backward computes the same gradients: bit for bit where promised, close elsewhere."""
 
 import copy
 import gc
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def loop(module: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Forward and backward every micro-batch; return outputs and gradients of inputs."""
+    """Run forward and backward of every micro-batch; return outputs and gradients of inputs."""
     seen = []
     for x in batches:
         y = module(x)
@@ -34,7 +34,7 @@ def loop(module: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:
 
 
 def split_loop(module: nn.Module, batches: Sequence[Tensor], *, exact: bool = True) -> list[Tensor]:
-    """Do the same by halves: all forwards, then all gradients of inputs, then all of weights."""
+    """Do the same split: all forwards, then all gradients of inputs, then all of weights."""
     seen = []
     with WeightQueue(module, exact=exact) as queue:
         outputs = [module(x) for x in batches]
@@ -53,7 +53,7 @@ def gradients_of(module: nn.Module) -> Gradients:
 
 
 def differing(ours: nn.Module, plain: nn.Module) -> list[str]:
-    """Name the parameters whose gradients have not the same bits, or do not lie in memory alike."""
+    """Name the parameters whose gradients differ in bits or strides."""
     mine, wanted = gradients_of(ours), gradients_of(plain)
     return [name for name, each in wanted.items() if not _same(mine[name], each)]
 
@@ -65,7 +65,7 @@ def _same(mine: Tensor | None, wanted: Tensor | None) -> bool:
 
 
 def far(ours: nn.Module, plain: nn.Module, most: float = 1e-5) -> list[str]:
-    """Name the parameters whose gradients are apart by more than a share of the model's largest."""
+    """Name the parameters whose gradients differ by more than `most`, relative to the model's largest gradient."""
     mine, wanted = gradients_of(ours), gradients_of(plain)
     largest = max(each.abs().max() for each in wanted.values() if each is not None)
     return [
@@ -87,7 +87,7 @@ def again(batches: Sequence[Tensor]) -> list[Tensor]:
 def compared(
     module: nn.Module, batches: Sequence[Tensor], apart: Callable[..., list[str]] = differing, *, exact: bool = True
 ) -> list[str]:
-    """Run both ways: name what differs, "outputs" for those and for gradients of inputs."""
+    """Run both ways; name what differs, with "outputs" for outputs and gradients of inputs."""
     plain = copy.deepcopy(module)
     wanted = loop(plain, again(batches))
     seen = split_loop(module, again(batches), exact=exact)
@@ -146,7 +146,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] =
 
 
 class Turned(nn.Module):
-    """A linear layer on what does not lie row by row."""
+    """A linear layer whose input is not row-major."""
 
     def __init__(self, *, bias: bool) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Widened(nn.Module):
 
 
 class Ends(nn.Module):
-    """One layer's output is not used."""
+    """The output of one layer is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def shared() -> nn.Module:
 
 
 class TiedHead(nn.Module):
-    """An embedding whose weight is the head's, too."""
+    """An embedding that shares its weight with the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class TiedHead(nn.Module):
 
 
 class Scaled(nn.Linear):
-    """A layer that computes with its weight in its own way."""
+    """A layer with its own forward."""
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.linear(input, self.weight * 2, self.bias)
@@ -298,11 +298,11 @@ def test_autocast_computes_and_adds_as_a_plain_backward_does(name):
             seen.append(y.detach())
     assert all(map(torch.equal, seen, wanted))
     assert differing(ours, plain) == []
-    assert set(kept) == {torch.bfloat16}  # half the memory of what came in
+    assert set(kept) == {torch.bfloat16}  # half the memory of the inputs
 
 
 class Again(nn.Module):
-    """Forwards its layers once more in the backward."""
+    """Runs its layers' forwards again in the backward."""
 
     def __init__(self, *layers: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ def test_what_is_forwarded_again_keeps_its_input_only(reentrant):
     assert compared(module, batches_of(4, 8)) == []
     with WeightQueue(module):
         y = module(torch.randn(4, 8, requires_grad=True))
-        gc.collect()  # circles that other tests have left
+        gc.collect()  # reference cycles of other tests
         held = [each for each in gc.get_objects() if type(each) is Tensor and each.shape == (4, 64)]
     assert held == []
     del y

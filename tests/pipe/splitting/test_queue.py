@@ -1,4 +1,4 @@
-"""The queue of what is left for weights: when it is done, who hears of it, and what is refused."""
+"""The queue of pending weight gradients: when it runs, which hooks it calls, and what it refuses."""
 
 import copy
 import weakref
@@ -64,7 +64,7 @@ def test_a_second_half_that_is_not_run_is_missed():
         for index, x in enumerate(batches):
             back(module, x, queue, index)
         queue.run(0)
-        with pytest.raises(RuntimeError, match=r"1 backwards without their weights' half: run\(1, \.\.\.\)"):
+        with pytest.raises(RuntimeError, match=r"1 backwards have pending weight gradients: call run\(1, \.\.\.\)"):
             queue.finish()
         assert not same(module, wanted)
         queue.run(1)
@@ -195,7 +195,7 @@ def test_memory_goes_with_the_work():
             y.backward(torch.ones_like(y))
         (first, second) = queue._works[0]
         assert second.x.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        kept = weakref.ref(first.x)  # the graph is still there, but holds it no longer
+        kept = weakref.ref(first.x)  # the graph still exists, but no longer holds the input
         del first, second
         assert kept() is not None
         queue.run(0)
@@ -225,7 +225,7 @@ def test_a_module_is_what_it_was_within_and_afterwards():
         assert [*module.state_dict()] == [*before]
         assert isinstance(module[0], nn.Linear)
         assert isinstance(module[2], nn.Conv1d)
-        with pytest.raises(ValueError, match=r"2 layers \(Linear, \.\.\.\) are split already"):
+        with pytest.raises(ValueError, match=r"2 layers \(Linear, \.\.\.\) are already split"):
             WeightQueue(module)
         module.load_state_dict(before)
     assert list(map(type, module)) == kinds
@@ -242,7 +242,7 @@ def test_a_queue_that_is_gone_gives_its_layers_back():
     y = module(x).sum()
     del queue
     assert list(map(type, module)) == kinds
-    with pytest.raises(RuntimeError, match="whose WeightQueue is gone"):
+    with pytest.raises(RuntimeError, match="after its WeightQueue was deleted"):
         y.backward()
 
 
@@ -257,10 +257,10 @@ def test_what_cannot_be_is_refused():
         queue.run(5)
     back(module, x, queue, 1)
     queue.run(1)
-    with pytest.raises(RuntimeError, match=r"run\(1\): nothing was collected under this key, or it was run before"):
+    with pytest.raises(RuntimeError, match=r"run\(1\): nothing was collected under this key, or it has already run"):
         queue.run(1)
     y = module(other).square().sum()
-    with queue.collecting(2), pytest.raises(RuntimeError, match="create_graph=True needs a plain one"):
+    with queue.collecting(2), pytest.raises(RuntimeError, match="use a plain layer for create_graph=True"):
         y.backward(create_graph=True)
     queue.discard()
     queue.finish()

@@ -1,4 +1,4 @@
-"""Backwards in two halves under data parallel: buckets leave as weights have their last gradient, to the same bits."""
+"""Split backwards with data parallelism: buckets are sent once weights have their last gradient, with the same bits."""
 
 import copy
 
@@ -53,7 +53,7 @@ def plain_step(model: DataParallel, batches: list[torch.Tensor]) -> None:
 
 
 def split_step(model: DataParallel, queue: WeightQueue, batches: list[torch.Tensor]) -> list[int]:
-    """Return how many buckets were on their way after each parameter that was ready."""
+    """Return the number of buckets in progress after each parameter became ready."""
     launched: list[int] = []
 
     def ready(parameter: nn.Parameter) -> None:
@@ -118,7 +118,7 @@ def said_twice(world: World) -> list[str]:
             said = said_by(again, RuntimeError)
             heard += [said] if said != "nothing was raised" else []
     model.zero_grad()
-    plain_step(model, [torch.randn(4, 6)] * 2)  # what was given up is forgotten
+    plain_step(model, [torch.randn(4, 6)] * 2)  # the abandoned step has left nothing behind
     return heard
 
 
@@ -128,7 +128,7 @@ def test_a_gradient_that_is_ready_is_so_once(on_ranks):
 
 
 def wrong_products(world: World) -> list[str]:
-    """Two pipelines of two ranks each, zero bubble, whose gradients are averaged, against a loop over both batches."""
+    """Compare two averaged zero-bubble pipelines of two ranks each with a loop over both batches."""
     groups = Mesh(data=2, pipe=2).groups(world.group)
     data_rank = dist.get_rank(groups.data)
     problems = []
@@ -178,7 +178,7 @@ def test_zero_bubble_pipelines_and_data_parallel_train_as_one_process(on_ranks):
 
 
 def far_from_a_loop(world: World) -> list[str]:
-    """Without `exact` sums are rounded otherwise, and nothing else is different."""
+    """Without `exact` sums may round differently, but nothing else may differ."""
     problems = []
     for name, table, settings in (("vgg", "zb1p", {}), ("gpt", "zbv", {"recompute": True}), ("gpt tied", "zb1p", {})):
         pipeline = Pipeline(MODELS[name](), schedule(table, 2, 4), loss=loss_of, process_group=world.group, **settings)

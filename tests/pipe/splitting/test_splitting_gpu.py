@@ -1,4 +1,4 @@
-"""Backwards in two halves on a GPU: to the bit in `exact`, close else, in the types that are used there.
+"""Split backwards on a GPU: bit for bit with `exact`, close otherwise, in the usual types.
 
 `pytest -m gpu`, one GPU.
 """
@@ -25,7 +25,7 @@ def blocks(dtype: torch.dtype) -> nn.Sequential:
 
 
 def gradients(module: nn.Module, queue: WeightQueue | None, dtype: torch.dtype, *, autocast: bool) -> list[Tensor]:
-    """Take three micro-batches there and back; return all gradients."""
+    """Run three micro-batches forward and backward; return all gradients."""
     torch.manual_seed(1)
     found = []
     for index in range(3):
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_a_plain_backward(dtype, autocast, exact):
     assert all((a - b).abs().max() <= most * largest for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own, in torch 2.11 on Python 3.12
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from the compiler in torch 2.11 on Python 3.12
 def test_compiled_blocks_leave_their_weights_for_later():
     plain = blocks(torch.bfloat16)
     ours = copy.deepcopy(plain)

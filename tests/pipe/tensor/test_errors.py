@@ -1,4 +1,4 @@
-"""What cannot be split is refused with numbers, before anything is sent or changed."""
+"""Impossible splits are refused with numbers, before anything is sent or changed."""
 
 import pickle
 from unittest import mock
@@ -20,7 +20,7 @@ from support.tensor_parallel import SHAPE, Case, build, split
 
 
 class Grouped(nn.Module):
-    """Fewer heads of keys and values than of queries."""
+    """Attention with fewer heads of keys and values than of queries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Grouped(nn.Module):
 
 
 def refused(world: World) -> dict[str, str]:
-    """Return what three ranks say of models that they cannot split; nothing may be sent, nor changed."""
+    """Return the errors on three ranks for models that they cannot split. Nothing may be sent or changed."""
     found = {}
 
     def ask(name: str, model: nn.Module, plan: dict, **settings: bool) -> None:
@@ -69,18 +69,18 @@ WANTED = {
     "258 could be; head: 256 tokens of its vocabulary cannot be split over 3 ranks: 1 would be left; 258 could be",
     "nowhere": "plan: 'block*.mlp.gate' matches no module; the model has embed, block1, norm, head",
     "shared": "embed.token.weight and head.weight are one parameter, split along dimension 0 there and whole here; "
-    "plan both alike",
+    "plan both in the same way",
     "shared otherwise": "embed.token.weight and head.weight are one parameter, split along dimension 0 there and "
-    "split along dimension 1 here; plan both alike",
-    "kind": "0: is a Conv2d, wanted Linear",
-    "subclass": "0: is a NonDynamicallyQuantizableLinear, wanted Linear",
-    "two rows": "block1.mlp.up: rows 'block1.mlp.up' and 'block*.mlp.up' both match it; wanted one row for a module",
+    "split along dimension 1 here; plan both in the same way",
+    "kind": "0: is a Conv2d, expected Linear",
+    "subclass": "0: is a NonDynamicallyQuantizableLinear, expected Linear",
+    "two rows": "block1.mlp.up: rows 'block1.mlp.up' and 'block*.mlp.up' both match it; keep one row per module",
     "cut twice": "block1.attention.query.weight: split along dimension 0 by one row and 1 by another",
-    "no heads": "block1.attention: Attention has no queries, keys; name what it has",
-    "no linear": "0: is a ReLU, wanted Linear",
-    "no row": "plan: 'head' has a str; wanted a row, as Column()",
+    "no heads": "block1.attention: Attention has no queries, keys; use names that it has",
+    "no linear": "0: is a ReLU, expected Linear",
+    "no row": "plan: 'head' has a str; expected a rule such as Column()",
     "grouped": ": 2 heads (pairs) cannot be split over 3 ranks: 2 would be left; 3 could be",
-    "padding": "0: padding_idx is not supported where a vocabulary is split",
+    "padding": "0: padding_idx is not supported with a split vocabulary",
 }
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_split_is_refused_with_numbers_and_nothing_is_sent(on_ran
 
 
 def in_use(world: World) -> dict[str, str]:
-    """Return what two ranks say of inputs that do not fit."""
+    """Return the errors on two ranks for inputs that do not fit."""
     found = {}
     made = split(build(Case(sequence=1)), Case(sequence=1), world)
     ask = {
@@ -112,17 +112,18 @@ def in_use(world: World) -> dict[str, str]:
 def test_inputs_that_do_not_fit_are_refused_with_numbers(on_ranks):
     for found in on_ranks(2, in_use):
         assert found == {
-            "sequence": "sequence parallel: dimension 1 of [2, 7, 16] is 7, which 2 ranks do not divide; pad it, or "
-            "parallelize without sequence_parallel",
-            "token": "token 24 is not below the vocabulary of 24, nor 0 or more",
-            "whole": "target 24 is not below the vocabulary of 24, nor 0 or more",
-            "target": "target 24 is not below the vocabulary of 24, nor 0 or more",
-            "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 of them; wanted this rank's 12, or all",
+            "sequence": "sequence parallel: dimension 1 of [2, 7, 16] is 7, which is not divisible by 2 ranks; pad "
+            "it, or parallelize without sequence_parallel",
+            "token": "token 24 is outside the vocabulary of 24; expected 0 to 23",
+            "whole": "target 24 is outside the vocabulary of 24; expected 0 to 23",
+            "target": "target 24 is outside the vocabulary of 24; expected 0 to 23",
+            "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 of them; expected this rank's 12, "
+            "or all",
         }
 
 
 def beyond(world: World) -> list[str]:
-    """Differentiate twice, through every function that sends; and split on a rank that is in no group."""
+    """Differentiate twice through every function that communicates; and split on a rank outside the group."""
     found = []
 
     def ask(output: torch.Tensor, *by: torch.Tensor) -> None:
@@ -149,7 +150,7 @@ def beyond(world: World) -> list[str]:
 
 @pytest.mark.ranks
 def test_gradients_of_gradients_are_refused_and_not_left_out(on_ranks):
-    # They were wrong in silence: what a backward sends is no part of the graph that create_graph makes of it.
+    # These gradients used to be silently wrong: create_graph does not record the communication of a backward.
     for found in on_ranks(2, beyond):
         assert found == ["a backward with create_graph=True"] * 9
 
@@ -168,6 +169,6 @@ def test_only_a_gpt_has_a_plan():
 
 def test_a_split_model_is_not_pickled_but_its_state_is():
     made = split_gpt(assemble_gpt(Case().shape), None)
-    with pytest.raises(TypeError, match=r"holds a process group: it cannot be pickled; save its state_dict\(\)"):
+    with pytest.raises(TypeError, match=r"holds a process group and cannot be pickled; save its state_dict\(\)"):
         pickle.dumps(made.module)
     assert pickle.dumps(made.module.state_dict())

@@ -1,4 +1,4 @@
-"""Tests of the tests: a split model with a mistake in it must be reported by the check that other tests run."""
+"""Tests of the tests: the check used by other tests must detect mistakes in a split model."""
 
 import pytest
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.ranks
 
 
 def reported(world: World) -> dict[str, bool]:
-    """Return, of each mutant and way to split sequences, whether the check finds something wrong on this rank."""
+    """Return for each mutant and way to split sequences whether the check finds something wrong on this rank."""
     found = {}
     for name, (make, _) in MUTANTS.items():
         for sequence in (None, 1):

@@ -1,4 +1,4 @@
-"""Split models in a pipeline: stages of two ranks each step as one process does, whatever the schedule is."""
+"""Split models in a pipeline: stages of two ranks each give the steps of one process, with every schedule."""
 
 import pytest
 import torch
@@ -44,10 +44,10 @@ def wrong_pipelines(world: World) -> list[str]:
 
 
 def wrong_queue(pipeline: Pipeline) -> list[str]:
-    """Split layers leave their weights' gradients to the pipeline's queue, if it has one."""
-    keepers = [each.keeper for each in pipeline.module.modules() if isinstance(each, ColumnLinear)]
+    """Split layers leave their weight gradients to the pipeline's queue, if it has one."""
+    queues = [each.weight_queue for each in pipeline.module.modules() if isinstance(each, ColumnLinear)]
     wanted = type(None) if pipeline.queue is None else WeightQueue
-    return [f"weights' gradients are kept by {each}" for each in keepers if not isinstance(each, wanted)]
+    return [f"weights' gradients are kept by {each}" for each in queues if not isinstance(each, wanted)]
 
 
 def test_stages_of_split_layers_step_as_one_process(on_ranks):

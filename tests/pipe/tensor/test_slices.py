@@ -1,4 +1,4 @@
-"""Parts of global tensors, and parts of those, against walking every element."""
+"""Slices of global tensors, and parts of slices, compared with enumerating every element."""
 
 import itertools
 import math
@@ -69,7 +69,7 @@ def test_the_drawing_is_what_boxes_are():
 
 
 def test_a_range_outside_is_refused():
-    with pytest.raises(ValueError, match=r"down: elements 1:13 do not lie in this rank's 0:12"):
+    with pytest.raises(ValueError, match=r"down: elements 1:13 are not within this rank's 0:12"):
         TensorSlice("down", (6, 4), 1, 2, 4).boxes(1, 13)
 
 
@@ -90,7 +90,7 @@ def whole_shapes(shape: GptShape) -> dict[str, list[int]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_slices_of_all_ranks_are_the_whole_model_exactly_once(on_ranks, degree):
-    """Under the names of one process; what answers has every element once, and one first element."""
+    """Under the names of one process: `answers` covers every element once, with one first element per tensor."""
     for case, *of_ranks in zip(CASES[:4], *on_ranks(degree, slices_of), strict=True):
         shapes = whole_shapes(case.shape)
         for rank in of_ranks:

@@ -1,6 +1,6 @@
 """A split GPT over NCCL. `pytest -m gpu` on a machine with two CUDA devices or more.
 
-`test_training.py` and `test_draws.py` have the same on CPUs.
+`test_training.py` and `test_rng_streams.py` test the same on CPUs.
 """
 
 from pathlib import Path
@@ -11,8 +11,8 @@ from torch import nn
 
 from muster.jobs.world.world import World
 from muster.pipe.mesh import AXES, Mesh
-from muster.pipe.tensor.draws import OwnDraws
 from muster.pipe.tensor.region import Region
+from muster.pipe.tensor.rng_streams import OwnStream
 from support.gpus import over
 from support.tensor_parallel import CASES, Case, wrong_evaluation, wrong_training
 
@@ -40,7 +40,7 @@ def test_a_split_gpt_trains_as_one_process_on_gpus(on_ranks, tmp_path: Path):
 def draws(world: World, folder: str) -> list[list[float]]:
     with over("nccl", world, folder) as on_gpu:
         dropout = nn.Dropout(0.5)
-        OwnDraws(dropout, Region(on_gpu.group))
+        OwnStream(dropout, Region(on_gpu.group))
         torch.manual_seed(3)
         common = [torch.rand((), device=on_gpu.device).item()]
         own = dropout(torch.ones(64, device=on_gpu.device)).tolist()

@@ -1,4 +1,4 @@
-"""A GPT split over ranks trains as one process does, whatever its options are and however sequences are split."""
+"""A GPT split over ranks trains like one process, with all options and ways to split sequences."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from support.tensor_parallel import CASES, wrong_evaluation, wrong_training
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-MIXED = [CASES[0], CASES[5], CASES[10], CASES[3], CASES[7]]  # every option and every way to split sequences once
+MIXED = [CASES[0], CASES[5], CASES[10], CASES[3], CASES[7]]  # covers every option and way to split sequences once
 
 
 def wrong_cases(world: World, mixed: bool) -> list[str]:

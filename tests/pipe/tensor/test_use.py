@@ -1,4 +1,4 @@
-"""Split models in company: autocast, copies, a backward's order, and data parallel and ZeRO over a mesh."""
+"""Split models combined with autocast, copies, data parallelism and ZeRO; and the order of their backward."""
 
 import copy
 from collections.abc import Callable
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.ranks
 
 
 def wrong_autocast(world: World) -> list[str]:
-    """Under autocast, products are made in bfloat16 and gradients are float32, near those of one process."""
+    """Under autocast, products are computed in bfloat16; gradients are float32 and close to one process."""
     problems = []
     for sequence in (None, 1):
         case = Case(sequence=sequence)
@@ -48,7 +48,7 @@ def wrong_autocast(world: World) -> list[str]:
 
 
 def wrong_copy(world: World) -> list[str]:
-    """A copy of a split model is one, though its weights no longer follow each other; names are those of the whole."""
+    """A copy of a split model works, although its weights are no longer adjacent; names are the whole model's."""
     problems = []
     for sequence in (None, 1):
         case = Case(sequence=sequence, tied=True)
@@ -68,7 +68,7 @@ def wrong_copy(world: World) -> list[str]:
 
 
 def wrong_losses(world: World) -> list[str]:
-    """The loss of split logits is that of whole ones, ignored targets and large logits too; gradients as well."""
+    """Loss and gradients of split logits equal those of whole ones, also with ignored targets and large logits."""
     problems = []
     start, stop = Region(world.group).share(12)
     generator = torch.Generator().manual_seed(world.size)
@@ -82,7 +82,7 @@ def wrong_losses(world: World) -> list[str]:
         (3.0 * wanted).backward()
         problems += far(found.detach(), wanted.detach(), "loss", 1e-12 * scale)
         problems += far(own.grad, logits.grad[:, start:stop], "gradient of logits", 1e-14)
-    # Where all targets are ignored, the mean is no number and the gradient zeros: not as if a step were lost.
+    # If all targets are ignored, the mean is NaN and the gradient zero, so no step is skipped by mistake.
     own = torch.ones(2, stop - start, requires_grad=True)
     loss = SplitCrossEntropy(Region(world.group), 12)(own, torch.full((2,), -100))
     loss.backward()
@@ -91,7 +91,7 @@ def wrong_losses(world: World) -> list[str]:
 
 
 def wrong_vectors(world: World) -> list[str]:
-    """One sample without a batch, through a pair of layers and to a loss, as `nn.Linear` takes it."""
+    """One sample without a batch dimension, through a pair of layers and the loss, as `nn.Linear` allows."""
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 12)).double()
     made = parallelize(copy.deepcopy(whole), {"0": Column(), "2": Row()}, world.group)
@@ -112,7 +112,7 @@ def gathered(part: Tensor, world: World) -> list[Tensor]:
 
 
 class Grouped(nn.Module):
-    """Attention in which two heads of queries share one of keys and values."""
+    """Attention in which two heads of queries share one head of keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def wrong_grouped(world: World) -> list[str]:
 
 
 def wrong_later(world: World) -> list[str]:
-    """A zero-bubble pipeline makes gradients of weights after the backward; what was sent was sent before."""
+    """A zero-bubble pipeline computes weight gradients after the backward; communication happens before."""
     problems = []
     for sequence in (None, 1):
         case = Case(sequence=sequence)
@@ -158,7 +158,7 @@ def wrong_later(world: World) -> list[str]:
 
 
 def wrong_start(world: World) -> list[str]:
-    """Ranks that begin with other values have rank 0's of what is whole; a model on the meta device is split there."""
+    """Tensors that are not split become rank 0's. A model on the meta device is split there."""
     model = build(Case(), world)
     with torch.no_grad():
         for each in model.parameters():
@@ -191,7 +191,7 @@ def test_autocast_copies_and_losses_are_those_of_one_process(on_ranks):
 
 
 class Products(TorchDispatchMode):
-    """Notes products of a shape."""
+    """Records products of one shape."""
 
     def __init__(self, said: list[str], shapes: dict[tuple[int, ...], str]) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class Products(TorchDispatchMode):
 
 
 def backward_order(world: World) -> dict[str, list[str]]:
-    """Return, of the column layers, in which order the sum begins, dW is made, and the sum is waited for."""
+    """Return the order in which column layers begin the sum, compute dW, and wait for the sum."""
     found = {}
     for sequence, method in ((None, "begin_sum"), (1, "begin_scatter_sum")):
         case = Case(sequence=sequence, bias=False, norm="rms")
@@ -231,7 +231,7 @@ def test_the_gradient_of_the_input_travels_while_that_of_the_weights_is_made(on_
 
 
 def wrong_products(world: World) -> list[str]:
-    """Two copies of two ranks each: gradients must be the mean of one process over both copies' batches."""
+    """Two copies on two ranks each: gradients must be the mean of one process over the batches of both."""
     mesh = Mesh(data=2, tensor=2)
     groups = mesh.groups(world.group)
     data, tensor = mesh.data_rank(world.rank), mesh.tensor_rank(world.rank)
@@ -251,7 +251,7 @@ def wrong_products(world: World) -> list[str]:
 
 
 def wrong_zero(case: Case, whole: nn.Module, group: Any, apart: World, data: int) -> list[str]:
-    """A step of ZeRO, in every stage, on copies of split models is the step of one process."""
+    """A step of ZeRO, in every stage, on copies of split models equals that of one process."""
     problems = []
     stepped = copy.deepcopy(whole)
     for mine, theirs in zip(stepped.parameters(), whole.parameters(), strict=True):

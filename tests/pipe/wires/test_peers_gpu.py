@@ -1,4 +1,4 @@
-"""Messages from GPU to GPU by copy engines. `pytest -m gpu` on a machine with two CUDA devices or more."""
+"""Messages between GPUs by copy engines. `pytest -m gpu` on a machine with at least two CUDA devices."""
 
 import random
 from pathlib import Path
@@ -15,7 +15,7 @@ from support.gpus import TIMEOUT, over
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
-SIZES = [0, 1, 5, 1000, 70_000, 3 << 20]  # numbers of a message
+SIZES = [0, 1, 5, 1000, 70_000, 3 << 20]  # elements of a message
 
 
 def wire_of(world: World) -> PeerWire:
@@ -30,7 +30,7 @@ def content(source: int, number: int, size: int, device: torch.device) -> Tensor
 
 
 def exchanged(world: World, folder: str, room: int) -> list[str]:
-    """Send messages of all sizes both ways, wait for some late and some early, and name those that came wrong."""
+    """Send messages of all sizes in both directions, with late and early waits; name those that arrived wrong."""
     problems = []
     with over("nccl", world, folder) as here:
         wire, peer, rng = wire_of(here), 1 - here.rank, random.Random(3)
@@ -52,7 +52,7 @@ def exchanged(world: World, folder: str, room: int) -> list[str]:
                     problems.append(f"burst {burst}: message {number} of {sizes[number]} numbers")
             for message, mine in going:
                 message.wait()
-                mine.fill_(-7)  # what was sent is ours again
+                mine.fill_(-7)  # the sent tensor may be overwritten now
     return problems
 
 
@@ -62,18 +62,18 @@ def test_messages_come_whole_and_in_their_order(on_ranks, tmp_path: Path, room: 
 
 
 def released(world: World, folder: str) -> bool:
-    """Let rank 0's GPU wait for a message that never comes, until rank 1 gives up; say whether it waited."""
+    """Make rank 0's GPU wait for a message that never comes, until rank 1 aborts; return whether it waited."""
     with over("nccl", world, folder) as here:
         wire, peer = wire_of(here), 1 - here.rank
         numbers = torch.zeros(4, device=here.device)
-        wire.send(numbers, peer, 0)  # both have slots of that size
+        wire.send(numbers, peer, 0)  # creates slots of that size in both directions
         wire.receive(numbers, peer, 0).wait()
         torch.cuda.synchronize(here.device)
         if here.rank == 0:
             wire.receive(numbers, peer, 0).wait()
             waits = not torch.cuda.current_stream(here.device).query()
             barrier(here)
-            torch.cuda.synchronize(here.device)  # hangs but for rank 1
+            torch.cuda.synchronize(here.device)  # would hang without rank 1
             return waits
         barrier(here)
         wire.abort()
@@ -81,7 +81,7 @@ def released(world: World, folder: str) -> bool:
 
 
 def barrier(here: World) -> None:
-    """Meet, in the host alone."""
+    """Wait for both ranks, on the host only."""
     dist.barrier(own_group(here.group, "gloo", TIMEOUT))
 
 

@@ -1,4 +1,4 @@
-"""Draws in a pipeline of one process are those that its seed gives, however threads are timed."""
+"""Random numbers in a one-process pipeline depend only on the seed, not on thread timing."""
 
 import threading
 from typing import Any
@@ -14,7 +14,7 @@ from support.local_pipes import PATIENCE_S, Doing, pipe_of
 
 
 class Timed(nn.Module):
-    """Lets another stage's thread go first, where both of them run at once."""
+    """Lets another stage's thread run first, if both run concurrently."""
 
     def __init__(self, gate: list[threading.Event], *, waits: bool) -> None:
         super().__init__()
@@ -22,12 +22,12 @@ class Timed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate and self.waits:
-            self.gate[0].wait(0.02)  # until the other has drawn; one that may not draw yet never comes
+            self.gate[0].wait(0.02)  # until the other stage has drawn; times out if that one must wait for its turn
         return x
 
 
 class Drawn(nn.Module):
-    """Dropout that tells when it has drawn."""
+    """Dropout that signals when it has drawn."""
 
     def __init__(self, gate: list[threading.Event]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Drawn(nn.Module):
 
 
 def drawn(late: int | None) -> list[Tensor]:
-    """Return two forwards' masks where stage `late` draws after the other, if nothing keeps it from that."""
+    """Return the masks of two forwards in which stage `late` draws last, unless turns prevent this."""
     gate = [] if late is None else [threading.Event()]
     stages = [nn.Sequential(Timed(gate, waits=number == late), Drawn(gate)) for number in range(2)]
     model = pipe_of(nn.Identity(), *stages, chunks=4)
@@ -57,7 +57,7 @@ def test_masks_do_not_depend_on_which_thread_comes_first():
 
 
 def test_a_recomputed_stage_draws_the_masks_of_its_forward():
-    """Checkpointing reads the generator's state, then draws: nobody else's draw may come between."""
+    """Checkpointing reads the generator's state, then draws: no other stage may draw in between."""
     layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     for inner in (True, False):
         torch.manual_seed(5)

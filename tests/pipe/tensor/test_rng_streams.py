@@ -1,4 +1,4 @@
-"""Dropout: ranks draw masks of their own where they have parts, and the same where they have all; no draw is lost."""
+"""Dropout: ranks draw separate masks for split tensors, and equal ones for whole tensors; no draw is lost."""
 
 import copy
 
@@ -8,17 +8,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from muster.jobs.world.world import World
-from muster.pipe.tensor.draws import OwnDraws
 from muster.pipe.tensor.region import Region
+from muster.pipe.tensor.rng_streams import OwnStream
 from support.tensor_parallel import BATCH, Case, batch, build, far, split, wrong_copies, wrong_training
 
 pytestmark = pytest.mark.ranks
 
 
 def one_module(world: World) -> dict:
-    """Draw in a module of a rank's own, before and after; again; in evaluation; and where it raises."""
+    """Draw in a module with its own stream, and before and after; again; in evaluation; and if it raises."""
     dropout = nn.Dropout(0.5)
-    OwnDraws(dropout, Region(world.group))
+    OwnStream(dropout, Region(world.group))
     torch.manual_seed(3)
     before = torch.rand(()).item()
     first = dropout(torch.ones(64)).tolist()
@@ -54,7 +54,7 @@ def test_a_module_draws_numbers_of_the_ranks_own_and_the_common_stream_goes_on(o
 
 
 def as_one_process(world: World) -> list[str]:
-    """Residual and embedding dropout of whole activations is what one process draws; attention's is left out here."""
+    """Residual and embedding dropout on whole activations equals one process; attention has no dropout here."""
     return wrong_training(world, Case(dropout=0.3, attention_dropout=False))
 
 
@@ -63,7 +63,7 @@ def test_dropout_of_what_is_whole_is_one_process_own(on_ranks):
 
 
 def zeros(world: World, sequence: int | None) -> dict:
-    """Return where dropout of each kind has put zeros, and what is wrong after a step, recomputed or not."""
+    """Return where each kind of dropout put zeros, and what is wrong after a step, with or without recomputation."""
     case = Case(dropout=0.4, sequence=sequence)
     made = split(build(case), case, world)
     found: dict[str, str] = {}

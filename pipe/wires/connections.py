@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline meet: groups and wires of its own, apart from everybody else's messages."""
+"""The pipeline's own process groups and wires, separate from the user's messages, and small exchanges over them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from muster.pipe.wires.channels import (
     LOSS_TAG,
     NOTHING,
     OUTPUT_TAG,
-    Layout,
+    TensorLayout,
     layout_of,
 )
 from muster.pipe.wires.failures import Board
@@ -25,28 +25,30 @@ from muster.pipe.wires.wire import GlooWire, Message, Wire, own_group
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What a rank has of its group."""
+class Connections:
+    """A rank's connections to the other ranks of a pipeline."""
 
     rank: int
     ranks: int
-    group: dist.ProcessGroup  # gloo, on CPUs
-    given: dist.ProcessGroup | None
+    group: dist.ProcessGroup  # gloo, for CPU tensors
+    given: dist.ProcessGroup | None  # the user's group
     device: torch.device
-    wire: Wire  # of activations and gradients
-    control: Wire  # of small things on CPUs
+    wire: Wire  # for activations and gradients
+    control: Wire  # for small CPU tensors
     board: Board
     _going: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # to the next rank, until `agree`
-    _coming: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # what `tell_all` tells next
+    _coming: list[tuple[Message, Tensor]] = field(
+        init=False, default_factory=list
+    )  # the next receive of `broadcast_scalar`
 
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank != self.rank]
 
-    def tell_all(self, number: Tensor, source: int) -> Tensor:
-        """Return the scalar that rank `source` has: the same one in every call.
+    def broadcast_scalar(self, number: Tensor, source: int) -> Tensor:
+        """Broadcast a scalar from rank `source`, which must be the same rank in every call.
 
-        With gloo the next one is asked for now, so that who tells it need not wait until all others are there.
+        With gloo, the next receive is posted now, so that the source need not wait for the other ranks.
         """
         if self.device.type == "cuda":
             dist.broadcast(number, group=self.given, group_src=source)
@@ -63,12 +65,12 @@ class Meeting:
         return self.wire.receive(number, source, LOSS_TAG), number
 
     def compare(self, batch: Sequence[int], in_words: str) -> None:
-        """Compare this rank's batch with the one of the rank before: it is told to the next one in every step.
+        """Compare this rank's batch with that of the previous rank, and send it to the next rank.
 
-        Nobody waits for the next one, which may not have come out of the step before; `agree` sees that it was told.
+        Does not wait for the next rank, which may still be in the previous step; `agree` completes the send.
 
         Raises:
-            ValueError: it is another one; both have the same number of numbers.
+            ValueError: If the batches differ. Both ranks must pass the same number of values.
         """
         mine = torch.tensor(batch)
         theirs = torch.empty_like(mine)
@@ -79,17 +81,17 @@ class Meeting:
             self.control.receive(theirs, self.rank - 1, BATCH_TAG).wait()
             if not torch.equal(mine, theirs):
                 before = f"{int(theirs[0])} samples" if theirs[0] != mine[0] else "as many of another shape or type"
-                names = dist.get_process_group_ranks(self.group)  # of ranks, in the world
+                names = dist.get_process_group_ranks(self.group)  # world ranks, for messages
                 raise ValueError(
-                    f"rank {names[self.rank]} was passed {in_words}, rank {names[self.rank - 1]} {before}; pass "
+                    f"rank {names[self.rank]} was passed {in_words}, but rank {names[self.rank - 1]} {before}; pass "
                     "tensors of the same shapes on every rank"
                 )
 
     def agree(self) -> None:
-        """See that no rank has failed: with gloo its messages say so, but NCCL's are only launched, never heard of.
+        """Check that no rank has failed. Gloo's messages show it, but NCCL's are only launched and report nothing.
 
         Raises:
-            LostError: one has.
+            LostError: If a rank has failed.
         """
         while self._going:
             self._going.pop()[0].wait()
@@ -98,11 +100,11 @@ class Meeting:
             coming = [self.control.receive(numbers[rank], rank, AGREE_TAG) for rank in self._others]
             _wait([*coming, *(self.control.send(numbers[self.rank], rank, AGREE_TAG) for rank in self._others)])
 
-    def deal(self, tensor: Tensor | None, source: int) -> Tensor:
-        """Return a copy of the tensor that rank `source` has: only that one passes it."""
+    def broadcast_tensor(self, tensor: Tensor | None, source: int) -> Tensor:
+        """Broadcast a tensor from rank `source`; the other ranks pass None."""
         if tensor is not None:
             tensor = tensor.contiguous()
-            _wait([self.control.send(Layout.of(tensor).header(), rank, HEADER_TAG) for rank in self._others])
+            _wait([self.control.send(TensorLayout.of(tensor).header(), rank, HEADER_TAG) for rank in self._others])
         else:
             header = NOTHING.header()
             self.control.receive(header, source, HEADER_TAG).wait()
@@ -117,32 +119,32 @@ class Meeting:
         return tensor
 
     def abort(self) -> None:
-        """Close all connections, so that everybody's waits end."""
+        """Close all connections, so that the waits of all ranks end."""
         self.control.abort()
         self.wire.abort()
 
 
-def meet(process_group: dist.ProcessGroup | None, device: torch.device, peers: Iterable[int]) -> Meeting | None:
-    """Make groups of a group's ranks: a collective of them. None where this process is alone.
+def connect(process_group: dist.ProcessGroup | None, device: torch.device, peers: Iterable[int]) -> Connections | None:
+    """Create the pipeline's groups and wires. A collective of the group's ranks. None if this process is alone.
 
     `peers` are the ranks with which activations, gradients or tied weights are exchanged.
 
     Raises:
-        ValueError: layers are on a GPU, and the group has no NCCL.
+        ValueError: If layers are on a GPU, but the group has no NCCL.
     """
     if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
         return None
     has_nccl = "nccl" in dist.get_backend(process_group)
     timeout = timeout_of(process_group, torch.device("cuda" if has_nccl else "cpu"))
     if device.type == "cuda" and not has_nccl:
-        raise ValueError(f"layers are on {device}, which gloo does not send from; pass a group of NCCL's")
+        raise ValueError(f"layers are on {device}, which gloo cannot send from; pass a group with NCCL")
     group = own_group(process_group, "gloo", timeout)
     control = GlooWire(group, timeout)
     peers = set(peers)
     wire: Wire = control
     if device.type == "cuda":
         wire = peers_of(group, peers, device, control) or NcclWire(group, peers, device, timeout)
-    return Meeting(group.rank(), group.size(), group, process_group, device, wire, control, Board(group))
+    return Connections(group.rank(), group.size(), group, process_group, device, wire, control, Board(group))
 
 
 def _wait(messages: Sequence[Message]) -> None:

@@ -1,17 +1,18 @@
-"""A micro-batch's way through a stage: a forward, and later its backward, in one of three ways.
+"""A micro-batch pass: one micro-batch's forward through a stage and its later backward, in one of three ways.
 
-    WholeGraph   forward: a graph of all layers            backward: through autograd at once
-    Recomputed   forward: only the stage's input stays     backward: forward again, then as above
-    Layerwise    forward: only layers' inputs stay         backward: layer by layer, one `autograd.grad` each
+    WholeGraphPass   forward: builds one autograd graph        backward: through that graph
+    RecomputedPass   forward: keeps only the stage's input     backward: forward again, then as above
+    LayerwisePass    forward: keeps only the layers' inputs    backward: layer by layer, one `autograd.grad` each
 
-The second forward draws the same random numbers, reads buffers as the first one did (`pipe/buffers.py`) and leaves them
-alone. All three add to `.grad` what a backward in one process would. What goes on to the next stage is detached; of an
-output autograd keeps only what its operations saved, so memory is free once it has been sent.
+The second forward draws the same random numbers and reads the same buffer values as the first one
+(`pipe/buffers.py`); it does not change them. All three add to `.grad` exactly what a backward in one process would.
+The tensor passed to the next stage is detached. Autograd keeps only what the operations saved of it, so its memory is
+free once it has been sent.
 
-A weight that several layers of a stage have gains one gradient a micro-batch, layer by layer too; but there its own
-hooks (`Tensor.register_hook`) see each layer's share, and what belongs to no layer gains nothing.
+A weight shared by several layers of a stage gets one gradient per micro-batch in all three. With LayerwisePass, though,
+its own hooks (`Tensor.register_hook`) see each layer's share, and parameters outside the layers get no gradient.
 
-Running statistics of batch norms are updated by every micro-batch in turn, and each is normalized by its own.
+Each micro-batch is normalized by its own batch-norm statistics, and updates the running statistics in turn.
 """
 
 from collections import Counter
@@ -23,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from muster.pipe.buffers import Before
-from muster.pipe.draws import RandomState
+from muster.pipe.buffers import BufferSnapshot
+from muster.pipe.rng_streams import RandomState
 from muster.pipe.splitting.layers import anchors_of
 from muster.pipe.stage import Make, Stage
 
@@ -35,24 +36,24 @@ def _may_learn(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-class WholeGraph:
-    """A graph from the forward to the backward."""
+class WholeGraphPass:
+    """One autograd graph, from the forward to the backward."""
 
     def __init__(self, stage: Stage, microbatch: int) -> None:
         self.stage, self.microbatch = stage, microbatch
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Run the stage, recorded by autograd."""
+        """Run the stage; autograd records it."""
         return self._record(x, targets)
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Go back through the graph."""
+        """Run the backward through the recorded graph."""
         x, edge = self.x, self.edge
         del self.x, self.edge
         came: list[Tensor] = []
         if x.requires_grad:
             catch(x, came)
-        # The engine itself, as `torch.autograd.backward` calls it: what that checks and fills in is known here.
+        # Call the engine directly, as `torch.autograd.backward` does, but without its checks and defaults.
         _run_backward((edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         return came.pop() if came else None
 
@@ -60,13 +61,15 @@ class WholeGraph:
         output = self.stage.forward(x, self.microbatch, targets)
         self.learns = output.requires_grad
         if self.learns:
-            # The edge, not the output: its memory is nobody's once it has been sent.
+            # Keep the edge instead of the output, whose memory is then free once it has been sent.
             self.x, self.edge = x, get_gradient_edge(output)
         return output.detach()
 
 
 def catch(x: Tensor, came: list[Tensor]) -> None:
-    """Take the gradient of a leaf as it comes: `.grad` may be a copy of other strides, by which sums go otherwise."""
+    """Append the gradient of a leaf to `came` as autograd made it. `.grad` could be a copy with other strides, whose
+    sums round differently.
+    """
 
     def take(gradients: tuple[Tensor, ...]) -> tuple[None]:
         came.append(gradients[0])
@@ -75,11 +78,11 @@ def catch(x: Tensor, came: list[Tensor]) -> None:
     get_gradient_edge(x).node.register_prehook(take)
 
 
-class Recomputed(WholeGraph):
-    """An input that is forwarded again."""
+class RecomputedPass(WholeGraphPass):
+    """Keeps a stage's input, and runs its forward again in the backward."""
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Run the stage, and keep its input only."""
+        """Run the stage; keep only its input."""
         self.given, self.targets, self.random = x, targets, RandomState(x, self.stage.hooks)
         self.before = self.stage.buffers.before()
         with torch.no_grad():
@@ -98,17 +101,17 @@ class Recomputed(WholeGraph):
         return super().backward(gradient) if self.learns else None
 
 
-class Layerwise:
-    """The inputs of all layers: in the backward one layer's graph at a time."""
+class LayerwisePass:
+    """Keeps the inputs of all layers; the backward has one layer's graph at a time."""
 
     def __init__(self, stage: Stage, microbatch: int) -> None:
         self.stage, self.microbatch = stage, microbatch
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Run layer after layer, and keep what each was given."""
+        """Run layer after layer; keep the input of each."""
         stage = self.stage
         self.targets, self.inputs, self.learning, self.random = targets, list[Tensor](), list[bool](), list[Any]()
-        self.before = list[Before]()
+        self.before = list[BufferSnapshot]()
         learns, is_new = x.requires_grad, stage.is_new()
         stage.announce(self.microbatch)
         with torch.no_grad():
@@ -124,7 +127,7 @@ class Layerwise:
         return x
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Run and take back one layer after the other, last to first."""
+        """For each layer, last to first, run its forward again, then its backward."""
         gains = Gains(self.stage.layers)
         of_x = self._backward(gradient, gains)
         gains.finish()
@@ -139,21 +142,21 @@ class Layerwise:
             if not output.requires_grad:
                 return None
             of_x = self._through(index, output, x, gradient, gains)
-            if of_x is None:  # a loop would not go on, either
+            if of_x is None:  # the backward of a whole graph would stop here, too
                 return None
             gradient = of_x
         return gradient
 
     def _forward(self, index: int, x: Tensor, *, is_new: bool) -> Tensor:
-        """Run a layer whose input must stay as it is."""
+        """Run a layer whose input must not change."""
         given = x.clone() if is_new else x
         version = given._version
         output = self._run(index, given)
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"stage {self.stage.number}: layer {self.stage.names[index]!r} returned a {type(output).__name__}; "
-                "layerwise, one tensor goes from layer to layer: put what belongs together into one layer, or leave "
-                "layerwise out"
+                "layerwise, only one tensor can be passed from layer to layer: combine layers that exchange several "
+                "values into one, or omit layerwise"
             )
         if given._version != version:
             if not is_new:
@@ -162,10 +165,10 @@ class Layerwise:
         return output
 
     def _through(self, index: int, output: Tensor, x: Tensor, gradient: Tensor, gains: "Gains") -> Tensor | None:
-        """Take one layer back; return the gradient of its input, None where none comes."""
+        """Run the backward of one layer; return the gradient of its input, or None if there is none."""
         layer = self.stage.layers[index]
         parameters = [each for each in layer.parameters() if each.requires_grad]
-        # A layer whose weights wait for the queue must be on the way to something that is asked for: its anchor.
+        # If the queue computes a layer's weight gradients, autograd reaches the layer only through its anchor.
         anchors = anchors_of(layer) if self.stage.splits else []
         wanted = [*parameters, *anchors, *([x] if x.requires_grad else [])]
         gradients = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
@@ -180,15 +183,15 @@ class Layerwise:
 
 
 class Gains:
-    """What parameters gain from all the layers of a stage that have them: one gradient, as autograd makes it."""
+    """Sums the gradients that the layers of a stage contribute to each parameter, as one autograd graph would."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         learning = [each for layer in layers for each in layer.parameters() if each.requires_grad]
-        self._uses = Counter(map(id, learning))  # layers still to come, by parameter
+        self._uses = Counter(map(id, learning))  # number of layers still to come, by parameter
         self._partial: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Add what comes of one layer; None where nothing does."""
+        """Add the contribution of one layer; None if it has none."""
         place = id(parameter)
         self._uses[place] -= 1
         if place in self._partial:
@@ -202,16 +205,16 @@ class Gains:
             accumulate(parameter, gradient)
 
     def finish(self) -> None:
-        """Add what waits for layers that no gradient has reached."""
+        """Accumulate sums that still wait for layers without a gradient."""
         for parameter, gradient in self._partial.values():
             accumulate(parameter, gradient)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to `.grad` as autograd's own accumulation does, with its hooks."""
+    """Add to `.grad` as autograd does, and call the parameter's hooks."""
     with torch.no_grad():
         held = parameter.grad
-        if held is None:  # a copy: autograd may give one tensor to several parameters, and to the input
+        if held is None:  # a copy: autograd may use one tensor for several parameters and the input
             parameter.grad = gradient.clone()
         elif held.is_sparse and not gradient.is_sparse:
             parameter.grad = _sum(held, gradient)
@@ -223,12 +226,12 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """Add two gradients; torch wants the sparse one behind."""
+    """Add two gradients; torch needs the sparse one as second operand."""
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
-PASSAGES: Final[dict[str, Make]] = {
-    "whole": WholeGraph,
-    "recompute": Recomputed,
-    "layerwise": Layerwise,
+PASSES: Final[dict[str, Make]] = {
+    "whole": WholeGraphPass,
+    "recompute": RecomputedPass,
+    "layerwise": LayerwisePass,
 }

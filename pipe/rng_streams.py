@@ -1,4 +1,4 @@
-"""Random numbers of layers: which seeds they have, and how a second forward draws those of the first."""
+"""Random number streams of layers: their seeds, and how a second forward repeats the numbers of the first."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch.random import default_generator  # type: ignore[attr-defined]
 def seed_generators(seed: int) -> None:
     """Seed the default generators of the host and of all GPUs, as `torch.manual_seed` does.
 
-    That one spells the stack, in 130 microseconds and more, where CUDA has not begun.
+    `torch.manual_seed` also formats the call stack, which takes 130 us or more if CUDA is not initialized.
     """
     default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -19,14 +19,14 @@ def seed_generators(seed: int) -> None:
 
 
 class Hooks:
-    """What a user wants to be asked for within a step."""
+    """Callbacks of the user within a step."""
 
     on_forward: Callable[[int, int], None] | None = None  # (stage, micro-batch), before every forward of a stage
-    seeds: Callable[[int, int], int] | None = None  # (micro-batch, layer of the model) to the seed of its draws
+    seeds: Callable[[int, int], int] | None = None  # (micro-batch, layer of the model) -> seed of that layer's forward
 
 
 class RandomState:
-    """What random numbers come next, unless every layer has a seed."""
+    """A snapshot of the random state before a forward. Nothing is saved if every layer has a seed."""
 
     def __init__(self, x: Tensor, hooks: Hooks) -> None:
         self.device = x.device
@@ -37,7 +37,7 @@ class RandomState:
 
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
-        """Draw the same numbers again; afterwards go on where others were."""
+        """Restore the snapshot within the block; afterwards restore the state from before the block."""
         if not self.kept:
             yield
             return

@@ -1,9 +1,9 @@
-"""Random numbers of a rank's own, for dropout of what the ranks have split; everywhere else they draw the same.
+"""Separate random number streams per rank, for dropout of activations that are split over the ranks.
 
-All ranks of a region come with the same state of the random generators, as whoever seeds them sees to. Where a layer's
-elements are split, masks must differ: one number is drawn from the common state, and with it and the rank's number
-another stream begins. When the layer has run, the common one goes on where it was. So draws are still a function of
-the seed alone, and a forward that is run again draws again what it drew.
+All ranks of a region enter with the same state of the random generators; seeding them alike is up to the caller. Where
+a layer's elements are split, masks must differ. So one number is drawn from the common stream, and it and the rank
+number seed a separate stream. After the layer, the common stream continues where it was. So random numbers depend on
+the seed alone, and a repeated forward draws the same numbers again.
 """
 
 from functools import partial
@@ -14,12 +14,12 @@ from torch import nn
 
 from muster.pipe.tensor.region import Region, outside_graph
 
-_GOLDEN: Final = 0x9E3779B97F4A7C15  # of Weyl's sequence: seeds of neighbouring ranks share no low bits
+_GOLDEN: Final = 0x9E3779B97F4A7C15  # Weyl sequence: seeds of adjacent ranks share no low bits
 _WORD: Final = (1 << 63) - 1
 
 
-class OwnDraws:
-    """Hooks of a module: within its forward, in training, this rank draws numbers of its own."""
+class OwnStream:
+    """Hooks of a module that give this rank its own random stream within its forward, in training."""
 
     def __init__(self, module: nn.Module, region: Region) -> None:
         self.region = region
@@ -28,7 +28,7 @@ class OwnDraws:
         module.register_forward_hook(partial(outside_graph, self.end), always_call=True)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Leave the common stream."""
+        """Switch from the common stream to this rank's."""
         generators = [torch.default_generator]
         if args and isinstance(args[0], torch.Tensor) and args[0].is_cuda:
             generators.append(torch.cuda.default_generators[args[0].device.index])
@@ -40,6 +40,6 @@ class OwnDraws:
             each.manual_seed((common + (self.region.rank + 1) * _GOLDEN) & _WORD)
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Go on with the common stream."""
+        """Continue with the common stream."""
         for generator, state in self.before.pop():
             generator.set_state(state)

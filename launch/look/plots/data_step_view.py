@@ -1,0 +1,33 @@
+"""`muster timeline` of data-parallel ranks, on a screen: a drawing, and a line of numbers for each rank."""
+
+from typing import Final
+
+from muster.launch.common import screen
+from muster.launch.look.data_steps import WAIT, DataStep, RankTimes
+from muster.launch.look.plots.lane_text import drawing
+from muster.launch.look.plots.lanes import timeline_plot
+from muster.launch.look.timeline_view import milliseconds
+
+PHASES: Final = ("data", "forward", "backward", WAIT, "optimizer")
+HEADS: Final = ("rank>", "data>", "forward>", "backward>", "wait>", "optimizer>")
+COLLECTIVES: Final = ("collectives>", "MB>", "under way>", "hidden>")
+
+
+def render_data(title: str, step: DataStep, rank: int | None) -> str:
+    """Draw a step for the terminal, with each rank's times."""
+    plot = timeline_plot({"": step}, rank)
+    lines = [line_of(each) for each in step.by_rank() if rank in (None, each.rank)]
+    clocks = f"clocks agree within {milliseconds(step.apart_s)}" if len(step.ranks) > 1 else "one clock"
+    parts = [title, drawing(plot), screen.table((*HEADS, *COLLECTIVES), lines)]
+    parts.append(f"step  {milliseconds(step.seconds)}, timed by the {step.timed_by}; {clocks}")
+    left_out = f"{step.left_out} records could not be read" if step.left_out else ""
+    return "\n\n".join(filter(None, [*parts, plot.note, left_out]))
+
+
+def line_of(times: RankTimes) -> tuple[object, ...]:
+    """Return a rank's line of the table."""
+    hidden = f"{100 * times.hidden_s / times.under_way_s:.0f} %" if times.under_way_s else None
+    under_way = milliseconds(times.under_way_s) if times.collectives else None
+    megabytes = f"{times.bytes / (1 << 20):.4g}"
+    phases = (milliseconds(times.phases_s[each]) for each in PHASES)
+    return (times.rank, *phases, times.collectives, megabytes, under_way, hidden)
