@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-TYPE_CHECKING = False  # typing costs every start 3 ms
+TYPE_CHECKING = False  # importing typing would cost every start 3 ms
 if TYPE_CHECKING:
     from typing import Any
 
@@ -147,7 +147,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def command_of(words: Sequence[str]) -> "tuple[Parser, list[str], Collection[str], Callable[[Any], int]]":
-    """Return the parser of a command, its further words, the commands within it, and what runs it."""
+    """Return the parser of a command, its remaining words, its subcommands, and the function that runs it."""
     from importlib import import_module
 
     from muster.launch.common.parser import Parser
@@ -201,12 +201,12 @@ def _help() -> str:
         lines.append(f"{group}:")
         lines += [f"  {name:{width}}  {phrase}" for name, phrase in commands]
         lines.append("")
-    lines.append("muster COMMAND --help shows its options and examples; muster help hosts: those about hosts.")
+    lines.append("muster COMMAND --help shows its options and examples; muster help hosts shows those about hosts.")
     return "\n".join(lines)
 
 
 def _help_of_hosts() -> str:
-    """Return the options about hosts and network, which many commands share."""
+    """Return the help for the options about hosts and network, which many commands share."""
     from muster.launch.common.options import add_hosts, add_network
     from muster.launch.common.parser import Parser
 

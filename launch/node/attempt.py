@@ -103,7 +103,7 @@ class NodeAttempt:
         """Start to watch the ranks. They have been ordered to start."""
         for work in (self._forward(), self._cap(), self._look(keeper), *(() if self.ours else (self._take_census(),))):
             self._watch(work)
-        # The ranks of a node take its GPUs in turn.
+        # Rank i of the node uses its i-th GPU.
         if names := {
             each["rank"]: each["gpus"][place] for place, each in enumerate(self._ranks) if each["gpus"][place:]
         }:
@@ -228,7 +228,7 @@ class NodeAttempt:
             await self.tell(wire.Held(self.number, held))
 
     def progress(self, now: float) -> Progress | None:
-        """Return how far the ranks are, and how busy their GPUs; None as long as no rank has been seen."""
+        """Return the progress of the ranks and the utilization of their GPUs; None if no rank has been seen yet."""
         if (record := self.pulse.record(now, self._state_of)) is not None:
             for rank, told in record["ranks"].items():
                 if (gpu := self._gpus.seen.get(int(rank))) is not None:
@@ -236,7 +236,7 @@ class NodeAttempt:
         return record
 
     def _state_of(self, rank: int) -> str:
-        """Return the letter of the state of a rank's process, "" if it is gone."""
+        """Return the state of a rank's process as a letter, "" if it is gone."""
         fields = procfs.stat(self.pids[rank][0]) if rank in self.pids else None
         return "" if fields is None else fields[procfs.STATE].decode()
 

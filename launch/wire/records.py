@@ -6,7 +6,7 @@ from muster.jobs.machine.linux import signal_name
 from muster.launch.wire.codec import ANY_FLOAT, Bound
 
 MOST_RANKS: Final = 1 << 20
-MOST_TOLD: Final = 64  # ranks of a node whose progress a heartbeat tells
+MOST_TOLD: Final = 64  # ranks of a node whose progress a heartbeat can contain
 Attempt = Annotated[int, Bound(0, 1 << 20)]
 Rank = Annotated[int, Bound(0, MOST_RANKS)]
 Pid = Annotated[int, Bound(1, 1 << 31)]
