@@ -15,7 +15,7 @@ QUIET: Final = ("program", "GPUs", "files")
 
 
 @dataclass(frozen=True)
-class Row:
+class NodeRow:
     """One node's row."""
 
     node: int
@@ -29,17 +29,17 @@ class Row:
         return next(state for state in (BAD, WARNING, GOOD) if state in states or state == GOOD)
 
 
-def rows(answers: Sequence[Answer], expected: Expected) -> list[Row]:
+def rows(answers: Sequence[Answer], expected: Expected) -> list[NodeRow]:
     """Judge all nodes."""
     usual = Usual.of(answers)
     found = []
     for node, answer in enumerate(answers):
         cells = {title: judged(title, node, answer, expected, usual) for title in COLUMNS}
-        found.append(Row(node, answer.host, {"agent": _agent(answer), **cells}))
+        found.append(NodeRow(node, answer.host, {"agent": _agent(answer), **cells}))
     return _one_machine(found, answers, expected)
 
 
-def exit_code(found: Sequence[Row], answers: Sequence[Answer]) -> int:
+def exit_code(found: Sequence[NodeRow], answers: Sequence[Answer]) -> int:
     """Return 0 if no node is bad, 69 if one cannot be reached, else 78."""
     bad = [row for row in found if row.state == BAD]
     if not bad:
@@ -48,19 +48,19 @@ def exit_code(found: Sequence[Row], answers: Sequence[Answer]) -> int:
     return exits.UNREACHABLE if lost or any(row.cells["master"].state == BAD for row in bad) else exits.REFUSED
 
 
-def without(found: Sequence[Row]) -> str:
+def without(found: Sequence[NodeRow]) -> str:
     """Return the list of nodes to leave out; "" if there are none, or if none would remain."""
     bad = [row.host for row in found if row.state == BAD]
     return nodelist.fold(bad) if len(bad) < len(found) else ""
 
 
-def titles(found: Sequence[Row]) -> list[str]:
+def titles(found: Sequence[NodeRow]) -> list[str]:
     """List the columns to show; those of QUIET only if they have something to report."""
     said = {title: {row.cells[title].text for row in found} - {"-", "ok"} for title in found[0].cells}
     return [title for title, texts in said.items() if texts or title not in QUIET]
 
 
-def remarks(found: Sequence[Row], state: str) -> list[str]:
+def remarks(found: Sequence[NodeRow], state: str) -> list[str]:
     """Return one line for each reason behind cells in this state, with its nodes and the remedy."""
     reasons: dict[str, list[str]] = {}
     for row in found:
@@ -76,7 +76,7 @@ def _agent(answer: Answer) -> Cell:
     return Cell("ok")
 
 
-def _one_machine(found: list[Row], answers: Sequence[Answer], expected: Expected) -> list[Row]:
+def _one_machine(found: list[NodeRow], answers: Sequence[Answer], expected: Expected) -> list[NodeRow]:
     """Warn if two names are the same machine, because it would do the work of both."""
     seen: dict[str, str] = {}
     for row, answer in zip(found, answers, strict=True):

@@ -14,7 +14,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.runfolder.rundir import make_run
 from muster.launch.check.inspection import Inspection
 from muster.launch.check.judges import BAD, MARKS, OF_JOB, OF_SITE, WARNING, Answer, Expected
-from muster.launch.check.preflight import Row, exit_code, remarks, rows, titles, without
+from muster.launch.check.preflight import NodeRow, exit_code, remarks, rows, titles, without
 from muster.launch.common.fingerprint import fingerprint
 from muster.launch.common.screen import table
 from muster.launch.plan.plan import Context
@@ -82,7 +82,7 @@ def expected_of(context: Context) -> Expected:
     )
 
 
-def as_text(found: Sequence[Row], spare: int) -> str:
+def as_text(found: Sequence[NodeRow], spare: int) -> str:
     """Render the report: the table, warnings, problems, and how to continue; `spare`: the number of unused hosts."""
     columns = titles(found)
     cells = (
@@ -100,7 +100,7 @@ def as_text(found: Sequence[Row], spare: int) -> str:
     return "\n".join(lines)
 
 
-def as_data(found: Sequence[Row], answers: Sequence[Answer], code: int) -> dict[str, Any]:
+def as_data(found: Sequence[NodeRow], answers: Sequence[Answer], code: int) -> dict[str, Any]:
     """Return the report as plain JSON values."""
     nodes = [
         {"node": row.node, "host": row.host, "state": row.state, "cells": asdict(row)["cells"], "facts": answer.facts}

@@ -28,7 +28,7 @@ KILL_S: Final = 5.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StopOutcome:
     """The result of `muster stop`."""
 
     state: RunState
@@ -58,7 +58,7 @@ class Outcome:
         return f"{state.run_id} ended after {screen.duration(state.seconds)}: {state.outcome or state.state}"
 
 
-def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
+def stop(run: RunDir, *, grace_s: float | None, now: bool) -> StopOutcome:
     """Stop a run by the means that its state allows.
 
     Raises:
@@ -68,12 +68,12 @@ def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
     state = read_state(run)
     grace = 0.0 if now else state.grace_s if grace_s is None else grace_s
     if state.is_over and state.state != "lost":
-        return Outcome(state, was_over=True)
+        return StopOutcome(state, was_over=True)
     if run.slurm.exists():
         from muster.launch.scheduler.slurm_follow import cancel
 
         cancel([run], grace_s=grace, now=now)
-        return Outcome(read_state(run), was_over=False)
+        return StopOutcome(read_state(run), was_over=False)
     if state.state == "lost" and state.sure:
         return end_leftovers(run, term_s=0.0 if now else LEFTOVER_TERM_S, message="supervisor was gone")
     if state.transport == DIRECT:
@@ -86,7 +86,7 @@ def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
     return _wait(run, state, grace, term_s=0.0 if now else LEFTOVER_TERM_S)
 
 
-def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Outcome:
+def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> StopOutcome:
     """Wait for the supervisor's last row, longer while the ranks save; if the supervisor dies, end the run here."""
     patience_s = grace_s + BEYOND_GRACE_S
     deadline, drains = time.monotonic() + patience_s, False
@@ -102,7 +102,7 @@ def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Out
         if state.state == "lost" and state.sure:
             return end_leftovers(run, term_s=term_s, message="supervisor was gone")
         if state.is_over:
-            return Outcome(state, was_over=False)
+            return StopOutcome(state, was_over=False)
         time.sleep(POLL_S)
     raise StartTimeoutError(
         f"{run.run_id}: asked to stop, but it has not ended within {patience_s:g} s; "
@@ -110,7 +110,7 @@ def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Out
     )
 
 
-def end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
+def end_leftovers(run: RunDir, *, term_s: float, message: str) -> StopOutcome:
     """End the run's processes on this host, and write the last row in place of the supervisor, which is gone."""
     found = _leftovers(run)
     for pid in found:
@@ -137,7 +137,7 @@ def end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
             },
         )
         state = read_state(run)
-    return Outcome(state, was_over=False, leftovers=len(found))
+    return StopOutcome(state, was_over=False, leftovers=len(found))
 
 
 def _leftovers(run: RunDir) -> dict[int, int]:

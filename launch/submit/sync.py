@@ -65,7 +65,7 @@ SCRIPT: Final = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SyncOutcome:
     """The result for one host. `state`: brought, shared, or failed (then with an error)."""
 
     host: str
@@ -77,7 +77,7 @@ class Outcome:
         return {"host": self.host, "state": self.state, "error": str(self.error) if self.error else None}
 
 
-def sync(hosts: HostSet, ssh: SshSettings, *, to: str, python: str, fanout: int = 0) -> list[Outcome]:
+def sync(hosts: HostSet, ssh: SshSettings, *, to: str, python: str, fanout: int = 0) -> list[SyncOutcome]:
     """Copy the code to `to` on every host, and verify it. The outcomes are in the order of the hosts.
 
     Raises:
@@ -102,17 +102,19 @@ def tidy(argv: Sequence[str]) -> None:
         subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIDY_S)
 
 
-def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str, ssh: SshSettings) -> Outcome:
+def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str, ssh: SshSettings) -> SyncOutcome:
     """Copy the code to one host."""
     try:
         done = subprocess.run(argv, input=archive, capture_output=True, timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        return Outcome(host.name, "failed", UnreachableError(f"{host.name}: did not finish within {DEADLINE_S:g} s"))
+        return SyncOutcome(
+            host.name, "failed", UnreachableError(f"{host.name}: did not finish within {DEADLINE_S:g} s")
+        )
     said = done.stdout.decode(errors="replace").splitlines()
     errors = done.stderr.decode(errors="replace").splitlines()
     state = next((each for each in ("shared", "brought") if each in said), "failed")
     error = judge(host, state, done.returncode, said, errors, to=to, python=python, ssh=ssh)
-    return Outcome(host.name, "failed" if error else state, error)
+    return SyncOutcome(host.name, "failed" if error else state, error)
 
 
 def judge(
@@ -216,7 +218,7 @@ def shared_mark(root: Path, to: Path) -> Iterator[str]:
         path.unlink(missing_ok=True)
 
 
-def report(outcomes: Sequence[Outcome], to: str, code: str) -> list[str]:
+def report(outcomes: Sequence[SyncOutcome], to: str, code: str) -> list[str]:
     """Return one line per result, with the hosts that it applies to."""
     texts = {
         "brought": f"now have this code ({code}) in {to}",
@@ -227,7 +229,7 @@ def report(outcomes: Sequence[Outcome], to: str, code: str) -> list[str]:
     return [f"{fold(names)}: {texts[state]}" for state, names in groups.items() if names]
 
 
-def code_of(outcomes: Sequence[Outcome]) -> int:
+def code_of(outcomes: Sequence[SyncOutcome]) -> int:
     """Return the exit code: 69 if a host cannot be reached, else that of the first failure."""
     codes = [each.error.exit_code for each in outcomes if each.error is not None]
     return exits.UNREACHABLE if exits.UNREACHABLE in codes else next(iter(codes), exits.DONE)

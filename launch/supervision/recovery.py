@@ -137,7 +137,7 @@ def blamed(past: Sequence[Past]) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class NodeChoice:
     """The slots of the next attempt, in node order. `revive`: the slots whose agents must be restarted first."""
 
     slots: tuple[int, ...]
@@ -153,7 +153,7 @@ def choose(
     avoid: Sequence[frozenset[int]],
     revivable: Sequence[int],
     fits: Callable[[Sequence[int]], bool],
-) -> Choice | None:
+) -> NodeChoice | None:
     """Choose the nodes of the next attempt; return None if too few are left.
 
     `before`: the slots of the ended attempt. `alive`: the slots with an agent. `wanted` and `least`: numbers of nodes.
@@ -171,13 +171,13 @@ def choose(
         candidates = sorted((slot for slot in left if rank[slot] <= allowed), key=rank.__getitem__)
         for count in range(min(wanted, len(candidates)), least - 1, -1):
             if fits(candidates[:count]):
-                return Choice(tuple(candidates[:count]))
+                return NodeChoice(tuple(candidates[:count]))
     lost = [slot for slot in revivable if slot not in before]
     back = [*(slot for slot in before if slot in alive or slot in revivable), *left[len(kept) :], *lost]
     for count in range(min(wanted, len(back)), least - 1, -1):
         slots = tuple(back[:count])
         if fits(slots):
-            return Choice(slots, tuple(slot for slot in slots if slot not in alive))
+            return NodeChoice(slots, tuple(slot for slot in slots if slot not in alive))
     return None
 
 

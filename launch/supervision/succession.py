@@ -17,7 +17,7 @@ from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.attempt import Attempt
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Crew
-from muster.launch.supervision.recovery import Choice, Decision, Past, blamed, choose, decide, largest_part
+from muster.launch.supervision.recovery import Decision, NodeChoice, Past, blamed, choose, decide, largest_part
 
 
 class Succession:
@@ -35,7 +35,7 @@ class Succession:
 
     def follow(
         self, attempt: Attempt, slots: Sequence[int], verdict: Verdict, *, asked: bool
-    ) -> tuple[Decision, Choice | None]:
+    ) -> tuple[Decision, NodeChoice | None]:
         """Decide what follows an attempt that ran on `slots`; `asked`: somebody asked for the run to end."""
         self.begun |= attempt.startup.begun
         self.past.append(self._past(attempt, slots, verdict))
@@ -73,7 +73,7 @@ class Succession:
             grown=attempt.growing and attempt.stop is attempt.draining,
         )
 
-    def choose(self, slots: Sequence[int], alive: Sequence[int] | None = None) -> Choice | None:
+    def choose(self, slots: Sequence[int], alive: Sequence[int] | None = None) -> NodeChoice | None:
         """Choose the nodes of the attempt after one on `slots`, from `alive` (None: all slots with an agent)."""
         alive = self.crew.alive() if alive is None else alive
         nodes = enumerate(self.crew.nodes)
@@ -113,7 +113,7 @@ class Succession:
         return replace(verdict, message="\n".join((f"{first}; {why}", *more)))
 
     def announce(
-        self, number: int, verdict: Verdict, decision: Decision, choice: Choice, log: EventLog, console: Console
+        self, number: int, verdict: Verdict, decision: Decision, choice: NodeChoice, log: EventLog, console: Console
     ) -> None:
         """Print and log which attempt follows, on which nodes, and why."""
         hosts, why = self.crew.hosts(choice.slots), verdict.message.partition("\n")[0]

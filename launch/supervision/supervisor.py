@@ -40,7 +40,7 @@ from muster.launch.supervision.inbox import (
     Tick,
     requested,
 )
-from muster.launch.supervision.recovery import Choice, Decision
+from muster.launch.supervision.recovery import Decision, NodeChoice
 from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
 from muster.launch.supervision.story import last_advice
 from muster.launch.supervision.succession import Succession
@@ -164,7 +164,7 @@ class Supervisor:
         if self.stop is not None:  # the stop was requested between two attempts
             self.attempt.stop_all(self.stop, self.stop.message, 0.0)
 
-    async def _live_through(self) -> tuple[Decision, Choice | None]:
+    async def _live_through(self) -> tuple[Decision, NodeChoice | None]:
         """Run the current attempt to its end, record it, and decide what comes next."""
         attempt = self._current
         await self._pump(attempt.is_over)
@@ -203,7 +203,7 @@ class Supervisor:
         answer = asyncio.ensure_future(asyncio.to_thread(self.own_job.notice, limit=limit))
         answer.add_done_callback(lambda _: self.inbox.put(Noticed(answer)))
 
-    async def _prepare(self, decision: Decision, choice: Choice) -> bool:
+    async def _prepare(self, decision: Decision, choice: NodeChoice) -> bool:
         """Wait, restart agents if needed, and place the next attempt; return False if a stop was requested."""
         until = time.monotonic() + decision.delay_s
         await self._pump(lambda: time.monotonic() >= until or self.stop is not None)

@@ -6,11 +6,11 @@ from pathlib import Path
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records.runstate import read_state
 from muster.launch.scheduler.held_signals import request_stop
-from muster.launch.submit.stopping import Outcome, stop
+from muster.launch.submit.stopping import StopOutcome, stop
 from muster.launch.sweeps.sweep import SweepRecord
 
 
-def stop_sweep(folder: Path, *, grace_s: float | None, now: bool) -> list[Outcome]:
+def stop_sweep(folder: Path, *, grace_s: float | None, now: bool) -> list[StopOutcome]:
     """Stop the runs of a sweep, and the process that starts them. Errors as for `stop`."""
     record = SweepRecord.read(folder)
     request_stop(RunDir(folder), grace_s, now=now)

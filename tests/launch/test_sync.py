@@ -19,7 +19,7 @@ from muster.jobs.spec.site import SshSettings
 from muster.launch.cli import main
 from muster.launch.common.fingerprint import PACKAGE, fingerprint
 from muster.launch.submit import sync as module
-from muster.launch.submit.sync import SCRIPT, Outcome, code_of, found_code, judge, pack, report, sync
+from muster.launch.submit.sync import SCRIPT, SyncOutcome, code_of, found_code, judge, pack, report, sync
 from support.sshd import Sshd, closed_port
 from support.worktrees import commit, repository, write
 
@@ -118,13 +118,13 @@ def test_the_fingerprint_is_found_among_a_login_shell_s_chatter() -> None:
 
 
 def test_hosts_that_fared_alike_are_one_line_and_the_worst_gives_the_code() -> None:
-    outcomes = [Outcome("n1", "brought"), Outcome("n2", "brought"), Outcome("n3", "shared")]
+    outcomes = [SyncOutcome("n1", "brought"), SyncOutcome("n2", "brought"), SyncOutcome("n3", "shared")]
     assert report(outcomes, "/d", "abc") == [
         "n[1-2]: now have this code (abc) in /d",
         "n3: share /d and have this code (abc) already",
     ]
     assert code_of(outcomes) == 0
-    refused, gone = Outcome("n4", "failed", RefusedError("x")), Outcome("n5", "failed", UnreachableError("x"))
+    refused, gone = SyncOutcome("n4", "failed", RefusedError("x")), SyncOutcome("n5", "failed", UnreachableError("x"))
     assert code_of([*outcomes, refused]) == 78
     assert code_of([refused, gone]) == 69
 
@@ -143,7 +143,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def bring(sshd: Sshd, to: Path, *names: str, python: str = sys.executable) -> dict[str, Outcome]:
+def bring(sshd: Sshd, to: Path, *names: str, python: str = sys.executable) -> dict[str, SyncOutcome]:
     """Sync with hosts that are all one server; where the one called `gone` should be, nothing listens."""
     ports = {"gone": closed_port()}
     hosts = tuple(Host(name, "", login=Login("127.0.0.1", port=ports.get(name, sshd.port))) for name in names)

@@ -85,7 +85,10 @@ def test_the_table_has_both_units_and_the_formula(capsys: pytest.CaptureFixture[
             ("--parameters", "7b", "--optimizer-states", "2", "--world", "0"),
             "--world 0: expected a whole number from 1",
         ),
-        (("--parameters", "7b", "--optimizer-states", "2", "--world", "8", "--bits", "16,32"), "--bits 16,32: expected"),
+        (
+            ("--parameters", "7b", "--optimizer-states", "2", "--world", "8", "--bits", "16,32"),
+            "--bits 16,32: expected",
+        ),
         (
             ("--parameters", "7b", "--optimizer-states", "2", "--world", "8", "--bits", "16,x,32"),
             "--bits 16,x,32: expected",

@@ -7,7 +7,7 @@ import pytest
 
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
 from muster.launch.check.judges import BAD, GOOD, OF_SITE, UNKNOWN, WARNING, Answer, Cell, Expected
-from muster.launch.check.preflight import Row, exit_code, remarks, rows, titles, without
+from muster.launch.check.preflight import NodeRow, exit_code, remarks, rows, titles, without
 from support.messages import hello
 
 CODE = "0123456789ab"
@@ -48,7 +48,7 @@ def healthy(count: int = 4) -> list[Answer]:
     return answers
 
 
-def judged(answers: list[Answer], expected: Expected = EXPECTED) -> list[Row]:
+def judged(answers: list[Answer], expected: Expected = EXPECTED) -> list[NodeRow]:
     return rows(answers, expected)
 
 

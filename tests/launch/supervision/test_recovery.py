@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from muster.jobs.basics import exits
 from muster.jobs.spec.failover import RestartSettings
 from muster.launch.records.verdict import Ending, Stop, Verdict, judge
-from muster.launch.supervision.recovery import Choice, Decision, Past, blamed, choose, decide, in_vain, largest_part
+from muster.launch.supervision.recovery import Decision, NodeChoice, Past, blamed, choose, decide, in_vain, largest_part
 
 ALWAYS = RestartSettings(max=100)
 
@@ -138,7 +138,7 @@ def chosen(
     avoid: set[int] | None = None,
     revivable: list[int] | None = None,
     sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6),
-) -> Choice | None:
+) -> NodeChoice | None:
     return choose(
         before,
         alive,
@@ -153,20 +153,23 @@ def chosen(
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        (chosen([0, 1, 2, 3], [0, 1, 2, 3]), Choice((0, 1, 2, 3))),  # nobody is lost
-        (chosen([0, 1, 2, 3], [0, 2, 3, 4]), Choice((0, 2, 3, 4))),  # a spare replaces
-        (chosen([0, 1, 2, 3], [0, 2, 3], least=2), Choice((0, 2, 3))),  # fewer are better than waiting
-        (chosen([0, 1, 2, 3], [0, 2, 3], least=2, sizes=(1, 2, 4)), Choice((0, 2))),  # as many as the job can use
-        (chosen([0, 1, 2, 3], [0, 2, 3], revivable=[1]), Choice((0, 1, 2, 3), (1,))),  # too few: the lost one returns
+        (chosen([0, 1, 2, 3], [0, 1, 2, 3]), NodeChoice((0, 1, 2, 3))),  # nobody is lost
+        (chosen([0, 1, 2, 3], [0, 2, 3, 4]), NodeChoice((0, 2, 3, 4))),  # a spare replaces
+        (chosen([0, 1, 2, 3], [0, 2, 3], least=2), NodeChoice((0, 2, 3))),  # fewer are better than waiting
+        (chosen([0, 1, 2, 3], [0, 2, 3], least=2, sizes=(1, 2, 4)), NodeChoice((0, 2))),  # as many as the job can use
+        (
+            chosen([0, 1, 2, 3], [0, 2, 3], revivable=[1]),
+            NodeChoice((0, 1, 2, 3), (1,)),
+        ),  # too few: the lost one returns
         (chosen([0, 1, 2, 3], [0, 2, 3]), None),
-        (chosen([0, 1, 2, 3], [0, 1, 2, 3], least=3, avoid={1}), Choice((0, 2, 3))),  # a blamed one is left out
-        (chosen([0, 1, 2, 3], [0, 1, 2, 3, 4], avoid={1}), Choice((0, 2, 3, 4))),
-        (chosen([0, 1, 2, 3], [0, 1, 2, 3], avoid={1}), Choice((0, 2, 3, 1))),  # unless there is no other
-        (chosen([0, 1], [0, 1, 2, 3], wanted=2, least=1), Choice((0, 1))),
-        (chosen([0, 1], [], wanted=2, least=1, revivable=[0, 1]), Choice((0, 1), (0, 1))),
+        (chosen([0, 1, 2, 3], [0, 1, 2, 3], least=3, avoid={1}), NodeChoice((0, 2, 3))),  # a blamed one is left out
+        (chosen([0, 1, 2, 3], [0, 1, 2, 3, 4], avoid={1}), NodeChoice((0, 2, 3, 4))),
+        (chosen([0, 1, 2, 3], [0, 1, 2, 3], avoid={1}), NodeChoice((0, 2, 3, 1))),  # unless there is no other
+        (chosen([0, 1], [0, 1, 2, 3], wanted=2, least=1), NodeChoice((0, 1))),
+        (chosen([0, 1], [], wanted=2, least=1, revivable=[0, 1]), NodeChoice((0, 1), (0, 1))),
     ],
 )
-def test_the_nodes_of_the_next_attempt(what: Choice | None, expected: Choice | None) -> None:
+def test_the_nodes_of_the_next_attempt(what: NodeChoice | None, expected: NodeChoice | None) -> None:
     assert what == expected
 
 
@@ -250,17 +253,17 @@ def test_the_largest_part_of_a_cut_network(slots: list[int], cuts: set[frozenset
     assert largest_part(slots, cuts) == expected
 
 
-def in_groups(before: list[int], alive: list[int], blame: set[int], apart: set[int], least: int) -> Choice | None:
+def in_groups(before: list[int], alive: list[int], blame: set[int], apart: set[int], least: int) -> NodeChoice | None:
     avoid = [frozenset(blame), frozenset(apart)]
     return choose(before, alive, wanted=4, least=least, avoid=avoid, revivable=[], fits=lambda _: True)
 
 
 def test_nodes_that_are_cut_off_are_used_last() -> None:
-    assert in_groups([0, 1, 2, 3], [0, 1, 2, 3], {1}, {2}, 2) == Choice((0, 3))
-    assert in_groups([0, 1, 2, 3], [0, 1, 2, 3], {1}, {2}, 3) == Choice((0, 3, 1))
-    assert in_groups([0, 1, 2, 3], [0, 1, 2, 3], {1}, {2}, 4) == Choice((0, 3, 1, 2))
+    assert in_groups([0, 1, 2, 3], [0, 1, 2, 3], {1}, {2}, 2) == NodeChoice((0, 3))
+    assert in_groups([0, 1, 2, 3], [0, 1, 2, 3], {1}, {2}, 3) == NodeChoice((0, 3, 1))
+    assert in_groups([0, 1, 2, 3], [0, 1, 2, 3], {1}, {2}, 4) == NodeChoice((0, 3, 1, 2))
 
 
 def test_a_node_that_was_lost_earlier_replaces_one_that_is_lost_now() -> None:
-    assert chosen([0, 1], [0, 2], wanted=2, least=2, revivable=[1, 3]) == Choice((0, 2))
-    assert chosen([0], [0], wanted=2, least=2, revivable=[3]) == Choice((0, 3), (3,))
+    assert chosen([0, 1], [0, 2], wanted=2, least=2, revivable=[1, 3]) == NodeChoice((0, 2))
+    assert chosen([0], [0], wanted=2, least=2, revivable=[3]) == NodeChoice((0, 3), (3,))

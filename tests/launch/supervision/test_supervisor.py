@@ -24,7 +24,7 @@ from muster.launch.supervision import inbox, reserve
 from muster.launch.supervision import supervisor as module
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.inbox import Heard
-from muster.launch.supervision.recovery import Choice, Past
+from muster.launch.supervision.recovery import NodeChoice, Past
 from muster.launch.supervision.supervisor import Supervisor
 from muster.launch.wire.messages import ToAgent
 from support.messages import hello
@@ -151,7 +151,7 @@ def test_without_a_node_that_stayed_away_the_run_ends_and_says_what_the_job_need
     supervisor = make(Boots(9, UnreachableError("")), min_nodes=min_nodes)
     slots = tuple(range(4))
     begun = supervisor.succession.follow(supervisor.attempt, slots, Verdict(exits.UNREACHABLE, "silent"), asked=False)
-    assert begun[1] == Choice(slots, (LOST,)), "it is waited for first"
+    assert begun[1] == NodeChoice(slots, (LOST,)), "it is waited for first"
     supervisor.reserve.give_up("no route to host")
     supervisor.attempt.startup.begun = False
     verdict = Verdict(exits.UNREACHABLE, "n3: no route to host\nto continue without them: --exclude n3")
