@@ -9,14 +9,14 @@ A step that several attempts have done counts as the newest did it. Steps withou
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Final
 
 from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common.fields import number, real, typed_lines
+from muster.launch.common.fields import real, typed_lines
 from muster.launch.look.memories import read_memories
+from muster.launch.look.rank_rows import COLUMN, Table, over_ranks, read_rank
 
 PARTS: Final = ("data", "computation", "communication", "optimizer", "idle")
 COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # of a rank's row, in seconds
@@ -25,17 +25,9 @@ COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # of a rank's row, in seconds
     "communication": ("communication_s",),
     "optimizer": ("optimizer_s",),
 }
+SUMS: Final = [COLUMN[name] for name in ("rate", *(each for columns in COLUMNS.values() for each in columns))]
+LARGEST: Final = [COLUMN["step_s"], COLUMN["time"]]
 SLOW: Final = 1.2  # times the usual step: a step so slow at the beginning is warm-up
-
-
-class RankStep(NamedTuple):
-    """A step as one rank has it; `parts` in the order of COLUMNS."""
-
-    epoch: int
-    seconds: float
-    parts: tuple[float, ...]
-    units: float
-    time: float
 
 
 @dataclass(frozen=True)
@@ -106,40 +98,33 @@ def warm_up(steps: Sequence[Step]) -> int:
 
 def _steps(run: RunDir) -> tuple[list[Step], int, str]:
     """Return all steps in order, the ranks of the newest attempt, and the unit of the rate."""
-    newest: dict[int, list[RankStep]] = {}
+    newest: dict[int, tuple[Table, int]] = {}  # by step: its row over all ranks, and how many they were
     unit = ""
     for attempt in run.attempt_numbers():
-        by_rank = [_rows(path) for path in sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))]
-        of_all = set.intersection(*map(set, by_rank)) if by_rank else set()
-        newest |= {place: [rows[place] for rows in by_rank] for place in of_all}
+        paths = sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))
+        table, ranks = over_ranks(map(_with_units, map(read_rank, paths)), SUMS, LARGEST)
+        newest |= {int(row[0]): (row, ranks) for row in table}
     losses = {}
     for row in typed_lines(run.metrics):
         if "step" in row and "evaluation" not in row:
             losses[row["step"]] = real(row.get("loss"))
             unit = row.get("unit", unit)
-    steps = [_step(place, newest[place], losses.get(place)) for place in sorted(newest)]
-    return steps, len(newest[steps[-1].number]) if steps else 0, unit
+    steps = [_step(*newest[place], losses.get(place)) for place in sorted(newest)]
+    return steps, newest[steps[-1].number][1] if steps else 0, unit
 
 
-def _rows(path: Path) -> dict[int, RankStep]:
-    found = {}
-    for row in typed_lines(path):
-        place, seconds = number(row.get("step"), least=1), real(row.get("step_s"))
-        if place is None or not seconds or seconds < 0.0:
-            continue
-        parts = tuple(sum(real(row.get(each)) or 0.0 for each in columns) for columns in COLUMNS.values())
-        units, epoch = (real(row.get("rate")) or 0.0) * seconds, number(row.get("epoch"), least=1) or 1
-        found[place] = RankStep(epoch, seconds, parts, units, real(row.get("time")) or 0.0)
-    return found
+def _with_units(table: Table) -> Table:
+    """Turn the rate of each step into the units that were done in it: those of ranks can be added."""
+    table[:, COLUMN["rate"]] *= table[:, COLUMN["step_s"]]
+    return table
 
 
-def _step(place: int, ranks: Sequence[RankStep], loss: float | None) -> Step:
-    seconds = max(each.seconds for each in ranks)
-    means = [sum(values) / len(ranks) for values in zip(*(each.parts for each in ranks), strict=True)]
-    parts = dict(zip(COLUMNS, means, strict=True))
-    parts["idle"] = max(seconds - sum(means), 0.0)
-    units, time = sum(each.units for each in ranks), max(each.time for each in ranks)
-    return Step(place, ranks[0].epoch, seconds, parts, units, loss, time)
+def _step(row: Table, ranks: int, loss: float | None) -> Step:
+    found: dict[str, float] = dict(zip(COLUMN, row.tolist(), strict=True))
+    seconds = found["step_s"]
+    parts = {part: sum(found[column] for column in columns) / ranks for part, columns in COLUMNS.items()}
+    parts["idle"] = max(seconds - sum(parts.values()), 0.0)
+    return Step(int(found["step"]), int(found["epoch"]), seconds, parts, found["rate"], loss, found["time"])
 
 
 def _job(run: RunDir) -> tuple[str, int | None]:
