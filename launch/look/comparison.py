@@ -112,9 +112,14 @@ def row_of(label: str, runs: Sequence[Measured]) -> Row:
     )
 
 
-def _against(row: Row, runs: Sequence[Measured], base: Row, base_runs: Sequence[Measured]) -> Row:
+def scaled(row: Row, base: Row) -> tuple[float | None, float | None]:
+    """Return the speed-up and the efficiency of a row against another; None where their rates cannot be compared."""
     speedup = row.rate / base.rate if base.rate and row.unit == base.unit else None
-    efficiency = None if speedup is None else speedup * base.ranks / row.ranks
+    return speedup, None if speedup is None else speedup * base.ranks / row.ranks
+
+
+def _against(row: Row, runs: Sequence[Measured], base: Row, base_runs: Sequence[Measured]) -> Row:
+    speedup, efficiency = scaled(row, base)
     found = {**asdict(row), "speedup": speedup, "efficiency": efficiency}
     if row.label == base.label:
         return Row(**{**found, "verdict": "baseline"})

@@ -1,0 +1,161 @@
+"""Draw a `Plot` with matplotlib: into a file, or as SVG inside an HTML page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from muster.jobs.basics.terminal import printable
+from muster.jobs.measuring.figures import NothingToPlotError, drawing, sheet
+from muster.launch.look.plots.panels import COLORS, GRID, PAINTERS, beside, places_of, shortened
+from muster.launch.look.plots.series import Plot
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
+    from matplotlib.figure import Figure
+
+WIDTH: Final = 7.0  # inches
+LETTER: Final = 0.075  # inches, of font size 9
+LINE: Final = 0.2
+BAR: Final = 0.3
+MOST_BARS: Final = 250
+MOST_LINES: Final = 60
+SVG: Final = "http://www.w3.org/2000/svg"
+XLINK: Final = "{http://www.w3.org/1999/xlink}href"
+DARK: Final = ("#7cc8f2", "#4a9fe0", "#f0b429", "#2fc79b", "#5a5a5a", "#e39cc4", "#f08040", "#a8a8a8")
+
+
+def save(plot: Plot, path: Path, command: str) -> None:
+    """Draw a plot into a file whose suffix is .png, .svg or .pdf, with the command line in its metadata.
+
+    Raises:
+        NothingToPlotError: it has more rows than one picture can show.
+        RefusedError, RunFolderError, StorageError: as `drawing`.
+    """
+    with drawing(path, *size_of(plot), command=command) as figure:
+        draw(plot, figure)
+
+
+def draw(plot: Plot, figure: "Figure") -> None:
+    """Draw the panels of a plot, and one legend of them all."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):  # `$` and `_` in a name are just letters
+        every = figure.subplots(len(plot.panels), 1, squeeze=False)[:, 0]
+        handles: dict[str, Any] = {}
+        for axes, panel in zip(every, plot.panels, strict=True):
+            handles |= PAINTERS[panel.style](axes, panel)
+            axes.set_title(panel.title, loc="left", fontweight="bold")
+            axes.set_axisbelow(True)
+        if plot.note:
+            every[-1].set_xlabel(f"{every[-1].get_xlabel()}\n{_wrapped(plot.note)}")
+        if len(handles) > 1:
+            _legend(figure, handles)
+
+
+def inline_svg(plot: Plot) -> str:
+    """Draw a plot as an <svg> element for an HTML page. Its colors are variables, which `page_css` defines.
+
+    Raises:
+        NothingToPlotError: it has more rows than one picture can show.
+        RefusedError: matplotlib is not installed.
+    """
+    import hashlib
+    import io
+    from xml.etree import ElementTree
+
+    drawn = io.StringIO()
+    with sheet(*size_of(plot), {"svg.fonttype": "none"}) as figure:
+        draw(plot, figure)
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    ElementTree.register_namespace("", SVG)
+    root = ElementTree.fromstring(drawn.getvalue())
+    prefix = f"plot-{plot.kind}-{hashlib.sha256(repr(plot).encode()).hexdigest()[:8]}"
+    _fit_into_page(root, prefix)
+    for place, (tag, text) in enumerate((("title", plot.title), ("desc", _description(plot)))):
+        about = ElementTree.Element(f"{{{SVG}}}{tag}", {"id": f"{prefix}-{tag}"})
+        about.text = printable(text)
+        root.insert(place, about)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def page_css() -> str:
+    """Return the style sheet of `inline_svg`'s colors, for light and dark pages."""
+    light, dark = (
+        "".join(f"--plot-{place}:{color};" for place, color in enumerate(colors, 1)) for colors in (COLORS, DARK)
+    )
+    return f":root{{{light}--plot-grid:#d0d0d0}}@media(prefers-color-scheme:dark){{:root{{{dark}--plot-grid:#444444}}}}"
+
+
+def _fit_into_page(root: "Element", prefix: str) -> None:
+    """Drop what belongs to a file; make ids unique in the page; let the page choose size and colors."""
+    import re
+
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{SVG}}}metadata", f"{{{SVG}}}style"):
+                parent.remove(child)
+    variables = {color: f"var(--plot-{place}, {color})" for place, color in enumerate(COLORS, 1)}
+    variables |= {GRID: f"var(--plot-grid, {GRID})"}
+    for each in root.iter():
+        for name, value in list(each.attrib.items()):
+            if name == "id":
+                each.set("id", f"{prefix}-{value}")
+            elif name == XLINK:
+                del each.attrib[name]
+                each.set("href", value.replace("#", f"#{prefix}-"))
+            else:
+                value = re.sub(r"#[0-9a-f]{6}", lambda found: variables.get(found[0], "currentColor"), value)
+                each.set(name, value.replace("url(#", f"url(#{prefix}-"))
+        if each.tag == f"{{{SVG}}}text" and "fill" not in each.get("style", ""):
+            each.set("fill", "currentColor")
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    root.attrib |= {"role": "img", "aria-labelledby": f"{prefix}-title {prefix}-desc"}
+    root.attrib |= {"stroke-linejoin": "round", "stroke-linecap": "butt", "class": "plot"}
+
+
+def _description(plot: Plot) -> str:
+    names = ", ".join(dict.fromkeys(each.label for each in plot.series))
+    return f"{plot.y_label}, {plot.x_label or 'by run'}: {names}. {plot.note}".strip()
+
+
+def size_of(plot: Plot) -> tuple[float, float]:
+    """Return the width and the height of a plot in inches.
+
+    Raises:
+        NothingToPlotError: it has more rows than one picture can show.
+    """
+    height = 0.0
+    for panel in plot.panels:
+        lines = panel.style == "lines"
+        many = len(panel.series) if lines else len(places_of(panel)) * beside(panel)
+        if many > (MOST_LINES if lines else MOST_BARS):
+            raise NothingToPlotError(
+                f"{many} {'lines' if lines else 'bars'} are too many for a picture; name fewer runs"
+            )
+        height += 2.9 if lines else 0.9 + BAR * (many + 1)
+    names = {each.label for panel in plot.panels for each in panel.series}
+    notes = _wrapped(plot.note).count("\n") + 1 if plot.note else 0
+    return WIDTH, height + LINE * (notes + -(-len(names) // _columns(list(names))) + 1)
+
+
+def _legend(figure: "Figure", handles: dict[str, Any]) -> None:
+    """Put the names below the plot. They are set afterwards: a legend leaves out names that begin with `_`."""
+    names = ["." for _ in handles]
+    legend = figure.legend(
+        list(handles.values()), names, loc="outside lower left", ncols=_columns(list(handles)), frameon=False
+    )
+    for text, name in zip(legend.get_texts(), handles, strict=True):
+        text.set_text(shortened(name))
+
+
+def _columns(names: Sequence[str]) -> int:
+    widest = max((len(shortened(name)) for name in names), default=1)
+    return max(min(int(WIDTH / (LETTER * widest + 0.6)), len(names)), 1)
+
+
+def _wrapped(text: str) -> str:
+    import textwrap
+
+    return textwrap.fill(shortened(text, 400), int(WIDTH / LETTER * 1.1))

@@ -1,0 +1,219 @@
+"""The content of a plot as data. Tests, tables, JSON and the report read it; `draw.py` draws it. Pure.
+
+All numbers come from `comparison.Row` and `steps.Measured`, in seconds, bytes, units per second, or shares of 1.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, pairwise
+from typing import Any, Final, Literal
+
+from muster.jobs.basics.words import counted
+from muster.jobs.measuring.figures import NothingToPlotError
+from muster.jobs.measuring.stats import median_interval
+from muster.launch.look.comparison import Row, scaled
+from muster.launch.look.steps import PARTS, Measured, Step, losses_of
+
+KINDS: Final = ("split_time", "throughput", "scaling", "loss", "memory", "timeline")
+Groups = Mapping[str, Sequence[Measured]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, or one color of bars. `low` and `high` are the ends of its intervals.
+
+    A reference (the ideal line, a formula) is not measured; a mark is a point on top of stacked bars.
+    """
+
+    label: str
+    x: tuple[float | str, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
+    role: Literal["measured", "reference", "mark"] = "measured"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One picture: its series, their axes, and perhaps a second panel below."""
+
+    kind: str
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    style: Literal["stacked", "bars", "lines"] = "lines"
+    unit: str = ""  # of y: s, B, share, or another one that is shown as it is
+    note: str = ""
+    below: "Plot | None" = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plot as JSON has it."""
+        return asdict(self)
+
+    @property
+    def panels(self) -> tuple["Plot", ...]:
+        """This panel and those below it."""
+        return (self, *(self.below.panels if self.below else ()))
+
+
+def plot_of(
+    kind: str,
+    rows: Sequence[Row],
+    groups: Groups,
+    *,
+    baseline: str | None = None,
+    formulas: Mapping[str, float] | None = None,
+) -> Plot:
+    """Return a plot of the rows that `compared` made from the groups.
+
+    `baseline` is the row where the ideal line begins (None: the fewest ranks of each line). `formulas` has the
+    predicted peak memory of rows, in bytes.
+
+    Raises:
+        NothingToPlotError: no row has what the plot shows, or the rows do not fit into one plot.
+    """
+    if kind == "scaling":
+        return _scaling(rows, groups, baseline)
+    if kind == "memory":
+        return _memory(rows, groups, formulas or {})
+    return _PLOTS[kind](rows, groups)
+
+
+def _split_time(rows: Sequence[Row], groups: Groups) -> Plot:
+    labels = tuple(row.label for row in rows)
+    parts = [Series(part, labels, tuple(row.parts_s[part] for row in rows)) for part in PARTS]
+    medians, lows, highs = zip(*((row.median_s, row.low_s, row.high_s) for row in rows), strict=True)
+    step = Series("median step and its 95 % interval", labels, medians, lows, highs, role="mark")
+    note = "means over steps and ranks; communication: the exposed part"
+    return Plot("split_time", "Time of a step", "", "time", (*parts, step), "stacked", "s", note)
+
+
+def _throughput(rows: Sequence[Row], groups: Groups) -> Plot:
+    rows, note = _with(rows, lambda row: row.rate > 0.0, "no rate recorded")
+    series = []
+    for mode, alike in groupby(sorted(rows, key=lambda row: (_first(rows, row.mode), row.ranks)), lambda row: row.mode):
+        own = tuple(alike)
+        lows, highs = zip(*(_rates(groups[row.label]) for row in own), strict=True)
+        labels = tuple(row.label for row in own)
+        series.append(Series(mode or "run", labels, tuple(row.rate for row in own), lows, highs))
+    note = "; ".join(filter(None, ("all ranks together, with 95 % intervals", note)))
+    return Plot("throughput", "Throughput", "", "rate", tuple(series), "bars", _unit(rows), note)
+
+
+def _scaling(rows: Sequence[Row], groups: Groups, baseline: str | None) -> Plot:
+    rows, note = _with(rows, lambda row: row.rate > 0.0, "no rate recorded")
+    base = next((row for row in rows if row.label == baseline), None)
+    rates, ideals, efficiencies = [], [], []
+    for name, line in _lines(rows).items():
+        ranks = tuple(float(row.ranks) for row in line)
+        lows, highs = zip(*(_rates(groups[row.label]) for row in line), strict=True)
+        start = base or line[0]
+        rates.append(Series(name, ranks, tuple(row.rate for row in line), lows, highs))
+        ideal = tuple(start.rate * row.ranks / start.ranks for row in line)
+        ideals.append(Series(f"ideal, from {start.label}", ranks, ideal, role="reference"))
+        efficiencies.append(Series(name, ranks, tuple(scaled(row, start)[1] or 0.0 for row in line)))
+    if max(len(each.x) for each in rates) < 2:
+        raise NothingToPlotError("scaling takes rows of one mode with different numbers of ranks; there are none")
+    every = tuple(sorted({rank for each in rates for rank in each.x if isinstance(rank, float)}))
+    whole = Series("ideal", every, tuple(1.0 for _ in every), role="reference")
+    below = Plot("scaling", "Efficiency", "ranks", "of the ideal rate", (*efficiencies, whole), unit="share")
+    note = "; ".join(filter(None, ("with 95 % intervals", note)))
+    return Plot("scaling", "Scaling", "ranks", "rate", (*rates, *ideals), "lines", _unit(rows), note, below)
+
+
+def _loss(rows: Sequence[Row], groups: Groups) -> Plot:
+    series = []
+    rows, note = _with(rows, lambda row: any(True for _ in losses_of(groups[row.label][0])), "no loss recorded")
+    for row in rows:
+        runs = [dict(losses_of(run)) for run in groups[row.label]]
+        steps = tuple(runs[0])
+        lows, highs = None, None
+        if len(runs) > 1:
+            found = [[losses[step] for losses in runs if step in losses] for step in steps]
+            lows, highs = tuple(map(min, found)), tuple(map(max, found))
+        series.append(Series(row.label, tuple(map(float, steps)), tuple(runs[0].values()), lows, highs))
+    if any(each.low for each in series):
+        note = "; ".join(filter(None, ("lines: the first run; bands: all repeats", note)))
+    return Plot("loss", "Loss", "step", "loss", tuple(series), note=note)
+
+
+def _memory(rows: Sequence[Row], groups: Groups, formulas: Mapping[str, float]) -> Plot:
+    rows, note = _with(rows, lambda row: row.peak_bytes is not None, "no memory recorded")
+    peaks, lows, highs = [], [], []
+    for row in rows:
+        of_runs = [run.peak_bytes for run in groups[row.label] if run.peak_bytes is not None]
+        low, high = median_interval(of_runs)
+        peaks.append(float(row.peak_bytes or 0))
+        lows.append(float(low))
+        highs.append(float(high))
+    series = [Series("measured", tuple(row.label for row in rows), tuple(peaks), tuple(lows), tuple(highs))]
+    if known := tuple(row.label for row in rows if row.label in formulas):
+        series.append(Series("formula", known, tuple(formulas[label] for label in known), role="reference"))
+    note = "; ".join(filter(None, ("the fullest rank", note)))
+    return Plot("memory", "Peak memory", "", "memory", tuple(series), "bars", "B", note)
+
+
+_PLOTS: Final[Mapping[str, Callable[[Sequence[Row], Groups], Plot]]] = {
+    "split_time": _split_time,
+    "throughput": _throughput,
+    "loss": _loss,
+}
+
+
+def _with(rows: Sequence[Row], has: Callable[[Row], bool], without: str) -> tuple[list[Row], str]:
+    """Return the rows that have something to draw, and a note about the others."""
+    kept = [row for row in rows if has(row)]
+    missing = [row.label for row in rows if not has(row)]
+    if not kept:
+        raise NothingToPlotError(f"{without} in {', '.join(missing)}")
+    return kept, f"left out: {', '.join(missing)} ({without})" if missing else ""
+
+
+def _unit(rows: Sequence[Row]) -> str:
+    units = sorted({row.unit for row in rows})
+    if len(units) > 1:
+        raise NothingToPlotError(f"the rows count different units: {', '.join(units)}; plot them apart")
+    return units[0]
+
+
+def _rates(runs: Sequence[Measured]) -> tuple[float, float]:
+    """Return the interval of the rate: over the runs, or over the steps of a single run."""
+    return median_interval([_rate(run.steps) for run in runs] if len(runs) > 1 else list(map(_rate_of, runs[0].steps)))
+
+
+def _rate(steps: Sequence[Step]) -> float:
+    return sum(step.units for step in steps) / sum(step.seconds for step in steps)
+
+
+def _rate_of(step: Step) -> float:
+    return step.units / step.seconds
+
+
+def _first(rows: Sequence[Row], mode: str) -> int:
+    """Return the place of the first row of a mode."""
+    return next(place for place, row in enumerate(rows) if row.mode == mode)
+
+
+def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Sort rows into lines by mode, else by mode and batch (per rank, or of all), so that each has a rank count once.
+
+    Raises:
+        NothingToPlotError: two rows differ in neither.
+    """
+    ways: list[Callable[[Row], str]] = [
+        lambda row: row.mode or "run",
+        lambda row: f"{row.mode}, batch {row.batch}",
+        lambda row: f"{row.mode}, batch {(row.batch or 0) / row.ranks:g} per rank",
+    ]
+    found: dict[str, list[Row]] = {}
+    for way in ways:
+        found = {}
+        for row in sorted(rows, key=lambda row: (_first(rows, row.mode), row.ranks)):
+            found.setdefault(way(row), []).append(row)
+        if all(len({row.ranks for row in line}) == len(line) for line in found.values()):
+            return found
+    line = next(line for line in found.values() if len({row.ranks for row in line}) < len(line))
+    one, other = next((a, b) for a, b in pairwise(line) if a.ranks == b.ranks)
+    same = f"are both {one.mode} on {counted(one.ranks, 'rank')}"
+    raise NothingToPlotError(f"{one.label} and {other.label} {same}; leave one out, or give both the same label")
