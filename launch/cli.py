@@ -33,6 +33,7 @@ GROUPS = (
             ("list", "list the runs of a folder"),
             ("status", "show one run: how far it is, and every rank"),
             ("compare", "show where the time of a step went in several runs, and which of them is faster"),
+            ("plot", "draw one picture of several runs, or print its numbers"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
             ("timeline", "draw what the ranks of a pipeline did in a step, and how long they were idle"),
@@ -75,7 +76,17 @@ GROUPS = (
     ),
 )
 PHRASES = {name: phrase for _, commands in GROUPS for name, phrase in commands}
-LOOKING = ("list", "status", "compare", "logs", "profile", "timeline", "memory", "why")  # of runs they only show files
+LOOKING = (
+    "list",
+    "status",
+    "compare",
+    "plot",
+    "logs",
+    "profile",
+    "timeline",
+    "memory",
+    "why",
+)  # of runs they only show files
 INTERRUPTED = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 NOT_FOUND = 72

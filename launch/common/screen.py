@@ -44,7 +44,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Se
             missing.append(name.rstrip(">"))
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column, _ in by_column:
-        grid.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", no_wrap=True)
+        grid.add_column(
+            Text(printable(column.rstrip(">"))), justify="right" if column.endswith(">") else "left", no_wrap=True
+        )
     for texts in zip(*(texts for _, texts in by_column), strict=True):
         grid.add_row(*(Text(printable(text), style=STYLES.get(text.rstrip("?"), "")) for text in texts))
     console = Console(file=sys.stdout, width=WIDE)
@@ -85,7 +87,12 @@ def save(file: str, text: str) -> None:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunFolderError(f"{file}: cannot be written: {(error.strerror or 'unknown reason').lower()}") from error
-    print(f"muster: wrote {file}", file=sys.stderr)
+    say(f"wrote {file}")
+
+
+def say(text: str) -> None:
+    """Say one thing of ours on standard error, beside the data on standard output."""
+    print(f"muster: {text}", file=sys.stderr, flush=True)
 
 
 def clock(unix_s: float | None) -> str:

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.basics.errors import MusterError, NotFoundError, RefusedError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_json
 from muster.jobs.runfolder.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
@@ -146,6 +146,16 @@ def formula_of(run: RunDir, memory: RankMemory, own: "OwnCode | None" = None) ->
     except (MusterError, KeyError):
         return None
     return None if every is None else every[memory.rank * len(every) // ranks]  # ranks of a stage are neighbours
+
+
+def expected_peak(run: RunDir) -> float | None:
+    """Return what the formulas say of the fullest rank's peak; None where there is no record or no formula."""
+    try:
+        (rank,) = fullest(read_memories(run, None)[1], 1)
+    except NotFoundError:
+        return None
+    formula = formula_of(run, rank)
+    return None if formula is None else formula.total
 
 
 def fullest(memories: Iterable[RankMemory], count: int) -> list[RankMemory]:

@@ -12,9 +12,9 @@ import pytest
 from muster.jobs.basics.errors import NotFoundError, UsageError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.cli import main
-from muster.launch.commands.compare import baseline_of
 from muster.launch.look.comparison import compared
 from muster.launch.look.steps import PARTS, read_measured
+from muster.launch.sweeps.rows import baseline_of
 
 JOB = "nodes: 1\nranks_per_node: {ranks}\ntrain: {{model: gpt-nano, data: synthetic, mode: {mode}, batch_size: 16}}\n"
 

@@ -1,0 +1,96 @@
+"""`muster plot KIND RUN|SWEEP...`: one picture of several runs, or its numbers as a table."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Final
+
+from muster.launch.common import options
+from muster.launch.sweeps.rows import chosen_rows, configure_rows
+
+if TYPE_CHECKING:
+    from muster.launch.look.comparison import Row
+    from muster.launch.look.plots.series import Plot
+
+ABOUT: Final = {
+    "split_time": "where the time of a step goes: stacked bars",
+    "throughput": "samples or tokens per second of all ranks: bars",
+    "scaling": "rate against ranks for each mode, the ideal line, and efficiency",
+    "loss": "loss against step, warm-up included",
+    "memory": "peak memory of the fullest rank, beside the formula's",
+}
+EPILOG: Final = "\n".join(
+    [
+        *(f"{kind:12}{about}" for kind, about in ABOUT.items()),
+        "",
+        "muster plot split_time ddp-2026 zero1-2026=ours --output time.png    a word behind = names a row",
+        "muster plot scaling sweep-vgg11                                      the numbers as a table",
+        "Runs with the same name are repeats: they become one row with error bars.",
+    ]
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = EPILOG
+    parser.add_argument("kind", metavar="KIND", choices=[*ABOUT], help=", ".join(ABOUT))
+    configure_rows(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="draw it into this file: .png, .svg or .pdf")
+    options.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw the plot, or print its numbers.
+
+    Raises:
+        UsageError: the file cannot be written, or the rows have nothing to plot.
+        RefusedError: matplotlib is not installed.
+        NotFoundError: as `chosen_rows`.
+    """
+    from pathlib import Path
+
+    from muster.jobs.basics.errors import UsageError
+    from muster.jobs.measuring.figures import NothingToPlotError
+    from muster.launch.bench import choices
+    from muster.launch.common.screen import say
+    from muster.launch.look.plots import draw, table
+
+    choices.check_output("--output", args.output, choices.PLOTS)
+    try:
+        plot, rows = _of_rows(args)
+        if args.output:
+            draw.save(plot, Path(args.output), _command(args))
+    except NothingToPlotError as error:
+        raise UsageError(f"plot {args.kind}: {error}") from error
+    if args.output:
+        say(f"wrote {args.output}")
+    if args.json:
+        print(json.dumps({"plot": plot.to_json(), "rows": [row.record() for row in rows]}, indent=1))
+    elif not args.output:
+        print(table.render(plot))
+    return 0
+
+
+def _of_rows(args: argparse.Namespace) -> "tuple[Plot, list[Row]]":
+    from muster.launch.look.memories import expected_peak
+    from muster.launch.look.plots.series import plot_of
+
+    if args.kind == "loss" and args.skip is None and not args.skip_epochs:
+        args.skip = 0  # the losses of warm-up steps are as good as any
+    chosen = chosen_rows(args)
+    formulas: dict[str, float] = {}
+    if args.kind == "memory":
+        peaks = {label: expected_peak(folders[0]) for label, folders in chosen.folders.items()}
+        formulas = {label: peak for label, peak in peaks.items() if peak is not None}
+    baseline = next(row.label for row in chosen.rows if row.verdict == "baseline") if args.baseline else None
+    return plot_of(args.kind, chosen.rows, chosen.groups, baseline=baseline, formulas=formulas), chosen.rows
+
+
+def _command(args: argparse.Namespace) -> str:
+    """Return the command line, from what it was read into."""
+    import shlex
+
+    words = ["muster", "plot", args.kind, *args.targets]
+    for flag in ("baseline", "skip", "skip_epochs", "runs", "output"):
+        if (value := getattr(args, flag)) not in (None, 0) or (flag == "skip" and value == 0 and args.kind != "loss"):
+            words += [f"--{flag.replace('_', '-')}", str(value)]
+    return shlex.join(words)

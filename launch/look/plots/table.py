@@ -1,0 +1,47 @@
+"""The numbers of a plot as a table, in the digits that `muster compare` prints."""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from muster.launch.common import screen
+from muster.launch.look.plots.series import Plot, Series
+
+FORMATS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {  # by unit
+    "s": ("ms", lambda value: f"{1e3 * value:.2f}"),
+    "B": ("MB", lambda value: f"{value / (1 << 20):,.0f}"),
+    "share": ("", lambda value: f"{value:.2f}"),
+    "": ("", lambda value: f"{value:.4f}"),
+}
+
+
+def render(plot: Plot) -> str:
+    """Render every panel: a line for each x, a column for each series; never thinned."""
+    return "\n\n".join(_panel(panel) for panel in plot.panels)
+
+
+def _panel(plot: Plot) -> str:
+    unit, text = FORMATS.get(plot.unit, (plot.unit, lambda value: f"{value:,.0f}"))
+    series = [each for each in plot.series if plot.unit != "share" or each.role != "reference"]
+    columns = [{str(x): place for place, x in enumerate(each.x)} for each in series]
+    every = dict.fromkeys(x for each in series for x in each.x)
+    names = sorted(every, key=float) if plot.style == "lines" else list(every)
+    rows = [
+        [_name(x), *(_cell(each, places.get(str(x)), text) for each, places in zip(series, columns, strict=True))]
+        for x in names
+    ]
+    head = f"{plot.title}: {plot.y_label}{f' in {unit}' if unit else ''}{f'; {plot.note}' if plot.note else ''}"
+    heads = [plot.x_label + ">" if plot.style == "lines" else "run", *(f"{each.label}>" for each in series)]
+    return f"{head}\n\n{screen.table(heads, rows)}"
+
+
+def _name(x: float | str) -> str:
+    return x if isinstance(x, str) else f"{x:.0f}"
+
+
+def _cell(series: Series, place: int | None, text: Callable[[float], str]) -> str | None:
+    if place is None:
+        return None
+    value = text(series.y[place])
+    if series.low is None or series.high is None:
+        return value
+    return f"{value} ({text(series.low[place])} to {text(series.high[place])})"
