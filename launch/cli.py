@@ -34,6 +34,7 @@ GROUPS = (
             ("status", "show one run: how far it is, and every rank"),
             ("compare", "show where the time of a step went in several runs, and which of them is faster"),
             ("plot", "draw one picture of several runs, or print its numbers"),
+            ("report", "write one HTML page with all of that, attempts, memory and profiles: opens without a network"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
             ("timeline", "draw what the ranks of a pipeline did in a step, and how long they were idle"),
@@ -81,6 +82,7 @@ LOOKING = (
     "status",
     "compare",
     "plot",
+    "report",
     "logs",
     "profile",
     "timeline",
@@ -127,7 +129,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_help())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        print(f"muster {_version()}")
+        print(f"muster {version()}")
         return 0
     name = arguments[0]
     if name not in PHRASES:
@@ -184,7 +186,8 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-def _version() -> str:
+def version() -> str:
+    """Return Muster's version."""
     from importlib import metadata
 
     try:

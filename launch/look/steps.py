@@ -8,7 +8,7 @@ A step that several attempts have done counts as the newest did it. Steps withou
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
@@ -61,26 +61,40 @@ class Measured:
         """The loss of the last step."""
         return self.steps[-1].loss
 
+    def without_warm_up(self, *, skip: int | None = None, skip_epochs: int = 0) -> "Measured":
+        """Return it without `skip` steps and `skip_epochs` epochs (None: as `warm_up` finds).
+
+        Raises:
+            NotFoundError: no step is left.
+        """
+        counted = [step for step in self.steps if step.epoch > skip_epochs]
+        skip = (0 if skip_epochs else warm_up(counted)) if skip is None else skip
+        if not counted[skip:]:
+            done = f"{len(self.steps)} steps are recorded, none is left to compare"
+            raise NotFoundError(f"{self.run_id}: {done}; skip fewer, or train longer")
+        return replace(self, steps=tuple(counted[skip:]), skipped=len(self.steps) - len(counted[skip:]))
+
 
 def read_measured(run: RunDir, *, skip: int | None = None, skip_epochs: int = 0) -> Measured:
-    """Read a run's steps; `skip` of them and `skip_epochs` epochs are warm-up (None: as `warm_up` finds).
+    """Read a run's steps, without warm-up; errors as `without_warm_up`."""
+    return read_whole(run).without_warm_up(skip=skip, skip_epochs=skip_epochs)
+
+
+def read_whole(run: RunDir) -> Measured:
+    """Read a run's steps, all of them.
 
     Raises:
-        NotFoundError: no step is left.
+        NotFoundError: there is none.
     """
     mode, batch = _job(run)
-    found, ranks, unit = _steps(run)
-    counted = [step for step in found if step.epoch > skip_epochs]
-    skip = (0 if skip_epochs else warm_up(counted)) if skip is None else skip
-    steps = tuple(counted[skip:])
+    steps, ranks, unit = _steps(run)
     if not steps:
-        done = f"{len(found)} steps are recorded" if found else "no step is recorded"
-        raise NotFoundError(f"{run.path}: {done}, none is left to compare; skip fewer, or train longer")
+        raise NotFoundError(f"{run.path}: no step is recorded; train first, or name another run")
     try:
         peak = max(each.peak for each in read_memories(run, None)[1])
     except NotFoundError:
         peak = None
-    return Measured(run.run_id, mode, ranks, batch, unit, steps, len(found) - len(steps), peak)
+    return Measured(run.run_id, mode, ranks, batch, unit, tuple(steps), 0, peak)
 
 
 def warm_up(steps: Sequence[Step]) -> int:

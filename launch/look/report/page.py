@@ -1,4 +1,4 @@
-"""A report as one HTML file that loads nothing: Jinja2 escapes all texts, and the page forbids all but our own script."""
+"""A report as one HTML file that loads nothing. Jinja2 escapes all texts; the page allows no script but ours."""
 
 import base64
 import hashlib
@@ -11,6 +11,7 @@ from typing import Any, Final
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.terminal import printable
 from muster.jobs.trace.flame import HUES
+from muster.launch.look.comparison import Row
 from muster.launch.look.plots.draw import page_css
 from muster.launch.look.report.pictures import Picture, Styles
 from muster.launch.look.report.runs import RunView
@@ -29,7 +30,8 @@ class Report:
     made: str
     version: str
     command: str
-    rows: Table | None
+    rows: Sequence[Row]
+    comparison: Table | None
     notes: Sequence[str]
     pictures: Sequence[Picture]
     runs: Sequence[RunView]

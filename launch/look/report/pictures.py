@@ -61,13 +61,13 @@ def picture_of(plot: Plot, styles: Styles) -> Picture:
 
 
 def pictures(
-    rows: Sequence[Row], groups: Groups, formulas: Mapping[str, float], baseline: str, styles: Styles
+    rows: Sequence[Row], groups: Groups, whole: Groups, formulas: Mapping[str, float], styles: Styles
 ) -> list[Picture]:
-    """Draw every plot of the rows."""
+    """Draw every plot of the rows; losses are those of `whole`, with the warm-up."""
     found = []
     for kind in KINDS if rows else ():
         try:
-            plot = plot_of(kind, rows, groups, baseline=baseline, formulas=formulas)
+            plot = plot_of(kind, rows, whole if kind == "loss" else groups, formulas=formulas)
         except NothingToPlotError as error:
             found.append(Picture(kind.replace("_", " ").capitalize(), why=str(error)))
         else:

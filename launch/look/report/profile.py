@@ -83,9 +83,9 @@ def _memory(profiles: Sequence[RankProfile]) -> Plot | None:
     for each in profiles:
         points = each.record.get("memory_over_time")
         if fits(points, [[real]]) and points and all(len(point) == 2 for point in points):
-            times, sizes = zip(*points, strict=True)
-            series.append(Series(f"rank {each.rank}", tuple(map(float, times)), tuple(map(float, sizes))))
-    return Plot("allocated", "Memory over time", "seconds", "allocated", tuple(series), unit="B") if series else None
+            times, sizes = ((1e3 * time for time, _ in points), (float(size) for _, size in points))
+            series.append(Series(f"rank {each.rank}", tuple(times), tuple(sizes)))
+    return Plot("allocated", "Memory over time", "ms", "allocated", tuple(series), unit="B") if series else None
 
 
 def _allocations(profile: RankProfile) -> Table | None:

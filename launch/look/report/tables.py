@@ -1,11 +1,13 @@
 """Tables of a page: texts in rows, with what a screen reader says of them."""
 
-from collections.abc import Iterable, Sequence
+import csv
+import io
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from muster.launch.look.plots.panels import SCALES
 from muster.launch.look.plots.series import Plot
+from muster.launch.look.plots.table import grid
 
 MOST_CELLS: Final = 40_000  # of a plot's numbers; a page of more is slow to open
 
@@ -26,40 +28,25 @@ def table(caption: str, columns: Iterable[str], rows: Iterable[Iterable[object]]
 
 
 def numbers_of(plot: Plot) -> list[Table]:
-    """Return the numbers of a plot, a table for each panel, in the units of its axis."""
-    return [_numbers(panel) for panel in plot.panels]
+    """Return the numbers of a plot as `muster plot` prints them, a table for each panel."""
+    return [_numbers(*grid(panel)) for panel in plot.panels]
 
 
-def grid_of(plot: Plot) -> tuple[list[str], list[list[str | float | None]]]:
-    """Return the numbers of one panel as they were measured: headings, and a row for each x."""
-    columns, found = [plot.x_label or "run"], dict[str | float, dict[int, float]]()
-    for series in plot.series:
-        for name, values in (("", series.y), (" from", series.low), (" to", series.high)):
-            if values is not None:
-                for x, value in zip(series.x, values, strict=True):
-                    found.setdefault(x, {})[len(columns)] = value
-                columns.append(series.label + name)
-    places = range(1, len(columns))
-    return columns, [[x, *(values.get(place) for place in places)] for x, values in found.items()]
+def as_csv(plot: Plot) -> str:
+    """Write the numbers of a plot as they were measured, a line for each point."""
+    written = io.StringIO()
+    lines = csv.writer(written, lineterminator="\n")
+    lines.writerow(("panel", "series", "x", "y", "low", "high"))
+    for panel in plot.panels:
+        for each in panel.series:
+            none = (None,) * len(each.x)
+            points = zip(each.x, each.y, each.low or none, each.high or none, strict=True)
+            lines.writerows((panel.title, each.label, *point) for point in points)
+    return written.getvalue()
 
 
-def _numbers(plot: Plot) -> Table:
-    unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
-    columns, rows = grid_of(plot)
+def _numbers(head: str, columns: list[str], rows: list[list[str | None]]) -> Table:
     every = -(-len(rows) * len(columns) // MOST_CELLS)
-    caption = f"{plot.title}{f', {unit}' if unit else ''}"
-    caption += f" (every {every}th row; --files writes all)" if every > 1 else ""
-    shown = ([_text(row[0]), *(_scaled(value, scale) for value in row[1:])] for row in _thinned(rows, every))
-    return table(caption, [columns[0], *(f"{name}>" for name in columns[1:])], shown)
-
-
-def _thinned(rows: Sequence[list[str | float | None]], every: int) -> Sequence[list[str | float | None]]:
-    return rows[:: max(every, 1)]
-
-
-def _scaled(value: str | float | None, scale: float) -> str | None:
-    return _text(value * scale) if isinstance(value, float | int) else value
-
-
-def _text(value: str | float | None) -> str | None:
-    return f"{value:.6g}" if isinstance(value, float) and abs(value) < 1e6 else None if value is None else str(value)
+    if every > 1:
+        head += f" (one row in {every}; --files writes all)"
+    return table(head, columns, rows[:: max(every, 1)])

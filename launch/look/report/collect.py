@@ -1,0 +1,107 @@
+"""Collect what a report shows: rows, pictures and runs. What cannot be read is left out, and the page says so."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.words import counted
+from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.common import screen
+from muster.launch.look.comparison import Row, compared
+from muster.launch.look.comparison_view import COLUMNS, LEGEND, cells, notes
+from muster.launch.look.history import History
+from muster.launch.look.plots.series import Groups
+from muster.launch.look.report.page import Report
+from muster.launch.look.report.pictures import Styles, pictures
+from muster.launch.look.report.runs import RunView, view_of_run
+from muster.launch.look.report.tables import table
+from muster.launch.look.steps import Measured, read_whole
+
+MOST_RUNS: Final = 40  # with all that is known of them
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a report is of, and how its numbers are read."""
+
+    title: str
+    command: str
+    version: str
+    folders: Mapping[str, Sequence[RunDir]]
+    baseline: Callable[[Sequence[str]], str]
+    skip: int | None  # steps that are warm-up; None: as they are found
+    skip_epochs: int
+    why_of: Callable[[RunDir], tuple[History, str]]
+
+
+def collect(asked: Asked, styles: Styles) -> Report:
+    """Read the runs and draw their pictures."""
+    whole, groups, left_out = _measured(asked)
+    baseline = asked.baseline(list(groups)) if groups else ""
+    rows = compared(groups, baseline) if groups else []
+    runs = [run for each in asked.folders.values() for run in each]
+    if len(runs) > MOST_RUNS:
+        left_out.append(f"of {len(runs)} runs, the first {MOST_RUNS} are described below; name one to see it")
+    views = [view_of_run(run, asked.why_of, styles) for run in runs[:MOST_RUNS]]
+    peaks = {view.run_id: view.peak_formula for view in views}
+    formulas = {row.label: peak for row in rows if (peak := peaks.get(row.run_ids[0])) is not None}
+    return Report(
+        title=asked.title,
+        lead=lead_of(rows, baseline, views),
+        made=screen.clock(time.time()),
+        version=asked.version,
+        command=asked.command,
+        rows=rows,
+        comparison=table("Steps, without warm-up", COLUMNS, map(cells, rows)) if rows else None,
+        if rows
+        else None,
+        notes=[*left_out, *(notes(rows) if rows else ()), " ".join(LEGEND.split())],
+        pictures=pictures(rows, groups, whole, formulas, styles),
+        runs=views,
+        records=[_finite(row.record()) for row in rows],
+    )
+
+
+def lead_of(rows: Sequence[Row], baseline: str, runs: Sequence[RunView]) -> str:
+    """Say in a sentence or two what matters most."""
+    failed = [run.run_id for run in runs if not run.ended_well]
+    parts = (
+        [f"{counted(len(failed), 'run')} of {len(runs)} did not end well: {', '.join(failed[:3])}."] if failed else []
+    )
+    others = [row for row in rows if row.label != baseline and row.speedup is not None]
+    if others:
+        best = max(others, key=lambda row: row.speedup or 0.0)
+        parts.append(f"{best.label} has {best.speedup:.2f} times the rate of {baseline}: {best.verdict}.")
+    elif rows:
+        first, share = rows[0], rows[0].parts_s["communication"] / rows[0].mean_s
+        took = f"A step of {first.label} takes {1e3 * first.median_s:.2f} ms on {counted(first.ranks, 'rank')}"
+        parts.append(f"{took}, {first.rate:,.0f} {first.unit}; exposed communication is {share:.0%} of it.")
+    return " ".join(parts) or f"{counted(len(runs), 'run')}, none with steps to compare."
+
+
+def _measured(asked: Asked) -> tuple[Groups, Groups, list[str]]:
+    """Return the runs of each row with their warm-up and without it, and what was left out."""
+    whole: dict[str, list[Measured]] = {}
+    groups: dict[str, list[Measured]] = {}
+    left_out = []
+    for label, runs in asked.folders.items():
+        for run in runs:
+            try:
+                found = read_whole(run)
+                without = found.without_warm_up(skip=asked.skip, skip_epochs=asked.skip_epochs)
+            except (MusterError, OSError) as error:
+                left_out.append(f"not compared: {error}")
+            else:
+                whole.setdefault(label, []).append(found)
+                groups.setdefault(label, []).append(without)
+    return whole, groups, left_out
+
+
+def _finite(value: Any) -> Any:
+    """Return a record without NaN and infinity, which are no JSON."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
