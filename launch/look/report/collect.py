@@ -56,8 +56,6 @@ def collect(asked: Asked, styles: Styles) -> Report:
         command=asked.command,
         rows=rows,
         comparison=table("Steps, without warm-up", COLUMNS, map(cells, rows)) if rows else None,
-        if rows
-        else None,
         notes=[*left_out, *(notes(rows) if rows else ()), " ".join(LEGEND.split())],
         pictures=pictures(rows, groups, whole, formulas, styles),
         runs=views,
@@ -74,7 +72,8 @@ def lead_of(rows: Sequence[Row], baseline: str, runs: Sequence[RunView]) -> str:
     others = [row for row in rows if row.label != baseline and row.speedup is not None]
     if others:
         best = max(others, key=lambda row: row.speedup or 0.0)
-        parts.append(f"{best.label} has {best.speedup:.2f} times the rate of {baseline}: {best.verdict}.")
+        only = "" if (best.speedup or 0.0) > 1.0 else "only "
+        parts.append(f"{best.label} has {only}{best.speedup:.2f} times the rate of {baseline}: {best.verdict}.")
     elif rows:
         first, share = rows[0], rows[0].parts_s["communication"] / rows[0].mean_s
         took = f"A step of {first.label} takes {1e3 * first.median_s:.2f} ms on {counted(first.ranks, 'rank')}"

@@ -7,6 +7,7 @@ from typing import Final, TypeVar
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.reading import SETTINGS_BYTES, read_bytes, read_json
+from muster.jobs.basics.words import counted
 from muster.jobs.hosts.placement import Placement
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import screen
@@ -78,10 +79,10 @@ def view_of_run(run: RunDir, why_of: Callable[[RunDir], tuple[History, str]], st
 
 def _facts(run: RunDir, state: RunState | None) -> Iterator[tuple[str, str]]:
     if state is not None:
-        yield "state", f"{state.label}{f', {state.outcome}' if state.outcome else ''}"
+        yield "state", state.label if state.outcome in (None, state.label) else f"{state.label}: {state.outcome}"
         yield "started", screen.clock(state.started)
         yield "took", screen.duration(state.seconds)
-        yield "ranks", f"{state.world_size or '-'} on {state.nodes or '-'} nodes"
+        yield "ranks", f"{state.world_size or '-'} on {counted(state.nodes or 0, 'node')}"
         yield "steps", state.progress or "none"
         yield "started by", f"{state.transport or 'hand'} on {state.host or 'an unknown host'}"
         if state.checkpoint is not None:
@@ -133,5 +134,7 @@ def _placement(run: RunDir) -> Table:
     )
     more = f", the first {MOST_ROWS}" if len(nodes) > MOST_ROWS else ""
     return table(
-        f"Where the {len(nodes)} nodes of attempt {attempt} ran{more}", ("node", "host", "address", "ranks"), rows
+        f"Placement of attempt {attempt}: {counted(len(nodes), 'node')}{more}",
+        ("node", "host", "address", "ranks"),
+        rows,
     )
