@@ -66,7 +66,7 @@ def view_of_run(run: RunDir, why_of: Callable[[RunDir], tuple[History, str]], st
         run_id=run.run_id,
         state=state,
         facts=tuple(_facts(run, state)),
-        why=explained[1] if explained else "",
+        why=explained[1] if explained and (state is None or state.state != "done" or state.restarts) else "",
         attempts=_attempts(explained[0]) if explained and explained[0].attempts else None,
         memory=memory[0] if memory else None,
         placement=part("placement", lambda: _placement(run)),

@@ -1,4 +1,4 @@
-"""The page of a report in a real Chromium: opened as a file, at two widths, in both color schemes, by mouse and keys."""
+"""The page of a report in a real Chromium: opened as a file, two widths, both color schemes, by mouse and keys."""
 
 import os
 import shutil
