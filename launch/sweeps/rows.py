@@ -65,8 +65,8 @@ def chosen_rows(args: argparse.Namespace) -> Chosen:
             folders.setdefault(label, []).append(run)
     if not groups:
         raise missing[0] if missing else NotFoundError(f"{', '.join(args.targets)}: no run of it has begun")
-    for error in missing:
-        say(f"left out: {error}")
+    for each in missing:
+        say(f"left out: {each}")
     return Chosen(compared(groups, baseline_of(list(groups), args.baseline)), groups, folders)
 
 

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 WIDTH: Final = 7.0  # inches
 LETTER: Final = 0.075  # inches, of font size 9
 LINE: Final = 0.2
+NARROW: Final = 58  # letters that fit below the axes, beside the longest names
 BAR: Final = 0.3
 MOST_BARS: Final = 250
 MOST_LINES: Final = 60
 SVG: Final = "http://www.w3.org/2000/svg"
 XLINK: Final = "{http://www.w3.org/1999/xlink}href"
-DARK: Final = ("#7cc8f2", "#4a9fe0", "#f0b429", "#2fc79b", "#5a5a5a", "#e39cc4", "#f08040", "#a8a8a8")
+DARK: Final = ("#3f8fbf", "#2f6fb5", "#b87a00", "#16855f", "#5a5a5a", "#a8618a", "#c25a1f", "#808080")
 
 
 def save(plot: Plot, path: Path, command: str) -> None:
@@ -72,7 +73,8 @@ def inline_svg(plot: Plot) -> str:
     root = ElementTree.fromstring(drawn.getvalue())
     prefix = f"plot-{plot.kind}-{hashlib.sha256(repr(plot).encode()).hexdigest()[:8]}"
     _fit_into_page(root, prefix)
-    for place, (tag, text) in enumerate((("title", plot.title), ("desc", _description(plot)))):
+    about_it = f"{plot.y_label}: {', '.join(dict.fromkeys(each.label for each in plot.series))}. {plot.note}"
+    for place, (tag, text) in enumerate((("title", plot.title), ("desc", about_it))):
         about = ElementTree.Element(f"{{{SVG}}}{tag}", {"id": f"{prefix}-{tag}"})
         about.text = printable(text)
         root.insert(place, about)
@@ -107,17 +109,10 @@ def _fit_into_page(root: "Element", prefix: str) -> None:
             else:
                 value = re.sub(r"#[0-9a-f]{6}", lambda found: variables.get(found[0], "currentColor"), value)
                 each.set(name, value.replace("url(#", f"url(#{prefix}-"))
-        if each.tag == f"{{{SVG}}}text" and "fill" not in each.get("style", ""):
-            each.set("fill", "currentColor")
     for name in ("width", "height", "version"):
         root.attrib.pop(name, None)
     root.attrib |= {"role": "img", "aria-labelledby": f"{prefix}-title {prefix}-desc"}
-    root.attrib |= {"stroke-linejoin": "round", "stroke-linecap": "butt", "class": "plot"}
-
-
-def _description(plot: Plot) -> str:
-    names = ", ".join(dict.fromkeys(each.label for each in plot.series))
-    return f"{plot.y_label}, {plot.x_label or 'by run'}: {names}. {plot.note}".strip()
+    root.attrib |= {"fill": "currentColor", "stroke-linejoin": "round", "stroke-linecap": "butt", "class": "plot"}
 
 
 def size_of(plot: Plot) -> tuple[float, float]:
@@ -158,4 +153,4 @@ def _columns(names: Sequence[str]) -> int:
 def _wrapped(text: str) -> str:
     import textwrap
 
-    return textwrap.fill(shortened(text, 400), int(WIDTH / LETTER * 1.1))
+    return textwrap.fill(shortened(text, 400), NARROW)

@@ -5,7 +5,7 @@ so that they can be told apart in grey.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.terminal import printable
@@ -25,7 +25,7 @@ DASHES: Final = ("-", "--", "-.", ":")
 LINE_COLORS: Final = (1, 2, 3, 6, 5, 0, 7)  # places in COLORS; the lightest is for areas only
 SCALES: Final = {"s": ("ms", 1e3), "B": ("MB", 1 / (1 << 20)), "share": ("%", 100.0)}
 MOST_LETTERS: Final = 40
-FEW: Final = 40  # points of a line: each has a marker and an error bar
+INTERVALS: Final[Mapping[str, Any]] = {"fmt": "none", "elinewidth": 1.0, "capsize": 3}
 WIDE_RANGE: Final = 8  # of ranks: from here on axes are logarithmic
 
 
@@ -36,108 +36,91 @@ def shortened(text: str, most: int = MOST_LETTERS) -> str:
     return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
-def _stacked(axes: "Axes", plot: Plot) -> dict[str, Any]:
-    places, handles = places_of(plot), dict[str, Any]()
-    left = dict.fromkeys(places, 0.0)
-    unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
-    for number, series in enumerate(plot.series):
-        values = [scale * value for value in series.y]
-        y = [places[str(x)] for x in series.x]
-        if series.role == "mark":
-            (handles[series.label],) = axes.plot(values, y, "d", color=INK, markersize=4)
-            _intervals(axes, series, y, scale, across=True)
-            continue
-        style: dict[str, Any] = {"color": COLORS[number % len(COLORS)], "hatch": HATCHES[number % len(HATCHES)]}
-        begin = [left[str(x)] for x in series.x]
-        handles[series.label] = axes.barh(y, values, left=begin, height=0.7, edgecolor=INK, linewidth=0.5, **style)
-        left |= {str(x): at + value for x, at, value in zip(series.x, begin, values, strict=True)}
-    _name_bars(axes, plot, places, unit)
-    return handles
-
-
 def _bars(axes: "Axes", plot: Plot) -> dict[str, Any]:
-    places, handles, taken = places_of(plot), dict[str, Any](), dict.fromkeys(places_of(plot), 0)
-    unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
-    height = 0.8 / beside(plot)
-    for number, series in enumerate(plot.series):
-        names = [str(x) for x in series.x]
-        y = [places[name] + height * (taken[name] + 0.5) - 0.4 for name in names]
-        place = 1 + number if series.role == "measured" else 4
-        style: dict[str, Any] = {"color": COLORS[place % len(COLORS)], "hatch": HATCHES[place % len(HATCHES)]}
-        values = [scale * value for value in series.y]
-        handles[series.label] = axes.barh(y, values, height=0.9 * height, edgecolor=INK, linewidth=0.5, **style)
-        _intervals(axes, series, y, scale, across=True)
-        for name in names:
-            taken[name] += 1
-    _name_bars(axes, plot, places, unit)
-    return handles
-
-
-def _lines(axes: "Axes", plot: Plot) -> dict[str, Any]:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-    unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
-    handles, wide = dict[str, Any](), plot.x_label == "ranks" and _range(plot) > WIDE_RANGE
-    for number, series in enumerate(map(thinned, plot.series)):
-        color = COLORS[LINE_COLORS[number % len(LINE_COLORS)]]
-        x, y = [float(each) for each in series.x], [scale * each for each in series.y]
-        style: dict[str, Any] = {"color": color, "linestyle": DASHES[number // len(LINE_COLORS) % len(DASHES)]}
-        style |= {"marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-        style["markevery"] = 1 if len(x) <= FEW else (number * len(x) // 80 % 40, max(len(x) // 8, 1))
-        if series.role == "reference":
-            style = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.0}
-        (handles[series.label.partition(",")[0] if series.role == "reference" else series.label],) = axes.plot(
-            x, y, **style
-        )
-        if len(x) <= FEW:
-            _intervals(axes, series, x, scale, across=False)
-        elif series.low and series.high:
-            low, high = ([scale * each for each in ends] for ends in (series.low, series.high))
-            axes.fill_between(x, low, high, color=color, alpha=FAINT, linewidth=0)
-    if wide:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(LogLocator(base=2))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        if plot.unit != "share":
-            axes.set_yscale("log")
-            axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(_number))
-    if plot.unit == "share":
-        axes.set_ylim(bottom=0)
-    axes.set_xlabel(plot.x_label)
-    axes.set_ylabel(_with_unit(plot.y_label, unit))
-    axes.grid(color=GRID, linewidth=0.5)
-    return handles
-
-
-PAINTERS: Final = {"stacked": _stacked, "bars": _bars, "lines": _lines}
-
-
-def _intervals(axes: "Axes", series: Series, at: Sequence[float], scale: float, *, across: bool) -> None:
-    """Draw the intervals by themselves: the interval of a median need not hold the mean that a bar shows."""
-    if not series.low or not series.high:
-        return
-    ends = list(zip(series.low, series.high, strict=True))
-    middle, half = [scale * (a + b) / 2 for a, b in ends], [scale * (b - a) / 2 for a, b in ends]
-    style: dict[str, Any] = {"fmt": "none", "ecolor": INK, "elinewidth": 1.0, "capsize": 3}
-    if across:
-        axes.errorbar(middle, at, xerr=half, **style)
-    else:
-        axes.errorbar(at, middle, yerr=half, **style)
-
-
-def _name_bars(axes: "Axes", plot: Plot, places: dict[str, int], unit: str) -> None:
+    """Draw bars on top of one another, or beside one another; return what the legend names."""
     from matplotlib.ticker import FuncFormatter
 
+    handles, places, stacked = dict[str, Any](), places_of(plot), plot.style == "stacked"
+    unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
+    taken, height = dict.fromkeys(places, 0.0), 0.8 / beside(plot)  # where the next bar begins, or how many there are
+    for number, series in enumerate(plot.series):
+        names, values = [str(x) for x in series.x], [scale * value for value in series.y]
+        y = [places[name] + (0.0 if stacked else height * (taken[name] + 0.5) - 0.4) for name in names]
+        if series.role == "mark":
+            (handles[series.label],) = axes.plot(values, y, "d", color=INK, markersize=4)
+        else:
+            place = number if stacked else 4 if series.role == "reference" else number + 1
+            style: dict[str, Any] = {"color": COLORS[place % len(COLORS)], "hatch": HATCHES[place % len(HATCHES)]}
+            style |= {"height": 0.9 * height, "edgecolor": INK, "linewidth": 0.5}
+            left = [taken[name] for name in names] if stacked else 0.0
+            handles[series.label] = axes.barh(y, values, left=left, **style)
+            taken |= {name: taken[name] + (value if stacked else 1) for name, value in zip(names, values, strict=True)}
+        if ends := _ends(series, scale):
+            axes.errorbar(ends[0], y, xerr=ends[1], ecolor=INK, **INTERVALS)
     axes.set_yticks(list(places.values()), [shortened(name) for name in places])
     axes.set_ylim(len(places) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.set_xlabel(_with_unit(plot.y_label, unit))
     axes.xaxis.set_major_formatter(FuncFormatter(_number))
     axes.grid(axis="x", color=GRID, linewidth=0.5)
+    return handles
+
+
+def _lines(axes: "Axes", plot: Plot) -> dict[str, Any]:
+    """Draw lines, with error bars over ranks and bands over steps; return what the legend names."""
+    unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
+    handles = dict[str, Any]()
+    for number, series in enumerate(map(thinned, plot.series)):
+        x, y, name = [float(each) for each in series.x], [scale * each for each in series.y], series.label
+        style = _style(number, len(x))
+        if series.role == "reference":
+            style, name = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.0}, name.partition(",")[0]
+        (handles[name],) = axes.plot(x, y, **style)
+        if (ends := _ends(series, scale)) and plot.x_label == "ranks":
+            axes.errorbar(x, ends[0], yerr=ends[1], ecolor=style["color"], **INTERVALS)
+        elif ends:
+            low, high = ([scale * each for each in some or ()] for some in (series.low, series.high))
+            axes.fill_between(x, low, high, color=style["color"], alpha=FAINT, linewidth=0)
+    _name_axes(axes, plot)
+    axes.set_xlabel(plot.x_label)
+    axes.set_ylabel(_with_unit(plot.y_label, unit))
+    axes.grid(color=GRID, linewidth=0.5)
+    return handles
+
+
+def _style(number: int, points: int) -> dict[str, Any]:
+    """Return the style of a line. Each is thinner than the one before, so that equal lines are seen beneath others."""
+    every, colors = max(points // 8, 1), len(LINE_COLORS)
+    style: dict[str, Any] = {"color": COLORS[LINE_COLORS[number % colors]], "linewidth": max(3.0 - 0.6 * number, 1.2)}
+    style |= {"linestyle": DASHES[number // colors % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
+    return {**style, "markersize": 5, "markevery": (number % every, every)}
+
+
+def _name_axes(axes: "Axes", plot: Plot) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    every = [float(x) for each in plot.series for x in each.x]
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if plot.x_label == "ranks" and max(every) > WIDE_RANGE * min(every):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(LogLocator(base=2))
+        axes.set_yscale("linear" if plot.unit == "share" else "log")
+    if plot.unit == "share":
+        axes.set_ylim(0, 105 * max(max(each.y) for each in plot.series))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(_number))
+        axis.set_minor_formatter(NullFormatter())
+
+
+PAINTERS: Final = {"stacked": _bars, "bars": _bars, "lines": _lines}
+
+
+def _ends(series: Series, scale: float) -> tuple[list[float], list[float]] | None:
+    """Return middle and half of each interval: that of a median need not hold the mean that a bar shows."""
+    if not series.low or not series.high:
+        return None
+    ends = list(zip(series.low, series.high, strict=True))
+    return [scale * (low + high) / 2 for low, high in ends], [scale * (high - low) / 2 for low, high in ends]
 
 
 def places_of(plot: Plot) -> dict[str, int]:
@@ -150,11 +133,6 @@ def beside(plot: Plot) -> int:
     if plot.style == "stacked":
         return 1
     return max(Counter(x for each in plot.series for x in each.x).values(), default=1)
-
-
-def _range(plot: Plot) -> float:
-    every = [x for each in plot.series for x in each.x if isinstance(x, float)]
-    return max(every) / min(every)
 
 
 def _with_unit(label: str, unit: str) -> str:

@@ -12,9 +12,10 @@ from muster.jobs.basics.words import counted
 from muster.jobs.measuring.figures import NothingToPlotError
 from muster.jobs.measuring.stats import median_interval
 from muster.launch.look.comparison import Row, scaled
-from muster.launch.look.steps import PARTS, Measured, Step, losses_of
+from muster.launch.look.steps import PARTS, Measured, losses_of
 
 KINDS: Final = ("split_time", "throughput", "scaling", "loss", "memory", "timeline")
+INTERVAL: Final = "with the 95 % interval, of few repeats their range"
 Groups = Mapping[str, Sequence[Measured]]
 
 
@@ -73,19 +74,22 @@ def plot_of(
     Raises:
         NothingToPlotError: no row has what the plot shows, or the rows do not fit into one plot.
     """
-    if kind == "scaling":
-        return _scaling(rows, groups, baseline)
-    if kind == "memory":
-        return _memory(rows, groups, formulas or {})
-    return _PLOTS[kind](rows, groups)
+    makers: dict[str, Callable[[], Plot]] = {
+        "split_time": lambda: _split_time(rows),
+        "throughput": lambda: _throughput(rows, groups),
+        "scaling": lambda: _scaling(rows, groups, baseline),
+        "loss": lambda: _loss(rows, groups),
+        "memory": lambda: _memory(rows, groups, formulas or {}),
+    }
+    return makers[kind]()
 
 
-def _split_time(rows: Sequence[Row], groups: Groups) -> Plot:
+def _split_time(rows: Sequence[Row]) -> Plot:
     labels = tuple(row.label for row in rows)
     parts = [Series(part, labels, tuple(row.parts_s[part] for row in rows)) for part in PARTS]
     medians, lows, highs = zip(*((row.median_s, row.low_s, row.high_s) for row in rows), strict=True)
-    step = Series("median step and its 95 % interval", labels, medians, lows, highs, role="mark")
-    note = "means over steps and ranks; communication: the exposed part"
+    step = Series("median step", labels, medians, lows, highs, role="mark")
+    note = f"parts: means over steps and ranks; median step: {INTERVAL}"
     return Plot("split_time", "Time of a step", "", "time", (*parts, step), "stacked", "s", note)
 
 
@@ -97,7 +101,7 @@ def _throughput(rows: Sequence[Row], groups: Groups) -> Plot:
         lows, highs = zip(*(_rates(groups[row.label]) for row in own), strict=True)
         labels = tuple(row.label for row in own)
         series.append(Series(mode or "run", labels, tuple(row.rate for row in own), lows, highs))
-    note = "; ".join(filter(None, ("all ranks together, with 95 % intervals", note)))
+    note = _joined(f"all ranks together, {INTERVAL}", note)
     return Plot("throughput", "Throughput", "", "rate", tuple(series), "bars", _unit(rows), note)
 
 
@@ -118,7 +122,7 @@ def _scaling(rows: Sequence[Row], groups: Groups, baseline: str | None) -> Plot:
     every = tuple(sorted({rank for each in rates for rank in each.x if isinstance(rank, float)}))
     whole = Series("ideal", every, tuple(1.0 for _ in every), role="reference")
     below = Plot("scaling", "Efficiency", "ranks", "of the ideal rate", (*efficiencies, whole), unit="share")
-    note = "; ".join(filter(None, ("with 95 % intervals", note)))
+    note = _joined(INTERVAL, note)
     return Plot("scaling", "Scaling", "ranks", "rate", (*rates, *ideals), "lines", _unit(rows), note, below)
 
 
@@ -134,31 +138,19 @@ def _loss(rows: Sequence[Row], groups: Groups) -> Plot:
             lows, highs = tuple(map(min, found)), tuple(map(max, found))
         series.append(Series(row.label, tuple(map(float, steps)), tuple(runs[0].values()), lows, highs))
     if any(each.low for each in series):
-        note = "; ".join(filter(None, ("lines: the first run; bands: all repeats", note)))
-    return Plot("loss", "Loss", "step", "loss", tuple(series), note=note)
+        note = _joined("lines: the first run; bands: all repeats", note)
+    return Plot("loss", "Loss", "step", "of the batch", tuple(series), note=note)
 
 
 def _memory(rows: Sequence[Row], groups: Groups, formulas: Mapping[str, float]) -> Plot:
     rows, note = _with(rows, lambda row: row.peak_bytes is not None, "no memory recorded")
-    peaks, lows, highs = [], [], []
-    for row in rows:
-        of_runs = [run.peak_bytes for run in groups[row.label] if run.peak_bytes is not None]
-        low, high = median_interval(of_runs)
-        peaks.append(float(row.peak_bytes or 0))
-        lows.append(float(low))
-        highs.append(float(high))
-    series = [Series("measured", tuple(row.label for row in rows), tuple(peaks), tuple(lows), tuple(highs))]
+    of_rows = [[run.peak_bytes for run in groups[row.label] if run.peak_bytes is not None] for row in rows]
+    lows, highs = zip(*map(median_interval, of_rows), strict=True)
+    series = [Series("measured", tuple(row.label for row in rows), tuple(map(max, of_rows)), lows, highs)]
     if known := tuple(row.label for row in rows if row.label in formulas):
         series.append(Series("formula", known, tuple(formulas[label] for label in known), role="reference"))
-    note = "; ".join(filter(None, ("the fullest rank", note)))
+    note = _joined("the fullest rank", note)
     return Plot("memory", "Peak memory", "", "memory", tuple(series), "bars", "B", note)
-
-
-_PLOTS: Final[Mapping[str, Callable[[Sequence[Row], Groups], Plot]]] = {
-    "split_time": _split_time,
-    "throughput": _throughput,
-    "loss": _loss,
-}
 
 
 def _with(rows: Sequence[Row], has: Callable[[Row], bool], without: str) -> tuple[list[Row], str]:
@@ -170,6 +162,10 @@ def _with(rows: Sequence[Row], has: Callable[[Row], bool], without: str) -> tupl
     return kept, f"left out: {', '.join(missing)} ({without})" if missing else ""
 
 
+def _joined(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
+
+
 def _unit(rows: Sequence[Row]) -> str:
     units = sorted({row.unit for row in rows})
     if len(units) > 1:
@@ -179,15 +175,8 @@ def _unit(rows: Sequence[Row]) -> str:
 
 def _rates(runs: Sequence[Measured]) -> tuple[float, float]:
     """Return the interval of the rate: over the runs, or over the steps of a single run."""
-    return median_interval([_rate(run.steps) for run in runs] if len(runs) > 1 else list(map(_rate_of, runs[0].steps)))
-
-
-def _rate(steps: Sequence[Step]) -> float:
-    return sum(step.units for step in steps) / sum(step.seconds for step in steps)
-
-
-def _rate_of(step: Step) -> float:
-    return step.units / step.seconds
+    units = [run.steps for run in runs] if len(runs) > 1 else [(step,) for step in runs[0].steps]
+    return median_interval([sum(step.units for step in each) / sum(step.seconds for step in each) for each in units])
 
 
 def _first(rows: Sequence[Row], mode: str) -> int:
