@@ -12,7 +12,7 @@ itself, or waited. On the device it is that of the kernels, under the path that 
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
 from muster.jobs.trace.events import Event, Step
@@ -25,9 +25,6 @@ WIDTH: Final = 1200.0
 ROW: Final = 18
 LETTER: Final = 6.6  # of the text's width, in a font of 11 pixels
 NARROWEST: Final = 0.4
-MOST_ROWS: Final = 3000  # frames that are written as data
-DEEPEST: Final = 200
-LONGEST: Final = 300  # letters of a name
 HUES: Final = {
     "communication": 355,
     "attention": 285,
@@ -124,31 +121,6 @@ def _widened(frame: Frame) -> Frame:
     inside_us = sum(_widened(child).value_us for child in frame.children.values())
     frame.value_us = max(frame.value_us, inside_us)
     return frame
-
-
-def rows_of(root: Frame) -> list[list[Any]]:
-    """List the frames that are wide enough to be seen, parents first: [depth, name, kind, microseconds, calls]."""
-    boxes = [box for box in lay_out(root) if box.row < DEEPEST][:MOST_ROWS]
-    return [[box.row, box.frame.name[:LONGEST], box.frame.kind, box.frame.value_us, box.frame.calls] for box in boxes]
-
-
-def tree_of(rows: Sequence[Sequence[Any]]) -> Frame:
-    """Build the tree that `rows_of` listed.
-
-    Raises:
-        ValueError: there is no frame, or one has no parent.
-    """
-    root = Frame("", "other")
-    path = [root]
-    for depth, name, kind, value_us, calls in rows[:MOST_ROWS]:
-        if not (depth > 0 if root.children else depth == 0) or depth >= min(len(path), DEEPEST):
-            raise ValueError(f"frame {name!r} has no parent")
-        frame = path[depth].child(name[:LONGEST], kind if kind in HUES else "other")
-        frame.value_us, frame.calls = frame.value_us + max(value_us, 0.0), frame.calls + calls
-        path[depth + 1 :] = [frame]
-    if not root.children:
-        raise ValueError("there is no frame")
-    return _widened(next(iter(root.children.values())))
 
 
 # Drawing ------------------------------------------------------------------------------------------------------------

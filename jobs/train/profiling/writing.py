@@ -11,7 +11,7 @@ from muster.jobs.basics.files import folder_error, make_folder, write_json, writ
 from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.trace.chrome import read_document, with_phases, write_trace
 from muster.jobs.trace.events import read_trace
-from muster.jobs.trace.flame import device_flame, host_flame, render, rows_of
+from muster.jobs.trace.flame import device_flame, host_flame, render
 from muster.jobs.trace.nesting import Nested, nest_trace
 from muster.jobs.trace.record import numbers, operators_csv, operators_text, record_of
 from muster.jobs.train.profiling.memory import History, peaks
@@ -56,12 +56,10 @@ def exported(folder: ProfileDir, profiler: profile) -> dict[str, Any]:
 
 
 def write_flames(folder: ProfileDir, nested: Nested, record: Mapping[str, Any]) -> list[Any]:
-    """Write the flame graphs as pictures and as data; return the files that are more than the host's picture."""
+    """Draw the flame graphs; return those that are more than the host's."""
     what = f"rank {record['rank']}, {numbers([step['step'] for step in record['steps']])}"
-    flames = {"host": host_flame(nested)} | ({"device": device_flame(nested)} if nested.trace.has_device else {})
-    write_json(folder.flame_data, {each: rows_of(flame) for each, flame in flames.items()})
-    write_text(folder.flame, render(flames["host"], f"{what}: time of the host's threads"))
-    if "device" not in flames:
-        return [folder.flame_data]
-    write_text(folder.cuda_flame, render(flames["device"], f"{what}: time of CUDA kernels, by what launched them"))
-    return [folder.flame_data, folder.cuda_flame]
+    write_text(folder.flame, render(host_flame(nested), f"{what}: time of the host's threads"))
+    if not nested.trace.has_device:
+        return []
+    write_text(folder.cuda_flame, render(device_flame(nested), f"{what}: time of CUDA kernels, by what launched them"))
+    return [folder.cuda_flame]

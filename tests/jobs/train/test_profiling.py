@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 MODEL = {"d_model": 64, "d_ff": 256, "layers": 3, "heads": 4, "context": 64, "vocabulary": 128}
 GPT = {"model": MODEL, "data": "synthetic", "batch_size": 16, "evaluate": False, "device": "cpu", "log_every": 2}
 PROFILE = {"first_step": 3, "steps": 2}
-FILES = {"trace.json.gz", "flame.svg", "flame.json", "operators.txt", "operators.csv", "profile.json"}
+FILES = {"trace.json.gz", "flame.svg", "operators.txt", "operators.csv", "profile.json"}
 
 
 def record(
