@@ -2,6 +2,7 @@
 
 attempt-000/profile-00000/
   trace.json.gz  flame.svg  flame-cuda.svg  cuda-memory.pickle     the CUDA ones where there is a GPU
+  flame.json     flame-cuda.json                                   the same flame graphs as data, for `muster report`
   operators.txt  operators.csv
   profile.json                                                     last: where it is, all is
 """
@@ -28,9 +29,12 @@ class ProfileDir:
     operators_csv = At("operators.csv")  # the table of operators, to compute with
     flame = At("flame.svg")  # flame graph of the host's time
     cuda_flame = At("flame-cuda.svg")  # flame graph of the device's time
+    flame_data = At("flame.json")  # the frames of flame.svg
+    cuda_flame_data = At("flame-cuda.json")  # the frames of flame-cuda.svg
     cuda_memory = At("cuda-memory.pickle")  # snapshot of the CUDA allocator, for pytorch.org/memory_viz
 
     @property
     def for_home(self) -> list[Path]:
         """The files that come home from a node with a folder of its own, the record last; a snapshot may be large."""
-        return [self.trace, self.flame, self.cuda_flame, self.operators, self.operators_csv, self.record]
+        flames = [self.flame, self.cuda_flame, self.flame_data, self.cuda_flame_data]
+        return [self.trace, *flames, self.operators, self.operators_csv, self.record]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 Lane: TypeAlias = tuple[object, object]  # process and thread; of a device, device and stream
+Point: TypeAlias = tuple[Lane, float]
 
 MARK: Final = "muster mark "
 START: Final = "start"
@@ -24,11 +25,19 @@ HOST: Final = frozenset({"cpu_op", "user_annotation", "python_function", "cuda_r
 LAUNCHES: Final = frozenset({"cuda_runtime", "cuda_driver"})
 DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 IN_FLIGHT: Final = ("gloo:", "nccl:", "mpi:", "ucc:")
+MODULE: Final = "module "  # of the ranges of modules: `module attention block1.attention`
+MODULE_KINDS: Final = (
+    *("norm", "attention", "mlp", "convolution", "pooling"),
+    *("embedding", "head", "loss", "other"),
+)
+MEMORY: Final = "[memory]"
+LINK: Final = "fwdbwd"
+GPU: Final = 1  # of the types of devices in a trace
 PROFILER_STEP: Final = "ProfilerStep#"
 
 
 class Event(NamedTuple):
-    """Something that took time; `correlation` ties a launch to what it launched."""
+    """Something that took time; `correlation` ties a launch to what it launched. A module's has the module's kind."""
 
     name: str
     category: str
@@ -36,11 +45,23 @@ class Event(NamedTuple):
     end_us: float
     lane: Lane
     correlation: int | None
+    module_kind: str = ""
 
     @property
     def duration_us(self) -> float:
         """How long it took."""
         return self.end_us - self.start_us
+
+
+class MemoryEvent(NamedTuple):
+    """An allocation, or a free with negative bytes; `total` is what the allocator has handed out after it."""
+
+    time_us: float
+    lane: Lane
+    on_device: bool
+    address: int
+    bytes: int
+    total: int
 
 
 class Span(NamedTuple):
@@ -84,6 +105,8 @@ class Trace:
     device: list[Event] = field(default_factory=list)
     in_flight: list[Event] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    memory: list[MemoryEvent] = field(default_factory=list)
+    links: list[tuple[Point, Point]] = field(default_factory=list)  # begins of a forward and of its backward
 
     @property
     def has_device(self) -> bool:
@@ -95,8 +118,13 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
     """Sort the `traceEvents` of a chrome trace; what is none of ours is left out."""
     trace = Trace()
     marks: list[tuple[float, str]] = []
+    ends: dict[object, dict[object, Point]] = {}
     for row in events:
         category = row.get("cat")
+        if category == LINK:
+            ends.setdefault(row.get("id"), {})[row.get("ph")] = (_lane(row), float(row["ts"]))
+        elif row.get("name") == MEMORY and row.get("ph") == "i":
+            trace.memory.append(_memory_event(row))
         if row.get("ph") != "X" or (category not in HOST and category not in DEVICE):
             continue
         event = _event(row)
@@ -109,6 +137,7 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
         elif not event.name.startswith(PROFILER_STEP):
             trace.host.setdefault(event.lane, []).append(event)
     trace.steps = steps_between(marks)
+    trace.links = [(each["s"], each["f"]) for each in ends.values() if {"s", "f"} <= each.keys()]
     return trace
 
 
@@ -136,11 +165,25 @@ def _event(row: Mapping[str, Any]) -> Event:
     arguments = row.get("args") or {}
     start_us = float(row["ts"])
     correlation = arguments.get("correlation")
-    return Event(
+    event = Event(
         str(row.get("name", "")),
         str(row["cat"]),
         start_us,
         start_us + float(row.get("dur", 0.0)),
-        (row.get("pid"), row.get("tid")),
+        _lane(row),
         correlation if isinstance(correlation, int) else None,
     )
+    kind, _, name = event.name.removeprefix(MODULE).partition(" ")
+    if not event.name.startswith(MODULE) or kind not in MODULE_KINDS:
+        return event
+    return event._replace(name=name, category="module", module_kind=kind)
+
+
+def _lane(row: Mapping[str, Any]) -> Lane:
+    return row.get("pid"), row.get("tid")
+
+
+def _memory_event(row: Mapping[str, Any]) -> MemoryEvent:
+    of = row["args"]
+    on_device = of["Device Type"] == GPU
+    return MemoryEvent(float(row["ts"]), _lane(row), on_device, of["Addr"], of["Bytes"], of["Total Allocated"])

@@ -12,7 +12,7 @@ itself, or waited. On the device it is that of the kernels, under the path that 
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 from xml.sax.saxutils import escape, quoteattr
 
 from muster.jobs.trace.events import Event, Step
@@ -24,6 +24,7 @@ PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "r
 WIDTH: Final = 1200.0
 ROW: Final = 18
 LETTER: Final = 6.6  # of the text's width, in a font of 11 pixels
+MOST_FRAMES: Final = 5000  # in a flame graph's data
 NARROWEST: Final = 0.4
 HUES: Final = {
     "communication": 355,
@@ -33,6 +34,10 @@ HUES: Final = {
     "optimizer": 130,
     "memory": 175,
     "compiled": 90,
+    "normalization": 320,
+    "softmax": 260,
+    "pooling": 190,
+    "elementwise": 70,
     "launch": 50,
     "python": 40,
     "autograd": 28,
@@ -121,6 +126,28 @@ def _widened(frame: Frame) -> Frame:
     inside_us = sum(_widened(child).value_us for child in frame.children.values())
     frame.value_us = max(frame.value_us, inside_us)
     return frame
+
+
+def data_of(root: Frame, most: int = MOST_FRAMES) -> dict[str, Any]:
+    """Return a flame graph as JSON has it: rows [depth, name, kind, microseconds, calls] in the order of the drawing.
+
+    Of more than `most` frames the widest are kept, so that a frame's parent is there, too.
+    """
+    every = [(0, root)]
+    at = 0
+    while at < len(every):  # parents come before their children
+        depth, frame = every[at]
+        every += ((depth + 1, child) for child in frame.children.values())
+        at += 1
+    widest = sorted(every, key=lambda each: (-each[1].value_us, each[0]))
+    kept = {id(frame) for _, frame in widest[:most]}
+    rows, todo = [], [(0, root)]
+    while todo:
+        depth, frame = todo.pop()
+        rows.append([depth, frame.name, frame.kind, round(frame.value_us, 3), frame.calls])
+        below = sorted((child for child in frame.children.values() if id(child) in kept), key=_order, reverse=True)
+        todo += ((depth + 1, child) for child in below)
+    return {"version": 1, "frames": rows, "left_out": len(every) - len(rows)}
 
 
 # Drawing ------------------------------------------------------------------------------------------------------------

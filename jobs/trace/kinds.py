@@ -21,8 +21,23 @@ _TABLE: Final = tuple(
             r"|(?i:gemm|cutlass|nvjet|cublas|xmma|matmul|splitk)|_linear_pointwise|^(Addmm|Mm|Bmm|Baddbmm)Backward",
         ),
         ("optimizer", r"^optimizer$|^Optimizer\.|_fused_(adam|adamw|sgd)|_foreach_|multi_tensor_apply|FusedAdam"),
-        ("memory", r"^Mem(cpy|set)|aten::((copy_|_to_copy|to|clone|fill_|zero_|cat|contiguous|stack)$|empty|resize_)"),
+        (
+            "memory",
+            r"^Mem(cpy|set)|aten::((copy_|_to_copy|to|clone|fill_|zero_|cat|contiguous|stack)$|empty|resize_)"
+            r"|direct_copy_kernel|CatArrayBatchedCopy|FillFunctor",
+        ),
         ("compiled", r"CompiledFxGraph|CompiledFunction|^Torch-Compiled|^triton_"),
+        (
+            "normalization",
+            r"(?i)(layer|batch|group|instance|rms)_?norm(?!.*(?-i:Backward)\d*$)|RowwiseMoments|GammaBeta|^cudnn::bn",
+        ),
+        ("softmax", r"(?i)softmax(?!(?-i:Backward)\d*$)"),
+        ("pooling", r"(?i)(max|avg)_?pool(?!.*(?-i:Backward)\d*$)"),
+        (
+            "elementwise",
+            r"^aten::(add|sub|rsub|mul|div|neg|exp|log|sqrt|rsqrt|pow|abs|clamp|maximum|minimum|where|lerp|addcmul|addcdiv"
+            r"|threshold|relu|gelu|silu|sigmoid|tanh|\w*dropout|masked_fill)(_backward)?_?$|elementwise_kernel",
+        ),
         ("launch", r"^cuda[A-Z]|^cu[A-Z]"),
         ("python", r"^<built-in|^<string>|^nn\.Module"),
         ("autograd", r"autograd::|Backward\d*$"),

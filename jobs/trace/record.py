@@ -4,6 +4,7 @@
  "steps": [{"step": 6, "seconds": 0.21, "communication_s": 0.06, "hidden_s": 0.02, "overlap": 0.33}, ...],
  "overlap": 0.33,            time in communication while computing / time in communication, all steps together
  "phases": {"forward": 0.2, ...}, "device_phases": {...}, "kinds": {"matmul": 0.3, ...}, "matmul_share": 0.6,
+ "modules": {"mlp": 0.1, ...}, "memory_over_time": [[0.01, 4096], ...], "allocations": [{"bytes": ...}, ...],
  "operators": [...], "kernels": [...], "memory": {...}, "files": {...}}
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from muster.jobs.trace.modules import modules_of
 from muster.jobs.trace.nesting import Nested
 from muster.jobs.trace.operators import (
     Operator,
@@ -41,6 +43,7 @@ def record_of(nested: Nested, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Summarize a trace; `facts` are what is known of the rank otherwise."""
     operators, kernels = operators_of(nested), kernels_of(nested)
     kinds = kinds_of(kernels if nested.trace.has_device else operators)
+    modules = modules_of(nested)
     steps, device = overlap_by_step(nested), device_spans_of(nested)
     return {
         "version": VERSION,
@@ -60,6 +63,7 @@ def record_of(nested: Nested, facts: Mapping[str, Any]) -> dict[str, Any]:
         "phases": phases_of(nested.trace),
         "device_phases": device_phases_of(nested),
         "kinds": kinds,
+        **({"modules": modules} if modules else {}),
         "matmul_share": matmul_share(kinds),
         "operators": [asdict(row) for row in operators[:ROWS]],
         "kernels": [asdict(row) for row in kernels[:ROWS]],
@@ -85,6 +89,8 @@ def operators_text(record: Mapping[str, Any]) -> str:
     if record["device_phases"]:
         parts += [_shares("phases, on the device", record["device_phases"])]
     parts += [_shares("kinds" + " of kernels" * bool(record["kernels"]), record["kinds"])]
+    if "modules" in record:
+        parts += [_shares("modules, forward and backward", record["modules"])]
     parts += ["operators\n" + table_of(record["operators"])]
     if record["kernels"]:
         parts += ["kernels\n" + table_of(record["kernels"])]

@@ -43,6 +43,7 @@ from muster.jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
 from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.parallel.syncs import needs_group
+from muster.jobs.train.profiling.marking import subject_of
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
 from muster.jobs.train.restoring import restore
 from muster.jobs.user import code
@@ -230,7 +231,10 @@ def build_profiling(start: Start, job: "Job", trainer: Trainer, first: int) -> N
         return NOT_PROFILING
     facts = facts_of(start, job, world)
     folder = start.run.attempt(start.attempt).profile(world.rank)
-    return Recorder(settings.profile, folder, trainer.clock, world.device, facts, done=first, steps=trainer.steps)
+    subject = subject_of(trainer.engine, settings)
+    return Recorder(
+        settings.profile, folder, trainer.clock, world.device, facts, subject=subject, done=first, steps=trainer.steps
+    )
 
 
 def build_saver(

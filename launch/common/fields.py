@@ -72,6 +72,16 @@ def reals(value: Any) -> dict[str, float] | None:
     return None if None in found.values() else found  # type: ignore[return-value]
 
 
+def list_of(shape: Any, most: int) -> Callable[[Any], list[Any] | None]:
+    """Return a reader of at most `most` items of a shape."""
+    return lambda value: value if isinstance(value, list) and len(value) <= most and fits(value, [shape]) else None
+
+
+def pair(value: Any) -> list[float] | None:
+    """Return a list of two numbers."""
+    return value if fits(value, [real]) and len(value) == 2 else None
+
+
 def _loss(value: Any) -> float | None:
     return value if isinstance(value, float) and not math.isfinite(value) else real(value)
 

@@ -5,17 +5,21 @@ from typing import Any, Final
 
 from muster.jobs.basics.words import counted
 from muster.jobs.trace.kinds import COMMUNICATION
-from muster.jobs.trace.record import numbers, table_of
+from muster.jobs.trace.record import numbers, shortened, table_of
 from muster.launch.common import screen
 from muster.launch.look.profiles import PHASES, RankProfile
 
 TOP: Final = 12
 STEP_COLUMNS: Final = ("step>", "host ms>", "GPU ms>", "in flight>", "hidden>", "overlap>")
+ALLOCATION_COLUMNS: Final = ("MB>", "in step>", "alive ms>", "operator", "module")
+LARGEST: Final = 5
 FILES: Final = {
     "trace.json.gz": "the steps as they went: open it at ui.perfetto.dev",
     "flame.svg": "where the host's time went: open it in a browser",
     "flame-cuda.svg": "where the GPU's time went",
-    "operators.txt": "operators, kernels, kinds and phases",
+    "flame.json": "the frames of flame.svg as data",
+    "flame-cuda.json": "the frames of flame-cuda.svg as data",
+    "operators.txt": "operators, kernels, kinds, modules and phases",
     "operators.csv": "the same to compute with",
     "cuda-memory.pickle": "what the GPU's memory held: open it at pytorch.org/memory_viz",
 }
@@ -64,10 +68,47 @@ def details(profile: RankProfile) -> list[str]:
         "",
         f"its {what} with the most time of their own, all recorded steps together",
         table_of(rows[:TOP]),
+        *modules(record),
+        *memory(record),
+        *([f"left out, because the record is damaged: {', '.join(profile.left_out)}"] if profile.left_out else []),
         "",
         f"{profile.folder}/",
         *(f"  {name:19} {FILES[name]}" for name in FILES if name in record.get("files", ())),
     ]
+
+
+def modules(record: Mapping[str, Any]) -> list[str]:
+    """Lay out the time by kind of module, or say why it is not known; nothing for the profile of an older run."""
+    if "modules_note" in record:
+        return ["", record["modules_note"]]
+    seconds, steps = record.get("modules", {}), max(1, len(record["steps"]))
+    total = sum(seconds.values()) or 1.0
+    rows = [[kind, _ms(each / steps), f"{each / total:.1%}"] for kind, each in seconds.items()]
+    return [
+        "",
+        "forward and backward by kind of module",
+        screen.table(("module", "ms a step>", "share>"), rows),
+    ] * bool(rows)
+
+
+def memory(record: Mapping[str, Any]) -> list[str]:
+    """Say when the tensors needed most memory, and which allocations were the largest then."""
+    points = record.get("memory_over_time")
+    if not points:
+        return []
+    at_s, peak = max(points, key=lambda point: point[1])
+    rows = [
+        [
+            f"{each['bytes'] / 2**20:.1f}",
+            each["step"],
+            _ms(each["alive_s"]),
+            shortened(each["operator"]),
+            each["module"],
+        ]
+        for each in record.get("allocations", ())[:LARGEST]
+    ]
+    title = f"peak of tensors: {peak / 2**20:.1f} MB, {_ms(at_s)} ms after the first recorded step began; the largest:"
+    return ["", title, screen.table(ALLOCATION_COLUMNS, rows)]
 
 
 def kinds(seconds: Mapping[str, float]) -> str:

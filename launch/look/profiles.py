@@ -3,12 +3,25 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_json
+from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
-from muster.launch.common.fields import MOST_RANKS, below, fits, number, optional, real, reals, text, texts
+from muster.launch.common.fields import (
+    MOST_RANKS,
+    below,
+    fits,
+    list_of,
+    number,
+    optional,
+    pair,
+    real,
+    reals,
+    text,
+    texts,
+)
 from muster.launch.look.attempts import newest_with
 
 PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "replay")
@@ -41,6 +54,30 @@ SHAPE: Final = {
     "overlap": optional(real),
     "matmul_share": optional(real),
 }
+MOST_POINTS: Final = 2000
+MOST_ALLOCATIONS: Final = 20
+MOST_FRAMES: Final = 5000
+_ALLOCATION: Final = {"bytes": number, "operator": text, "module": text, "step": number, "alive_s": real}
+LATER: Final[Mapping[str, Any]] = {  # profiles of older runs lack these; one that does not fit is left out
+    # Seconds of the recorded steps by kind of module, forward and backward; on a GPU, of its kernels.
+    "modules": reals,
+    "modules_note": text,  # why the kinds of modules are not known: then there is no "modules"
+    "memory_over_time": list_of(pair, MOST_POINTS),  # [seconds since the first recorded step began, bytes of tensors]
+    "allocations": list_of(
+        _ALLOCATION, MOST_ALLOCATIONS
+    ),  # alive at the peak, the largest first; step 0: allocated before the recorded steps
+}
+
+
+class FlameFrame(NamedTuple):
+    """One frame of a flame graph. Frames come parents first; a child lies within its parent, from `start_us` on."""
+
+    depth: int  # 0: the root
+    name: str  # of an operator or a module of the user's: escape it
+    kind: str
+    start_us: float
+    us: float
+    calls: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +87,7 @@ class RankProfile:
     folder: Path
     record: Mapping[str, Any]
     breakdown: Mapping[str, float]
+    left_out: tuple[str, ...] = ()  # keys of the record that are damaged
 
     @property
     def rank(self) -> int:
@@ -93,11 +131,36 @@ def _read(folder: AttemptDir, rank: int) -> RankProfile | None:
         record = read_json(paths.record)
         if not fits(record, SHAPE):
             return None
+        left_out = tuple(key for key, shape in LATER.items() if key in record and not fits(record[key], shape))
+        record = {key: value for key, value in record.items() if key not in left_out}
         steps = {int(step["step"]) for step in record["steps"]}
         rows = [row for row in read_lines(folder.metrics(rank)) if row.get("step") in steps and row.get("profile")]
-        return RankProfile(paths.path, record, breakdown_of(rows) or _of_trace(record))
+        return RankProfile(paths.path, record, breakdown_of(rows) or _of_trace(record), left_out)
     except (OSError, ValueError, KeyError, TypeError):  # torn, or another version's: nothing read here is trusted
         return None
+
+
+def read_flame(profile: RankProfile, *, device: bool = False) -> tuple[FlameFrame, ...]:
+    """Read the flame graph of a rank's host threads, or of its GPU; return () if there is none, or if it is damaged.
+
+    The file has rows in the order of the drawing: [depth, name, kind, microseconds, calls].
+    """
+    paths = ProfileDir(profile.folder)
+    try:
+        rows = read_json(paths.cuda_flame_data if device else paths.flame_data)["frames"]
+        frames: list[FlameFrame] = []
+        ends: list[float] = []  # by depth: where the next frame begins
+        for depth, name, kind, us, calls in rows[:MOST_FRAMES]:
+            read = (below(len(ends) or 1)(depth), text(name), text(kind), real(us), number(calls, least=0))
+            if None in read or us < 0.0 or (depth == 0) != (not frames):
+                return ()
+            start_us = ends[depth] if frames else 0.0
+            us = min(us, ends[depth - 1] - start_us) if frames else us  # rounded children may be wider than the parent
+            frames.append(FlameFrame(depth, text(name) or "", text(kind) or "", start_us, us, calls))
+            ends[depth:] = [start_us + us, start_us]
+        return tuple(frames)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
 
 
 def breakdown_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

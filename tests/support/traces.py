@@ -58,6 +58,24 @@ def steps(drawing: str, first: int = 1) -> list[dict[str, Any]]:
     return [event("user_annotation", f"{MARK}{text}", at * TICK_US, at * TICK_US) for at, text in marks]
 
 
+def link(source: float, target: float, number: int = 1, thread: object = MAIN) -> list[dict[str, Any]]:
+    """The profiler's link from an operator of a forward to its part of the backward, by their beginnings in ticks."""
+    ends = {"s": (source, MAIN), "f": (target, thread)}
+    common = {"cat": "fwdbwd", "name": "fwdbwd", "id": number, "pid": PROCESS}
+    return [{**common, "ph": ph, "tid": lane, "ts": at * TICK_US} for ph, (at, lane) in ends.items()]
+
+
+def memory(*changes: tuple[float, int, int], device: int = 0, before: int = 0) -> list[dict[str, Any]]:
+    """Changes of memory: tick, address, bytes; each with the allocator's total, which begins with `before`."""
+    made, total = [], before
+    for at, address, size in changes:
+        total += size
+        of = {"Addr": address, "Bytes": size, "Device Type": device, "Total Allocated": total}
+        common = {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": PROCESS, "tid": MAIN}
+        made.append({**common, "ts": at * TICK_US, "args": of})
+    return made
+
+
 def kernels(name: str, drawing: str, launches: str, *, stream: int, first: int) -> list[dict[str, Any]]:
     """Kernels on a stream, and where on the main thread each was launched (`x`), in the same order."""
     made = []

@@ -16,19 +16,23 @@ Held = Mapping[str, Iterable[Tensor]]
 
 
 def bytes_by_kind(held: Held) -> dict[str, int]:
-    """Add the storages of each kind up; one that several tensors or kinds share counts once, in the first kind."""
+    """Add the storages of each kind up."""
+    found = dict.fromkeys(KINDS, 0)
+    for kind, storage in storages(held):
+        found[kind] += storage.nbytes()
+    return found
+
+
+def storages(held: Held) -> Iterator[tuple[str, torch.UntypedStorage]]:
+    """Yield the storages of each kind; one that several tensors or kinds share comes once, in the first kind."""
     seen: set[tuple[torch.device, int]] = set()
-    found = {}
     for kind in KINDS:
-        total = 0
         for tensor in held.get(kind, ()):
             storage = local(tensor).untyped_storage()
             key = (storage.device, storage.data_ptr())
             if storage.nbytes() and key not in seen:
                 seen.add(key)
-                total += storage.nbytes()
-        found[kind] = total
-    return found
+                yield kind, storage
 
 
 def local(tensor: Tensor) -> Tensor:

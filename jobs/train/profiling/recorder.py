@@ -22,10 +22,12 @@ from muster.jobs.node.page import Phase
 from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.trace.events import MARK, START
+from muster.jobs.trace.memory import HeldStorage
 from muster.jobs.trace.record import numbers
 from muster.jobs.trace.window import Window, window_of
 from muster.jobs.train.profiling.clock import Clock
-from muster.jobs.train.profiling.memory import History
+from muster.jobs.train.profiling.marking import Marks, Subject
+from muster.jobs.train.profiling.memory import History, Quiet, listed
 from muster.jobs.train.profiling.writing import write_profile
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class Recorder(NotProfiling):
         device: torch.device,
         facts: Mapping[str, Any],
         *,
+        subject: Subject,
         done: int,
         steps: int,
     ) -> None:
@@ -79,7 +82,11 @@ class Recorder(NotProfiling):
         self.folder = folder
         self.clock = clock
         self.device = device
-        self.facts = {**facts, "steps_of_job": steps}
+        self.facts = {**facts, "steps_of_job": steps, **({"modules_note": subject.note} if subject.note else {})}
+        self.subject = subject
+        self.marks = None if subject.note else Marks(subject)
+        self.quiet = Quiet()
+        self.before: list[HeldStorage] = []
         self.window: Window = window_of(settings, done=done, steps=steps)
         self.done = done
         self.history = History(device) if device.type == "cuda" and settings.memory else None
@@ -122,6 +129,8 @@ class Recorder(NotProfiling):
         elif self.profiler is not None:
             self.profiler.step()
         recording = self.profiler is not None and following >= self.window.first
+        if recording and following == self.window.first:
+            self._look()
         self.word = None if self.profiler is None else RECORDED if recording else WARM_UP
         self.clock.listener = self._mark if recording else None
 
@@ -135,10 +144,29 @@ class Recorder(NotProfiling):
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         os.environ.setdefault(*QUIET)
-        self.profiler = profile(activities=activities, schedule=action, with_stack=self.settings.stacks)
+        self.profiler = profile(
+            activities=activities,
+            schedule=action,
+            with_stack=self.settings.stacks,
+            profile_memory=self.settings.memory,
+        )
         if self.history is not None:
             self.history.start()
         self.profiler.start()
+
+    def _look(self) -> None:
+        """Begin what is done for recorded steps only."""
+        if self.marks is not None:
+            self.marks.start()
+        if self.settings.memory:
+            self.quiet.start()
+            self.before = listed(self.subject.held())
+
+    def _look_away(self) -> None:
+        """End it; harmless if it has not begun."""
+        if self.marks is not None:
+            self.marks.stop()
+        self.quiet.stop()
 
     def _mark(self, text: str) -> None:
         number = f" {self.done + 1}" if text == START else ""
@@ -153,10 +181,12 @@ class Recorder(NotProfiling):
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
+            held = (self.before, listed(self.subject.held())) if self.settings.memory else ([], [])
             profiler.stop()
-            self.record = write_profile(self.folder, profiler, self.history, self.device, self.facts)
+            self.record = write_profile(self.folder, profiler, self.history, held, self.device, self.facts)
             self.said = "; ".join(filter(None, (self._said_of(self.record), self.window.note)))
         finally:
+            self._look_away()
             if self.history is not None:
                 self.history.stop()
             page.own.enter(Phase.RUN)
@@ -185,6 +215,7 @@ class Recorder(NotProfiling):
         with suppress(RuntimeError):
             if profiler is not None:
                 profiler.stop()
+        self._look_away()
         if self.history is not None:
             self.history.stop()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,16 +12,22 @@ from muster.jobs.basics.files import folder_error, make_folder, write_json, writ
 from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.trace.chrome import read_document, with_phases, write_trace
 from muster.jobs.trace.events import read_trace
-from muster.jobs.trace.flame import device_flame, host_flame, render
+from muster.jobs.trace.flame import data_of, device_flame, host_flame, render
+from muster.jobs.trace.memory import HeldStorage, memory_of
 from muster.jobs.trace.nesting import Nested, nest_trace
 from muster.jobs.trace.record import numbers, operators_csv, operators_text, record_of
 from muster.jobs.train.profiling.memory import History, peaks
 
 
 def write_profile(
-    folder: ProfileDir, profiler: profile, history: History | None, device: torch.device, facts: Mapping[str, Any]
+    folder: ProfileDir,
+    profiler: profile,
+    history: History | None,
+    held: tuple[list[HeldStorage], list[HeldStorage]],
+    device: torch.device,
+    facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write a rank's profile; return its record.
+    """Write a rank's profile; return its record. `held` is the training's state before the recorded steps and after.
 
     Raises:
         RunFolderError, StorageError: the folder cannot be written.
@@ -30,14 +37,14 @@ def write_profile(
             make_folder(folder.path)
     except OSError as error:
         raise folder_error(folder.path, error) from error
-    files = [folder.trace, folder.operators, folder.operators_csv, folder.flame]
+    files = [folder.trace, folder.operators, folder.operators_csv]
     if history is not None:
         history.write(folder.cuda_memory)
         files.append(folder.cuda_memory)
     document = exported(folder, profiler)
     nested = nest_trace(read_trace(document["traceEvents"]))
     write_trace(folder.trace, with_phases(document, nested))
-    record = record_of(nested, {**facts, "memory": peaks(device)})
+    record = record_of(nested, {**facts, "memory": peaks(device)}) | memory_of(nested, *held)
     write_text(folder.operators, operators_text(record))
     write_text(folder.operators_csv, operators_csv(record["operators"] + record["kernels"]))
     files += write_flames(folder, nested, record)
@@ -55,11 +62,14 @@ def exported(folder: ProfileDir, profiler: profile) -> dict[str, Any]:
         folder.raw_trace.unlink(missing_ok=True)
 
 
-def write_flames(folder: ProfileDir, nested: Nested, record: Mapping[str, Any]) -> list[Any]:
-    """Draw the flame graphs; return those that are more than the host's."""
+def write_flames(folder: ProfileDir, nested: Nested, record: Mapping[str, Any]) -> list[Path]:
+    """Write the flame graphs, as drawings and as data; return the paths."""
     what = f"rank {record['rank']}, {numbers([step['step'] for step in record['steps']])}"
-    write_text(folder.flame, render(host_flame(nested), f"{what}: time of the host's threads"))
-    if not nested.trace.has_device:
-        return []
-    write_text(folder.cuda_flame, render(device_flame(nested), f"{what}: time of CUDA kernels, by what launched them"))
-    return [folder.cuda_flame]
+    flames = [(host_flame(nested), folder.flame, folder.flame_data, "time of the host's threads")]
+    if nested.trace.has_device:
+        paths = folder.cuda_flame, folder.cuda_flame_data
+        flames.append((device_flame(nested), *paths, "time of CUDA kernels, by what launched them"))
+    for root, drawing, data, title in flames:
+        write_text(drawing, render(root, f"{what}: {title}"))
+        write_json(data, data_of(root))
+    return [path for _, drawing, data, _ in flames for path in (drawing, data)]

@@ -4,7 +4,18 @@ import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
 from muster.jobs.trace.events import read_trace
-from muster.jobs.trace.flame import NARROWEST, WIDTH, Frame, colour, device_flame, host_flame, lay_out, render, spell
+from muster.jobs.trace.flame import (
+    NARROWEST,
+    WIDTH,
+    Frame,
+    colour,
+    data_of,
+    device_flame,
+    host_flame,
+    lay_out,
+    render,
+    spell,
+)
 from muster.jobs.trace.kinds import KINDS
 from muster.jobs.trace.nesting import nest_trace
 from support.traces import event, kernels, lane, steps
@@ -113,3 +124,20 @@ def test_times_are_spelt_with_three_digits() -> None:
         "1.23 ms",
         "12.3 s",
     ]
+
+
+def test_as_data_it_has_the_frames_in_the_order_of_the_drawing_and_the_widest_of_too_many() -> None:
+    root = Frame("all", "other", 100.0, 1)
+    for place, name in enumerate(("backward", "forward")):
+        phase = root.child(name, "other")
+        phase.add(50.0)
+        phase.child("<script>", "matmul").add(40.0 - place)
+    rows = [
+        [0, "all", "other", 100.0, 1],
+        [1, "forward", "other", 50.0, 1],
+        [2, "<script>", "matmul", 39.0, 1],
+        [1, "backward", "other", 50.0, 1],
+        [2, "<script>", "matmul", 40.0, 1],
+    ]
+    assert data_of(root) == {"version": 1, "frames": rows, "left_out": 0}
+    assert data_of(root, most=4) == {"version": 1, "frames": [*rows[:2], *rows[3:]], "left_out": 1}

@@ -22,15 +22,17 @@ from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.profiling import recorder
+from muster.jobs.train.profiling.marking import subject_of
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, Recorder
 from muster.jobs.world.world import World
+from muster.launch.look.profiles import read_flame, read_profiles
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 MODEL = {"d_model": 64, "d_ff": 256, "layers": 3, "heads": 4, "context": 64, "vocabulary": 128}
 GPT = {"model": MODEL, "data": "synthetic", "batch_size": 16, "evaluate": False, "device": "cpu", "log_every": 2}
 PROFILE = {"first_step": 3, "steps": 2}
-FILES = {"trace.json.gz", "flame.svg", "operators.txt", "operators.csv", "profile.json"}
+FILES = {"trace.json.gz", "flame.svg", "flame.json", "operators.txt", "operators.csv", "profile.json"}
 
 
 def record(
@@ -81,7 +83,10 @@ def recorder_of(run: RunDir, trainer: Trainer, first: int) -> Recorder:
     facts = {"rank": world.rank, "world_size": world.size, "attempt": 0, "mode": settings.mode, "host": "h"}
     facts |= {"device": world.device.type}
     folder = run.attempt(0).profile(world.rank)
-    return Recorder(settings.profile, folder, trainer.clock, world.device, facts, done=first, steps=trainer.steps)
+    subject = subject_of(trainer.engine, settings)
+    return Recorder(
+        settings.profile, folder, trainer.clock, world.device, facts, subject=subject, done=first, steps=trainer.steps
+    )
 
 
 def records(folder: Path, ranks: int = 2) -> list[dict]:
@@ -116,6 +121,59 @@ def test_a_synchronous_mode_hides_nothing_and_everything_is_written(on_ranks, tm
             assert len(events_of(tmp_path, rank, phase)) == 2
         profiled = [row.get("profile") for row in read_lines(RunDir(tmp_path).attempt(0).metrics(rank))]
         assert profiled == [None, "warm-up", "recorded", "recorded", "written", None]
+
+
+def test_modules_add_up_and_the_logits_are_among_the_largest_allocations(on_ranks, tmp_path):
+    on_ranks(2, record, folder=str(tmp_path), settings={"mode": "zero2", "steps": 5, "profile": PROFILE})
+    for rank, written in enumerate(records(tmp_path)):
+        marked = written["phases"]["forward"] + written["phases"]["backward"]
+        assert written["modules"].keys() == {"attention", "mlp", "norm", "embedding", "head", "loss", "other"}
+        assert sum(written["modules"].values()) == pytest.approx(marked)
+        assert all(seconds > 0.0 for seconds in written["modules"].values())
+        assert {"matmul", "elementwise", "normalization", "softmax"} <= written["kinds"].keys()
+
+        points = written["memory_over_time"]
+        assert len(points) <= 2000
+        assert [time for time, _ in points] == sorted(time for time, _ in points)
+        alive = written["allocations"]
+        assert [each["bytes"] for each in alive] == sorted((each["bytes"] for each in alive), reverse=True)
+        assert sum(each["bytes"] for each in alive) <= max(held for _, held in points)
+        predictions = 16 // 2 * MODEL["context"] * MODEL["vocabulary"] * 4
+        assert any(each["bytes"] == predictions and each["operator"] == "aten::cross_entropy_loss" for each in alive)
+        assert any(each["operator"] == "parameters" and each["step"] == 0 for each in alive)
+        assert points[0][1] == 4 * 160_192  # parameters: between steps no gradient is held, and sgd has no state
+
+        (profile,) = [each for each in read_profiles(RunDir(tmp_path), None)[1] if each.rank == rank]
+        assert profile.left_out == ()
+        root, *frames = read_flame(profile)
+        assert root.us == pytest.approx(sum(step["seconds"] for step in written["steps"]) * 1e6, rel=0.5)
+        assert {"data", "forward", "backward", "optimizer"} <= {each.name for each in frames if each.depth == 1}
+        assert "block2.attention" in {each.name for each in frames}
+
+
+@pytest.mark.parametrize(
+    ("settings", "modules"),
+    [
+        ({"mode": "zb1p", "microbatches": 2, "batch_size": 4}, {"mlp", "attention", "norm", "other"}),
+        ({"mode": "single", "activation_checkpointing": True}, {"mlp", "attention", "norm", "head", "loss", "other"}),
+    ],
+    ids=["pipeline", "checkpointing"],
+)
+def test_modules_of_stages_and_of_blocks_that_run_forward_twice(on_ranks, tmp_path, settings, modules):
+    ranks = 2 if settings["mode"] == "zb1p" else 1
+    on_ranks(ranks, record, folder=str(tmp_path), settings={**settings, "steps": 4, "profile": PROFILE})
+    assert all(modules <= written["modules"].keys() for written in records(tmp_path, ranks))
+    has = [written["modules"].keys() & {"embedding", "head", "loss"} for written in records(tmp_path, ranks)]
+    assert has == ([{"embedding"}, {"head", "loss"}] if ranks == 2 else [{"embedding", "head", "loss"}])
+
+
+def test_of_compiled_and_replayed_modules_it_says_that_they_are_not_known():
+    job = TrainSettings.model_validate({**GPT, "mode": "single"})
+    engine = build_trainer(job, open_data(job), World(0, 1, None, torch.device("cpu"))).engine
+    for key in ("compile", "cuda_graph"):
+        note = subject_of(engine, job.model_copy(update={key: True})).note
+        assert note.startswith(f"kinds of modules are not known: train.{key} ")
+    assert subject_of(engine, job).note == ""
 
 
 @pytest.mark.parametrize(

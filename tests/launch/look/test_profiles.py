@@ -12,7 +12,7 @@ from muster.jobs.trace.nesting import nest_trace
 from muster.jobs.trace.record import record_of
 from muster.launch import cli
 from muster.launch.common.storage import Courier, files_of, keep
-from muster.launch.look.profiles import read_profiles
+from muster.launch.look.profiles import read_flame, read_profiles
 from support.traces import kernels, lane, steps
 
 FACTS = {"world_size": 3, "attempt": 0, "host": "n1", "mode": "bucketed", "device": "cpu", "steps_of_job": 9}
@@ -139,17 +139,110 @@ def test_a_torn_record_is_no_profile(run: RunDir, capsys: pytest.CaptureFixture[
     assert [each.rank for each in read_profiles(run, None)[1]] == [0]
 
 
+HOSTILE = "<script>alert(1)</script>\x1b]0;owned\x07"
+ALLOCATION = {"bytes": 2**21, "operator": HOSTILE, "module": HOSTILE, "step": 6, "alive_s": 0.5}
+SEEN = {
+    "modules": {"mlp": 0.3, "norm": 0.1},
+    "memory_over_time": [[0.0, 2**20], [0.25, 2**22], [0.5, 0]],
+    "allocations": [ALLOCATION],
+}
+
+
+def change(run: RunDir, **changes: object) -> None:
+    path = run.attempt(0).profile(0).record
+    write_json(path, json.loads(path.read_text()) | changes)
+
+
+def test_modules_and_the_largest_allocations_are_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    profiled(run, 0)
+    assert "by kind of module" not in shown(run, capsys)  # a profile of an older version
+    change(run, **SEEN)
+    lines = shown(run, capsys).splitlines()
+    assert [line.split() for line in lines if line.startswith(("mlp", "norm"))] == [
+        ["mlp", "150.0", "75.0%"],
+        ["norm", "50.0", "25.0%"],
+    ]
+    title = "peak of tensors: 4.0 MB, 250.0 ms after the first recorded step began; the largest:"
+    row = lines[lines.index(title) + 2]
+    assert row.split()[:3] == ["2.0", "6", "500.0"]
+    assert r"<script>alert(1)</script>\x1b]0;owned\x07" in row
+    change(run, modules_note="kinds of modules are not known: compiled")
+    assert "\nkinds of modules are not known: compiled\n" in shown(run, capsys)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("modules", {"mlp": "x"}),
+        ("modules_note", 7),
+        ("memory_over_time", [[0.0, 1.0]] * 2001),
+        ("memory_over_time", [[0.0, 1.0, 2.0]]),
+        ("memory_over_time", {}),
+        ("allocations", [ALLOCATION] * 21),
+        ("allocations", [{**ALLOCATION, "bytes": 1e400}]),
+        ("allocations", [{}]),
+    ],
+)
+def test_what_is_damaged_is_left_out_and_named(run: RunDir, capsys, key: str, value: object) -> None:
+    profiled(run, 0)
+    change(run, **{**SEEN, key: value})
+    (profile,) = read_profiles(run, None)[1]
+    assert profile.left_out == (key,)
+    assert key not in profile.record
+    assert f"left out, because the record is damaged: {key}" in shown(run, capsys)
+
+
+def flame(run: RunDir, rows: object) -> list[tuple]:
+    profiled(run, 0)
+    (profile,) = read_profiles(run, None)[1]
+    write_json(run.attempt(0).profile(0).flame_data, {"version": 1, "frames": rows, "left_out": 0})
+    return [tuple(frame) for frame in read_flame(profile)]
+
+
+def test_frames_of_a_flame_graph_lie_within_their_parents(run: RunDir) -> None:
+    rows = [[0, "all", "other", 10.0, 1], [1, "a", "other", 6.0, 1], [2, HOSTILE, "", 6.5, 2], [1, "b", "", 4, 1]]
+    assert flame(run, rows) == [
+        (0, "all", "other", 0.0, 10.0, 1),
+        (1, "a", "other", 0.0, 6.0, 1),
+        (2, HOSTILE, "", 0.0, 6.0, 2),
+        (1, "b", "", 6.0, 4.0, 1),
+    ]
+    assert read_flame(read_profiles(run, None)[1][0], device=True) == ()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        None,
+        7,
+        [],
+        [[1, "a", "", 1.0, 1]],
+        [[0, "all", "", 1.0, 1], [2, "a", "", 1.0, 1]],
+        [[0, "all", "", 1.0, 1], [0, "again", "", 1.0, 1]],
+        [[0, "all", "", -1.0, 1]],
+        [[0, "all", "", "1", 1]],
+        [[0, 7, "", 1.0, 1]],
+        [[0, "all", "", 1.0]],
+        [[0, "all", "", 1.0, 1], [-1, "a", "", 1.0, 1]],
+    ],
+)
+def test_a_damaged_flame_graph_is_none(run: RunDir, rows: object) -> None:
+    assert flame(run, rows) == []
+
+
 def test_profiles_of_a_node_with_a_folder_of_its_own_come_home(run: RunDir, tmp_path: Path) -> None:
     away = RunDir(tmp_path / "away" / run.run_id)
     profiled(away, 3)
     paths = away.attempt(0).profile(3)
     paths.trace.write_bytes(b"trace")
+    paths.flame_data.write_bytes(b"{}")
     paths.cuda_memory.write_bytes(b"large")
     sent = list(Courier(away, away.attempt(0), 1, [3]).news())
     for piece in sent:
         keep(run, files_of(run, run.attempt(0), 1, [3]), piece)
     home = run.attempt(0).profile(3)
     assert home.trace.read_bytes() == b"trace"
+    assert home.flame_data.read_bytes() == b"{}"
     assert home.record.read_bytes() == paths.record.read_bytes()
     assert not home.cuda_memory.exists()
     assert sent[-1][0].endswith("profile.json")  # where it is, all is

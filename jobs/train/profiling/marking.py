@@ -1,0 +1,128 @@
+"""Marks in the trace which module runs, while steps are recorded: a range around every forward.
+
+The hooks are those of all modules of the process, so that a loss that is a module is marked as well, and no module of
+the model is changed. A range says the kind of its module, which is that of the innermost module that has one.
+"""
+
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from muster.jobs.trace.events import MODULE
+from muster.jobs.trace.kinds import OTHER
+from muster.jobs.train.memory.held import Held
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.train.engine import Engine
+
+_CLASSES: Final = (  # the first row that fits, of classes, then of names
+    ("norm", r"(Layer|RMS|Batch|Group|Instance)Norm|^RMSNorm"),
+    ("convolution", r"Conv(Transpose)?\d?d"),
+    ("pooling", r"Pool\d?d"),
+    ("embedding", r"Embed"),
+    ("attention", r"(?i)attention|attn"),
+    ("mlp", r"(?i)^mlp|mlp$|feed_?forward"),
+    ("loss", r"Loss$"),
+)
+_NAMES: Final = (
+    ("attention", r"attn|attention"),
+    ("mlp", r"^mlp|mlp$|^ffn?$|^ffn|feed_?forward|^(linear|fc)\d+$"),
+    ("head", r"head$|^classifier$|^unembed"),
+    ("embedding", r"embed|^wte$|^wpe$"),
+)
+COMPILED: Final = "kinds of modules are not known: train.compile merges operators of several modules into one kernel"
+REPLAYED: Final = "kinds of modules are not known: train.cuda_graph replays steps without calling modules"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model whose steps are recorded, and the tensors that its training holds."""
+
+    module: nn.Module
+    held: Callable[[], Held]
+    has_last: bool  # layer of the model: a stage of a pipeline may not
+    note: str = ""  # why modules cannot be marked
+
+
+def subject_of(engine: "Engine", settings: "TrainSettings") -> Subject:
+    """Return what a rank records of its training."""
+    last = next(reversed(engine.model.whole.pieces), None)
+    has_last = engine.stages is None or last in dict(engine.module.named_parameters())
+    note = COMPILED if settings.compile else REPLAYED if settings.cuda_graph else ""
+    return Subject(engine.module, engine.held_tensors, has_last, note)
+
+
+class Marks:
+    """The ranges around the forwards of modules, from `start` to `stop`."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._texts = texts_of(subject.module, has_last=subject.has_last)
+        self._open = threading.local()  # the backward of a checkpointed block forwards on a thread of its own
+        self._hooks: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        """Mark forwards from here on."""
+        self._hooks = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Mark no more; harmless if nothing is marked."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        text = self._texts.get(module) or text_of(own_kind(module, ""), type(module).__name__)
+        opened = record_function(text)
+        opened.__enter__()  # type: ignore[no-untyped-call]
+        self._ranges().append(opened)
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._ranges():
+            self._ranges().pop().__exit__(None, None, None)
+
+    def _ranges(self) -> list[record_function]:
+        if not hasattr(self._open, "ranges"):
+            self._open.ranges = []
+        found: list[record_function] = self._open.ranges
+        return found
+
+
+def texts_of(model: nn.Module, *, has_last: bool) -> dict[nn.Module, str]:
+    """Return the text of the range of each module of a model: its kind and its name.
+
+    A module without a kind of its own has that of the module around it. The last linear layer is the head, unless it
+    is part of something else.
+    """
+    kinds: dict[str, str] = {}
+    last = ""
+    for name, module in model.named_modules():
+        around, _, own = name.rpartition(".")
+        kinds[name] = OTHER if not name else own_kind(module, own) or kinds.get(around, OTHER)
+        if isinstance(module, nn.Linear):
+            last = name
+    if has_last and last and kinds.get(last.rpartition(".")[0], OTHER) == OTHER:
+        kinds[last] = "head"
+    named = dict(model.named_modules())
+    return {module: text_of(kinds[name], name or type(module).__name__) for name, module in named.items()}
+
+
+def text_of(kind: str | None, name: str) -> str:
+    """Spell the range of a module."""
+    return f"{MODULE}{kind or OTHER} {name}"
+
+
+def own_kind(module: nn.Module, name: str) -> str | None:
+    """Return the kind that a module's class or name tells, None if neither does."""
+    classes = (kind for kind, pattern in _CLASSES if re.search(pattern, type(module).__name__))
+    names = (kind for kind, pattern in _NAMES if re.search(pattern, name.lower()))
+    return next(classes, None) or next(names, None)
