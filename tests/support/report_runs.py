@@ -88,7 +88,7 @@ def write_profile(folder: Path, attempt: int, ranks: int, mode: str, word: str) 
     names = [(0, "all", 100.0), (1, "forward", 40.0), (2, f"aten::mm{word}", 30.0), (1, "backward", 60.0)]
     names += [(2, "MmBackward0", 50.0), (3, "aten::mm", 45.0)]
     rows = [[depth, name, "matmul" if "mm" in name else "other", 1e3 * us, 2] for depth, name, us in names]
-    (folder / "flame.json").write_text(json.dumps({"host": rows}))
+    (folder / "flame.json").write_text(json.dumps({"version": 1, "frames": rows, "left_out": 0}))
 
 
 def events(name: str, ranks: int, word: str, fails: bool) -> list[dict[str, Any]]:

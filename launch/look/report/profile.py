@@ -1,26 +1,24 @@
 """What a page shows of a run's profiles: shares by kind of operator and of module, flame graphs, memory over time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from muster.jobs.basics.reading import read_json
 from muster.jobs.basics.words import counted
-from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.trace.flame import WIDTH, Box, lay_out, spell, tree_of
+from muster.jobs.trace.flame import HUES, spell
 from muster.jobs.trace.record import numbers
-from muster.launch.common.fields import fits, number, real, reals, text
 from muster.launch.look.plots.series import Plot, Series
-from muster.launch.look.profiles import RankProfile, read_profiles
+from muster.launch.look.profiles import FlameFrame, RankProfile, read_flame, read_profiles
 from muster.launch.look.report.pictures import Picture, Styles, picture_of
 from muster.launch.look.report.tables import Table, table
 
 MOST_RANKS: Final = 8
-MOST_FRAMES: Final = 30  # in the table
+MOST_LISTED: Final = 30  # frames in the table
+MOST_KINDS: Final = 20
+NARROWEST: Final = 5e-4  # of a flame graph's width
+DEEPEST: Final = 100
 MB: Final = 1 << 20
-FRAME: Final = (number, text, text, real, number)
-ALLOCATION: Final = {"bytes": number, "operator": text, "module": text, "step": number, "alive_s": real}
 
 
 @dataclass(frozen=True)
@@ -51,28 +49,26 @@ def view_of(run: RunDir, styles: Styles) -> ProfileView:
         NotFoundError: there are none.
     """
     attempt, found = read_profiles(run, None)
-    shown = sorted(found[:MOST_RANKS], key=lambda each: each.rank)
-    slowest, missing = found[0], list[str]()
+    slowest, shown = found[0], sorted(found[:MOST_RANKS], key=lambda each: each.rank)
     plots = (_shares("kinds", "Time by kind of operator", shown), _shares("modules", "Time by kind of module", shown))
     drawn = [picture_of(each, styles) for each in (*plots, _memory(shown)) if each is not None]
-    if not _named(slowest, "modules"):
-        missing.append("the profile does not say which modules its operators belong to")
-    flames = _flames(ProfileDir(slowest.folder), slowest.rank, missing)
+    flames = [_flame(title.format(slowest.rank), frames) for title, frames in _frames(slowest) if frames]
+    missing = [
+        f"damaged in the profile of rank {each.rank}: {', '.join(each.left_out)}" for each in shown if each.left_out
+    ]
+    if "modules" not in slowest.record:
+        missing.append(slowest.record.get("modules_note") or "the profile does not say which modules took the time")
+    missing += [] if flames else [f"there is no flame graph of rank {slowest.rank}, or it is damaged"]
     steps = numbers([int(step["step"]) for step in slowest.record["steps"]])
     title = f"attempt {attempt}, {steps}: {counted(len(shown), 'rank')} of {len(found)} profiled"
     return ProfileView(title, tuple(drawn), tuple(flames), _allocations(slowest), tuple(missing))
 
 
-def _named(profile: RankProfile, key: str) -> Mapping[str, float]:
-    found = reals(profile.record.get(key)) or {}
-    return {name[:40]: seconds for name, seconds in list(found.items())[:40] if seconds > 0.0}
-
-
 def _shares(key: str, title: str, profiles: Sequence[RankProfile]) -> Plot | None:
-    of_ranks = {f"rank {each.rank}": (_named(each, key), max(1, len(each.record["steps"]))) for each in profiles}
-    names = list(dict.fromkeys(name for found, _ in of_ranks.values() for name in found))
+    found = {f"rank {each.rank}": (each.record.get(key, {}), max(1, len(each.record["steps"]))) for each in profiles}
+    names = list(dict.fromkeys(name for seconds, _ in found.values() for name in seconds))[:MOST_KINDS]
     series = [
-        Series(name, tuple(of_ranks), tuple(found.get(name, 0.0) / steps for found, steps in of_ranks.values()))
+        Series(name, tuple(found), tuple(max(seconds.get(name, 0.0), 0.0) / steps for seconds, steps in found.values()))
         for name in names
     ]
     return Plot(key, title, "", "time of a step", tuple(series), "stacked", "s") if series else None
@@ -81,56 +77,50 @@ def _shares(key: str, title: str, profiles: Sequence[RankProfile]) -> Plot | Non
 def _memory(profiles: Sequence[RankProfile]) -> Plot | None:
     series = []
     for each in profiles:
-        points = each.record.get("memory_over_time")
-        if fits(points, [[real]]) and points and all(len(point) == 2 for point in points):
+        if points := each.record.get("memory_over_time"):
             times, sizes = ((1e3 * time for time, _ in points), (float(size) for _, size in points))
             series.append(Series(f"rank {each.rank}", tuple(times), tuple(sizes)))
-    return Plot("allocated", "Memory over time", "ms", "allocated", tuple(series), unit="B") if series else None
+    return Plot("allocated", "Memory of tensors over time", "ms", "memory", tuple(series), unit="B") if series else None
 
 
 def _allocations(profile: RankProfile) -> Table | None:
     rows = profile.record.get("allocations")
-    if not rows or not fits(rows, [ALLOCATION]):
-        return None
     cells = (
-        (row["operator"], row["module"], f"{row['bytes'] / MB:,.2f}", row["step"], f"{1e3 * row['alive_s']:.1f}")
-        for row in rows[:20]
+        (
+            row["operator"],
+            row["module"],
+            f"{row['bytes'] / MB:,.2f}",
+            row["step"] or "before",
+            f"{1e3 * row['alive_s']:.1f}",
+        )
+        for row in rows or ()
     )
     columns = ("operator", "module", "MB>", "step>", "alive ms>")
-    return table(f"Largest allocations at the peak of rank {profile.rank}", columns, cells)
+    return table(f"Largest allocations at the peak of rank {profile.rank}", columns, cells) if rows else None
 
 
-def _flames(folder: ProfileDir, rank: int, missing: list[str]) -> list[Flame]:
-    try:
-        record = read_json(folder.flame_data)
-        found = record if isinstance(record, dict) else {}
-        wanted = {"host": f"Host threads of rank {rank}", "device": f"GPU of rank {rank}, by what launched the kernels"}
-        return [_flame(title, found[key]) for key, title in wanted.items() if key in found]
-    except (OSError, ValueError) as error:  # of an earlier version, or torn
-        missing.append(f"there is no flame graph of rank {rank}: {error}")
-        return []
+def _frames(profile: RankProfile) -> list[tuple[str, tuple[FlameFrame, ...]]]:
+    return [
+        ("Host threads of rank {}", read_flame(profile)),
+        ("GPU of rank {}, by what launched its kernels", read_flame(profile, device=True)),
+    ]
 
 
-def _flame(title: str, rows: Any) -> Flame:
-    if not isinstance(rows, list) or not all(
-        isinstance(row, list) and len(row) == len(FRAME) and all(fits(*each) for each in zip(row, FRAME, strict=True))
-        for row in rows
-    ):
-        raise ValueError("its rows are not frames")
-    root = tree_of(rows)
-    boxes = lay_out(root)
-    widest = sorted(boxes, key=lambda box: -box.frame.value_us)[:MOST_FRAMES]
-    cells = ((*_words(box, root.value_us), box.frame.calls) for box in widest)
-    listed = table(f"{title}: widest frames", ("frame", "time>", "share>", "kind", "calls>"), cells)
-    return Flame(title, tuple(_placed(box, root.value_us) for box in boxes), max(box.row for box in boxes) + 1, listed)
-
-
-def _words(box: Box, total_us: float) -> tuple[str, str, str, str]:
-    frame = box.frame
-    return frame.name, spell(frame.value_us), f"{frame.value_us / total_us if total_us else 0.0:.1%}", frame.kind
-
-
-def _placed(box: Box, total_us: float) -> dict[str, Any]:
-    name, time, share, kind = _words(box, total_us)
-    left, width = (f"{100 * each / WIDTH:.4f}".rstrip("0").rstrip(".") for each in (box.left, box.width))
-    return {"name": name, "about": f"{time}, {share}, {kind}", "kind": kind, "x": left, "width": width, "row": box.row}
+def _flame(title: str, frames: Sequence[FlameFrame]) -> Flame:
+    total_us = frames[0].us or 1.0
+    shown = [each for each in frames if each.us >= NARROWEST * total_us and each.depth < DEEPEST] or [frames[0]]
+    widest = sorted(shown, key=lambda each: -each.us)[:MOST_LISTED]
+    cells = ((each.name, spell(each.us), f"{each.us / total_us:.1%}", each.kind, each.calls) for each in widest)
+    listed = table(f"{title}: the widest frames", ("frame", "time>", "share>", "kind", "calls>"), cells)
+    placed = (
+        {
+            "name": each.name,
+            "about": f"{spell(each.us)}, {each.us / total_us:.1%}, {each.kind}",
+            "kind": each.kind if each.kind in HUES else "other",
+            "x": f"{100 * (each.start_us - frames[0].start_us) / total_us:.4g}",
+            "width": f"{100 * each.us / total_us:.4g}",
+            "row": each.depth,
+        }
+        for each in shown
+    )
+    return Flame(title, tuple(placed), max(each.depth for each in shown) + 1, listed)

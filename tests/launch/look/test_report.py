@@ -95,7 +95,7 @@ def spoil(run: RunDir) -> None:
     record = newest.profile(0).path / "profile.json"
     wrong = {"modules": {"a": 1e308, "b": "x"}, "memory_over_time": [[1, 2, 3], "x"], "allocations": [{"bytes": "x"}]}
     record.write_text(json.dumps({**json.loads(record.read_text()), **wrong}))
-    (newest.profile(0).path / "flame.json").write_text(json.dumps({"host": [[-1, "x", "y", 1e308, 1]], "device": 3}))
+    (newest.profile(0).path / "flame.json").write_text(json.dumps({"frames": [[-1, "x", "y", 1e308, 1]]}))
 
 
 def test_a_file_that_is_no_report_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
