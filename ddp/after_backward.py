@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from muster.ddp.base import DataParallel
 from muster.ddp.checks import require_used, used_by_any
+from muster.ddp.collective_log import LOG
 from muster.ddp.gradients import refuse_sparse
 from muster.ddp.means import ordered_mean, sum_in_order
 from muster.ddp.stats import Stats, Wait
@@ -28,6 +29,7 @@ class AfterBackward(DataParallel):
     """Average parameter by parameter, all of the wait exposed; wrappers differ in how one gradient becomes its mean."""
 
     collectives_each = 1  # of a parameter
+    operation = "all_reduce"
 
     def _prepare(self) -> None:
         self._shards: list[list[Tensor]] = []  # of virtual shards before this one; each one gradient a parameter
@@ -64,7 +66,9 @@ class AfterBackward(DataParallel):
             own_bytes = sum(gradient.numel() * gradient.element_size() for gradient in own)
             entered = Entered(self._synchronized + 1, index, len(trainable), index + 1, name, name, own_bytes)
             with waiting_for(entered, self.process_group):
+                finished = LOG.open(self.operation, own_bytes)
                 mean = self._mean(own)
+                finished()
             if parameter.is_complex():
                 mean = torch.view_as_complex(mean)
             parameter.grad = torch.empty_like(parameter).copy_(mean) if _differ(mean, parameter) else mean
@@ -130,6 +134,7 @@ class GatherScatter(AfterBackward):
     """Average gradients on rank 0, one parameter at a time."""
 
     collectives_each = 2
+    operation = "gather and scatter"
 
     def _mean(self, gradients: list[Tensor]) -> Tensor:
         is_root = dist.get_rank(self.process_group) == 0

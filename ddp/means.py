@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceCoalescedOptions
 
+from muster.ddp.collective_log import LOG
 from muster.ddp.gradients import Bucket, FlatGradients, LooseGradients
 from muster.ddp.primitives import chunks_of, exchange, ordered_reduce_scatter, ring_all_gather
 
@@ -56,7 +57,9 @@ class AllReduceMean(Mean[FlatGradients]):
         message = bucket.message
         if message is not bucket.flat:
             message.copy_(bucket.flat)
+        finished = LOG.open("all_reduce", bucket.message_bytes)
         work = dist.all_reduce(message, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+        LOG.call_after([work], finished)
 
         def wait() -> None:
             work.wait()
@@ -78,7 +81,10 @@ class NcclMean(Mean[LooseGradients]):
         """Let NCCL's stream wait for the gradients, then average; waiting makes the computing stream wait."""
         group = self.group or dist.group.WORLD
         assert group is not None
-        return group.allreduce_coalesced(bucket.tensors, self._options).wait
+        finished = LOG.open("all_reduce", bucket.message_bytes)
+        work = group.allreduce_coalesced(bucket.tensors, self._options)
+        LOG.call_after([work], finished)
+        return work.wait
 
 
 class StreamMean(Mean[FlatGradients]):
@@ -90,7 +96,7 @@ class StreamMean(Mean[FlatGradients]):
 
     def start(self, bucket: FlatGradients) -> Wait:
         """Let the stream wait for the gradients, then average."""
-        return self._background.start(lambda: self._average(bucket))
+        return self._background.start(lambda: self._average(bucket), "all_reduce", bucket.message_bytes)
 
     def _average(self, bucket: FlatGradients) -> None:
         if bucket.message is not bucket.flat:
@@ -109,7 +115,8 @@ class OrderedMean(Mean[FlatGradients]):
 
     def start(self, bucket: FlatGradients) -> Wait:
         shards = [*bucket.closed, bucket.flat]
-        return self._background.start(lambda: ordered_mean(shards, bucket.flat, self.group))
+        size = bucket.message_bytes * len(shards)
+        return self._background.start(lambda: ordered_mean(shards, bucket.flat, self.group), "ordered all_reduce", size)
 
 
 class Background:
@@ -118,13 +125,19 @@ class Background:
     def __init__(self, group: Group, device: torch.device) -> None:
         self._where = beside(device) if device.type == "cuda" else thread_of(group)
 
-    def start(self, work: Callable[[], object]) -> Wait:
-        """Do some work after what the current stream has been given; on CUDA waiting makes the current stream wait."""
+    def start(self, work: Callable[[], object], operation: str, size: int) -> Wait:
+        """Do some work after what the current stream has been given; on CUDA waiting makes the current stream wait.
+
+        `operation` and `size` in bytes are for the log of collectives.
+        """
         if isinstance(self._where, Worker):
-            return self._where.start(work)
+            finished = LOG.open(operation, size)
+            return self._where.start(lambda: (work(), finished()))
         self._where.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._where):
+            finished = LOG.open(operation, size)
             work()
+            finished()
             done = self._where.record_event()
         return lambda: torch.cuda.current_stream().wait_event(done)
 

@@ -37,7 +37,7 @@ GROUPS = (
             ("report", "write one HTML page with all of that, attempts, memory and profiles: opens without a network"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
-            ("timeline", "draw what the ranks of a pipeline did in a step, and how long they were idle"),
+            ("timeline", "draw what the ranks did in a step: computing, communicating, waiting"),
             ("memory", "predict what a rank holds in every mode, or show what a run's ranks held, by purpose"),
             ("why", "name the first failure, its last lines, and the next step"),
             ("checkpoint", "list, verify, show or export what a run has saved"),

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.ddp.checks import device_of
+from muster.ddp.checks import device_of, gather_json
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Record
@@ -60,6 +60,35 @@ def clock_offsets(
     return offsets
 
 
+def offsets_by_meetings(
+    process_group: dist.ProcessGroup | None = None, *, meetings: int = PINGS, clock: Clock = time.monotonic
+) -> list[Offset]:
+    """Find out how far every rank's clock is off, without messages between pairs: a collective, of `meetings` more.
+
+    Pairs would cost NCCL a communicator each. Nobody leaves an all-reduce before all have entered it, so rank r's clock
+    is ahead by at least (r enters - rank 0 leaves) and at most (r leaves - rank 0 enters). Every rank gets the offsets.
+    """
+    _, ranks = _place(process_group)
+    if ranks == 1:
+        return [Offset(0.0, 0.0)]
+    token = torch.zeros((), device=device_of(process_group))
+    mine = []
+    for _ in range(meetings):
+        mine.append(clock())
+        dist.all_reduce(token, group=process_group)
+        token.item()
+        mine.append(clock())
+    sent = torch.tensor(mine, dtype=torch.float64, device=token.device)
+    every = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather(every, sent, group=process_group)
+    times = torch.stack(every).view(ranks, meetings, 2)  # (rank, meeting, entered and left)
+    entered, left = times.unbind(-1)
+    least = (entered - left[0]).amax(1)
+    most = (left - entered[0]).amin(1)
+    bounds = list(zip(least.tolist(), most.tolist(), strict=True))[1:]
+    return [Offset(0.0, 0.0), *(Offset((low + high) / 2, (high - low) / 2) for low, high in bounds)]
+
+
 def gather(
     spans: Iterable[Span],
     process_group: dist.ProcessGroup | None = None,
@@ -81,9 +110,8 @@ def gather(
     mine = records_of(spans, rank)
     if ranks == 1:
         return on_one_clock([mine], offsets)
-    every: list[list[Record]] | None = [[] for _ in range(ranks)] if rank == 0 else None
-    dist.gather_object(mine, every, group=process_group, group_dst=0)
-    return None if every is None else on_one_clock(every, offsets)
+    every = gather_json([list(vars(each).values()) for each in mine], process_group, device_of(process_group))
+    return None if rank else on_one_clock([[Record(*each) for each in row] for row in every.values()], offsets)
 
 
 def records_of(spans: Iterable[Span], rank: int) -> list[Record]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.ddp.checks import gather_json
+from muster.ddp.collective_log import LOG
 from muster.ddp.means import Background, Group, Wait
 from muster.ddp.primitives import all_gather, ring_all_gather
 from muster.zero.flat import FlatParameters
@@ -54,9 +55,9 @@ class LinkGather(Gather):
 
     def start(self, home: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
         if out.is_cuda:
-            return self._background.start(lambda: all_gather(out, shard, group=self.group))
+            return self._background.start(lambda: all_gather(out, shard, group=self.group), "all_gather", out.nbytes)
         parts = home.parts(out)
-        return self._background.start(lambda: ring_all_gather(shard, parts, self.group))
+        return self._background.start(lambda: ring_all_gather(shard, parts, self.group), "all_gather", out.nbytes)
 
 
 class BroadcastGather(Gather):
@@ -65,10 +66,12 @@ class BroadcastGather(Gather):
     def start(self, home: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
         parts = home.parts(out)
         own = parts[home.rank]
+        finished = LOG.open("all_gather by broadcasts", out.nbytes)
         works = [
             dist.broadcast(shard if part is own else part, group=self.group, group_src=rank, async_op=True)
             for rank, part in enumerate(parts)
         ]
+        LOG.call_after(works, finished)
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
 
@@ -130,10 +133,12 @@ class NeighbourGather(Gather):
         return wait
 
     def _copy(self, home: FlatParameters, shards: Sequence[Tensor], out: Tensor) -> None:
+        finished = LOG.open("all_gather in shared memory", out.nbytes)
         self._written()
         for part, theirs in zip(home.parts(out), shards, strict=True):
             if part.data_ptr() != theirs.data_ptr():
                 part.copy_(theirs)
+        finished()
 
 
 def gather_for(group: Group, device: torch.device, neighbours: Neighbours | None = None) -> Gather:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.ddp.collective_log import LOG
 from muster.ddp.gradients import Named
 from muster.ddp.primitives import all_gather
 from muster.ddp.stats import Stats, Wait
@@ -225,7 +226,9 @@ class Layerwise(Sharded):
         for home in layer.homes:
             home.take_memory()
             self._tell(True)
+            finished = LOG.open("all_gather", home.full_bytes)
             all_gather(home.full, home.sent(), group=self.process_group)
+            finished()
             self._tell(False)
             home.arrive()
 
@@ -244,7 +247,9 @@ class Layerwise(Sharded):
         flat /= self.ranks
         self._tell(True)
         self._waits.append(Wait(self.device))
+        finished = LOG.open("all_reduce", home.full_bytes)
         dist.all_reduce(flat, group=self.process_group)
+        finished()
         self._waits[-1].stop()
         self._tell(False)
         return flat[home.begin : home.end].clone()  # a view would keep all of it

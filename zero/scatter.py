@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.collective_log import LOG
 from muster.ddp.means import Background, Group, Mean, Wait, is_nccl, ordered_mean_part
 from muster.ddp.primitives import reduce_scatter, ring_reduce_scatter
 from muster.zero.gradients import Gradients, KeptGradients
@@ -82,7 +83,7 @@ class LinkScatter(Scatter):
             else:
                 ring_reduce_scatter(parts, mine, self.group)
 
-        wait = self._background.start(send) if self.ranks > 1 else at_once
+        wait = self._background.start(send, "reduce_scatter", message.nbytes) if self.ranks > 1 else at_once
         return _after(wait, lambda: _as_parameter(bucket, mine))
 
 
@@ -100,8 +101,10 @@ class ExchangeScatter(Scatter):
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
         message = bucket.pack(self.scale)
         received = torch.empty_like(message)
+        finished = LOG.open("all_to_all", message.nbytes)
         work = dist.all_to_all_single(received, message, group=self.group, async_op=True)
         assert work is not None
+        LOG.call_after([work], finished)
 
         def add() -> Tensor:
             mine, *others = received.view(self.ranks, -1)  # (ranks, elements of a shard)
@@ -147,13 +150,16 @@ class NeighbourScatter(Scatter):
         home = bucket.home
 
         def add() -> Tensor:
+            finished = LOG.open("reduce_scatter in shared memory", home.full_bytes)
+            ready()
             flats = self._flats[id(home)]
             mine = flats[home.rank][home.begin : home.end]
             for step in range(1, self.ranks):
                 mine.add_(flats[(home.rank + step) % self.ranks][home.begin : home.end])
+            finished()
             return mine
 
-        return _after(ready, add)
+        return add
 
 
 class OrderedScatter(Scatter):
@@ -167,7 +173,10 @@ class OrderedScatter(Scatter):
         home, own = bucket.home, bucket.pack(1.0)
         shards = [home.parts(shard) for shard in (*bucket.closed, own)]
         mine = home.parts(own)[home.rank]
-        wait = self._background.start(lambda: ordered_mean_part(shards, mine, self.group))
+        size = own.nbytes * len(shards)
+        wait = self._background.start(
+            lambda: ordered_mean_part(shards, mine, self.group), "ordered reduce_scatter", size
+        )
         return _after(wait, lambda: mine)
 
 

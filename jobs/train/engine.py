@@ -51,6 +51,15 @@ class Engine:
             self.graphed = GraphedSteps(clock, model.world.device)
 
     @property
+    def not_timed(self) -> str:
+        """Why timelines lack collectives of this rank's steps; nothing if they have all."""
+        if self.graphed is not None:
+            return "a step that is replayed from a CUDA graph has no times inside"
+        return (
+            "split layers exchange activations as they run" if self.model.world.tensor > 1 else self.replica.not_timed
+        )
+
+    @property
     def module(self) -> nn.Module:
         """The layers that this rank has."""
         return self.model.module

@@ -19,6 +19,7 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.saving.pace import Pace
 from muster.jobs.saving.replay import Replay
 from muster.jobs.saving.saver import NotSaving
+from muster.jobs.spec.expand import split_text
 from muster.jobs.train.data import Data
 from muster.jobs.train.data.loading import Steps, move, read_steps
 from muster.jobs.train.data.sampling import Plan, plan_of, total_steps
@@ -33,7 +34,7 @@ from muster.jobs.train.profiling.clock import Clock, clock_for
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
 from muster.jobs.train.screen import Screen
 from muster.jobs.train.soundness import Soundness, require_finite
-from muster.jobs.train.timeline import NotRecording, Recorder
+from muster.jobs.train.timeline import NotRecording, PipelineRecorder, StepRecorder
 from muster.jobs.world.guard import running_user_code
 from muster.jobs.world.world import World, require_equal
 
@@ -107,8 +108,7 @@ def train(
     """
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
-    if (stages := trainer.engine.stages) is not None:
-        trainer = replace(trainer, timeline=Recorder(stages, files.timeline))
+    trainer = replace(trainer, timeline=recorder_of(trainer, files))
     metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps, patient=saving.patient)
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
         with profiling:  # what it has to write waits until all is saved
@@ -121,6 +121,15 @@ def train(
             screen.say(profiling.summary)
     page.own.enter(Phase.END)
     return done < steps
+
+
+def recorder_of(trainer: Trainer, files: Files) -> NotRecording:
+    """Return what records the timeline of a run's steps."""
+    engine, world = trainer.engine, trainer.world
+    if engine.stages is not None:
+        return PipelineRecorder(engine.stages, files.timeline)
+    mode = split_text(trainer.settings)
+    return StepRecorder(trainer.clock, world, files.timeline, mode=mode, not_timed=engine.not_timed)
 
 
 def run_steps(
@@ -138,8 +147,13 @@ def run_steps(
     settings, engine, clock = trainer.settings, trainer.engine, trainer.clock
     inputs = read_steps(trainer.own_steps(), first, steps, workers=settings.loader_workers)
     pace, done = Pace(), first
+
+    def is_log_point(done: int) -> bool:
+        return done in (first + 1, steps) or done % settings.log_every == 0
+
     soundness = Soundness(engine.scaler.first_lost, first, stops=settings.non_finite == "stop")
     while done < steps and not pace.stops(done):
+        trainer.timeline.expect(is_log_point(done + 1))
         clock.start()
         work = move(next(inputs), trainer.world.device, trainer.dtype)
         clock.lap("data")
@@ -159,7 +173,7 @@ def run_steps(
         if lost and not soundness.is_known_to_all(trainer.world, engine.scaler):
             metrics.flush()
             soundness.end()
-        if lost or done in (first + 1, steps) or done % settings.log_every == 0 or saving.is_due(done):
+        if lost or is_log_point(done) or saving.is_due(done):
             soundness.hear(report_steps(metrics, screen, saving, replay, done, trainer.timeline).losses)
         if settings.evaluate and (done == steps or work.batch.stop == trainer.plan.samples):
             report_evaluation(trainer, metrics, screen, done, work.batch.epoch + 1)

@@ -1,47 +1,62 @@
-"""What all ranks did in the steps at log points: a row of `attempt-NNN/timeline.jsonl` for each pipeline.
+"""What all ranks did in the steps at log points: rows of `attempt-NNN/timeline.jsonl`.
 
-    {"step": 20, "schedule": "1f1b", "rank_of": [1, 3], "microbatches": 8, "chunks": 1,
-     "records": [[rank, "F", stage, micro-batch, start_s, end_s], ...]}
+    {"step": 20, "rank_of": [1, 3], "records": [[rank, kind, number, of, start_s, end_s], ...],    in every row
+     "schedule": "1f1b", "microbatches": 8, "chunks": 1}                                  of one pipeline
+     "mode": "bucketed", "timed_by": "host", "apart_s": 2e-05, "not_timed": ""}           of data-parallel ranks
 
-Ranks are those of the world, `rank_of` has that of every stage. Times count from the pipeline's first action in the
-step, on the clock of its first rank. A row takes about 45 bytes a record, of which a rank has some six a micro-batch.
-`muster timeline` draws it.
+A pipeline's record is an action or a message: `number` is its stage, `of` its micro-batch, and `rank_of` has the rank
+of every stage. A data-parallel rank's record is a phase of its clock (`of` is null, `communication` is the exposed
+wait), or a collective in order of launch (`of` is its bytes; `end_s` is null if it had not finished at the log point).
+`rank_of` then lists the ranks, `apart_s` is by how much their clocks may differ, and `not_timed` is why collectives
+are missing.
+
+Ranks are those of the world. Times count from the first record of the step, on the clock of the row's first rank. A
+record takes about 45 bytes. A rank of a pipeline has some six a micro-batch. A data-parallel rank has five and one for
+each collective; all of the first 32 log points are recorded, then 16 whenever their number has doubled.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
-
+from muster.ddp.checks import device_of, gather_json
+from muster.ddp.collective_log import LOG
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import append_line
 from muster.jobs.basics.terminal import warn
 from muster.jobs.train.parallel.stages import Stages
+from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.world.world import World
 from muster.pipe.mesh import Mesh
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.measured import Record
-from muster.pipe.timeline import Offset, clock_offsets, on_one_clock, records_of
+from muster.pipe.timeline import Offset, clock_offsets, offsets_by_meetings, on_one_clock, records_of
 
 DIGITS: Final = 7  # of a second: 0.1 us
 COMPARED: Final = 10  # records between comparisons of clocks, which drift by 10 us a second and more
+DENSE_BITS: Final = 5  # of the first 2^5 log points, all are recorded
 
 Told = tuple[list[Record], list[Offset]]  # what a rank did, and, if it is a pipeline's first, how far clocks are off
+Span = tuple[str, int, int | None, float, float | None]  # kind, number, bytes, start and end
 
 
 class NotRecording:
-    """What the loop asks of a timeline, for engines that have none."""
+    """What the loop asks of a timeline."""
+
+    def expect(self, log_point: bool) -> None:
+        """Prepare for the next step; whether a log point follows it is the same on every rank."""
 
     def record(self, step: int) -> None:
         """Record the step just done: a collective."""
 
 
-class Recorder(NotRecording):
+class Recorder(NotRecording, ABC):
     """Gathers what all ranks did in the last step; rank 0 writes it."""
 
-    def __init__(self, stages: Stages, path: Path | None) -> None:
-        self.pipeline, self.group, self.world = stages.pipeline, stages.group, stages.world
+    def __init__(self, world: World, path: Path | None) -> None:
+        self.world = world
         self.path = path  # None: on other ranks, and where it could not be written
         self.offsets: list[Offset] = []
         self.recorded = 0
@@ -49,26 +64,108 @@ class Recorder(NotRecording):
     def record(self, step: int) -> None:
         """Gather and write the spans of the step just done."""
         if self.recorded % COMPARED == 0:  # counted alike by all ranks: it is a collective
-            self.offsets = clock_offsets(self.group)
+            self.offsets = self._compare_clocks()
         self.recorded += 1
-        every = gather((records_of(self.pipeline.spans, self.world.rank), self.offsets), self.world)
+        told = [self._spans(), [[each.offset_s, each.uncertainty_s] for each in self.offsets]]
+        every = gather(told, self.world)
         if self.path is None:
             return
         try:
-            for row in rows_of(step, self.pipeline.schedule, every, self.world):
+            for row in self._rows(step, every):
                 append_line(self.path, row)
         except MusterError as error:
             self.path = None
             warn(f"{error}; no further timeline is written")
 
+    @abstractmethod
+    def _compare_clocks(self) -> list[Offset]:
+        """Find out how far the ranks' clocks are off: a collective."""
 
-def gather(mine: Told, world: World) -> list[Told]:
-    """Return what every rank has told, on rank 0: a collective."""
+    @abstractmethod
+    def _spans(self) -> list[Any]:
+        """Return what this rank did in the step, as JSON has it, on its own clock."""
+
+    @abstractmethod
+    def _rows(self, step: int, every: Sequence[Any]) -> list[dict[str, Any]]:
+        """Make rows of the spans and clock offsets of all ranks."""
+
+
+class PipelineRecorder(Recorder):
+    """Records the actions and messages of pipelines, which keep them in every step."""
+
+    def __init__(self, stages: Stages, path: Path | None) -> None:
+        super().__init__(stages.world, path)
+        self.pipeline, self.group = stages.pipeline, stages.group
+
+    def _compare_clocks(self) -> list[Offset]:
+        return clock_offsets(self.group)
+
+    def _spans(self) -> list[Any]:
+        return [list(vars(each).values()) for each in records_of(self.pipeline.spans, self.world.rank)]
+
+    def _rows(self, step: int, every: Sequence[Any]) -> list[dict[str, Any]]:
+        told = [([Record(*each) for each in spans], [Offset(*each) for each in off]) for spans, off in every]
+        return rows_of(step, self.pipeline.schedule, told, self.world)
+
+
+class StepRecorder(Recorder):
+    """Records the phases of data-parallel steps, and the collectives launched in them."""
+
+    def __init__(self, clock: Clock, world: World, path: Path | None, *, mode: str, not_timed: str) -> None:
+        super().__init__(world, path)
+        self.clock = clock
+        self.facts = {"mode": mode, "timed_by": "device" if world.device.type == "cuda" else "host"}
+        self.facts["not_timed"] = not_timed
+        self.log_points = 0
+        self.is_on = False
+
+    def expect(self, log_point: bool) -> None:
+        if log_point:
+            self.is_on = is_kept(self.log_points)
+            self.log_points += 1
+            if self.is_on and not self.facts["not_timed"]:
+                LOG.begin(self.clock.mark, self.world.device)
+
+    def record(self, step: int) -> None:
+        if self.is_on:
+            self.is_on = False
+            super().record(step)
+
+    def _compare_clocks(self) -> list[Offset]:
+        return offsets_by_meetings(self.world.group)
+
+    def _spans(self) -> list[Span]:
+        laps, collectives = self.clock.newest, LOG.end()
+        ends = [each.end for each in collectives]
+        finished = [each for each in ends if each is not None]
+        starts = [each.start for each in collectives]
+        times = iter(self.clock.moments([*(mark for _, mark in laps), *starts, *finished]))
+        bounds = pairwise([next(times) for _ in laps])
+        spans: list[Span] = [
+            (phase, place, None, start_s, end_s)
+            for place, ((phase, _), (start_s, end_s)) in enumerate(zip(laps[1:], bounds, strict=True))
+        ]
+        starts_s = [next(times) for _ in collectives]
+        ends_s = [None if each is None else next(times) for each in ends]
+        return spans + [
+            (each.operation, place, each.bytes, starts_s[place], ends_s[place])
+            for place, each in enumerate(collectives)
+        ]
+
+    def _rows(self, step: int, every: Sequence[Any]) -> list[dict[str, Any]]:
+        return [step_row(step, self.facts, every)]
+
+
+def is_kept(log_point: int) -> bool:
+    """Say whether a log point, counted from 0, is recorded: all at first, then a fixed number for each doubling."""
+    return log_point % (1 << max(log_point.bit_length() - DENSE_BITS, 0)) == 0
+
+
+def gather(mine: Any, world: World) -> list[Any]:
+    """Return what every rank has told, as JSON has it: a collective."""
     if world.group is None:
         return [mine]
-    every: list[Any] = [None] * world.size
-    dist.gather_object(mine, every if world.rank == 0 else None, group=world.group, group_dst=0)
-    return every
+    return list(gather_json(mine, world.group, device_of(world.group)).values())
 
 
 def rows_of(step: int, schedule: Schedule, every: Sequence[Told], world: World) -> list[dict[str, Any]]:
@@ -94,6 +191,22 @@ def row_of(step: int, schedule: Schedule, ranks: Sequence[int], records: Sequenc
             for each in records
         ],
     }
+
+
+def step_row(step: int, facts: Mapping[str, Any], every: Sequence[tuple[list[Span], Any]]) -> dict[str, Any]:
+    """Spell a data-parallel step; `every` rank gives its spans and, rank 0, how far all clocks are off."""
+    offsets = [Offset(*each) for each in every[0][1]]
+    began_s = min(
+        start_s - offset.offset_s for (spans, _), offset in zip(every, offsets, strict=True) for *_, start_s, _ in spans
+    )
+    records = [
+        [rank, *what, _short(start_s - zero_s), None if end_s is None else _short(end_s - zero_s)]
+        for rank, (spans, _) in enumerate(every)
+        for zero_s in [began_s + offsets[rank].offset_s]
+        for *what, start_s, end_s in spans
+    ]
+    apart_s = max(each.uncertainty_s for each in offsets)
+    return {"step": step, "rank_of": [*range(len(every))], **facts, "apart_s": _short(apart_s), "records": records}
 
 
 def _short(seconds: float) -> float:

@@ -17,6 +17,7 @@ ABOUT: Final = {
     "scaling": "rate against ranks for each mode, the ideal line, and efficiency",
     "loss": "loss against step, warm-up included",
     "memory": "peak memory of the fullest rank, beside the formula's",
+    "timeline": "the newest recorded step of each run: lanes of computation and communication",
 }
 EPILOG: Final = "\n".join(
     [
@@ -36,6 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_rows(parser)
     parser.add_argument("-o", "--output", metavar="FILE", help="draw it into this file: .png, .svg or .pdf")
     options.add_json(parser)
+    a_step, a_rank = options.whole("--step", least=1), options.whole("--rank", least=0)
+    parser.add_argument("--step", metavar="N", type=a_step, help="of a timeline: this step (default: the newest)")
+    parser.add_argument("--rank", metavar="R", type=a_rank, help="of a timeline: this rank, or its pipeline")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     choices.check_output("--output", args.output, choices.PLOTS)
     try:
-        plot, rows = _of_rows(args)
+        plot, rows = _of_steps(args) if args.kind == "timeline" else _of_rows(args)
         if args.output:
             draw.save(plot, Path(args.output), _command(args))
     except NothingToPlotError as error:
@@ -85,12 +89,25 @@ def _of_rows(args: argparse.Namespace) -> "tuple[Plot, list[Row]]":
     return plot_of(args.kind, chosen.rows, chosen.groups, baseline=baseline, formulas=formulas), chosen.rows
 
 
+def _of_steps(args: argparse.Namespace) -> "tuple[Plot, list[Row]]":
+    from muster.jobs.runfolder.rundir import runs_root
+    from muster.launch.look.plots.lanes import timeline_plot
+    from muster.launch.look.timelines import read_timeline
+    from muster.launch.sweeps.rows import rows_of
+
+    steps = {}
+    for label, folders in rows_of(args.targets, runs_root(args.runs)).items():
+        found = read_timeline(folders[0], None, args.step)
+        steps[label] = found.slowest() if args.rank is None else found.of_rank(args.rank)
+    return timeline_plot(steps, args.rank), []
+
+
 def _command(args: argparse.Namespace) -> str:
     """Return the command line, from what it was read into."""
     import shlex
 
     words = ["muster", "plot", args.kind, *args.targets]
-    for flag in ("baseline", "skip", "skip_epochs", "runs", "output"):
+    for flag in ("baseline", "skip", "skip_epochs", "step", "rank", "runs", "output"):
         if (value := getattr(args, flag)) not in (None, 0) or (flag == "skip" and value == 0 and args.kind != "loss"):
             words += [f"--{flag.replace('_', '-')}", str(value)]
     return shlex.join(words)

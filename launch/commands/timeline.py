@@ -1,12 +1,18 @@
-"""`muster timeline RUN`: draw what every rank of a pipeline did in a step, its bubble beside the simulated one."""
+"""`muster timeline RUN`: draw what every rank did in a step, and a pipeline's bubble beside the simulated one."""
 
 import argparse
 import json
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from muster.launch.common import options
 
+if TYPE_CHECKING:
+    from muster.launch.look.data_steps import DataStep
+
 EPILOG: Final = """\
+Data-parallel ranks have two lines each: what the rank did, and how many of its collectives were under way. A
+collective lasts from its launch to its end on that rank; what of it passes while the rank computes is hidden.
+
 Ranks are those of the run. Of several pipelines the slowest is drawn, for which the others wait when gradients are
 averaged, and all are listed: ranks of one column do the same work, so one that is busy for longer is a slow one.
 The simulated bubble is that of ranks that do nothing else, where every action takes the mean of its kind and stage.
@@ -22,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     a_step, a_rank = options.whole("--step", least=1), options.whole("--rank", least=0)
     parser.add_argument("--step", metavar="N", type=a_step, help="this step (default: the newest that was recorded)")
     options.add_attempt(parser, "that has it")
-    parser.add_argument("--rank", metavar="R", type=a_rank, help="the pipeline of this rank (default: the slowest)")
+    parser.add_argument("--rank", metavar="R", type=a_rank, help="this rank, or its pipeline (default: the slowest)")
     parser.add_argument("--svg", metavar="FILE", help="draw it into a file, too")
 
 
@@ -34,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         RunFolderError: nothing was recorded, or the file cannot be written.
     """
     from muster.launch.common import screen
+    from muster.launch.look.data_step_view import render_data
+    from muster.launch.look.data_steps import DataStep
     from muster.launch.look.timeline_view import picture, render, sizes_of
     from muster.launch.look.timelines import read_timeline
 
@@ -41,12 +49,37 @@ def run(args: argparse.Namespace) -> int:
     timeline = read_timeline(folder, args.attempt, args.step)
     recorded = timeline.slowest() if args.rank is None else timeline.of_rank(args.rank)
     title, sizes = f"{folder.run_id}, attempt {timeline.attempt}, step {timeline.step}", sizes_of(timeline, recorded)
+    about = {"run": folder.run_id, "attempt": timeline.attempt, "step": timeline.step, "recorded": timeline.steps}
+    if isinstance(recorded, DataStep):
+        if args.svg:
+            _draw(args, recorded)
+        print(
+            json.dumps(about | recorded.to_json())
+            if args.json
+            else render_data(f"{title}: {sizes}", recorded, args.rank)
+        )
+        return 0
     if args.svg:
         screen.save(args.svg, picture(title, sizes, recorded))
     if args.json:
         pipelines = [each.summary() for each in timeline.pipelines]
-        about = {"run": folder.run_id, "attempt": timeline.attempt, "step": timeline.step, "recorded": timeline.steps}
         print(json.dumps({**about, **recorded.to_json(), "pipelines": pipelines}))
         return 0
     print(render(f"{title}: {sizes}", timeline, recorded))
     return 0
+
+
+def _draw(args: argparse.Namespace, step: "DataStep") -> None:
+    """Draw a data-parallel step into a file."""
+    import shlex
+    from pathlib import Path
+
+    from muster.launch.bench.choices import check_output
+    from muster.launch.common.screen import say
+    from muster.launch.look.plots import draw
+    from muster.launch.look.plots.lanes import timeline_plot
+
+    check_output("--svg", args.svg, (".svg",))
+    command = shlex.join(["muster", "timeline", *filter(None, [args.run]), "--svg", args.svg])
+    draw.save(timeline_plot({step.mode: step}, args.rank), Path(args.svg), command)
+    say(f"wrote {args.svg}")

@@ -2,7 +2,9 @@
 
 from typing import Final
 
+from muster.jobs.basics.words import counted
 from muster.launch.common import screen
+from muster.launch.look.data_steps import DataStep
 from muster.launch.look.drawings import on_screen
 from muster.launch.look.timelines import Recorded, Timeline
 from muster.pipe.schedules.measured import bars, spread
@@ -14,8 +16,10 @@ PIPELINES: Final = ("pipeline of ranks", "step>", "bubble>", "busy, by rank")
 APART: Final = 0.01  # of bubbles: beyond it, why they differ is said
 
 
-def sizes_of(timeline: Timeline, recorded: Recorded) -> str:
+def sizes_of(timeline: Timeline, recorded: Recorded | DataStep) -> str:
     """Say what is drawn."""
+    if isinstance(recorded, DataStep):
+        return f"{recorded.mode}, {counted(len(recorded.ranks), 'rank')}"
     table, count = recorded.schedule, len(timeline.pipelines)
     which = f"; {'the slowest' if recorded is timeline.slowest() else 'one'} of {count} pipelines" if count > 1 else ""
     return f"{table.name}, {table.ranks} ranks, {table.microbatches} micro-batches{which}"
@@ -32,8 +36,9 @@ def render(title: str, timeline: Timeline, recorded: Recorded) -> str:
         f"step    {milliseconds(recorded.seconds)}, {milliseconds(simulated_s)} simulated with these times\n"
         f"bubble  {bubbles(recorded)}{why_apart(recorded)}",
     ]
-    if len(timeline.pipelines) > 1:
-        parts.append(screen.table(PIPELINES, map(line_of, timeline.pipelines)))
+    pipelines = [each for each in timeline.pipelines if isinstance(each, Recorded)]
+    if len(pipelines) > 1:
+        parts.append(screen.table(PIPELINES, map(line_of, pipelines)))
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,7 @@
-"""Recorded steps of pipelines, read back: their bubble, and that of the same step simulated with the same costs."""
+"""Recorded steps, read back: of data-parallel ranks (`data_steps.py`), or of pipelines.
+
+A pipeline's bubble stands beside that of the same step simulated with the same costs.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +13,7 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import fields
 from muster.launch.look.attempts import of_run
+from muster.launch.look.data_steps import DataStep, data_step_of
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Compared, Record, busy_s, compare
@@ -70,18 +74,21 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of all pipelines of an attempt, in order of their first ranks; `steps` are all that it recorded."""
+    """One step of an attempt; `steps` are all that it recorded.
+
+    `pipelines` are in order of their first ranks. Data-parallel ranks are one entry.
+    """
 
     attempt: int
     step: int
     steps: tuple[int, ...]
-    pipelines: tuple[Recorded, ...]
+    pipelines: tuple[Recorded | DataStep, ...]
 
-    def slowest(self) -> Recorded:
+    def slowest(self) -> Recorded | DataStep:
         """Return the pipeline that took longest: for it the others wait."""
         return max(self.pipelines, key=lambda each: each.seconds)
 
-    def of_rank(self, rank: int) -> Recorded:
+    def of_rank(self, rank: int) -> Recorded | DataStep:
         """Return the pipeline that a rank of the world is in.
 
         Raises:
@@ -106,11 +113,11 @@ def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> Timelin
         steps, newest = _newest_rows(run.attempt(number).timeline, step)
         seen.update(steps)
         for each in sorted(newest, reverse=True):
-            if pipelines := tuple(found for row in newest[each] if (found := recorded_of(row)) is not None):
+            if pipelines := tuple(found for row in newest[each] if (found := step_of(row)) is not None):
                 return Timeline(number, each, tuple(sorted(steps)), pipelines)
     where = of_run(run, attempt)
     if not seen:
-        raise NotFoundError(f"{where}: no timeline is there; pipelines record one at every log point (train.log_every)")
+        raise NotFoundError(f"{where}: no timeline is there; training records one at log points (train.log_every)")
     raise NotFoundError(f"{where}: step {step} was not recorded, only {', '.join(map(str, sorted(seen)))}")
 
 
@@ -128,6 +135,11 @@ def _newest_rows(path: Path, step: int | None) -> tuple[set[int], dict[int, list
         if len(rows) > NEWEST:  # of the newest itself no row may be whole
             del rows[min(rows)]
     return steps, rows
+
+
+def step_of(row: Mapping[str, Any]) -> Recorded | DataStep | None:
+    """Read a row of either kind; None where it does not make a step."""
+    return recorded_of(row) if "schedule" in row else data_step_of(row)
 
 
 def recorded_of(row: Mapping[str, Any]) -> Recorded | None:

@@ -153,7 +153,7 @@ def test_it_is_drawn_into_a_file(capsys, run, tmp_path):
 
 def test_what_is_not_there_is_said(capsys, run):
     assert cli.main(["timeline", str(run.path)]) == 72
-    assert "no timeline is there; pipelines record one at every log point" in capsys.readouterr().err
+    assert "no timeline is there; training records one at log points" in capsys.readouterr().err
     record(run, 10)
     with run.attempt(0).timeline.open("a") as file:
         file.write('{"step": 30, "schedule": "1f1b"}\n{"step": 40')  # torn, and another version's

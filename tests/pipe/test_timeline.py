@@ -15,7 +15,7 @@ from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.measured import Record
 from muster.pipe.schedules.programs import Receive, Send, Span
 from muster.pipe.schedules.tables import schedule
-from muster.pipe.timeline import Offset, clock_offsets, gather, on_one_clock
+from muster.pipe.timeline import Offset, clock_offsets, gather, offsets_by_meetings, on_one_clock
 
 pytestmark = pytest.mark.ranks
 
@@ -48,6 +48,21 @@ def baton(world: World) -> list[Any]:
         None if some is None else [each.rank for each in some],
         truth,
     ]
+
+
+def shifted(world: World) -> list[Any]:
+    """Compare clocks that are far apart, in meetings."""
+    offsets = offsets_by_meetings(clock=lambda: time.monotonic() + AHEAD_S * world.rank)
+    return [astuple(each) for each in offsets]
+
+
+def test_meetings_bound_how_far_clocks_are_off_and_tell_every_rank(on_ranks: Any):
+    told = on_ranks(3, shifted)
+    assert told[0] == told[1] == told[2]
+    assert told[0][0] == [0.0, 0.0]
+    for rank, (offset, uncertainty) in enumerate(told[0]):
+        assert abs(offset - AHEAD_S * rank) <= uncertainty + 1e-9  # all clocks are this machine's
+        assert uncertainty < AHEAD_S / 4
 
 
 def test_clocks_a_thousand_seconds_apart_are_one_clock_within_what_the_pings_allow(on_ranks: Any):

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from muster.ddp.base import broadcast
+from muster.ddp.collective_log import LOG
 from muster.ddp.primitives import all_gather, reduce_scatter
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.numerics import Numerics
@@ -36,6 +37,7 @@ class FsdpReplica(Replica):
     """A copy whose parameters, gradients and optimizer state PyTorch shares out by rows."""
 
     shares_out = True
+    not_timed = "fully_shard launches its collectives on streams of its own"
 
     def __init__(self, module: nn.Module, forms: Forms, world: World, clock: Clock, settings: "TrainSettings") -> None:
         super().__init__(module, world, clock)
@@ -55,6 +57,7 @@ class FsdpReplica(Replica):
         self.root = root
         self.rows = {name: nn.Parameter(local(each), each.requires_grad) for name, each in module.named_parameters()}
         if world.device.type == "cpu":  # where every collective is waited for at once
+            self.not_timed = ""
             for each in module.modules():
                 if isinstance(each, FSDPModule):
                     each.set_custom_all_gather(cast(Any, Marked(all_gather, self.waits)))
@@ -156,7 +159,9 @@ class Marked:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
         """Communicate."""
         self.waits.hear(True)
+        finished = LOG.open(self.collective.__name__, max(output_tensor.nbytes, input_tensor.nbytes))
         work = self.collective(output_tensor, input_tensor, group=group, **options)
+        finished()
         self.waits.hear(False)
         return work
 

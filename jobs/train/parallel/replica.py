@@ -34,6 +34,7 @@ class Replica:
     learns_from_first = False  # True: the first backward decides in which order the later ones sum
     shares_out = False  # True: these ranks have one gradient together
     wrapper: nn.Module | None = None
+    not_timed = ""  # why a timeline lacks this replica's collectives, if it does
 
     def __init__(self, module: nn.Module, world: World, clock: Clock) -> None:
         self.module = module
@@ -161,6 +162,7 @@ class TorchReplica(OverlappedReplica):
     """
 
     learns_from_first = True
+    not_timed = "PyTorch's DistributedDataParallel launches its buckets in C++"
 
 
 class LastGradient:

@@ -8,7 +8,7 @@ replayed from a CUDA graph has one phase, `replay`, in place of the four after `
 pipeline on CUDA all work and waits of its stages are `backward`; `muster timeline` has them apart.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -81,6 +81,22 @@ class Clock:
         if self.listener is not None:
             self.listener("stop")
 
+    @property
+    def newest(self) -> Sequence[tuple[Phase, Any]]:
+        """The marks of the newest step, each with the phase that ends there; the first one begins the step."""
+        return self._laps
+
+    def mark(self) -> Any:
+        """Make a mark that belongs to no phase."""
+        return self._mark()
+
+    def moments(self, marks: Iterable[Any]) -> list[float]:
+        """Return when marks were made, in seconds of this process's `time.monotonic()`; on CUDA this waits for them."""
+        anchor = self._mark()
+        self._seconds(anchor, anchor)  # an event is reached
+        now = perf_counter()
+        return [now - self._seconds(each, anchor) for each in marks]
+
     def take(self) -> list[StepTimes]:
         """Return the times of all steps since the last call, oldest first; on CUDA this waits for the last of them."""
         steps, self._steps = self._steps, []
@@ -109,6 +125,7 @@ def _event() -> torch.cuda.Event:
 
 
 def _event_seconds(before: torch.cuda.Event, after: torch.cuda.Event) -> float:
+    before.synchronize()
     after.synchronize()
     milliseconds: float = before.elapsed_time(after)
     return milliseconds / 1e3

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.terminal import printable
 from muster.jobs.measuring.figures import NothingToPlotError, drawing, sheet
+from muster.launch.look.plots.lanes import paint_lanes
 from muster.launch.look.plots.panels import COLORS, GRID, PAINTERS, beside, places_of, shortened
 from muster.launch.look.plots.series import Plot
 
@@ -19,6 +20,7 @@ LETTER: Final = 0.075  # inches, of font size 9
 LINE: Final = 0.2
 NARROW: Final = 58  # letters that fit below the axes, beside the longest names
 BAR: Final = 0.3
+LANE: Final = 0.35
 MOST_BARS: Final = 250
 MOST_LINES: Final = 60
 SVG: Final = "http://www.w3.org/2000/svg"
@@ -45,7 +47,8 @@ def draw(plot: Plot, figure: "Figure") -> None:
         every = figure.subplots(len(plot.panels), 1, squeeze=False)[:, 0]
         handles: dict[str, Any] = {}
         for axes, panel in zip(every, plot.panels, strict=True):
-            handles |= PAINTERS[panel.style](axes, panel)
+            paint = paint_lanes if panel.style == "lanes" else PAINTERS[panel.style]
+            handles |= paint(axes, panel)
             axes.set_title(panel.title, loc="left", fontweight="bold")
             axes.set_axisbelow(True)
         if plot.note:
@@ -123,6 +126,9 @@ def size_of(plot: Plot) -> tuple[float, float]:
     """
     height = 0.0
     for panel in plot.panels:
+        if panel.style == "lanes":
+            height += 0.9 + LANE * len(panel.lanes)
+            continue
         lines = panel.style == "lines"
         many = len(panel.series) if lines else len(places_of(panel)) * beside(panel)
         if many > (MOST_LINES if lines else MOST_BARS):

@@ -43,10 +43,11 @@ class Plot:
     x_label: str
     y_label: str
     series: tuple[Series, ...]
-    style: Literal["stacked", "bars", "lines"] = "lines"
+    style: Literal["stacked", "bars", "lines", "lanes"] = "lines"
     unit: str = ""  # of y: s, B, share, or another one that is shown as it is
     note: str = ""
     below: "Plot | None" = None
+    lanes: tuple[str, ...] = ()  # of a timeline, from the top
 
     def to_json(self) -> dict[str, Any]:
         """Return the plot as JSON has it."""

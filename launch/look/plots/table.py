@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from muster.launch.common import screen
+from muster.launch.look.plots.lanes import totals
 from muster.launch.look.plots.series import Plot, Series
 
 FORMATS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {  # by unit
@@ -22,10 +23,11 @@ def render(plot: Plot) -> str:
 
 def grid(plot: Plot) -> tuple[str, list[str], list[list[str | None]]]:
     """Return what the numbers of one panel are, their columns, and a row for each x."""
+    plot = totals(plot) if plot.style == "lanes" else plot
     unit, text = FORMATS.get(plot.unit, (plot.unit, lambda value: f"{value:,.0f}"))
     series = [each for each in plot.series if plot.unit != "share" or each.role != "reference"]
     columns = [{str(x): place for place, x in enumerate(each.x)} for each in series]
-    every = dict.fromkeys(x for each in series for x in each.x)
+    every = dict.fromkeys([*plot.lanes, *(x for each in series for x in each.x)])
     names = sorted(every, key=float) if plot.style == "lines" else list(every)
     rows = [
         [_name(x), *(_cell(each, places.get(str(x)), text) for each, places in zip(series, columns, strict=True))]

@@ -15,7 +15,7 @@ from muster.launch.look.comparison_view import COLUMNS, LEGEND, cells, notes
 from muster.launch.look.history import History
 from muster.launch.look.plots.series import Groups
 from muster.launch.look.report.page import Report
-from muster.launch.look.report.pictures import Styles, pictures
+from muster.launch.look.report.pictures import Styles, pictures, timeline_of
 from muster.launch.look.report.runs import RunView, view_of_run
 from muster.launch.look.report.tables import table
 from muster.launch.look.steps import Measured, read_whole
@@ -57,7 +57,7 @@ def collect(asked: Asked, styles: Styles) -> Report:
         rows=rows,
         comparison=table("Steps, without warm-up", COLUMNS, map(cells, rows)) if rows else None,
         notes=[*left_out, *(notes(rows) if rows else ()), " ".join(LEGEND.split())],
-        pictures=pictures(rows, groups, whole, formulas, styles),
+        pictures=[*pictures(rows, groups, whole, formulas, styles), timeline_of(asked.folders, styles)],
         runs=views,
         records=[_finite(row.record()) for row in rows],
     )

@@ -1,17 +1,23 @@
 """The pictures of a page: each drawn as SVG, with its numbers as tables, or one line that says why there is none."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from xml.etree import ElementTree
 
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.measuring.figures import NothingToPlotError
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.comparison import Row
 from muster.launch.look.plots.draw import inline_svg
+from muster.launch.look.plots.lanes import timeline_plot
 from muster.launch.look.plots.series import Groups, Plot, plot_of
 from muster.launch.look.report.tables import Table, numbers_of
+from muster.launch.look.timelines import read_timeline
 
 KINDS: Final = ("split_time", "throughput", "scaling", "loss", "memory")
+MOST_TIMELINES: Final = 4  # above each other
 SVG: Final = "http://www.w3.org/2000/svg"
 
 
@@ -73,3 +79,14 @@ def pictures(
         else:
             found.append(picture_of(plot, styles))
     return found
+
+
+def timeline_of(folders: Mapping[str, Sequence[RunDir]], styles: Styles) -> Picture:
+    """Draw the newest recorded step of the first run of each row."""
+    steps = {}
+    for label, runs in list(folders.items())[:MOST_TIMELINES]:
+        with suppress(MusterError):  # most runs record none
+            steps[label] = read_timeline(runs[0], None, None).slowest()
+    if not steps:
+        return Picture("Timeline", why="no run has recorded one")
+    return picture_of(timeline_plot(steps), styles)

@@ -33,7 +33,7 @@ def test_clocks_are_compared_again_for_they_drift(monkeypatch: pytest.MonkeyPatc
     spans = [Span(Action("F", 0, 0), 0.5, 0.75), Span(Action("B", 0, 0), 0.75, 1.0)]
     pipeline = SimpleNamespace(spans=spans, schedule=schedule("1f1b", 1, 4))
     engine: Any = SimpleNamespace(pipeline=pipeline, group="pipe", world=World(0, 1, None, CPU))
-    recorder = timeline.Recorder(engine, tmp_path / "timeline.jsonl")
+    recorder = timeline.PipelineRecorder(engine, tmp_path / "timeline.jsonl")
     often = []
     for step in range(2 * timeline.COMPARED + 1):
         recorder.record(step)

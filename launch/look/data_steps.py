@@ -1,0 +1,144 @@
+"""Recorded steps of data-parallel ranks, read back: what each rank did, and what of its communication was hidden.
+
+computation    data | forward | backward           | wait | optimizer
+communication                     [bucket 0 ]
+                                      [bucket 1       ]                  hidden: while the rank computed
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Final
+
+from muster.jobs.trace.intervals import Intervals, intersection, length, union
+from muster.launch.common import fields
+
+COMPUTES: Final = ("forward", "backward", "optimizer", "replay")
+WAIT: Final = "communication"
+PHASES: Final = ("data", *COMPUTES[:2], WAIT, *COMPUTES[2:])
+MOST_SPANS: Final = 200_000
+MOST_OPERATIONS: Final = 6
+OTHER: Final = "other collectives"
+LONGEST_NAME: Final = 40
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase of a rank (`bytes` is None), or a collective from its launch to its end, in seconds of the step."""
+
+    rank: int
+    kind: str
+    number: int
+    bytes: int | None
+    start_s: float
+    end_s: float
+
+    @property
+    def communicates(self) -> bool:
+        """True for a collective."""
+        return self.bytes is not None
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One rank's seconds by phase; of its collectives, how many bytes, how long any was under way and was hidden."""
+
+    rank: int
+    phases_s: Mapping[str, float]
+    collectives: int
+    bytes: int
+    under_way_s: float
+    hidden_s: float
+
+
+@dataclass(frozen=True)
+class DataStep:
+    """One step of data-parallel ranks, which are those of the world."""
+
+    mode: str
+    ranks: tuple[int, ...]
+    spans: tuple[Span, ...]
+    timed_by: str
+    apart_s: float  # by how much the ranks' clocks may differ
+    not_timed: str  # why collectives are missing; "" if none is
+    left_out: int  # records that could not be read
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, from the first rank's beginning to the end of the last phase."""
+        return max((each.end_s for each in self.spans if not each.communicates), default=0.0)
+
+    def by_rank(self) -> list[RankTimes]:
+        """Add up what each rank did."""
+        return [_times(rank, list(own)) for rank, own in groupby(self.spans, lambda each: each.rank)]
+
+    def summary(self) -> dict[str, Any]:
+        """Return what is said of a step beside the one that is drawn."""
+        return {"ranks": list(self.ranks), "seconds": self.seconds}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for --json."""
+        about = {name: value for name, value in vars(self).items() if name != "spans"}
+        by_rank = [vars(each) for each in self.by_rank()]
+        return {**about, "seconds": self.seconds, "by_rank": by_rank, "records": [vars(each) for each in self.spans]}
+
+
+def data_step_of(row: Mapping[str, Any]) -> DataStep | None:
+    """Read a row; None where it does not make a step. Nothing read here is trusted."""
+    mode, rank_of, records = fields.text(row.get("mode")), row.get("rank_of"), row.get("records")
+    if mode is None or not isinstance(records, list) or not isinstance(rank_of, list):
+        return None
+    known = {rank for each in rank_of[: fields.MOST_RANKS] if (rank := _rank(each)) is not None}
+    end_s = max((end for each in records[:MOST_SPANS] if _is_row(each) and (end := fields.real(each[5]))), default=0.0)
+    spans, operations = list[Span](), set[str]()
+    for each in records[:MOST_SPANS]:
+        span = _span(each, end_s)
+        if span is None or span.rank not in known:
+            continue
+        if span.communicates:
+            operations.add(span.kind if len(operations) < MOST_OPERATIONS else OTHER)
+            span = span if span.kind in operations else replace(span, kind=OTHER)
+        spans.append(span)
+    if all(each.communicates for each in spans):
+        return None
+    texts = [fields.text(row.get(key)) or "" for key in ("timed_by", "not_timed")]
+    spans.sort(key=lambda each: (each.rank, each.communicates, each.start_s))
+    ranks, left_out = tuple(sorted({each.rank for each in spans})), len(records) - len(spans)
+    return DataStep(mode, ranks, tuple(spans), texts[0], fields.real(row.get("apart_s")) or 0.0, texts[1], left_out)
+
+
+def _times(rank: int, own: Sequence[Span]) -> RankTimes:
+    phases = dict.fromkeys(PHASES, 0.0)
+    for each in own:
+        if not each.communicates:
+            phases[each.kind] += each.end_s - each.start_s
+    under_way = _time_of(each for each in own if each.communicates)
+    computing = _time_of(each for each in own if not each.communicates and each.kind in COMPUTES)
+    sizes = [each.bytes for each in own if each.bytes is not None]
+    hidden_s = length(intersection(under_way, computing))
+    return RankTimes(rank, phases, len(sizes), sum(sizes), length(under_way), hidden_s)
+
+
+def _is_row(record: Any) -> bool:
+    return isinstance(record, list) and len(record) == 6
+
+
+def _span(record: Any, end_s: float) -> Span | None:
+    """Read a record; a collective that had not finished lasts to the end of the step."""
+    if not _is_row(record):
+        return None
+    rank, number = _rank(record[0]), fields.number(record[2], least=0)
+    kind, size = fields.text(record[1]), None if record[3] is None else fields.number(record[3], least=0)
+    start, end = fields.real(record[4]), end_s if record[5] is None else fields.real(record[5])
+    if rank is None or number is None or kind is None or start is None or end is None or not start <= end:
+        return None
+    if (size is None) != (record[3] is None) or (size is None and kind not in PHASES):
+        return None
+    return Span(rank, kind[:LONGEST_NAME], number, size, start, end)
+
+
+def _time_of(spans: Iterable[Span]) -> Intervals:
+    return union((each.start_s, each.end_s) for each in spans)
+
+
+_rank = fields.below(fields.MOST_RANKS)

@@ -1,0 +1,145 @@
+"""Timelines as plots: for each rank a lane of computation and one of communication, all on one time axis."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, Final
+
+from muster.jobs.measuring.figures import NothingToPlotError
+from muster.launch.look.data_steps import PHASES, WAIT, DataStep
+from muster.launch.look.plots.panels import COLORS, GRID, INK, SCALES, shortened
+from muster.launch.look.plots.series import Plot, Series
+from muster.launch.look.timelines import Recorded
+from muster.pipe.schedules.draw import COMPUTE, PHRASES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_RANKS: Final = 16  # of one run
+LANES: Final = ("computation", "communication")
+NAMES: Final = {WAIT: "exposed wait", "replay": "replayed CUDA graph", "send": "send", "wait": "wait for a message"}
+ORDER: Final = tuple(NAMES.get(each, each) for each in (*PHASES, *PHRASES.values()))  # of a legend; collectives follow
+MOST_TRACKS: Final = 8
+LOOKS: Final = {  # places in COLORS, hatches
+    "data": (7, ""),
+    "forward": (0, ".."),
+    "backward": (1, ""),
+    "exposed wait": (4, ""),
+    "optimizer": (2, "///"),
+    "replayed CUDA graph": (3, ""),
+    "gradient of inputs": (3, "\\\\\\"),
+    "gradient of weights": (6, "xx"),
+    "wait for a message": (4, ""),
+}
+COLLECTIVES: Final = ((5, ""), (5, "xx"), (6, ""), (6, "oo"), (3, "++"), (2, ".."), (7, "xx"))
+Step = Recorded | DataStep
+Bar = tuple[int, str, str, float, float]  # rank, lane, kind, start and end
+
+
+def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
+    """Return one step of each run, by its label, above each other; of many ranks the first ones, or a certain one.
+
+    A series is a kind of bar: `x` are the lanes, `low` to `high` the times, `y` how long each lasted.
+
+    Raises:
+        NothingToPlotError: no step has the rank.
+    """
+    bars: dict[str, list[tuple[str, float, float]]] = {}
+    lanes, notes = list[str](), list[str]()
+    for label, step in steps.items():
+        ranks = [each for each in step.ranks if rank in (None, each)]
+        if not ranks:
+            raise NothingToPlotError(f"{label} has no rank {rank}")
+        if len(ranks) > MOST_RANKS:
+            notes.append(f"{label}: the first {MOST_RANKS} of {len(ranks)} ranks")
+        if isinstance(step, DataStep) and step.not_timed:
+            notes.append(f"{label}: collectives are missing, {step.not_timed}")
+        drawn = {each: {lane: f"{label}, rank {each}: {lane}" for lane in LANES} for each in ranks[:MOST_RANKS]}
+        lanes += [name for names in drawn.values() for name in names.values()]
+        for number, lane, kind, start_s, end_s in _bars(step):
+            if number in drawn:
+                bars.setdefault(NAMES.get(kind, kind), []).append((drawn[number][lane], start_s, end_s))
+    series = tuple(_series(kind, found) for kind, found in sorted(bars.items(), key=_place))
+    title, note = "Timeline of a step", "; ".join(notes)
+    return Plot("timeline", title, "time in the step", "time", series, "lanes", "s", note, lanes=tuple(lanes))
+
+
+def _bars(step: Step) -> Iterable[Bar]:
+    if isinstance(step, DataStep):
+        return ((each.rank, LANES[each.communicates], each.kind, each.start_s, each.end_s) for each in step.spans)
+    return (
+        (
+            step.ranks[each.rank],
+            LANES[each.kind not in COMPUTE],
+            PHRASES.get(each.kind, each.kind),
+            each.start_s,
+            each.end_s,
+        )
+        for each in step.records
+    )
+
+
+def _place(found: tuple[str, Any]) -> tuple[int, str]:
+    kind, _ = found
+    return (ORDER.index(kind) if kind in ORDER else len(ORDER)), kind
+
+
+def _series(kind: str, found: Sequence[tuple[str, float, float]]) -> Series:
+    lanes, starts, ends = zip(*found, strict=True)
+    return Series(kind, lanes, tuple(end - start for start, end in zip(starts, ends, strict=True)), starts, ends)
+
+
+def totals(plot: Plot) -> Plot:
+    """Return a timeline with one number a kind and lane: how long its bars last together."""
+    series = []
+    for each in plot.series:
+        seconds = dict.fromkeys(each.x, 0.0)
+        for lane, lasted_s in zip(each.x, each.y, strict=True):
+            seconds[lane] += lasted_s
+        series.append(Series(each.label, tuple(seconds), tuple(seconds.values())))
+    return replace(plot, series=tuple(series))
+
+
+def paint_lanes(axes: "Axes", plot: Plot) -> dict[str, Any]:
+    """Draw the bars. Those of a lane that overlap share its height, so that each of them can be seen."""
+    from matplotlib.ticker import FuncFormatter
+
+    unit, scale = SCALES[plot.unit]
+    places = {lane: place for place, lane in enumerate(plot.lanes)}
+    by_lane: dict[str, list[tuple[float, float, int]]] = {lane: [] for lane in plot.lanes}
+    for number, series in enumerate(plot.series):
+        for lane, start_s, end_s in zip(series.x, series.low or (), series.high or (), strict=True):
+            by_lane[str(lane)].append((start_s, end_s, number))
+    handles = dict[str, Any]()
+    boxes: dict[tuple[int, float, float], list[tuple[float, float]]] = {}
+    for lane, bars in by_lane.items():
+        tracks = _tracks(bars)
+        height = 0.84 / (1 + max(tracks, default=0))
+        for (start_s, end_s, number), track in zip(sorted(bars), tracks, strict=True):
+            low = places[lane] - 0.42 + track * height
+            boxes.setdefault((number, low, height), []).append((scale * start_s, scale * (end_s - start_s)))
+    collectives = [each.label for each in plot.series if each.label not in LOOKS]
+    looks = dict(zip(collectives, cycle(COLLECTIVES), strict=False)) | LOOKS
+    for (number, low, height), pieces in sorted(boxes.items()):
+        look = looks[plot.series[number].label]
+        style: dict[str, Any] = {"facecolor": COLORS[look[0]], "hatch": look[1], "edgecolor": INK, "linewidth": 0.3}
+        handles[plot.series[number].label] = axes.broken_barh(pieces, (low, height), **style)
+    axes.set_yticks(list(places.values()), [shortened(lane) for lane in places])
+    axes.set_ylim(len(places) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"{plot.x_label} ({unit})")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axes.grid(axis="x", color=GRID, linewidth=0.5)
+    return handles
+
+
+def _tracks(bars: Sequence[tuple[float, float, int]]) -> list[int]:
+    """Deal bars, in order of their start, to as few tracks as keep those of one track apart; at most `MOST_TRACKS`."""
+    ends: list[float] = []
+    tracks = []
+    for start_s, end_s, _ in sorted(bars):
+        track = next((place for place, end in enumerate(ends) if end <= start_s), len(ends))
+        if track < MOST_TRACKS:
+            ends[track : track + 1] = [end_s]
+        tracks.append(min(track, MOST_TRACKS - 1))
+    return tracks
