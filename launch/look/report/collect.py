@@ -20,7 +20,8 @@ from muster.launch.look.report.runs import RunView, view_of_run
 from muster.launch.look.report.tables import table
 from muster.launch.look.steps import Measured, read_whole
 
-MOST_RUNS: Final = 40  # with all that is known of them
+MOST_RUNS: Final = 40  # that are described one by one
+MOST_PROFILES: Final = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,12 @@ def collect(asked: Asked, styles: Styles) -> Report:
     runs = [run for each in asked.folders.values() for run in each]
     if len(runs) > MOST_RUNS:
         left_out.append(f"of {len(runs)} runs, the first {MOST_RUNS} are described below; name one to see it")
-    views = [view_of_run(run, asked.why_of, styles) for run in runs[:MOST_RUNS]]
+    if len(runs) > MOST_PROFILES:
+        left_out.append(f"the profiles of the first {MOST_PROFILES} runs are shown; name another one to see its own")
+    views = [
+        view_of_run(run, asked.why_of, styles, profile=place < MOST_PROFILES)
+        for place, run in enumerate(runs[:MOST_RUNS])
+    ]
     peaks = {view.run_id: view.peak_formula for view in views}
     formulas = {row.label: peak for row in rows if (peak := peaks.get(row.run_ids[0])) is not None}
     return Report(

@@ -1,5 +1,6 @@
 """The pictures of a page: each drawn as SVG, with its numbers as tables, or one line that says why there is none."""
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from muster.launch.look.timelines import read_timeline
 
 KINDS: Final = ("split_time", "throughput", "scaling", "loss", "memory")
 MOST_TIMELINES: Final = 4  # above each other
+LONG: Final = re.compile(r"-?\d+\.\d\d+")
 SVG: Final = "http://www.w3.org/2000/svg"
 
 
@@ -31,6 +33,8 @@ class Styles:
         """Replace the `style` attributes of a picture by classes."""
         root = ElementTree.fromstring(svg)
         for each in root.iter():
+            if path := each.get("d"):  # hatches have long ones
+                each.set("d", LONG.sub(lambda found: f"{float(found[0]):.1f}", " ".join(path.split())))
             if style := each.attrib.pop("style", None):
                 name = self.names.setdefault(style, f"s{len(self.names)}")
                 each.set("class", " ".join(filter(None, (each.get("class"), name))))

@@ -1,6 +1,6 @@
 """What a page shows of a run's profiles: shares by kind of operator and of module, flame graphs, memory over time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,8 +15,9 @@ from muster.launch.look.report.tables import Table, table
 
 MOST_RANKS: Final = 8
 MOST_LISTED: Final = 30  # frames in the table
-MOST_KINDS: Final = 20
+MOST_KINDS: Final = 7  # with a color of their own
 NARROWEST: Final = 5e-4  # of a flame graph's width
+MOST_FRAMES: Final = 800
 DEEPEST: Final = 100
 MB: Final = 1 << 20
 
@@ -66,12 +67,23 @@ def view_of(run: RunDir, styles: Styles) -> ProfileView:
 
 def _shares(key: str, title: str, profiles: Sequence[RankProfile]) -> Plot | None:
     found = {f"rank {each.rank}": (each.record.get(key, {}), max(1, len(each.record["steps"]))) for each in profiles}
-    names = list(dict.fromkeys(name for seconds, _ in found.values() for name in seconds))[:MOST_KINDS]
+    totals: dict[str, float] = {}
+    for seconds, _ in found.values():
+        for name, value in seconds.items():
+            totals[name] = totals.get(name, 0.0) + max(value, 0.0)
+    largest = sorted(totals, key=lambda name: -totals[name])
+    groups = {name: [name] for name in largest[:MOST_KINDS]}
+    if len(largest) > MOST_KINDS:
+        groups["all others"] = largest[MOST_KINDS:]
     series = [
-        Series(name, tuple(found), tuple(max(seconds.get(name, 0.0), 0.0) / steps for seconds, steps in found.values()))
-        for name in names
+        Series(name, tuple(found), tuple(_sum(seconds, kinds) / steps for seconds, steps in found.values()))
+        for name, kinds in groups.items()
     ]
     return Plot(key, title, "", "time of a step", tuple(series), "stacked", "s") if series else None
+
+
+def _sum(seconds: Mapping[str, float], kinds: Sequence[str]) -> float:
+    return sum(max(seconds.get(kind, 0.0), 0.0) for kind in kinds)
 
 
 def _memory(profiles: Sequence[RankProfile]) -> Plot | None:
@@ -108,9 +120,13 @@ def _frames(profile: RankProfile) -> list[tuple[str, tuple[FlameFrame, ...]]]:
 
 def _flame(title: str, frames: Sequence[FlameFrame]) -> Flame:
     total_us = frames[0].us or 1.0
-    shown = [each for each in frames if each.us >= NARROWEST * total_us and each.depth < DEEPEST] or [frames[0]]
-    widest = sorted(shown, key=lambda each: -each.us)[:MOST_LISTED]
-    cells = ((each.name, spell(each.us), f"{each.us / total_us:.1%}", each.kind, each.calls) for each in widest)
+    wide = [each for each in frames if each.us >= NARROWEST * total_us and each.depth < DEEPEST] or [frames[0]]
+    widest = sorted(wide, key=lambda each: -each.us)
+    least_us = widest[:MOST_FRAMES][-1].us
+    shown = [each for each in wide if each.us >= least_us][: 2 * MOST_FRAMES]
+    cells = (
+        (each.name, spell(each.us), f"{each.us / total_us:.1%}", each.kind, each.calls) for each in widest[:MOST_LISTED]
+    )
     listed = table(f"{title}: the widest frames", ("frame", "time>", "share>", "kind", "calls>"), cells)
     placed = (
         {

@@ -47,8 +47,10 @@ class RunView:
         return self.state is not None and self.state.state not in ("failed", "lost")
 
 
-def view_of_run(run: RunDir, why_of: Callable[[RunDir], tuple[History, str]], styles: Styles) -> RunView:
-    """Collect what is known of a run."""
+def view_of_run(
+    run: RunDir, why_of: Callable[[RunDir], tuple[History, str]], styles: Styles, *, profile: bool
+) -> RunView:
+    """Collect what is known of a run, with its profile or without."""
     missing: list[str] = []
 
     def part(what: str, read: Callable[[], T]) -> T | None:
@@ -61,7 +63,6 @@ def view_of_run(run: RunDir, why_of: Callable[[RunDir], tuple[History, str]], st
     state = part("state", lambda: read_state(run))
     explained = part("attempts", lambda: why_of(run))
     memory = part("memory", lambda: _memory(run))
-    profile = part("profile", lambda: view_of(run, styles))
     return RunView(
         run_id=run.run_id,
         state=state,
@@ -70,7 +71,7 @@ def view_of_run(run: RunDir, why_of: Callable[[RunDir], tuple[History, str]], st
         attempts=_attempts(explained[0]) if explained and explained[0].attempts else None,
         memory=memory[0] if memory else None,
         placement=part("placement", lambda: _placement(run)),
-        profile=profile,
+        profile=part("profile", lambda: view_of(run, styles)) if profile else None,
         job=part("job file", lambda: read_bytes(run.job, SETTINGS_BYTES).decode(errors="replace")) or "",
         missing=tuple(missing),
         peak_formula=memory[1] if memory else None,
