@@ -9,7 +9,6 @@ The run folder is made up (tests/support/report_runs.py). Wall times need a quie
     .venv/bin/python benchmarks/report_size.py [--quick] [--ranks 64] [--steps 10000] [--repeats 5]
 """
 
-import os
 import resource
 import shutil
 import statistics
@@ -47,7 +46,7 @@ def opened(page: Path, repeats: int) -> list[float]:
         return []
     from playwright.sync_api import sync_playwright
 
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    arguments = ["--no-sandbox"]  # which root cannot have, nor many containers
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium, args=arguments)
         found = []

@@ -4,7 +4,7 @@ Whole chunks of lines are decoded straight into typed rows. A chunk with anythin
 another type) is read again line by line, as `launch/common/fields.py` reads all records: it decides what counts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from muster.jobs.basics.errors import RunFolderError
 from muster.jobs.basics.reading import CHUNK_BYTES, LONGEST_LINE_BYTES, open_file
-from muster.launch.common.fields import LARGEST, MOST, number, real, typed_line
+from muster.launch.common.fields import LARGEST, MOST, number, real, text, typed_line
 
 Table: TypeAlias = NDArray[numpy.float64]
 Real: TypeAlias = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
@@ -38,8 +38,18 @@ class RankRow(msgspec.Struct, gc=False):
     optimizer_s: Real = 0.0
 
 
+class LossRow(msgspec.Struct, gc=False):
+    """A step as rank 0 wrote it for all ranks; a row of an evaluation says so."""
+
+    step: Whole
+    loss: Real | None = None
+    unit: str = ""
+    evaluation: bool = False
+
+
 COLUMN: Final = {name: place for place, name in enumerate(RankRow.__struct_fields__)}
-_LINES: Final = msgspec.json.Decoder(RankRow)
+_OF_RANK: Final = msgspec.json.Decoder(RankRow)
+_OF_RUN: Final = msgspec.json.Decoder(LossRow)
 
 
 def read_rank(path: Path) -> Table:
@@ -48,12 +58,22 @@ def read_rank(path: Path) -> Table:
     Raises:
         RunFolderError: the file cannot be read, or belongs to another user.
     """
-    tables = [numpy.array(rows, dtype=float) for chunk in _chunks(path) if (rows := _rows(chunk))]
+    tables = [numpy.array(rows, dtype=float) for chunk in _chunks(path) if (rows := _rows(chunk, _OF_RANK, _row))]
     if not tables:
         return numpy.empty((0, len(COLUMN)))
     newest_first = numpy.concatenate(tables)[::-1]
     _, places = numpy.unique(newest_first[:, 0], return_index=True)
     return newest_first[places]
+
+
+def read_losses(path: Path) -> tuple[dict[int, float | None], str]:
+    """Read the loss of each step of a run, and the unit of its rate; errors as `read_rank`."""
+    losses, unit = dict[int, float | None](), ""
+    for chunk in _chunks(path):
+        for step, loss, of_row, evaluation in _rows(chunk, _OF_RUN, _loss_row):
+            if not evaluation:
+                losses[step], unit = loss, of_row or unit
+    return losses, unit
 
 
 def over_ranks(tables: Iterable[Table], sums: Sequence[int], largest: Sequence[int]) -> tuple[Table, int]:
@@ -87,14 +107,17 @@ def _chunks(path: Path) -> Iterator[bytes]:
         raise RunFolderError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
 
 
-def _rows(chunk: bytes) -> list[tuple[Any, ...]]:
+def _rows(
+    chunk: bytes, lines: msgspec.json.Decoder[Any], by_line: Callable[[dict[str, Any]], tuple[Any, ...] | None]
+) -> list[tuple[Any, ...]]:
     for wrong, right in ((b"", b""), (b": NaN", b": null")):  # a loss may be NaN, which is no JSON
         try:
-            lines = chunk.replace(wrong, right) if wrong else chunk
-            return [msgspec.structs.astuple(row) for row in _LINES.decode_lines(lines)]
+            data = chunk.replace(wrong, right) if wrong else chunk
+            return [msgspec.structs.astuple(row) for row in lines.decode_lines(data)]
         except (msgspec.DecodeError, RecursionError):
             continue
-    return [row for line in chunk.splitlines() if line.startswith(b"{") and (row := _row(typed_line(line))) is not None]
+    records = (typed_line(line) for line in chunk.splitlines() if line.startswith(b"{"))
+    return [row for record in records if (row := by_line(record)) is not None]
 
 
 def _row(record: dict[str, Any]) -> tuple[Any, ...] | None:
@@ -103,3 +126,10 @@ def _row(record: dict[str, Any]) -> tuple[Any, ...] | None:
         return None
     others = (real(record.get(name)) or 0.0 for name in list(COLUMN)[3:])
     return (step, seconds, number(record.get("epoch"), least=1) or 1, *others)
+
+
+def _loss_row(record: dict[str, Any]) -> tuple[Any, ...] | None:
+    step = number(record.get("step"), least=1)
+    if step is None:
+        return None
+    return step, real(record.get("loss")), text(record.get("unit")) or "", "evaluation" in record

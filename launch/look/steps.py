@@ -14,9 +14,8 @@ from typing import Final
 
 from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common.fields import real, typed_lines
 from muster.launch.look.memories import read_memories
-from muster.launch.look.rank_rows import COLUMN, Table, over_ranks, read_rank
+from muster.launch.look.rank_rows import COLUMN, Table, over_ranks, read_losses, read_rank
 
 PARTS: Final = ("data", "computation", "communication", "optimizer", "idle")
 COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # of a rank's row, in seconds
@@ -113,16 +112,11 @@ def warm_up(steps: Sequence[Step]) -> int:
 def _steps(run: RunDir) -> tuple[list[Step], int, str]:
     """Return all steps in order, the ranks of the newest attempt, and the unit of the rate."""
     newest: dict[int, tuple[Table, int]] = {}  # by step: its row over all ranks, and how many they were
-    unit = ""
     for attempt in run.attempt_numbers():
         paths = sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))
         table, ranks = over_ranks(map(_with_units, map(read_rank, paths)), SUMS, LARGEST)
         newest |= {int(row[0]): (row, ranks) for row in table}
-    losses = {}
-    for row in typed_lines(run.metrics):
-        if "step" in row and "evaluation" not in row:
-            losses[row["step"]] = real(row.get("loss"))
-            unit = row.get("unit", unit)
+    losses, unit = read_losses(run.metrics)
     steps = [_step(*newest[place], losses.get(place)) for place in sorted(newest)]
     return steps, newest[steps[-1].number][1] if steps else 0, unit
 
