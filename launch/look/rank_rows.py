@@ -5,8 +5,9 @@ another type) is read again line by line, as `launch/common/fields.py` reads all
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 import numpy
@@ -16,6 +17,7 @@ from muster.jobs.basics.errors import RunFolderError
 from muster.jobs.basics.reading import CHUNK_BYTES, LONGEST_LINE_BYTES, open_file
 from muster.launch.common.fields import LARGEST, MOST, number, real, text, typed_line
 
+T = TypeVar("T")
 Table: TypeAlias = NDArray[numpy.float64]
 Real: TypeAlias = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0.0, le=LARGEST)]
@@ -58,7 +60,7 @@ def read_rank(path: Path) -> Table:
     Raises:
         RunFolderError: the file cannot be read, or belongs to another user.
     """
-    tables = [numpy.array(rows, dtype=float) for chunk in _chunks(path) if (rows := _rows(chunk, _OF_RANK, _row))]
+    tables = [_table(_rows(chunk, _OF_RANK, _rank_row)) for chunk in _chunks(path)]
     if not tables:
         return numpy.empty((0, len(COLUMN)))
     newest_first = numpy.concatenate(tables)[::-1]
@@ -70,9 +72,9 @@ def read_losses(path: Path) -> tuple[dict[int, float | None], str]:
     """Read the loss of each step of a run, and the unit of its rate; errors as `read_rank`."""
     losses, unit = dict[int, float | None](), ""
     for chunk in _chunks(path):
-        for step, loss, of_row, evaluation in _rows(chunk, _OF_RUN, _loss_row):
-            if not evaluation:
-                losses[step], unit = loss, of_row or unit
+        for row in _rows(chunk, _OF_RUN, _loss_row):
+            if not row.evaluation:
+                losses[row.step], unit = row.loss, row.unit or unit
     return losses, unit
 
 
@@ -107,29 +109,31 @@ def _chunks(path: Path) -> Iterator[bytes]:
         raise RunFolderError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
 
 
-def _rows(
-    chunk: bytes, lines: msgspec.json.Decoder[Any], by_line: Callable[[dict[str, Any]], tuple[Any, ...] | None]
-) -> list[tuple[Any, ...]]:
+def _table(rows: list[RankRow]) -> Table:
+    values = chain.from_iterable(map(msgspec.structs.astuple, rows))
+    return numpy.fromiter(values, float, len(rows) * len(COLUMN)).reshape(-1, len(COLUMN))
+
+
+def _rows(chunk: bytes, lines: msgspec.json.Decoder[T], by_line: Callable[[dict[str, Any]], T | None]) -> list[T]:
     for wrong, right in ((b"", b""), (b": NaN", b": null")):  # a loss may be NaN, which is no JSON
         try:
-            data = chunk.replace(wrong, right) if wrong else chunk
-            return [msgspec.structs.astuple(row) for row in lines.decode_lines(data)]
+            return lines.decode_lines(chunk.replace(wrong, right) if wrong else chunk)
         except (msgspec.DecodeError, RecursionError):
             continue
     records = (typed_line(line) for line in chunk.splitlines() if line.startswith(b"{"))
     return [row for record in records if (row := by_line(record)) is not None]
 
 
-def _row(record: dict[str, Any]) -> tuple[Any, ...] | None:
+def _rank_row(record: dict[str, Any]) -> RankRow | None:
     step, seconds = number(record.get("step"), least=1), real(record.get("step_s"))
     if step is None or seconds is None or seconds <= 0.0:
         return None
     others = (real(record.get(name)) or 0.0 for name in list(COLUMN)[3:])
-    return (step, seconds, number(record.get("epoch"), least=1) or 1, *others)
+    return RankRow(step, seconds, number(record.get("epoch"), least=1) or 1, *others)
 
 
-def _loss_row(record: dict[str, Any]) -> tuple[Any, ...] | None:
+def _loss_row(record: dict[str, Any]) -> LossRow | None:
     step = number(record.get("step"), least=1)
     if step is None:
         return None
-    return step, real(record.get("loss")), text(record.get("unit")) or "", "evaluation" in record
+    return LossRow(step, real(record.get("loss")), text(record.get("unit")) or "", "evaluation" in record)
