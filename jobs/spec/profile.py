@@ -25,7 +25,9 @@ class ProfileSettings(Strict):
     first_step: Positive = Field(6, description="of an attempt, counted from 1: those before it warm up")
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = Field(3, description="how many, one after another")
     stacks: bool = Field(False, description="Python's frames too, in the trace and the flame graph; slows the steps")
-    memory: bool = Field(True, description="a snapshot of CUDA memory, with the stacks that allocated it")
+    memory: bool = Field(
+        True, description="memory over time with the largest allocations; on GPUs a snapshot with stacks, too"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -8,9 +8,9 @@ older than the recording. So the state of the training (parameters, gradients, o
 after: state that stays counts all the time, state that is freed in between does not count.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from muster.jobs.trace.events import MemoryEvent
@@ -95,12 +95,13 @@ def _largest(
         if event.bytes < 0:
             freed.setdefault(event.address, event.time_us)
     steps, places = nested.trace.steps, Places(nested)
+    lanes = {lane: [*nodes] for lane, nodes in groupby(nested.nodes, key=lambda node: node.event.lane)}
     found = []
     for each in sorted(alive.values(), key=lambda one: (-one.bytes, one.address))[:LARGEST]:
         if isinstance(each, HeldStorage):
             since_us, operator, module, step = steps[0].start_us, each.kind, "", BEFORE
         else:
-            node, since_us = _around(nested, each), each.time_us
+            node, since_us = _around(lanes.get(each.lane, ()), each.time_us), each.time_us
             operator, module = _operator(node), places.of(node).name
             step = next((one.number for one in steps if since_us < one.end_us), BEFORE)
         alive_us = freed.get(each.address, steps[-1].end_us) - since_us
@@ -109,13 +110,13 @@ def _largest(
     return found
 
 
-def _around(nested: Nested, event: MemoryEvent) -> Node | None:
-    """Return the innermost node around an event, on its thread."""
-    found = None
-    for node in nested.nodes:
-        if node.event.lane == event.lane and node.event.start_us <= event.time_us < node.event.end_us:
-            found = node  # children come after their parents
-    return found
+def _around(lane: Sequence[Node], time_us: float) -> Node | None:
+    """Return the innermost node of a thread around a time."""
+    place = bisect_right(lane, time_us, key=lambda node: node.event.start_us)
+    node = lane[place - 1] if place else None
+    while node is not None and node.event.end_us <= time_us:
+        node = node.parent
+    return node
 
 
 def _operator(node: Node | None) -> str:

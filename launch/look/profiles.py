@@ -106,7 +106,8 @@ class RankProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Return the record for --json."""
-        return {**self.record, "path": str(self.folder), "breakdown": dict(self.breakdown), "own_s": self.own_s}
+        own = {"breakdown": dict(self.breakdown), "own_s": self.own_s, "left_out": self.left_out}
+        return {**self.record, "path": str(self.folder), **own}
 
 
 def read_profiles(run: RunDir, attempt: int | None) -> tuple[int, list[RankProfile]]:

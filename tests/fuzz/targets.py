@@ -11,6 +11,7 @@ from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.trace.chrome import read_document
 from muster.launch import cli
+from muster.launch.look.profiles import RankProfile, read_flame
 from muster.launch.records.slurm_job import SlurmJob, last_words
 from muster.slurm.client import from_sacct, from_scontrol, from_squeue
 from muster.slurm.states import JobState, is_orphan, outcome, waiting
@@ -98,6 +99,11 @@ def targets(folder: Path) -> list[Target]:
         path.write_bytes(data)
         read_document(path)
 
+    def of_flame(data: bytes) -> None:
+        paths = first.profile(0)
+        paths.flame_data.write_bytes(data)
+        read_flame(RankProfile(paths.path, {}, {}))
+
     def of_text(*argv: str) -> Reader:
         return lambda data: muster(*argv[:-1], argv[-1] + data.decode(errors="surrogateescape"))
 
@@ -125,6 +131,7 @@ def targets(folder: Path) -> list[Target]:
         ("timeline", through(first.timeline, "timeline", run.path)),
         ("timeline: json", through(first.timeline, "timeline", run.path, "--json")),
         ("rank-profile", through(first.profile(0).record, "profile", run.path)),
+        ("rank-flame", of_flame),
         ("bench", through(file, "bench", "show", file)),
         ("bench: compare", through(file, "bench", "compare", file, CORPUS / "bench" / "seed-2.jsonl")),
         ("bench: fit", through(file, "bench", "fit", file, "-o", folder / "fitted.json")),

@@ -60,12 +60,19 @@ def subject_of(engine: "Engine", settings: "TrainSettings") -> Subject:
     return Subject(engine.module, engine.held_tensors, has_last, note)
 
 
+class _Open(threading.local):
+    """The ranges that a thread is in: on a GPU, the backward of a checkpointed block runs forward on another thread."""
+
+    def __init__(self) -> None:
+        self.ranges: list[record_function] = []
+
+
 class Marks:
     """The ranges around the forwards of modules, from `start` to `stop`."""
 
     def __init__(self, subject: Subject) -> None:
         self._texts = texts_of(subject.module, has_last=subject.has_last)
-        self._open = threading.local()  # the backward of a checkpointed block forwards on a thread of its own
+        self._open = _Open()
         self._hooks: list[RemovableHandle] = []
 
     def start(self) -> None:
@@ -84,17 +91,11 @@ class Marks:
         text = self._texts.get(module) or text_of(own_kind(module, ""), type(module).__name__)
         opened = record_function(text)
         opened.__enter__()  # type: ignore[no-untyped-call]
-        self._ranges().append(opened)
+        self._open.ranges.append(opened)
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._ranges():
-            self._ranges().pop().__exit__(None, None, None)
-
-    def _ranges(self) -> list[record_function]:
-        if not hasattr(self._open, "ranges"):
-            self._open.ranges = []
-        found: list[record_function] = self._open.ranges
-        return found
+        if self._open.ranges:
+            self._open.ranges.pop().__exit__(None, None, None)
 
 
 def texts_of(model: nn.Module, *, has_last: bool) -> dict[nn.Module, str]:

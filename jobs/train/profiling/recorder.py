@@ -82,9 +82,11 @@ class Recorder(NotProfiling):
         self.folder = folder
         self.clock = clock
         self.device = device
-        self.facts = {**facts, "steps_of_job": steps, **({"modules_note": subject.note} if subject.note else {})}
+        self.facts = {**facts, "steps_of_job": steps}
+        if subject.note:
+            self.facts["modules_note"] = subject.note
         self.subject = subject
-        self.marks = None if subject.note else Marks(subject)
+        self.marks: Marks | None = None
         self.quiet = Quiet()
         self.before: list[HeldStorage] = []
         self.window: Window = window_of(settings, done=done, steps=steps)
@@ -156,7 +158,8 @@ class Recorder(NotProfiling):
 
     def _look(self) -> None:
         """Begin what is done for recorded steps only."""
-        if self.marks is not None:
+        if not self.subject.note:
+            self.marks = Marks(self.subject)
             self.marks.start()
         if self.settings.memory:
             self.quiet.start()
