@@ -32,32 +32,45 @@ class BenchSettings(Strict):
     """What to measure on the ranks. `operation: hello` measures nothing: every rank says where it is."""
 
     operation: list[str] = Field(
-        [ALL], min_length=1, description="names, or all, or ours", json_schema_extra=_operations
+        [ALL],
+        min_length=1,
+        description="operations to measure; `all` or `ours` for a group",
+        examples=["all_reduce"],
+        json_schema_extra=_operations,
     )
     sizes: list[int] = Field(
         default_factory=lambda: parse_sizes("default"),
-        description="8, 512K, 512K:1G[:2], course",
+        description="sizes in bytes: one, several, a range `512K:1G` (`:2` is the factor), or `course`",
+        examples=["512K:1G"],
         json_schema_extra=_sizes,
     )
     dtypes: list[Literal["fp32", "bf16", "fp16", "int32"]] = Field(
-        ["fp32"], min_length=1, json_schema_extra=one_or_many
+        ["fp32"], min_length=1, description="types of the elements", json_schema_extra=one_or_many
     )
-    places: Literal["default", "in", "out", "both"] = Field("default", description="results over their inputs, or not")
-    calls: list[Literal["sync", "async"]] = Field(["sync"], min_length=1, json_schema_extra=one_or_many)
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    launches: Positive = Field(5, description="fresh starts of all processes: the unit that is compared")
-    block_s: Seconds = Field(0.25, description="time for the samples of one size in one launch")
-    least_samples: Positive = 5
-    most_samples: Positive = 1000
-    precision: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.03, description="a block ends when its interval is +-")
-    timeout_s: Seconds = Field(30.0, description="a call that takes longer is given up")
+    places: Literal["default", "in", "out", "both"] = Field(
+        "default", description="whether results overwrite their inputs (in), or not (out)"
+    )
+    calls: list[Literal["sync", "async"]] = Field(
+        ["sync"], min_length=1, description="blocking calls, or async_op", json_schema_extra=one_or_many
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if every rank has one")
+    launches: Positive = Field(5, description="fresh starts of all processes: the unit of the statistics")
+    block_s: Seconds = Field(0.25, description="seconds for the samples of one size in one launch")
+    least_samples: Positive = Field(5, description="fewest calls of a size in a launch")
+    most_samples: Positive = Field(1000, description="most calls of a size in a launch")
+    precision: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.03, description="end early when the interval is within this share of the time"
+    )
+    timeout_s: Seconds = Field(30.0, description="seconds after which a call is abandoned")
     check: bool = Field(True, description="compare every element of every result")
     wire: bool = Field(False, description="count the bytes that the interfaces send")
-    pairs: bool = Field(False, description="measure every pair of nodes instead")
-    pair_bytes: Positive = 4 * 2**20
-    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.8, description="of a host's free memory")
-    seed: int = 0
+    pairs: bool = Field(False, description="measure every pair of nodes, to find slow nodes and links")
+    pair_bytes: Positive = Field(4 * 2**20, description="with pairs: bytes of a message")
+    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.8, description="share of a host's free memory that buffers may fill"
+    )
+    seed: int = Field(0, description="of the data that is sent")
 
     @field_validator("dtypes", mode="before")
     @classmethod

@@ -1,25 +1,47 @@
-"""The README, held against what it speaks of: links, lines, tables, and the transcripts that need no cluster."""
+"""The README and the pages of docs/, checked against the code: links, lines, tables, and transcripts."""
 
+import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.jobs.basics import exits
 from muster.jobs.spec.modes import MODES
+from muster.jobs.spec.schema import job_schema
+from muster.jobs.spec.site import Site
+from muster.jobs.spec.yamlcore import CoreLoader
+from muster.launch.common.kinds import KINDS
 from support.ahead import Ahead, parameters_of
 from support.transcripts import MARKER, REPOSITORY, Ended, Transcript, fences, followed, pattern, transcripts
 
 pytestmark = pytest.mark.slow
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-RUN_PAGES = ("README.md", "docs/own-code.md", "docs/own-model.md")  # whose console blocks are run
-PAGES = (*RUN_PAGES, "DESIGN.md", "CHANGELOG.md")
+DOCS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((REPOSITORY / "docs").glob("*.md"))}
+PAGES = (
+    "README.md",
+    "DESIGN.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *(f"docs/{name}.md" for name in DOCS),
+)
+MOST_LINES, MOST_WORDS = 150, 1500  # of the README
 RUN_LINE = "./setup.sh && .venv/bin/muster run jobs/examples/vgg11.yaml"
 TEST_LINE = './setup.sh --dev && .venv/bin/pytest -m "not slow"'
+
+
+specification = importlib.util.spec_from_file_location("reference", REPOSITORY / "docs/reference.py")
+assert specification is not None
+assert specification.loader is not None
+reference = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(reference)
 
 
 def anchors(page: Path) -> set[str]:
@@ -49,6 +71,12 @@ def test_the_first_screen_shows_the_line_that_runs_and_its_job_file() -> None:
     assert shown == [line for line in job.splitlines() if not line.startswith("#")]
 
 
+def test_the_readme_stays_short_and_leads_to_every_page() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
+    assert len(README.split()) <= MOST_WORDS
+    assert [name for name in DOCS if f"(docs/{name}.md" not in README] == []
+
+
 def test_ci_runs_the_test_line_as_it_stands_here() -> None:
     script = (REPOSITORY / ".ci/run").read_text(encoding="utf-8")
     found = re.search(r"grep -m 1 -xE '(.+)' README\.md", script)
@@ -56,7 +84,7 @@ def test_ci_runs_the_test_line_as_it_stands_here() -> None:
 
 
 def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
-    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", README.partition("## Exit codes")[2].partition("##")[0], re.M)
+    rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", DOCS["exit-codes"], re.M)
     assert rows[0] == ("code", "class", "meaning")
     wanted = [(str(row.code), row.name, row.meaning) for row in exits.TABLE]
     assert rows[1 : len(wanted) + 1] == wanted
@@ -65,21 +93,38 @@ def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
     assert (other[:2], exits.class_of(1)) == (("other", "failed"), "failed")
 
 
+@pytest.mark.parametrize(("name", "keys"), [("job-file", reference.job_keys), ("site-file", reference.site_keys)])
+def test_the_tables_of_keys_are_those_of_the_models(name: str, keys: Callable[[], str]) -> None:
+    """`.venv/bin/python docs/reference.py` writes them; a key without a description is an error there."""
+    assert DOCS[name].partition(reference.MARK)[2].strip() == keys().strip()
+
+
+def test_the_examples_of_keys_are_valid() -> None:
+    definitions = job_schema(KINDS)["$defs"]
+    definitions["Site"] = Site.model_json_schema()
+    schema: dict[str, Any] = {"$defs": definitions}
+    for section in [*definitions.values()]:
+        for key, field in reference.mapping_of(section).get("properties", {}).items():
+            if "description" not in field:
+                continue
+            value = yaml.load(reference.example_of(key, field), CoreLoader)
+            jsonschema.validate(value, {**schema, **field, "$defs": {**definitions, **definitions["Site"]["$defs"]}})
+
+
 def test_the_table_of_modes_names_all_modes() -> None:
-    section = README.partition("## Parallel equals serial")[2].partition("\n## ")[0]
+    section = DOCS["modes"].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(MODES)
 
 
 def test_the_table_of_operations_names_all_operations() -> None:
-    section = README.partition("## Measure the network")[2].partition("\n## ")[0]
-    named = {word: re.findall(r"`(\w+)`", cell) for word, cell in re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.M)}
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", DOCS["benchmarks"], re.M)
+    named = {word: re.findall(r"`(\w+)`", cell) for word, cell in rows}
     assert named["all"] == [name for name, each in OPERATIONS.items() if not each.ours]
     assert named["ours"] == [name for name, each in OPERATIONS.items() if each.ours]
 
 
-def test_every_error_text_under_troubleshooting_is_still_said() -> None:
-    section = README.partition("## Troubleshooting")[2].partition("\n## ")[0]
-    texts = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+def test_every_error_text_of_troubleshooting_is_still_said() -> None:
+    texts = re.findall(r"^\| `([^`]+)` \|", DOCS["troubleshooting"], re.MULTILINE)
     assert len(texts) >= 10
     sources = [REPOSITORY / "setup.sh"]
     sources += [
@@ -90,15 +135,14 @@ def test_every_error_text_under_troubleshooting_is_still_said() -> None:
 
 
 def all_transcripts() -> list[Transcript]:
-    return [each for page in RUN_PAGES for each in transcripts((REPOSITORY / page).read_text(encoding="utf-8"))]
+    return [each for page in PAGES for each in transcripts((REPOSITORY / page).read_text(encoding="utf-8"))]
 
 
-@pytest.mark.parametrize("page", RUN_PAGES)
+@pytest.mark.parametrize("page", PAGES)
 def test_every_console_block_is_run(page: str) -> None:
     text = (REPOSITORY / page).read_text(encoding="utf-8")
     unmarked = [lines for before, language, lines in fences(text) if language == "console" and not MARKER.match(before)]
     assert unmarked == []
-    assert transcripts(text)
 
 
 @pytest.fixture(scope="module")

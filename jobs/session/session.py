@@ -237,6 +237,8 @@ class Session:
     @property
     def _loop(self) -> Loop:
         """The loop, made when it is first needed: a collective of ranks that no agent has started."""
+        if self._is_closed:
+            raise RefusedError("session: it has ended with the program; use it before")
         if self._loop_made is None:
             page.own.enter(Phase.START)
             ranks = agree(self.place.env)
@@ -316,13 +318,17 @@ class Session:
         self._is_closed = True
         if self._error is None:
             loop.settle()
-            loop.ranks.close()
         if loop.start.direct and self.is_main:
             code, message = (exits.DONE, "done") if self._error is None else ending_of(self._error)
             code, message = (
                 (loop.stopped_with, exits.class_of(loop.stopped_with)) if loop.stopped_with else (code, message)
             )
             write_end(loop.start.run, loop.start.attempt, self._began, code, message)
+        if self._error is None:
+            ranks = loop.ranks
+            self._loop_made = self._joined = loop = None  # what holds a process group keeps its threads
+            self._samplers.clear()
+            ranks.close()
 
 
 def make_folders(path: Path) -> None:

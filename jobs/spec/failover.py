@@ -15,8 +15,13 @@ class CheckpointSettings(Strict):
     and Daly's formula, `jobs/checkpoint/interval.py`). The end of the training is always saved.
     """
 
-    every_steps: Positive | None = None
-    every_s: Annotated[float, Field(gt=0.0)] | Literal["auto"] | None = None
+    every_steps: Positive | None = Field(None, description="steps between two saves", examples=[200])
+    every_s: Annotated[float, Field(gt=0.0)] | Literal["auto"] | None = Field(
+        None,
+        description="seconds between two saves; `auto`, the default: computed from how long a save stalls training and "
+        "how often the run has failed (Young and Daly)",
+        examples=["auto", 300],
+    )
     keep: Annotated[int, Field(ge=2)] = Field(3, description="good checkpoints that stay; never fewer than two")
     blocking: bool = Field(False, description="the ranks wait until a save is committed")
 

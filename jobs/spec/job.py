@@ -53,22 +53,53 @@ class CommandSettings(Strict):
 class Job(Strict):
     """A whole job file. `kind` says which of `train`, `command`, `bench` the file gave; `settings` is that section."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "job"
-    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
-    ranks_per_node: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_NODE)] | Literal["slots"] = 1
-    threads_per_rank: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = 1
-    env: dict[Variable, Passable] = Field(default_factory=dict)
-    workdir: str | None = None
-    python: Python | None = None
-    setup: list[str] = Field(default_factory=list)
-    start_timeout_s: Annotated[float, Field(gt=0.0)] = 60.0
-    grace_s: Annotated[float, Field(ge=0.0)] = 5.0
-    hang_s: Annotated[float, Field(gt=0.0)] | None = Field(
-        None, description="seconds without progress on any rank; default: 30, or 10 of the slowest steps if longer"
+    name: str = Field(
+        "job",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="the name of its runs: letters, digits, `.`, `_` and `-`, at most 64 characters",
+        examples=["vgg11-digits"],
     )
-    checkpoint: CheckpointSettings | None = None
-    restart: RestartSettings | None = None
-    slurm: SlurmSettings = SlurmSettings()
+    nodes: int = Field(1, ge=1, le=MAX_NODES, description="machines, or simulated nodes with `--on local`")
+    ranks_per_node: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_NODE)] | Literal["slots"] = Field(
+        1, description="processes on each node; `slots`: as many as the hosts file says for each host"
+    )
+    threads_per_rank: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = Field(
+        1,
+        description="CPU threads of each rank (`OMP_NUM_THREADS`); `auto`: the cores of the node divided by its ranks",
+    )
+    env: dict[Variable, Passable] = Field(
+        default_factory=dict,
+        description="environment variables of every rank",
+        examples=[{"NCCL_DEBUG": "WARN"}],
+    )
+    workdir: str | None = Field(
+        None,
+        description="the folder in which ranks start, relative to the job file; default: where `muster` is called",
+        examples=["."],
+    )
+    python: Python | None = Field(None, examples=["/shared/envs/torch/bin/python"])
+    setup: list[str] = Field(
+        default_factory=list,
+        description="shell lines, run once on each node before its ranks; what they export reaches the ranks",
+        examples=[["module load cuda"]],
+    )
+    start_timeout_s: float = Field(60.0, gt=0.0, description="seconds that ranks have to start and meet")
+    grace_s: float = Field(5.0, ge=0.0, description="seconds between SIGTERM and SIGKILL when a run is stopped")
+    hang_s: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="seconds without progress on any rank after which the attempt fails; default: 30, or 10 of the "
+        "slowest steps if longer. For a program without a session: seconds without output; default: no limit",
+        examples=[120],
+    )
+    checkpoint: CheckpointSettings | None = Field(
+        None, description="when to save; without it nothing is saved", examples=[{"every_s": 300}]
+    )
+    restart: RestartSettings | None = Field(
+        None, description="what to do when something fails; without it nothing is restarted", examples=[{"max": 5}]
+    )
+    slurm: SlurmSettings = Field(
+        SlurmSettings(), description="what Slurm is asked for", examples=[{"partition": "batch", "time": "01:00:00"}]
+    )
     kind: str
     settings: SerializeAsAny[BaseModel]
 

@@ -21,12 +21,16 @@ class ProfileSettings(Strict):
 
     model_config = ConfigDict(json_schema_extra=_or_bool)
 
-    on: bool = Field(False, description="of a mapping: true unless it says otherwise")
-    first_step: Positive = Field(6, description="of an attempt, counted from 1: those before it warm up")
-    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = Field(3, description="how many, one after another")
-    stacks: bool = Field(False, description="Python's frames too, in the trace and the flame graph; slows the steps")
+    on: bool = Field(False, description="whether to record; true by default where the section is a mapping")
+    first_step: Positive = Field(
+        6, description="first recorded step of an attempt, counted from 1; those before it warm up"
+    )
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = Field(3, description="number of recorded steps, in a row")
+    stacks: bool = Field(
+        False, description="record Python's frames too, in the trace and the flame graph; slows the steps"
+    )
     memory: bool = Field(
-        True, description="memory over time with the largest allocations; on GPUs a snapshot with stacks, too"
+        True, description="record memory: its course, the largest allocations, and a snapshot of CUDA memory"
     )
 
     @model_validator(mode="before")

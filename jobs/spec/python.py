@@ -24,8 +24,8 @@ Python = Annotated[
     Passable | Annotated[list[Passable], Field(min_length=1)],
     AfterValidator(_names_a_program),
     Field(
-        description="the Python of command: jobs, and in a job file that of train: jobs; several words such as "
-        "[apptainer, exec, image.sif, python]"
+        description="the Python of `command:` jobs, and in a job file also of `train:` jobs: a path, or several words "
+        "such as `[apptainer, exec, image.sif, python]`"
     ),
 ]
 

@@ -27,13 +27,18 @@ BOX: Final = re.compile(r"box(:[\w.-]+)?")
 class SshSettings(Strict):
     """How ssh reaches the hosts, beyond what the user's own ssh configuration says."""
 
-    user: str | None = None
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    jump: str | None = Field(None, description="a host to go through, as for ssh -J")
-    options: list[str] = Field(default_factory=list, description="as for ssh -o, such as IdentityFile=~/.ssh/cluster")
-    connect_timeout_s: Annotated[int, Field(ge=1)] = 8
+    user: str | None = Field(None, description="the user's name on the nodes", examples=["alice"])
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(None, description="the port of sshd", examples=[2222])
+    jump: str | None = Field(
+        None, description="a host to connect through, as for `ssh -J`", examples=["login.example.org"]
+    )
+    options: list[str] = Field(
+        default_factory=list, description="as for `ssh -o`", examples=[["IdentityFile=~/.ssh/cluster"]]
+    )
+    connect_timeout_s: int = Field(8, ge=1, description="seconds that a connection may take")
     cheap_kex: bool = Field(
-        False, description="curve25519 first: an eighth of the processor time of the post-quantum exchange, each node"
+        False,
+        description="prefer curve25519, which takes an eighth of the CPU time of the post-quantum key exchange",
     )
 
     @field_validator("user", "jump")
@@ -56,21 +61,39 @@ class SshSettings(Strict):
 class Site(Strict):
     """The settings of one cluster: where Python, runs and data sets are, how nodes are reached, and what jobs need."""
 
-    interpreter: str | None = Field(None, description="Muster's own Python on the nodes")
-    python: Python | None = None
-    code: str | None = Field(None, description="Muster's folder on the nodes (default: the same path as here)")
-    runs: str | None = None
-    data: str | None = None
-    hosts: str | None = Field(
-        None, description="a hosts file, box, or box:NAME; jobs run there over ssh unless --on says otherwise"
+    interpreter: str | None = Field(
+        None, description="Muster's own Python on the nodes", examples=["/opt/muster/.venv/bin/python"]
     )
-    iface: str | None = Field(None, description="the network of the ranks: an interface, or a CIDR (10.10.1.0/24)")
-    ssh: SshSettings = SshSettings()
-    slurm: SlurmSettings = SlurmSettings()
-    env: dict[Variable, Passable] = Field(default_factory=dict)
-    setup: list[str] = Field(default_factory=list)
+    python: Python | None = Field(None, examples=["/shared/envs/torch/bin/python"])
+    code: str | None = Field(
+        None, description="Muster's folder on the nodes; default: the same path as here", examples=["/opt/muster"]
+    )
+    runs: str | None = Field(None, description="the folder of runs; default: ./runs", examples=["/shared/runs"])
+    data: str | None = Field(
+        None, description="the folder of data sets; default: ~/.cache/muster", examples=["/shared/data"]
+    )
+    hosts: str | None = Field(
+        None,
+        description="a hosts file, `box`, or `box:NAME`; jobs run there over ssh unless `--on` says otherwise",
+        examples=["hosts.txt"],
+    )
+    iface: str | None = Field(
+        None, description="the network of the ranks: an interface, or a CIDR", examples=["10.10.1.0/24"]
+    )
+    ssh: SshSettings = Field(SshSettings(), description="how ssh reaches the hosts", examples=[{"user": "alice"}])
+    slurm: SlurmSettings = Field(
+        SlurmSettings(), description="as in a job file, which takes precedence", examples=[{"partition": "batch"}]
+    )
+    env: dict[Variable, Passable] = Field(
+        default_factory=dict, description="environment variables of every rank", examples=[{"NCCL_DEBUG": "WARN"}]
+    )
+    setup: list[str] = Field(
+        default_factory=list,
+        description="shell lines, run on each node before a job's own",
+        examples=[["module load cuda"]],
+    )
     share: Literal["group"] | None = Field(
-        None, description="group: colleagues of the same Unix group may look at runs (default: only you may)"
+        None, description="group: members of your Unix group may look at your runs; default: only you"
     )
 
     @field_validator("iface")

@@ -75,26 +75,33 @@ def _memory(mem: str) -> str:
 class SlurmSettings(Strict):
     """What Slurm is asked for. A key that is not given leaves it to Slurm's own default."""
 
-    partition: OneLine | None = None
-    account: OneLine | None = None
-    qos: OneLine | None = None
-    constraint: OneLine | None = None
-    reservation: OneLine | None = None
-    time: Annotated[str | int, AfterValidator(_time)] | None = Field(None, description=f"the time limit: {TIME_FORMS}")
+    partition: OneLine | None = Field(None, description="the partition", examples=["batch"])
+    account: OneLine | None = Field(None, description="the account that pays", examples=["vision"])
+    qos: OneLine | None = Field(None, description="the quality of service", examples=["normal"])
+    constraint: OneLine | None = Field(None, description="features that nodes must have", examples=["a100"])
+    reservation: OneLine | None = Field(None, description="a reservation to use", examples=["class-2026"])
+    time: Annotated[str | int, AfterValidator(_time)] | None = Field(
+        None, description=f"the time limit: {TIME_FORMS}", examples=["01:00:00"]
+    )
     mem: Annotated[str, AfterValidator(_memory)] | None = Field(
-        None, description="memory of each node, such as 64G; 0: all that it has"
+        None, description="memory of each node; `0`: all of it", examples=["64G"]
     )
-    cpus_per_task: Annotated[int, Field(ge=1)] | None = Field(None, description="cores of each node")
-    gpus_per_node: Annotated[int, Field(ge=1)] | str | None = Field(None, description="a number, or a100:4")
-    exclusive: bool = False
-    nodelist: OneLine | None = None
-    exclude: OneLine | None = None
-    comment: OneLine | None = None
+    cpus_per_task: Annotated[int, Field(ge=1)] | None = Field(None, description="cores of each node", examples=[16])
+    gpus_per_node: Annotated[int, Field(ge=1)] | str | None = Field(
+        None, description="GPUs of each node: a number, or with their type", examples=["a100:4"]
+    )
+    exclusive: bool = Field(False, description="take whole nodes")
+    nodelist: OneLine | None = Field(None, description="nodes that the job must have", examples=["n[01-04]"])
+    exclude: OneLine | None = Field(None, description="nodes that the job must not have", examples=["n07"])
+    comment: OneLine | None = Field(None, description="a comment in Slurm's records", examples=["course"])
     signal_s: Annotated[int, Field(ge=1, le=LONGEST_SIGNAL_S)] = Field(
-        SIGNAL_S, description="seconds before the time limit at which Slurm tells the run to end, or up to 60 s earlier"
+        SIGNAL_S,
+        description="seconds before the time limit at which Slurm signals the run; Slurm may do so up to 60 s earlier",
     )
-    requeue: bool = Field(True, description="after a failed node or a preemption Slurm queues the job again")
-    extra: list[OneLine] = Field(default_factory=list, description="more options of sbatch, such as --gres=disk:1")
+    requeue: bool = Field(True, description="let Slurm queue the job again after a failed node or a preemption")
+    extra: list[OneLine] = Field(
+        default_factory=list, description="more options of sbatch", examples=[["--gres=disk:1"]]
+    )
 
     @field_validator("gpus_per_node")
     @classmethod

@@ -22,12 +22,12 @@ UNDER_A_PIPELINE: Final = ("flat", "bucketed", "sharded")  # ways to average a p
 class ParallelSettings(Strict):
     """A split written out, for products that no mode names; they must make as many ranks as the job has."""
 
-    data: Positive = 1
-    pipe: Positive = 1
-    tensor: Positive = Field(1, description="of a GPT: ranks that have a part of every layer each")
-    zero: Zero = Field(0, description="ZeRO's stage, shared out by sync: sharded (its default) or fsdp (3)")
-    sync: Sync = Field("ddp", description="how gradients are averaged; under a pipeline: bucketed or flat")
-    schedule: PipelineName | None = Field(None, description="of a pipeline; default: 1f1b where pipe is above 1")
+    data: Positive = Field(1, description="data-parallel ranks: parts of the batch")
+    pipe: Positive = Field(1, description="stages of a pipeline")
+    tensor: Positive = Field(1, description="GPT: ranks among which every layer is divided")
+    zero: Zero = Field(0, description="ZeRO's stage, with sync: sharded (the default then) or fsdp (stage 3)")
+    sync: Sync = Field("ddp", description="how gradients are averaged; in a pipeline: bucketed or flat")
+    schedule: PipelineName | None = Field(None, description="of a pipeline; default: 1f1b if pipe is above 1")
     microbatches: Annotated[int, Field(ge=1)] | None = Field(None, description="as train.microbatches")
 
     @field_validator("zero", mode="before")

@@ -49,28 +49,41 @@ def _only_with(section: Strict, given: str, allowed: Collection[str], what: str)
 class ModelSettings(ModelRules, Strict):
     """A model: a row of `jobs/models/shapes.py`, with overrides, a GPT given by its sizes, or a function's result."""
 
-    name: Annotated[str, one_of("model", VGG_SHAPES, GPT_SHAPES)] | None = None
-    make: Made | None = Field(None, description=f"a function that returns an nn.Module: {FORM}")
-    args: dict[str, Any] = Field({}, description="of make: keyword arguments")
+    name: Annotated[str, one_of("model", VGG_SHAPES, GPT_SHAPES)] | None = Field(
+        None, description="a built-in model; `model: vgg11` is short for `model: {name: vgg11}`", examples=["gpt-nano"]
+    )
+    make: Made | None = Field(
+        None,
+        description=f"a function that returns an nn.Module: {FORM}",
+        examples=["net.py:build"],
+    )
+    args: dict[str, Any] = Field({}, description="keyword arguments of `make`", examples=[{"width": 64}])
     units: list[str] | None = Field(
         None,
-        description="of make: modules by name, with * and ?, that zero3, fsdp, compile and activation_checkpointing "
-        "take one by one; default: repeated children",
+        description="with `make`: names of modules, with `*` and `?`, that zero3, fsdp, compile and "
+        "activation_checkpointing handle one at a time; default: repeated children",
         min_length=1,
+        examples=[["layers.*", "head"]],
     )
     plan: Made | None = Field(
-        None, description="of make: a function of the model that returns its plan for tensor parallel"
+        None,
+        description="with `make`: a function of the model that returns its plan for tensor parallel",
+        examples=["net.py:plan"],
     )
-    d_model: Positive | None = None
-    d_ff: Positive | None = None
-    layers: Positive | None = None
-    heads: Positive | None = None
-    context: Positive | None = None
-    vocabulary: Positive | None = None
-    tied: bool = True
-    bias: bool = False
-    norm: Literal["rms", "layer"] = "rms"
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    d_model: Positive | None = Field(None, description="GPT: width of the residual stream", examples=[256])
+    d_ff: Positive | None = Field(None, description="GPT: width of the MLP's hidden layer", examples=[1024])
+    layers: Positive | None = Field(None, description="GPT: number of blocks", examples=[4])
+    heads: Positive | None = Field(None, description="GPT: attention heads of a block", examples=[4])
+    context: Positive | None = Field(
+        None, description="tokens of a sample; default: of the named model, else 128", examples=[128]
+    )
+    vocabulary: Positive | None = Field(
+        None, description="number of tokens or classes; default: as the data has", examples=[50304]
+    )
+    tied: bool = Field(True, description="GPT: the embedding and the head share their weight")
+    bias: bool = Field(False, description="GPT: linear layers have biases")
+    norm: Literal["rms", "layer"] = Field("rms", description="GPT: RMSNorm or LayerNorm")
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="GPT: share of activations that dropout zeroes")
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -92,10 +105,18 @@ class ModelSettings(ModelRules, Strict):
 class DataSettings(Strict):
     """A data set: a name of `DATA_NAMES`, a text file (`{text: PATH}`), or what a function returns."""
 
-    name: Annotated[str, one_of("data", DATA_NAMES)] | None = None
-    text: str | None = None
-    make: Made | None = Field(None, description=f"a function that returns (train, eval), map-style Datasets: {FORM}")
-    args: dict[str, Any] = Field({}, description="of make: keyword arguments")
+    name: Annotated[str, one_of("data", DATA_NAMES)] | None = Field(
+        None, description="a data set; `data: digits` is short for `data: {name: digits}`", examples=["cifar10"]
+    )
+    text: str | None = Field(
+        None, description="a text file: its bytes are the tokens, its last tenth is held out", examples=["book.txt"]
+    )
+    make: Made | None = Field(
+        None,
+        description=f"a function that returns (train, eval), map-style Datasets: {FORM}",
+        examples=["data.py:sets"],
+    )
+    args: dict[str, Any] = Field({}, description="keyword arguments of `make`", examples=[{"folder": "/data"}])
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -114,15 +135,19 @@ class DataSettings(Strict):
 class OptimizerSettings(Strict):
     """The optimizer; `betas` and `eps` belong to adamw, `momentum` and `nesterov` to sgd, `args` to a user's own."""
 
-    name: Literal["sgd", "adamw"] = "sgd"
-    make: Made | None = Field(None, description=f"a class of optimizers, called with parameters, lr and args: {FORM}")
-    args: dict[str, Any] = Field({}, description="of make: keyword arguments besides lr")
-    lr: Annotated[float, Field(gt=0.0)] = 0.01
-    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    nesterov: bool = False
-    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
-    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    name: Literal["sgd", "adamw"] = Field("sgd", description="a built-in optimizer")
+    make: Made | None = Field(
+        None,
+        description=f"a class of optimizers, called with parameters, lr and args: {FORM}",
+        examples=["opt.py:Lion"],
+    )
+    args: dict[str, Any] = Field({}, description="keyword arguments of `make` besides lr", examples=[{"beta": 0.9}])
+    lr: float = Field(0.01, gt=0.0, description="learning rate, before the schedule")
+    weight_decay: float = Field(0.0, ge=0.0, description="weight decay; adamw's is decoupled", examples=[0.1])
+    momentum: float = Field(0.0, ge=0.0, lt=1.0, description="sgd: momentum", examples=[0.9])
+    nesterov: bool = Field(False, description="sgd: Nesterov momentum")
+    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2, description="adamw: decay of both moments")
+    eps: float = Field(1e-8, gt=0.0, description="adamw: added to the denominator")
 
     @model_validator(mode="after")
     def _fits_its_name(self) -> Self:
@@ -140,93 +165,112 @@ class OptimizerSettings(Strict):
 class ScheduleSettings(Strict):
     """The learning rate over steps: a linear warm-up, then a shape from lr down to lr * final."""
 
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegative = 0
-    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    name: Literal["constant", "linear", "cosine"] = Field("constant", description="its shape after the warm-up")
+    warmup_steps: NonNegative = Field(0, description="steps of the linear warm-up", examples=[100])
+    final: float = Field(0.0, ge=0.0, le=1.0, description="learning rate at the end, as a share of lr", examples=[0.1])
 
 
 class TrainFields(Strict):
     """The keys of `train:`, each by itself; `jobs/spec/train.py` holds them against each other."""
 
-    model: ModelSettings
-    data: DataSettings
+    model: ModelSettings = Field(description="the model", examples=["vgg11"])
+    data: DataSettings = Field(description="the data", examples=["digits"])
     loss: Made | None = Field(
         None,
         description="a function of outputs and targets that returns their mean loss; default: cross-entropy of logits",
+        examples=["net.py:loss"],
     )
-    mode: Annotated[str, one_of("mode", MODES)] = "ddp"
-    parallel: ParallelSettings | None = None
-    batch_size: Positive = Field(64, description="global: the same whatever the number of ranks")
-    epochs: Positive | None = None
-    steps: Positive | None = None
-    log_every: Positive = 20
-    seed: Seed = 0
-    deterministic: bool = False
-    exact: bool = Field(False, description="the same bits on any number of ranks that divides virtual_ranks")
-    virtual_ranks: Positive | None = None
-    grad_accumulation: Positive = Field(1, description="not of pipelines: their micro-batches are microbatches")
+    mode: Annotated[str, one_of("mode", MODES)] = Field(
+        "ddp", description="how the work is split: [modes](modes.md)", examples=["bucketed"]
+    )
+    parallel: ParallelSettings | None = Field(
+        None, description="a split written out, in place of `mode`", examples=[{"data": 2, "pipe": 2}]
+    )
+    batch_size: Positive = Field(64, description="samples of a step, of all ranks together")
+    epochs: Positive | None = Field(None, description="passes over the data; default: 1 unless steps is given")
+    steps: Positive | None = Field(None, description="optimizer steps, in place of epochs", examples=[1000])
+    log_every: Positive = Field(20, description="steps between two log points: progress, saves on request, timelines")
+    seed: Seed = Field(0, description="of weights, order of the data, augmentation and dropout")
+    deterministic: bool = Field(False, description="use PyTorch's deterministic algorithms only")
+    exact: bool = Field(False, description="compute the same bits on every number of ranks that divides virtual_ranks")
+    virtual_ranks: Positive | None = Field(
+        None, description="with exact: parts of the batch that are summed in a fixed order; default: 4", examples=[8]
+    )
+    grad_accumulation: Positive = Field(
+        1, description="micro-batches of a step; only the last one communicates. Pipelines have microbatches instead"
+    )
     microbatches: Positive | None = Field(
-        None, description="of pipelines but model, which has 1: parts of a batch; default: 4 for each rank"
+        None, description="pipelines: parts of a batch; default: 4 for each stage; mode model has 1", examples=[8]
     )
-    chunks: Annotated[int, Field(ge=2)] = Field(2, description="of mode interleaved: slices of the model on each rank")
+    chunks: Annotated[int, Field(ge=2)] = Field(2, description="mode interleaved: slices of the model on each rank")
     cut: Literal["count", "parameters", "flops", "profile"] | list[NonNegative | str] = Field(
         "flops",
-        description="of pipelines: what stages have alike, or their first layers by name or number: [block3, norm]",
+        description="pipelines: what is balanced over the stages, or the first layer of every stage but the first, by "
+        "name or number",
+        examples=[["block3", "norm"]],
     )
-    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
+    clip_norm: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="clip gradients to this global norm", examples=[1.0]
+    )
     non_finite: Literal["stop", "skip"] = Field(
-        "stop", description="after a step whose loss or gradients are not finite, and which is left out; skip: go on"
+        "stop", description="when loss or gradients are not finite: stop before the update, or skip it and continue"
     )
     precision: Precision = Field(
-        "fp32", description="bf16, fp16: autocast, fp16 with loss scaling; pure_bf16: weights too, with fp32 masters"
+        "fp32",
+        description="bf16 and fp16: autocast, fp16 with loss scaling; pure_bf16: weights too, with fp32 masters in the "
+        "optimizer",
     )
-    compile: bool = Field(False, description="torch.compile, block by block")
-    activation_checkpointing: bool = Field(False, description="forward every block again in the backward, to keep less")
+    compile: bool = Field(False, description="use torch.compile, block by block")
+    activation_checkpointing: bool = Field(False, description="recompute every block in the backward, to save memory")
     cuda_graph: bool = Field(
         False,
-        description="record steps - under a pipeline each forward and backward - and replay them; for GPUs that wait "
-        "for the host",
+        description="record the step as a CUDA graph and replay it; in a pipeline, each forward and backward. For GPUs "
+        "that wait for the host",
     )
     bucket_size_mb: Annotated[float, Field(gt=0.0)] | None = Field(
-        25.0, description="of modes bucketed, zero1 and zero2 alone, at most; null: all gradients in one bucket"
+        25.0, description="modes bucketed, zero1, zero2: largest bucket, in MB of 2^20 bytes; null: one bucket"
     )
     accumulate: Literal["local", "sharded"] = Field(
         "local",
-        description="of modes zero1, zero2, zero3 and fsdp: what micro-batches add to; local: whole gradients, which "
-        "are shared out once a step; sharded: each rank's share, after every micro-batch, for less memory and more "
-        "communication; other modes refuse it",
+        description="modes zero1, zero2, zero3, fsdp: `local` adds micro-batches to whole gradients and communicates "
+        "once per step; `sharded` communicates after each, with less memory",
     )
     reshard_after_forward: bool = Field(
         True,
-        description="of modes zero3 and fsdp: give gathered parameters back after the forward, and gather them again "
-        "in the backward; other modes refuse it",
+        description="modes zero3 and fsdp: free gathered parameters after the forward, and gather them again in the "
+        "backward",
     )
     layerwise: bool = Field(
         False,
-        description="of mode zero3 and of pipelines, to learn from: gradients taken with one torch.autograd.grad a "
-        "layer, and in zero3 parameters gathered layer by layer; other modes refuse it",
+        description="mode zero3 and pipelines, for learning: compute gradients with one torch.autograd.grad per layer, "
+        "and in zero3 gather parameters layer by layer",
     )
     sequence_parallel: bool = Field(
         False,
-        description="where layers are split: norms and dropout between them have a part of the tokens on each rank, "
-        "for less memory; other modes refuse it",
+        description="tensor parallel: split the tokens of norms and dropout over the ranks too, to save memory",
     )
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="what gradients are sent as; default: as they are. For the modes with our own wrappers"
+        None, description="type in which gradients are sent, except in ddp and fsdp; default: their own"
     )
     profile: ProfileSettings = Field(
-        OFF, description="traces, operators, flame graph and overlap of some steps of every rank"
+        OFF, description="record some steps of every rank: [profiles](see.md#profiles)", examples=[True]
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    optimizer: OptimizerSettings = OptimizerSettings()
-    schedule: ScheduleSettings = ScheduleSettings()
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if every rank has one")
+    optimizer: OptimizerSettings = Field(
+        OptimizerSettings(), description="the optimizer", examples=[{"name": "adamw", "lr": 3e-4}]
+    )
+    schedule: ScheduleSettings = Field(
+        ScheduleSettings(), description="the learning rate over steps", examples=[{"name": "cosine"}]
+    )
     evaluate: bool | Literal["all"] = Field(
         True,
-        description="measure the model on held-out samples after every epoch and at the end: all images, or 1024 "
-        "windows spread over the last tenth of a text; all: that whole tenth",
+        description="evaluate on held-out samples after every epoch and at the end: all images, or 1024 windows spread "
+        "over the last tenth of a text; `all`: that whole tenth",
     )
-    augment: bool | None = Field(None, description="crop and flip; default: only for cifar10")
-    loader_workers: NonNegative = Field(0, description="processes that load batches ahead; 0: in the rank itself")
+    augment: bool | None = Field(None, description="crop and flip images; default: only for cifar10", examples=[False])
+    loader_workers: NonNegative = Field(
+        0, description="processes of each rank that load batches ahead; 0: the rank itself loads"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -46,36 +46,43 @@ class Case:
 class TimingSettings(Strict):
     """Which models, how far each step goes, in which numbers, and how many steps."""
 
-    model: list[str] = Field([], description="names, or all", json_schema_extra=_models)
+    model: list[str] = Field(
+        [], description="models by name, or `all`", examples=["gpt-small"], json_schema_extra=_models
+    )
     train: dict[str, Any] | None = Field(
         None,
-        description="a train: section, such as one whose model is made by a user's function: the model is timed on its "
-        "own data, with its loss and its optimizer; other keys of it are not read",
+        description="a `train:` section: its model is timed on its own data, with its loss and optimizer; other keys "
+        "are not used",
+        examples=[{"model": {"make": "net.py:build"}, "data": "digits"}],
     )
     passes: list[Pass] = Field(
         ["forward", "backward", "step"],
         min_length=1,
-        description="forward: model and loss; backward: and the gradients; step: and the optimizer (AdamW)",
+        description="how far a step goes: forward, also the backward, also the optimizer (AdamW)",
         json_schema_extra=one_or_many,
     )
-    precision: list[Precision] = Field(["fp32"], min_length=1, json_schema_extra=one_or_many)
-    warmup: NonNegative = Field(1, description="steps of a launch before the timed ones; their times are shown")
-    steps: Positive = Field(2, description="that are timed in each launch")
-    launches: Positive = Field(3, description="fresh processes for each row: the unit that is compared")
-    batch: Positive = Field(16, description="samples")
-    context: Positive = Field(128, description="of GPTs: tokens of a sample")
-    vocabulary: Positive = Field(10_000, description="of GPTs")
-    norm: Literal["rms", "layer"] = "rms"
-    bias: bool = False
-    tied: bool = Field(True, description="of GPTs: the head is the embedding")
-    compile: bool = Field(False, description="torch.compile, block by block")
-    activation_checkpointing: bool = Field(False, description="forward every block again in the backward")
-    dtypes: bool = Field(False, description="instead: the types that autocast gives each layer")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: Annotated[float, Field(gt=0.0)] = Field(300.0, description="for a launch of a row")
-    matmul: bool = Field(True, description="also time a large matrix product, to hold the rows against")
-    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.9, description="of a host's free memory")
-    seed: Seed = 0
+    precision: list[Precision] = Field(
+        ["fp32"], min_length=1, description="as train.precision", json_schema_extra=one_or_many
+    )
+    warmup: NonNegative = Field(1, description="steps of a launch before the timed ones")
+    steps: Positive = Field(2, description="timed steps of each launch")
+    launches: Positive = Field(3, description="fresh processes for each row: the unit of the statistics")
+    batch: Positive = Field(16, description="samples of a step")
+    context: Positive = Field(128, description="GPT: tokens of a sample")
+    vocabulary: Positive = Field(10_000, description="GPT: number of tokens")
+    norm: Literal["rms", "layer"] = Field("rms", description="GPT: RMSNorm or LayerNorm")
+    bias: bool = Field(False, description="GPT: linear layers have biases")
+    tied: bool = Field(True, description="GPT: the embedding and the head share their weight")
+    compile: bool = Field(False, description="use torch.compile, block by block")
+    activation_checkpointing: bool = Field(False, description="recompute every block in the backward")
+    dtypes: bool = Field(False, description="show the type that autocast gives each layer, and time nothing")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
+    timeout_s: Annotated[float, Field(gt=0.0)] = Field(300.0, description="seconds that a launch of a row may take")
+    matmul: bool = Field(True, description="also time a large matrix product, for comparison")
+    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.9, description="share of a host's free memory that a model may fill"
+    )
+    seed: Seed = Field(0, description="of weights and data")
 
     @field_validator("model", "passes", "precision", mode="before")
     @classmethod

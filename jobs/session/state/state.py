@@ -46,7 +46,8 @@ class State:
     _given: Mapping[str, object]
     _trees: dict[str, Any] | None = None
     _aliases: Mapping[str, str] = {}
-    _world: "World | None" = None
+    _rank: int | None = None  # of `_ranks`; None: not joined. The world itself has a process group, which must end
+    _ranks: int = 1
     _parts: "list[Part]"
     _memory: list[tuple[object, ...]] | None = None
     _generators: "Generators | None" = None
@@ -90,7 +91,7 @@ class State:
         Raises:
             RefusedError: on every rank, naming what cannot be stored or what differs, and the ranks.
         """
-        self._world = world
+        self._rank, self._ranks = world.rank, world.size
         problem, leaves = None, None
         try:
             leaves = self._capture()
@@ -116,13 +117,13 @@ class State:
         leaves = self._capture()
         if leaves is None:
             return []
-        assert self._world is not None, "join() comes first"
+        assert self._rank is not None, "join() comes first"
         assert self._generators is not None
         memory = [leaf.memory for leaf in leaves]
         if memory != self._memory:
             from muster.jobs.session.state.leaves import parts_of
 
-            parts, stays = parts_of(leaves, rank=self._world.rank, ranks=self._world.size)
+            parts, stays = parts_of(leaves, rank=self._rank, ranks=self._ranks)
             self._parts = [*parts, *self._generators.parts]
             self._memory = memory if stays else None
         self._generators.take()
@@ -139,7 +140,7 @@ class State:
         kinds = {name: each.kind for name, each in self._registered.items()}
         objects = {name: {"kind": kinds[name], "tree": tree} for name, tree in (self._trees or {}).items()}
         state: dict[str, Any] = {"version": VERSION, "objects": objects, "aliases": dict(self._aliases)}
-        if not self.has_tensors and (self._world is None or self._world.size == 1):
+        if not self.has_tensors and self._ranks == 1:
             from muster.jobs.session.state.generator import python_state
 
             state["rng"] = base64.b64encode(python_state()).decode()
@@ -160,7 +161,7 @@ class State:
             RefusedError: another program or model was saved; the message names the first difference.
             BadCheckpointError, StorageError: the checkpoint cannot be read.
         """
-        assert self._world is not None, "join() comes first"
+        assert self._rank is not None, "join() comes first"
         state = meta.get("state")
         if not isinstance(state, dict) or state.get("version") != VERSION:
             raise RefusedError("state: the checkpoint was not saved by a session; restore with the job that saved it")
@@ -176,7 +177,7 @@ class State:
             each.finish()
         self._memory, self.notes = None, []
         if self._generators is not None and stored is not None:
-            self.notes = [*self._generators.restore(stored, self._world.size)]
+            self.notes = [*self._generators.restore(stored, self._ranks)]
         elif "rng" in state:
             from muster.jobs.session.state.generator import set_python_state
 
