@@ -34,7 +34,7 @@ class AttemptDir:
     err = Each("rank-{:05d}.err")  # standard error of a rank
     metrics = Each("metrics-{:05d}.jsonl")  # a rank's own steps: local loss and times
     memory = Each("memory-{:05d}.jsonl")  # the memory of a rank around its first steps, by purpose
-    timeline = At("timeline.jsonl")  # what every rank of a pipeline did in some steps (`jobs/train/timeline.py`)
+    timeline = At("timeline.jsonl")  # what every rank did in some steps (`jobs/train/timeline.py`)
     # what has been measured: a record a line (`collectives_bench/records.py`, `jobs/timing/records.py`)
     bench = At("bench.jsonl")
 

@@ -46,7 +46,7 @@ class Files:
 
     own: Path
     run: Path | None
-    timeline: Path | None = None  # of a pipeline
+    timeline: Path | None = None
 
 
 @dataclass(frozen=True)

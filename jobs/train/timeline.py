@@ -6,7 +6,7 @@
 
 A pipeline's record is an action or a message: `number` is its stage, `of` its micro-batch, and `rank_of` has the rank
 of every stage. A data-parallel rank's record is a phase of its clock (`of` is null, `communication` is the exposed
-wait), or a collective in order of launch (`of` is its bytes; `end_s` is null if it had not finished at the log point).
+wait), or a collective in order of launch (`of` is its bytes; it ends at the log point if it has not finished then).
 `rank_of` then lists the ranks, `apart_s` is by how much their clocks may differ, and `not_timed` is why collectives
 are missing.
 
@@ -17,7 +17,7 @@ each collective; all of the first 32 log points are recorded, then 16 whenever t
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,7 +39,7 @@ COMPARED: Final = 10  # records between comparisons of clocks, which drift by 10
 DENSE_BITS: Final = 5  # of the first 2^5 log points, all are recorded
 
 Told = tuple[list[Record], list[Offset]]  # what a rank did, and, if it is a pipeline's first, how far clocks are off
-Span = tuple[str, int, int | None, float, float | None]  # kind, number, bytes, start and end
+Span = tuple[str, int, int | None, float, float]  # kind, number, bytes, start and end
 
 
 class NotRecording:
@@ -132,24 +132,18 @@ class StepRecorder(Recorder):
             super().record(step)
 
     def _compare_clocks(self) -> list[Offset]:
-        return offsets_by_meetings(self.world.group)
+        by = offsets_by_meetings if self.world.device.type == "cuda" else clock_offsets
+        return by(self.world.group)
 
     def _spans(self) -> list[Span]:
-        laps, collectives = self.clock.newest, LOG.end()
-        ends = [each.end for each in collectives]
-        finished = [each for each in ends if each is not None]
-        starts = [each.start for each in collectives]
-        times = iter(self.clock.moments([*(mark for _, mark in laps), *starts, *finished]))
-        bounds = pairwise([next(times) for _ in laps])
-        spans: list[Span] = [
-            (phase, place, None, start_s, end_s)
-            for place, ((phase, _), (start_s, end_s)) in enumerate(zip(laps[1:], bounds, strict=True))
-        ]
-        starts_s = [next(times) for _ in collectives]
-        ends_s = [None if each is None else next(times) for each in ends]
+        laps, now, collectives = self.clock.newest, self.clock.mark(), LOG.end()
+        bounds = [(each.start, now if (end := each.end) is None else end) for each in collectives]
+        times = iter(self.clock.moments([*(mark for _, mark in laps), *chain.from_iterable(bounds)]))
+        lasted = pairwise([next(times) for _ in laps])
+        phases = enumerate(zip(laps[1:], lasted, strict=True))
+        spans: list[Span] = [(phase, place, None, *span_s) for place, ((phase, _), span_s) in phases]
         return spans + [
-            (each.operation, place, each.bytes, starts_s[place], ends_s[place])
-            for place, each in enumerate(collectives)
+            (each.operation, place, each.bytes, next(times), next(times)) for place, each in enumerate(collectives)
         ]
 
     def _rows(self, step: int, every: Sequence[Any]) -> list[dict[str, Any]]:
@@ -200,7 +194,7 @@ def step_row(step: int, facts: Mapping[str, Any], every: Sequence[tuple[list[Spa
         start_s - offset.offset_s for (spans, _), offset in zip(every, offsets, strict=True) for *_, start_s, _ in spans
     )
     records = [
-        [rank, *what, _short(start_s - zero_s), None if end_s is None else _short(end_s - zero_s)]
+        [rank, *what, _short(start_s - zero_s), _short(end_s - zero_s)]
         for rank, (spans, _) in enumerate(every)
         for zero_s in [began_s + offsets[rank].offset_s]
         for *what, start_s, end_s in spans

@@ -53,11 +53,9 @@ def run(args: argparse.Namespace) -> int:
     if isinstance(recorded, DataStep):
         if args.svg:
             _draw(args, recorded)
-        print(
-            json.dumps(about | recorded.to_json())
-            if args.json
-            else render_data(f"{title}: {sizes}", recorded, args.rank)
-        )
+            screen.say(f"wrote {args.svg}")
+        text = json.dumps(about | recorded.to_json()) if args.json else ""
+        print(text or render_data(f"{title}: {sizes}", recorded, args.rank))
         return 0
     if args.svg:
         screen.save(args.svg, picture(title, sizes, recorded))
@@ -75,11 +73,9 @@ def _draw(args: argparse.Namespace, step: "DataStep") -> None:
     from pathlib import Path
 
     from muster.launch.bench.choices import check_output
-    from muster.launch.common.screen import say
     from muster.launch.look.plots import draw
     from muster.launch.look.plots.lanes import timeline_plot
 
     check_output("--svg", args.svg, (".svg",))
     command = shlex.join(["muster", "timeline", *filter(None, [args.run]), "--svg", args.svg])
     draw.save(timeline_plot({step.mode: step}, args.rank), Path(args.svg), command)
-    say(f"wrote {args.svg}")

@@ -18,7 +18,7 @@ WAIT: Final = "communication"
 PHASES: Final = ("data", *COMPUTES[:2], WAIT, *COMPUTES[2:])
 MOST_SPANS: Final = 200_000
 MOST_OPERATIONS: Final = 6
-OTHER: Final = "other collectives"
+OTHER: Final = "other messages"
 LONGEST_NAME: Final = 40
 
 
@@ -89,10 +89,9 @@ def data_step_of(row: Mapping[str, Any]) -> DataStep | None:
     if mode is None or not isinstance(records, list) or not isinstance(rank_of, list):
         return None
     known = {rank for each in rank_of[: fields.MOST_RANKS] if (rank := _rank(each)) is not None}
-    end_s = max((end for each in records[:MOST_SPANS] if _is_row(each) and (end := fields.real(each[5]))), default=0.0)
     spans, operations = list[Span](), set[str]()
     for each in records[:MOST_SPANS]:
-        span = _span(each, end_s)
+        span = _span(each)
         if span is None or span.rank not in known:
             continue
         if span.communicates:
@@ -119,20 +118,14 @@ def _times(rank: int, own: Sequence[Span]) -> RankTimes:
     return RankTimes(rank, phases, len(sizes), sum(sizes), length(under_way), hidden_s)
 
 
-def _is_row(record: Any) -> bool:
-    return isinstance(record, list) and len(record) == 6
-
-
-def _span(record: Any, end_s: float) -> Span | None:
-    """Read a record; a collective that had not finished lasts to the end of the step."""
-    if not _is_row(record):
+def _span(record: Any) -> Span | None:
+    if not isinstance(record, list) or len(record) != 6:
         return None
-    rank, number = _rank(record[0]), fields.number(record[2], least=0)
-    kind, size = fields.text(record[1]), None if record[3] is None else fields.number(record[3], least=0)
-    start, end = fields.real(record[4]), end_s if record[5] is None else fields.real(record[5])
-    if rank is None or number is None or kind is None or start is None or end is None or not start <= end:
+    rank, kind, number = _rank(record[0]), fields.text(record[1]), fields.number(record[2], least=0)
+    size, start, end = fields.number(record[3], least=0), *map(fields.real, record[4:])
+    if rank is None or kind is None or number is None or start is None or end is None or not start <= end:
         return None
-    if (size is None) != (record[3] is None) or (size is None and kind not in PHASES):
+    if (size is None) != (kind in PHASES) or (size is None and record[3] is not None):
         return None
     return Span(rank, kind[:LONGEST_NAME], number, size, start, end)
 

@@ -130,6 +130,7 @@ def targets(folder: Path) -> list[Target]:
         ("memory", through(first.memory(0), "memory", run.path)),
         ("timeline", through(first.timeline, "timeline", run.path)),
         ("timeline: json", through(first.timeline, "timeline", run.path, "--json")),
+        ("timeline: plot", through(first.timeline, "plot", "timeline", run.path)),
         ("rank-profile", through(first.profile(0).record, "profile", run.path)),
         ("rank-flame", of_flame),
         ("bench", through(file, "bench", "show", file)),

@@ -20,7 +20,6 @@ LETTER: Final = 0.075  # inches, of font size 9
 LINE: Final = 0.2
 NARROW: Final = 58  # letters that fit below the axes, beside the longest names
 BAR: Final = 0.3
-LANE: Final = 0.35
 MOST_BARS: Final = 250
 MOST_LINES: Final = 60
 SVG: Final = "http://www.w3.org/2000/svg"
@@ -126,11 +125,8 @@ def size_of(plot: Plot) -> tuple[float, float]:
     """
     height = 0.0
     for panel in plot.panels:
-        if panel.style == "lanes":
-            height += 0.9 + LANE * len(panel.lanes)
-            continue
         lines = panel.style == "lines"
-        many = len(panel.series) if lines else len(places_of(panel)) * beside(panel)
+        many = len(panel.series) if lines else len(panel.lanes) or len(places_of(panel)) * beside(panel)
         if many > (MOST_LINES if lines else MOST_BARS):
             raise NothingToPlotError(
                 f"{many} {'lines' if lines else 'bars'} are too many for a picture; name fewer runs"

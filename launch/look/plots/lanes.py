@@ -1,12 +1,11 @@
 """Timelines as plots: for each rank a lane of computation and one of communication, all on one time axis."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from muster.jobs.measuring.figures import NothingToPlotError
-from muster.launch.look.data_steps import PHASES, WAIT, DataStep
+from muster.launch.look.data_steps import OTHER, WAIT, DataStep
 from muster.launch.look.plots.panels import COLORS, GRID, INK, SCALES, shortened
 from muster.launch.look.plots.series import Plot, Series
 from muster.launch.look.timelines import Recorded
@@ -17,23 +16,31 @@ if TYPE_CHECKING:
 
 MOST_RANKS: Final = 16  # of one run
 LANES: Final = ("computation", "communication")
-NAMES: Final = {WAIT: "exposed wait", "replay": "replayed CUDA graph", "send": "send", "wait": "wait for a message"}
-ORDER: Final = tuple(NAMES.get(each, each) for each in (*PHASES, *PHRASES.values()))  # of a legend; collectives follow
+NAMES: Final = {WAIT: "exposed wait", "replay": "replayed CUDA graph"}
 MOST_TRACKS: Final = 8
-LOOKS: Final = {  # places in COLORS, hatches
-    "data": (7, ""),
-    "forward": (0, ".."),
-    "backward": (1, ""),
-    "exposed wait": (4, ""),
-    "optimizer": (2, "///"),
-    "replayed CUDA graph": (3, ""),
-    "gradient of inputs": (3, "\\\\\\"),
-    "gradient of weights": (6, "xx"),
-    "wait for a message": (4, ""),
-}
-COLLECTIVES: Final = ((5, ""), (5, "xx"), (6, ""), (6, "oo"), (3, "++"), (2, ".."), (7, "xx"))
 Step = Recorded | DataStep
 Bar = tuple[int, str, str, float, float]  # rank, lane, kind, start and end
+
+
+class Look(NamedTuple):
+    """How a kind of bar is drawn: `color` is a place in COLORS."""
+
+    letter: str
+    color: int
+    hatch: str
+
+
+LOOKS: Final = {
+    "data": Look("d", 7, ""),
+    "forward": Look("F", 0, ".."),
+    "backward": Look("B", 1, ""),
+    "gradient of inputs": Look("I", 3, "\\\\\\"),
+    "gradient of weights": Look("W", 6, "xx"),
+    "exposed wait": Look("~", 4, ""),
+    "optimizer": Look("O", 2, "///"),
+    "replayed CUDA graph": Look("R", 3, ""),
+}
+MESSAGES: Final = [Look("", 5, ""), Look("", 5, "xx"), Look("", 6, ""), Look("", 6, "oo"), Look("", 3, "++")]
 
 
 def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
@@ -51,10 +58,11 @@ def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
         if not ranks:
             raise NothingToPlotError(f"{label} has no rank {rank}")
         if len(ranks) > MOST_RANKS:
-            notes.append(f"{label}: the first {MOST_RANKS} of {len(ranks)} ranks")
+            notes.append(f"{label}: the first {MOST_RANKS} of {len(ranks)} ranks are drawn".removeprefix(": "))
         if isinstance(step, DataStep) and step.not_timed:
-            notes.append(f"{label}: collectives are missing, {step.not_timed}")
-        drawn = {each: {lane: f"{label}, rank {each}: {lane}" for lane in LANES} for each in ranks[:MOST_RANKS]}
+            notes.append(f"{label}: collectives are missing, {step.not_timed}".removeprefix(": "))
+        prefix = f"{label}, " if label else ""
+        drawn = {each: {lane: f"{prefix}rank {each}: {lane}" for lane in LANES} for each in ranks[:MOST_RANKS]}
         lanes += [name for names in drawn.values() for name in names.values()]
         for number, lane, kind, start_s, end_s in _bars(step):
             if number in drawn:
@@ -67,37 +75,21 @@ def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
 def _bars(step: Step) -> Iterable[Bar]:
     if isinstance(step, DataStep):
         return ((each.rank, LANES[each.communicates], each.kind, each.start_s, each.end_s) for each in step.spans)
+    known = PHRASES | {"send": "send", "wait": "wait for a message"}
     return (
-        (
-            step.ranks[each.rank],
-            LANES[each.kind not in COMPUTE],
-            PHRASES.get(each.kind, each.kind),
-            each.start_s,
-            each.end_s,
-        )
+        (step.ranks[each.rank], LANES[each.kind not in COMPUTE], known.get(each.kind, OTHER), each.start_s, each.end_s)
         for each in step.records
     )
 
 
 def _place(found: tuple[str, Any]) -> tuple[int, str]:
     kind, _ = found
-    return (ORDER.index(kind) if kind in ORDER else len(ORDER)), kind
+    return [*LOOKS, kind].index(kind), kind
 
 
 def _series(kind: str, found: Sequence[tuple[str, float, float]]) -> Series:
     lanes, starts, ends = zip(*found, strict=True)
     return Series(kind, lanes, tuple(end - start for start, end in zip(starts, ends, strict=True)), starts, ends)
-
-
-def totals(plot: Plot) -> Plot:
-    """Return a timeline with one number a kind and lane: how long its bars last together."""
-    series = []
-    for each in plot.series:
-        seconds = dict.fromkeys(each.x, 0.0)
-        for lane, lasted_s in zip(each.x, each.y, strict=True):
-            seconds[lane] += lasted_s
-        series.append(Series(each.label, tuple(seconds), tuple(seconds.values())))
-    return replace(plot, series=tuple(series))
 
 
 def paint_lanes(axes: "Axes", plot: Plot) -> dict[str, Any]:
@@ -118,12 +110,14 @@ def paint_lanes(axes: "Axes", plot: Plot) -> dict[str, Any]:
         for (start_s, end_s, number), track in zip(sorted(bars), tracks, strict=True):
             low = places[lane] - 0.42 + track * height
             boxes.setdefault((number, low, height), []).append((scale * start_s, scale * (end_s - start_s)))
-    collectives = [each.label for each in plot.series if each.label not in LOOKS]
-    looks = dict(zip(collectives, cycle(COLLECTIVES), strict=False)) | LOOKS
+    messages = [each.label for each in plot.series if each.label not in LOOKS]
+    looks = LOOKS | dict(zip(messages, cycle(MESSAGES), strict=False))
     for (number, low, height), pieces in sorted(boxes.items()):
         look = looks[plot.series[number].label]
-        style: dict[str, Any] = {"facecolor": COLORS[look[0]], "hatch": look[1], "edgecolor": INK, "linewidth": 0.3}
-        handles[plot.series[number].label] = axes.broken_barh(pieces, (low, height), **style)
+        style: dict[str, Any] = {"facecolor": COLORS[look.color], "hatch": look.hatch}
+        handles[plot.series[number].label] = axes.broken_barh(
+            pieces, (low, height), edgecolor=INK, linewidth=0.3, **style
+        )
     axes.set_yticks(list(places.values()), [shortened(lane) for lane in places])
     axes.set_ylim(len(places) - 0.5, -0.5)
     axes.set_xlim(left=0)

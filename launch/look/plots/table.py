@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from muster.launch.common import screen
-from muster.launch.look.plots.lanes import totals
+from muster.launch.look.plots.lane_text import drawing
 from muster.launch.look.plots.series import Plot, Series
 
 FORMATS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {  # by unit
@@ -17,17 +17,15 @@ FORMATS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {  # by unit
 
 def render(plot: Plot) -> str:
     """Render every panel: a line for each x, a column for each series; never thinned."""
-    grids = map(grid, plot.panels)
-    return "\n\n".join(f"{head}\n\n{screen.table(columns, rows)}" for head, columns, rows in grids)
+    return "\n\n".join(drawing(panel) if panel.style == "lanes" else _text(*grid(panel)) for panel in plot.panels)
 
 
 def grid(plot: Plot) -> tuple[str, list[str], list[list[str | None]]]:
     """Return what the numbers of one panel are, their columns, and a row for each x."""
-    plot = totals(plot) if plot.style == "lanes" else plot
     unit, text = FORMATS.get(plot.unit, (plot.unit, lambda value: f"{value:,.0f}"))
     series = [each for each in plot.series if plot.unit != "share" or each.role != "reference"]
     columns = [{str(x): place for place, x in enumerate(each.x)} for each in series]
-    every = dict.fromkeys([*plot.lanes, *(x for each in series for x in each.x)])
+    every = dict.fromkeys(x for each in series for x in each.x)
     names = sorted(every, key=float) if plot.style == "lines" else list(every)
     rows = [
         [_name(x), *(_cell(each, places.get(str(x)), text) for each, places in zip(series, columns, strict=True))]
@@ -36,6 +34,10 @@ def grid(plot: Plot) -> tuple[str, list[str], list[list[str | None]]]:
     head = f"{plot.title}: {plot.y_label}{f' in {unit}' if unit else ''}{f'; {plot.note}' if plot.note else ''}"
     heads = [plot.x_label + ">" if plot.style == "lines" else "run", *(f"{each.label}>" for each in series)]
     return head, heads, rows
+
+
+def _text(head: str, columns: list[str], rows: list[list[str | None]]) -> str:
+    return f"{head}\n\n{screen.table(columns, rows)}"
 
 
 def _name(x: float | str) -> str:

@@ -3,10 +3,10 @@
 import csv
 import io
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from muster.launch.look.plots.series import Plot
+from muster.launch.look.plots.series import Plot, Series
 from muster.launch.look.plots.table import grid
 
 MOST_CELLS: Final = 40_000  # of a plot's numbers; a page of more is slow to open
@@ -29,7 +29,7 @@ def table(caption: str, columns: Iterable[str], rows: Iterable[Iterable[object]]
 
 def numbers_of(plot: Plot) -> list[Table]:
     """Return the numbers of a plot as `muster plot` prints them, a table for each panel."""
-    return [_numbers(*grid(panel)) for panel in plot.panels]
+    return [_numbers(*grid(_totals(panel) if panel.style == "lanes" else panel)) for panel in plot.panels]
 
 
 def as_csv(plot: Plot) -> str:
@@ -43,6 +43,17 @@ def as_csv(plot: Plot) -> str:
             points = zip(each.x, each.y, each.low or none, each.high or none, strict=True)
             lines.writerows((panel.title, each.label, *point) for point in points)
     return written.getvalue()
+
+
+def _totals(plot: Plot) -> Plot:
+    """Return a timeline with one number for each lane and kind: how long its bars last together."""
+    series = []
+    for each in plot.series:
+        lasted_s = dict.fromkeys(each.x, 0.0)
+        for lane, seconds in zip(each.x, each.y, strict=True):
+            lasted_s[lane] += seconds
+        series.append(Series(each.label, tuple(lasted_s), tuple(lasted_s.values())))
+    return replace(plot, style="bars", series=tuple(series))
 
 
 def _numbers(head: str, columns: list[str], rows: list[list[str | None]]) -> Table:
