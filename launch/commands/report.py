@@ -35,35 +35,42 @@ def run(args: argparse.Namespace) -> int:
         UsageError: `--baseline` names no row or several, or the file is none of ours.
         RunFolderError, StorageError: it cannot be written.
     """
-    from muster.jobs.basics.files import write_bytes
     from muster.jobs.runfolder.rundir import runs_root
     from muster.launch.cli import version
-    from muster.launch.common.screen import say
+    from muster.launch.common import screen
     from muster.launch.look.report.collect import Asked, collect
     from muster.launch.look.report.page import render
     from muster.launch.look.report.pictures import Styles
     from muster.launch.sweeps.rows import baseline_of, rows_of
 
-    folders, title = rows_of(args.targets, runs_root(args.runs)), _title(args)
+    name = _name(args)
+    output = args.output or Path(f"{name}.html")
+    _check(output, force=args.force)
     asked = Asked(
-        title=title,
-        command=shlex.join(["muster", "report", *args.targets]),
+        title=name if len(args.targets) == 1 else f"{len(args.targets)} runs or sweeps",
+        command=_command(args),
         version=version(),
-        folders=folders,
+        folders=rows_of(args.targets, runs_root(args.runs)),
         baseline=lambda labels: baseline_of(labels, args.baseline),
         skip=args.skip,
         skip_epochs=args.skip_epochs,
         why_of=_why,
     )
-    output = args.output or Path(f"{title}.html")
-    _check(output, force=args.force)
     styles = Styles()
     report = collect(asked, styles)
-    write_bytes(output, render(report, styles).encode())
-    say(f"wrote {output}")
+    screen.save(str(output), render(report, styles))
     if args.files:
         _write_files(report, output.with_name(f"{output.stem}-files"), asked.command)
     return 0
+
+
+def _command(args: argparse.Namespace) -> str:
+    """Return the command line, from what it was read into."""
+    words = ["muster", "report", *args.targets]
+    for flag in ("baseline", "skip", "skip_epochs", "runs", "output"):
+        if (value := getattr(args, flag)) is not None and (flag != "skip_epochs" or value):
+            words += [f"--{flag.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 def _why(run: "RunDir") -> "tuple[History, str]":
@@ -73,7 +80,7 @@ def _why(run: "RunDir") -> "tuple[History, str]":
     return explained.history, why.render(explained)
 
 
-def _title(args: argparse.Namespace) -> str:
+def _name(args: argparse.Namespace) -> str:
     """Name a report after its run or sweep, if there is one."""
     from muster.jobs.runfolder.rundir import find_run, runs_root
     from muster.launch.sweeps.sweep import named_sweep

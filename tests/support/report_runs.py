@@ -31,7 +31,7 @@ def write_run(
     run = RunDir(root / f"{name}-20260101T000000.000Z-abcdef")
     run.path.mkdir(parents=True, mode=0o700)
     draw, middle = random.Random(name), steps // 2 if fails else 0
-    run.job.write_text(JOB.format(name="demo", ranks=ranks, mode=mode, word=word))
+    run.job.write_text(JOB.format(name="demo", ranks=ranks, mode=mode, word=word), errors="replace")
     for attempt, (first, last) in enumerate([(1, middle), (middle + 1, steps)] if fails else [(1, steps)]):
         run.attempt(attempt).path.mkdir()
         for rank in range(ranks):

@@ -15,7 +15,7 @@ from muster.launch.look.comparison_view import cells
 from muster.launch.look.steps import read_measured
 from support.report_runs import write_run
 
-HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{7*7}}\u202e\x07"
+HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{7*7}}\u202e\x07\ud800"
 
 
 def report(folder: Path, *targets: str, options: tuple[str, ...] = ()) -> str:
@@ -30,6 +30,7 @@ def records(page: str) -> list[dict[str, Any]]:
     return json.loads(found[1])
 
 
+@pytest.mark.slow
 def test_the_page_has_the_numbers_of_compare_and_plot_to_the_digit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
