@@ -16,7 +16,7 @@ for (const graph of document.querySelectorAll(".flame")) {
       frame.element.setAttribute("width", above ? "100%" : `${100 * frame.width / to.width}%`);
       frame.element.setAttribute("display", above || below ? "inline" : "none");
       let text = frame.element.querySelector("text");
-      if (below && !text && frame.width / to.width > 0.02) {
+      if (!text && (above || below && frame.width / to.width > 0.02)) {
         text = document.createElementNS(graph.namespaceURI, "text");
         text.setAttribute("x", 3);
         text.setAttribute("y", 13);

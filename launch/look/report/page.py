@@ -63,7 +63,12 @@ def render(report: Report, styles: Styles) -> str:
     )
     pages.filters["drawn"] = Markup  # of our own making: pictures, the style sheet and the script
     hues = "".join(f".k-{kind}{{--hue:{hue}}}" for kind, hue in HUES.items())
-    style = (FOLDER / "style.css").read_text(encoding="utf-8") + page_css() + hues + styles.css()
+    style = (
+        (FOLDER / "style.css").read_text(encoding="utf-8")
+        + page_css().replace("@media(", "@media screen and (")
+        + hues
+        + styles.css()
+    )
     script = (FOLDER / "page.js").read_text(encoding="utf-8")
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; "
     policy += "form-action 'none'"
