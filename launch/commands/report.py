@@ -35,32 +35,22 @@ def run(args: argparse.Namespace) -> int:
         UsageError: `--baseline` names no row or several, or the file is none of ours.
         RunFolderError, StorageError: it cannot be written.
     """
-    from muster.jobs.runfolder.rundir import runs_root
     from muster.launch.cli import version
     from muster.launch.common import screen
-    from muster.launch.look.report.collect import Asked, collect
+    from muster.launch.look.report.collect import About, collect
     from muster.launch.look.report.page import render
     from muster.launch.look.report.pictures import Styles
-    from muster.launch.sweeps.rows import baseline_of, rows_of
+    from muster.launch.sweeps.rows import read_rows
 
     name = _name(args)
     output = args.output or Path(f"{name}.html")
     _check(output, force=args.force)
-    asked = Asked(
-        title=name if len(args.targets) == 1 else f"{len(args.targets)} runs or sweeps",
-        command=_command(args),
-        version=version(),
-        folders=rows_of(args.targets, runs_root(args.runs)),
-        baseline=lambda labels: baseline_of(labels, args.baseline),
-        skip=args.skip,
-        skip_epochs=args.skip_epochs,
-        why_of=_why,
-    )
-    styles = Styles()
-    report = collect(asked, styles)
+    title = name if len(args.targets) == 1 else f"{len(args.targets)} runs or sweeps"
+    about, styles = About(title, _command(args), version()), Styles()
+    report = collect(about, read_rows(args), _why, styles)
     screen.save(str(output), render(report, styles))
     if args.files:
-        _write_files(report, output.with_name(f"{output.stem}-files"), asked.command)
+        _write_files(report, output.with_name(f"{output.stem}-files"), about.command)
     return 0
 
 

@@ -66,7 +66,7 @@ def view_of_run(
     return RunView(
         run_id=run.run_id,
         state=state,
-        facts=tuple(_facts(run, state)),
+        facts=(*(_facts(state) if state else ()), *(part("versions", lambda: _versions(run)) or ())),
         why=explained[1] if explained and (state is None or state.state != "done" or state.restarts) else "",
         attempts=_attempts(explained[0]) if explained and explained[0].attempts else None,
         memory=memory[0] if memory else None,
@@ -78,22 +78,23 @@ def view_of_run(
     )
 
 
-def _facts(run: RunDir, state: RunState | None) -> Iterator[tuple[str, str]]:
-    if state is not None:
-        yield "state", state.label if state.outcome in (None, state.label) else f"{state.label}: {state.outcome}"
-        yield "started", screen.clock(state.started)
-        yield "took", screen.duration(state.seconds)
-        yield "ranks", f"{state.world_size or '-'} on {counted(state.nodes or 0, 'node')}"
-        yield "steps", state.progress or "none"
-        yield "started by", f"{state.transport or 'hand'} on {state.host or 'an unknown host'}"
-        if state.checkpoint is not None:
-            yield "checkpoint", state.checkpoint.name
+def _facts(state: RunState) -> Iterator[tuple[str, str]]:
+    yield "state", state.label if state.outcome in (None, state.label) else f"{state.label}: {state.outcome}"
+    yield "started", screen.clock(state.started)
+    yield "took", screen.duration(state.seconds)
+    yield "ranks", f"{state.world_size or '-'} on {counted(state.nodes or 0, 'node')}"
+    yield "steps", state.progress or "none"
+    yield "started by", f"{state.transport or 'hand'} on {state.host or 'an unknown host'}"
+    if state.checkpoint is not None:
+        yield "checkpoint", state.checkpoint.name
+
+
+def _versions(run: RunDir) -> list[tuple[str, str]]:
+    """Return what rank 0 of the newest attempt said that it runs on."""
     for attempt in reversed(run.attempt_numbers()):
         for row in islice(typed_lines(run.attempt(attempt).memory(0)), 1):
-            for name in ("python", "torch", "device"):
-                if version := text(row.get(name)):
-                    yield name, version
-            return
+            return [(name, found) for name in ("python", "torch", "device") if (found := text(row.get(name)))]
+    return []
 
 
 def _attempts(history: History) -> Table:

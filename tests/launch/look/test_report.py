@@ -60,7 +60,7 @@ def test_a_failed_attempt_is_shown_with_the_time_that_it_cost(tmp_path: Path) ->
     assert page.count("<h2") == 3
 
 
-@pytest.mark.parametrize("kind", ["empty", "crashed", "half-written", "hostile"])
+@pytest.mark.parametrize("kind", ["empty", "crashed", "half-written", "hostile", "links"])
 def test_any_folder_makes_a_report_that_says_what_is_missing(tmp_path: Path, kind: str) -> None:
     run = write_run(tmp_path, "one", word=HOSTILE if kind == "hostile" else "", fails=True)
     for path in [path for path in run.path.rglob("*") if path.is_file()]:
@@ -73,11 +73,15 @@ def test_any_folder_makes_a_report_that_says_what_is_missing(tmp_path: Path, kin
     if kind == "crashed":  # its supervisor is gone, and nobody wrote an end
         run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:2]))
         run.attempts.unlink()
+    if kind == "links":
+        for path in (run.attempt(0).metrics(0), run.job, run.attempt(1).placement, run.attempt(1).memory(0)):
+            path.unlink()
+            path.symlink_to("/etc/hostname")
     if kind == "hostile":
         spoil(run)
     page = report(tmp_path, run.run_id)
     assert run.run_id in page
-    assert ("No run has steps" in page) == (kind == "empty")
+    assert ("No run has steps" in page) == (kind in ("empty", "links"))
     assert re.findall(r"<script[^>]*>", page) == ['<script type="application/json" id="records">', "<script>"]
     assert "<img" not in page
     assert not any(each in page for each in ("\u202e", "\x07", ">49<"))
