@@ -4,13 +4,18 @@ Only the chosen subcommand is imported: `muster --help` costs little more than P
 `jobs/basics/errors.py` are printed here, as one line on standard error, and become the exit code; nowhere else.
 """
 
-import argparse
 import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+
+TYPE_CHECKING = False  # typing costs every start 3 ms
+if TYPE_CHECKING:
+    from typing import Any
+
+    from muster.launch.common.parser import Parser
 
 #        group, (name, phrase) ...
 GROUPS = (
@@ -32,6 +37,7 @@ GROUPS = (
         (
             ("list", "list the runs of a folder"),
             ("status", "show one run: how far it is, and every rank"),
+            ("watch", "show a run as it goes on: step, rate, next checkpoint, and every node and rank"),
             ("compare", "show where the time of a step went in several runs, and which of them is faster"),
             ("plot", "draw one picture of several runs, or print its numbers"),
             ("report", "write one HTML page with all of that, attempts, memory and profiles: opens without a network"),
@@ -72,6 +78,7 @@ GROUPS = (
         "about",
         (
             ("schema", "print the JSON Schema of the job file"),
+            ("completion", "print a script that completes commands and options in bash, zsh or fish"),
             ("env", "show the rank variables found here, and who set them"),
         ),
     ),
@@ -80,6 +87,7 @@ PHRASES = {name: phrase for _, commands in GROUPS for name, phrase in commands}
 LOOKING = (
     "list",
     "status",
+    "watch",
     "compare",
     "plot",
     "report",
@@ -105,6 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("muster: the current folder no longer exists; cd to another", file=sys.stderr)
         return NOT_FOUND
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:2] == ["help", "hosts"]:
+        print(_help_of_hosts())
+        return 0
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
     try:
@@ -137,25 +148,35 @@ def _dispatch(arguments: list[str]) -> int:
     return _run(name, arguments[1:])
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def command_of(words: Sequence[str]) -> "tuple[Parser, list[str], Collection[str], Callable[[Any], int]]":
+    """Return the parser of a command, its further words, the commands within it, and what runs it."""
     from importlib import import_module
 
+    from muster.launch.common.parser import Parser
+
+    name, *rest = words
+    command, phrase = import_module(f"muster.launch.commands.{name}"), PHRASES[name]
+    within = getattr(command, "WITHIN", {})
+    if rest and rest[0] in within:
+        module, phrase = within[rest[0]]
+        command, name, rest, within = import_module(module), f"{name} {rest[0]}", rest[1:], {}
+    parser = Parser(prog=f"muster {name}", description=f"{phrase}.")
+    command.configure(parser)
+    return parser, rest, within, command.run
+
+
+def _run(name: str, arguments: list[str]) -> int:
     from muster.jobs.basics import terminal
     from muster.jobs.basics.errors import MusterError
     from muster.launch.common.program_words import parse
 
-    command, phrase = import_module(f"muster.launch.commands.{name}"), PHRASES[name]
-    if arguments[:1] and arguments[0] in (within := getattr(command, "WITHIN", {})):
-        module, phrase = within[arguments[0]]
-        command, name, arguments = import_module(module), f"{name} {arguments[0]}", arguments[1:]
-    parser = argparse.ArgumentParser(prog=f"muster {name}", description=phrase + ".", allow_abbrev=False)
-    command.configure(parser)
+    parser, arguments, _, run = command_of([name, *arguments])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ranks print what they like; a terminal's encoding may not know it
     terminal.guard()  # they, files and other machines say what we print
     try:
         with _looking() if name in LOOKING else nullcontext():
-            return int(command.run(parse(parser, arguments)))
+            return int(run(parse(parser, arguments)))
     except SystemExit as stop:  # argparse: 0 after --help, 2 after a wrong option
         return stop.code if isinstance(stop.code, int) else 1
     except MusterError as error:
@@ -182,8 +203,24 @@ def _help() -> str:
         lines.append(f"{group}:")
         lines += [f"  {name:{width}}  {phrase}" for name, phrase in commands]
         lines.append("")
-    lines.append("muster COMMAND --help shows a command's options; muster --version the version.")
+    lines.append("muster COMMAND --help shows its options and examples; muster help hosts: those about hosts.")
     return "\n".join(lines)
+
+
+def _help_of_hosts() -> str:
+    """Return the options about hosts and network, which many commands share."""
+    from muster.launch.common.options import add_hosts, add_network
+    from muster.launch.common.parser import Parser
+
+    parser = Parser(prog="muster COMMAND", description="Name the hosts of a job, and its network.", shows_shared=True)
+    add_hosts(parser)
+    add_network(parser)
+    parser.epilog = (
+        "muster run job.yaml -H hosts.txt -e node7    all hosts of a file but one\n"
+        "muster run job.yaml -w 'n[01-16,20]'         hosts by name\n\n"
+        "The command muster hosts expands and converts such lists. More: docs/clusters.md"
+    )
+    return parser.format_help()
 
 
 def version() -> str:

@@ -8,7 +8,7 @@ Runs are made and found here too. Only folders that nobody else could have writt
       job.yaml  site.yaml  attempts.jsonl  events.jsonl          supervisor only
       job-before-001.yaml                                        `muster resume`: the job before it was changed
       metrics.jsonl                                              rank 0 only
-      submission.json  lease.json  .reserve                      supervisor, and who made the folder
+      submission.json  lease.json  progress.json  .reserve       supervisor, and who made the folder
       token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   where a transport needs them
       code/                                                      the code as it was submitted
       claims/                                                    `muster resume`: who is at it, or has been
@@ -79,6 +79,7 @@ class RunDir:
     submission = At("submission.json")
     # the supervisor's sign of life, renewed every few seconds, for those who see the folder but not its host
     lease = At("lease.json")
+    progress = At("progress.json")  # how far every rank of a run that goes on is: the supervisor rewrites it
     claims = At("claims")  # the folder of who has resumed the run: the newest claim holds, until it is given back
     reserve = At(".reserve")  # room on the disk that the supervisor holds for the verdict: a disk may be full by then
     token = At("token")  # what agents that dial show to be let in; only the user may read it

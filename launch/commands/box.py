@@ -24,10 +24,15 @@ COLUMNS: Final = ("node", "address", "state", "sshd", "slurm", "processes>")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verbs of `muster box` and their options."""
+    parser.epilog = (
+        "sudo muster box up --nodes 4 --slurm           a cluster of four nodes\n"
+        "sudo muster box fail node2 --how power         make a node fail\n"
+        "sudo muster box down"
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     def add(verb: str, phrase: str) -> argparse.ArgumentParser:
-        child = verbs.add_parser(verb, help=phrase, description=phrase + ".", allow_abbrev=False)
+        child = verbs.add_parser(verb, help=phrase, description=phrase + ".")
         default = "box" if verb in ("up", "down") else "all" if verb == "status" else "box, or the only one"
         child.add_argument("--name", metavar="X", help=f"which box (default: {default})")
         return child

@@ -7,6 +7,7 @@ from muster.launch.common.options import add_json, add_request, given
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = "muster check job.yaml -H hosts.txt             one row for each node"
     add_request(parser)
     add_json(parser)
 

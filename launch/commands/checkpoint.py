@@ -47,6 +47,7 @@ class Row:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions of `muster checkpoint` and their options."""
+    parser.epilog = "muster checkpoint list RUN\nmuster checkpoint export RUN -o model.safetensors"
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, phrase in (
         ("list", "list the checkpoints of a run, in the order in which they would be tried"),
@@ -54,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("show", "show what one says of itself, and its tensors"),
         ("export", "write parameters and buffers into one safetensors file of plain names"),
     ):
-        action = actions.add_parser(name, help=phrase, description=f"{phrase}.", allow_abbrev=False)
+        action = actions.add_parser(name, help=phrase, description=f"{phrase}.")
         options.add_run(action)
         if name != "list":
             one = action.add_mutually_exclusive_group()

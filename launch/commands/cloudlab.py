@@ -7,8 +7,9 @@ from muster.cloudlab import rspec
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = "muster cloudlab rspec --nodes 8 -o profile.rspec"
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    make = commands.add_parser("rspec", help="print the RSpec of a profile", allow_abbrev=False)
+    make = commands.add_parser("rspec", help="print the RSpec of a profile")
     make.add_argument("--nodes", type=int, default=4, metavar="N", help="nodes that hold ranks (default: 4)")
     make.add_argument(
         "--hardware", default=rspec.HARDWARE, metavar="TYPE", help="node type, or any (default: %(default)s)"

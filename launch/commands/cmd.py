@@ -9,6 +9,7 @@ from muster.launch.common.options import add_hosts, add_job, add_json, add_netwo
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = "muster cmd job.yaml --master-addr 10.10.1.1      a line to paste on each node"
     add_job(parser, program=True)
     add_runs(parser)
     add_json(parser)

@@ -19,6 +19,7 @@ Record = dict[str, Any]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command line."""
+    parser.epilog = "muster data cifar10"
     parser.add_argument("name", choices=tuple(PREPARERS), help="the data set")
     parser.add_argument("--url", help="cifar10: where the archive is, instead of its home")
     parser.add_argument("--md5", help="cifar10: the checksum of that archive, instead of the official one's")

@@ -14,6 +14,7 @@ from muster.launch.common.options import add_json
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = "srun muster env                                 which rank each process would be"
     add_json(parser)
 
 

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands and their options."""
+    parser.epilog = (
+        "muster hosts 'n[01-16,20]'                      one host a line\n"
+        "muster hosts from-manifest m.xml --login alice"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", dest="what", required=True)
 
     def add(name: str, text: str, do: Any) -> argparse.ArgumentParser:
-        each = commands.add_parser(name, help=text, description=text + ".", allow_abbrev=False)
+        each = commands.add_parser(name, help=text, description=text + ".")
         each.set_defaults(do=do)
         add_json(each)
         return each

@@ -31,6 +31,7 @@ WHERE_ANY: Final = ("restarts>", "saved>")  # columns that are left out where no
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster list`."""
+    parser.epilog = "muster list --runs /shared/runs"
     parser.add_argument("--all", action="store_true", help=f"also those before the newest {NEWEST}")
     options.add_runs(parser)
     options.add_json(parser)

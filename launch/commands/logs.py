@@ -104,6 +104,10 @@ class Logs:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster logs`."""
+    parser.epilog = (
+        "muster logs --rank 3                            the newest run's rank 3\n"
+        "muster logs RUN -f                              as they are written"
+    )
     options.add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="go on as lines come, until the run has ended")
     parser.add_argument("--rank", metavar="0,8-15", help="only these ranks (default: all)")

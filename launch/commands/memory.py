@@ -33,7 +33,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     from muster.launch.bench.loads import MICROBATCHES
 
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "target", metavar="JOB|RUN", nargs="?", help="a job file (YAML), or a run: its id, part of it (the newest)"
     )

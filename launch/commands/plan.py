@@ -31,6 +31,10 @@ WIDEST = 48  # characters of a value: PATH would push its origin off the screen;
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = (
+        "muster plan job.yaml -H hosts.txt\n"
+        "muster plan -n 4 train.py                       which Python it gets, and why"
+    )
     add_request(parser)
     add_json(parser)
 

@@ -24,7 +24,6 @@ Sizes are those of muster bench (S); 1 MB is 2^20 bytes. Ranks behind --link are
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("job", metavar="JOB", nargs="?", help="a job file: predict its steps instead of an exchange")
     source = parser.add_argument_group("from")
     source.add_argument("--profile", metavar="FILE.json", help="what muster bench fit has made")

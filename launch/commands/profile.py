@@ -11,6 +11,7 @@ from muster.launch.look.profiles import read_profiles
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster profile`."""
+    parser.epilog = "muster profile RUN     after muster run JOB --set train.profile=true"
     options.add_run(parser)
     options.add_json(parser)
     parser.add_argument("--rank", metavar="LIST", help="say more of these ranks, like 0,8-15 (default: the slowest)")

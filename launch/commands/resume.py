@@ -8,6 +8,11 @@ from muster.launch.common import options
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = (
+        "muster resume RUN\n"
+        "muster resume RUN -e node7 --nodes 3            without a node\n"
+        "muster resume RUN --from 400                    from an older checkpoint"
+    )
     options.add_run(parser)
     parser.add_argument(
         "--from",

@@ -7,6 +7,11 @@ from muster.launch.common.options import add_request, given
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = (
+        "muster run job.yaml --set train.batch_size=128\n"
+        "muster run job.yaml -H hosts.txt -N 2 -n 4      four ranks on each of two hosts\n"
+        "muster run -n 4 train.py --lr 3e-4              a script in place of a job file"
+    )
     add_request(parser)
     parser.add_argument("--quiet", action="store_true", help="say nothing unless it fails; logs are kept all the same")
     parser.add_argument("--tee", action="store_true", help="show what every rank prints, each line with its rank")

@@ -25,6 +25,7 @@ PATIENCE_S: Final = 300.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster save`."""
+    parser.epilog = "muster save RUN"
     options.add_run(parser)
     help_text = f"seconds to wait for the checkpoint (default: {PATIENCE_S:g})"
     parser.add_argument("--timeout", metavar="S", type=float, default=PATIENCE_S, help=help_text)

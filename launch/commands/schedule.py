@@ -19,7 +19,6 @@ activations a rank keeps at most; an activation of one of two stages counts half
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("name", metavar="NAME", nargs="?", help="a schedule (default: compare all)")
     for names, letter, default, phrase in (
         (("-p", "--ranks"), "P", 4, "ranks of the pipeline (default: 4)"),

@@ -6,6 +6,7 @@ import json
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options: none."""
+    parser.epilog = "muster schema > muster.schema.json"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,38 +2,31 @@
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.basics.terminal import raw
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import options, screen
 from muster.launch.records import lease
 from muster.launch.records.runstate import DIRECT, RunState, read_state
 
-REFRESH_S: Final = 1.0
 MOST_SHOWN: Final = 1000  # ranks
 FAILED: Final = ("failed", "victim")
-CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 RANK_COLUMNS: Final = ("rank>", "node>", "host", "pid>", "state", "exit>")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster status`."""
+    parser.epilog = "muster status RUN --json"
     options.add_run(parser)
     options.add_json(parser)
-    parser.add_argument("--watch", action="store_true", help="show it again on every change, until the run is over")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state of a run, once or until it is over."""
-    folder = options.the_run(args)
-    if args.watch:
-        return _watch(folder, as_json=args.json)
-    state = read_state(folder)
+    """Print the state of a run."""
+    state = read_state(options.the_run(args))
     print(json.dumps(state.to_json(), indent=2) if args.json else render(state))
     return 0
 
@@ -116,21 +109,3 @@ def _note(state: RunState) -> str | None:
         where = f"on {state.host}" if state.host else "where this cannot be seen"
         return f"its supervisor runs {where}: the state is as last written, ask there to be sure"
     return None
-
-
-def _watch(folder: RunDir, *, as_json: bool) -> int:
-    """Draw anew on a terminal; else print again when something but the clock has changed."""
-    terminal = sys.stdout.isatty() and not as_json
-    shown: object = None
-    while True:
-        state = read_state(folder)
-        facts = {key: value for key, value in state.to_json().items() if key != "seconds" or state.is_over}
-        if as_json and facts != shown:
-            print(json.dumps(state.to_json()), flush=True)
-        elif terminal or (not as_json and facts != shown):
-            raw(sys.stdout).write(CLEAR if terminal else "" if shown is None else "\n")
-            print(render(state), flush=True)
-        if state.is_over:
-            return 0
-        shown = facts
-        time.sleep(REFRESH_S)

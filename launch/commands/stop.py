@@ -15,7 +15,9 @@ from muster.launch.sweeps.sweep_stop import stop_sweep
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster stop`."""
     options.add_run(parser)
-    parser.epilog = "RUN may also be a sweep (sweep-NAME...): its runs are stopped, and no other one begins."
+    parser.epilog = (
+        "muster stop RUN\nmuster stop sweep-vgg11    the runs of a sweep: they are stopped, and no other one begins"
+    )
     parser.add_argument("--grace", metavar="S", type=float, help="seconds between TERM and KILL (default: the job's)")
     parser.add_argument("--now", action="store_true", help="KILL at once, without TERM and without saving first")
     options.add_json(parser)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = "muster submit job.yaml --on slurm --dry-run     show the batch script"
     add_request(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and do nothing")
     parser.add_argument("--parsable", action="store_true", help="print the run's id and nothing else")

@@ -9,6 +9,7 @@ from muster.launch.common.options import add_json, add_request, given, whole
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = "muster sweep job.yaml --grid train.mode=ddp,zero1 --grid nodes=1,2 --repeat 3"
     add_request(parser)
     parser.add_argument(
         "--grid",

@@ -9,6 +9,7 @@ from muster.launch.common.options import add_hosts, add_json, given
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = "muster sync -H hosts.txt"
     parser.add_argument("--to", metavar="DIR", help="folder on the hosts (default: the site file's code, else as here)")
     parser.add_argument("--site", metavar="FILE", help="the site file: what belongs to this cluster and not to a job")
     add_hosts(parser)

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from muster.launch.look.data_steps import DataStep
 
 EPILOG: Final = """\
+muster timeline RUN --step 40 --svg step.svg
+
 Data-parallel ranks have two lines each: what the rank did, and how many of its collectives were under way. A
 collective lasts from its launch to its end on that rank; what of it passes while the rank computes is hidden.
 
@@ -22,7 +24,6 @@ The simulated bubble is that of ranks that do nothing else, where every action t
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_run(parser)
     options.add_json(parser)
     a_step, a_rank = options.whole("--step", least=1), options.whole("--rank", least=0)
@@ -40,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         RunFolderError: nothing was recorded, or the file cannot be written.
     """
     from muster.launch.common import screen
-    from muster.launch.look.data_step_view import render_data
     from muster.launch.look.data_steps import DataStep
+    from muster.launch.look.plots.data_step_view import render_data
     from muster.launch.look.timeline_view import picture, render, sizes_of
     from muster.launch.look.timelines import read_timeline
 

@@ -21,6 +21,7 @@ SILENT_S: Final = 30.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = "muster verify job.yaml --steps 5\nmuster verify job.yaml --with my_ddp.py:MyDDP"
     add_job(parser)
     add_runs(parser)
     add_json(parser)

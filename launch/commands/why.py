@@ -57,6 +57,7 @@ class Explanation:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster why`."""
+    parser.epilog = "muster why RUN"
     options.add_run(parser)
     options.add_json(parser)
 
@@ -174,7 +175,7 @@ def _next_step(state: RunState, verdict: dict[str, Any]) -> str:
     """Return what to do; what goes on with the run stands apart."""
     run = RunDir(Path(state.path))
     if not state.is_over and state.state != "lost":
-        return f"{run.command('status --watch')} follows it, {run.command('logs -f')} shows its output"
+        return f"{run.command('watch')} follows it, {run.command('logs -f')} shows its output"
     if state.state == "done" or (state.state == "stopped" and _going_on(state)):
         return ""
     first, message = verdict.get("first"), str(verdict.get("message") or "")

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from muster.jobs.basics.terminal import printable, raw, terminal_columns
 
@@ -56,8 +56,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Se
     return "\n".join([*lines, f"too narrow for: {', '.join(missing)}"] if missing else lines)
 
 
-def live() -> "Console":
-    """Return a rich console on standard error that may move the cursor: for progress bars and tables that fill."""
+def live(stream: TextIO | None = None) -> "Console":
+    """Return a rich console that may move the cursor, on standard error if no stream is given: for what is redrawn."""
     from rich.console import Console
     from rich.segment import Segment
     from rich.style import Style
@@ -72,7 +72,7 @@ def live() -> "Console":
                     style = style.update_link(None) + Style(conceal=False)
                 yield each if each.control else Segment(printable(each.text), style)
 
-    return Live(file=raw(sys.stderr))
+    return Live(file=raw(sys.stderr if stream is None else stream))
 
 
 def save(file: str, text: str) -> None:

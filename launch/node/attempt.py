@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import write_json
+from muster.jobs.machine import procfs
 from muster.jobs.node import logcap
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch.common import processes, storage
@@ -22,11 +23,12 @@ from muster.launch.common.follow import LineFollower, tail_lines
 from muster.launch.common.host import identity
 from muster.launch.node import census
 from muster.launch.node.dumping import Dumps, size_of
+from muster.launch.node.gpus import GpuWatch
 from muster.launch.node.keeper_link import KeeperLink
 from muster.launch.node.pulse import Pulse
 from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import fits
-from muster.launch.wire.records import Failure, RankReport, Stack
+from muster.launch.wire.records import Failure, Progress, RankReport, Stack
 
 LOOK_S: Final = 1.0
 HOLD_LOOK_S: Final = 0.02
@@ -59,6 +61,7 @@ class NodeAttempt:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()  # a file is read by one task at a time
         self.pulse = Pulse()
+        self._gpus = GpuWatch({})
         self._looked = asyncio.Event()
         self._hurry = asyncio.Event()  # set while ranks are asked to hold, and none has been seen to
         self._dumped: asyncio.Future[dict[str, str]] | None = None
@@ -100,6 +103,11 @@ class NodeAttempt:
         """Begin to watch: the ranks have been ordered to start."""
         for work in (self._forward(), self._cap(), self._look(keeper), *(() if self.ours else (self._take_census(),))):
             self._watch(work)
+        # The ranks of a node take its GPUs in turn.
+        if names := {
+            each["rank"]: each["gpus"][place] for place, each in enumerate(self._ranks) if each["gpus"][place:]
+        }:
+            self._gpus = GpuWatch(names)
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guard(work))
@@ -131,6 +139,7 @@ class NodeAttempt:
     async def close(self) -> None:
         """Send what is still to be sent, and watch no more; may come twice."""
         async with self._sending:  # not in the middle of what has been read already
+            self._gpus.close()
             tasks, self._tasks = self._tasks, set()
             for task in tasks:
                 task.cancel()
@@ -217,6 +226,19 @@ class NodeAttempt:
         if self._hurry.is_set() and held is not None:
             self._hurry.clear()
             await self.tell(wire.Held(self.number, held))
+
+    def progress(self, now: float) -> Progress | None:
+        """Return how far the ranks are, and how busy their GPUs; None as long as no rank has been seen."""
+        if (record := self.pulse.record(now, self._state_of)) is not None:
+            for rank, told in record["ranks"].items():
+                if (gpu := self._gpus.seen.get(int(rank))) is not None:
+                    told["gpu"] = gpu
+        return record
+
+    def _state_of(self, rank: int) -> str:
+        """Return the letter of the state of a rank's process, "" if it is gone."""
+        fields = procfs.stat(self.pids[rank][0]) if rank in self.pids else None
+        return "" if fields is None else fields[procfs.STATE].decode()
 
     def hold(self) -> None:
         """Look often from now on, and tell once a rank waits between two steps."""

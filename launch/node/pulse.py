@@ -1,22 +1,23 @@
 """How long ago each of a node's ranks last made progress, from what its keeper saw at each look; by this node's clock.
 
-    {"steps": 41, "beats_age_s": 0.7, "ranks": {"3": {"phase": "run", "steps": 40, "beats_age_s": 31.2}},
+    {"steps": 41, "beats_age_s": 0.7, "ranks": {"3": {"phase": "run", "steps": 40, "beats_age_s": 31.2, "state": "T"}},
      "phases": ["run"], "slowest_s": 0.2, "sessions": 2, "output_age_s": null}
 
-`steps` is what the farthest rank has done, `beats_age_s` the age of the youngest beat, `ranks` the one that has been
-silent longest, `slowest_s` the slowest step of late of any rank. `sessions` counts the ranks that tell how far they
-are, `output_age_s` says how long ago a program last wrote, null before that. When all ranks have ended `phases` is
-empty.
+`steps` is what the farthest rank has done, `beats_age_s` the age of the youngest beat, `ranks` what each does, the one
+that has been silent longest first (at most 64 of them), `slowest_s` the slowest step of late of any rank. `sessions`
+counts the ranks that tell how far they are, `output_age_s` says how long ago a program last wrote, null before that.
+When all ranks have ended `phases` is empty.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from muster.launch.common.lateness import OwnLateness
-from muster.launch.wire.records import Progress, RankProgress
+from muster.launch.wire.records import MOST_TOLD, Progress, RankProgress
 
 LOOK_S: Final = 1.0  # we look, or are asked, each second
+QUIET_S: Final = 2.0  # a rank that has been silent for longer has its process looked at
 
 
 @dataclass
@@ -63,8 +64,11 @@ class Pulse:
         if steps is not None:
             self._steps, self._begun = max(self._steps, steps), True
 
-    def record(self, now: float) -> Progress | None:
-        """Return the progress record; None as long as no rank has been seen."""
+    def record(self, now: float, state_of: Callable[[int], str] = lambda rank: "") -> Progress | None:
+        """Return the progress record; None as long as no rank has been seen.
+
+        `state_of(rank)` is asked for the state of the process of a rank that has been silent for `QUIET_S`.
+        """
         self._forgive(now)
         if not self._begun:
             return None
@@ -79,10 +83,10 @@ class Pulse:
             "ranks": {},
         }
         if self._ranks:
-            stalest = min(self._ranks, key=lambda rank: self._ranks[rank].moved)
+            stalest_first = sorted(self._ranks, key=lambda rank: self._ranks[rank].moved)[:MOST_TOLD]
             record["beats_age_s"] = round(now - max(rank.moved for rank in each), 3)
             record["slowest_s"] = max(rank.slowest_s for rank in each)
-            record["ranks"] = {str(stalest): self._told(self._ranks[stalest], now)}
+            record["ranks"] = {str(rank): self._told(rank, now, state_of) for rank in stalest_first}
         return record
 
     def seen(self, rank: int) -> dict[str, Any]:
@@ -95,8 +99,11 @@ class Pulse:
         """Steps done by the farthest rank that waits between two steps; None while none does."""
         return max((rank.held for rank in self._ranks.values() if rank.held >= 0), default=None)
 
-    def _told(self, rank: _Rank, now: float) -> RankProgress:
-        return {"phase": rank.phase, "steps": rank.steps, "beats_age_s": round(now - rank.moved, 3)}
+    def _told(self, rank: int, now: float, state_of: Callable[[int], str]) -> RankProgress:
+        known = self._ranks[rank]
+        age_s = round(now - known.moved, 3)
+        state = state_of(rank) if age_s >= QUIET_S else ""
+        return {"phase": known.phase, "steps": known.steps, "beats_age_s": age_s, "state": state}
 
     def _forgive(self, now: float) -> None:
         """Do not count the time in which this process did not run as silence of the ranks."""

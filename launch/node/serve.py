@@ -127,7 +127,7 @@ class Agent:
     async def _beat(self, message: wire.Beat) -> None:
         """Answer with both times of this clock, so that the supervisor can tell how far it is off."""
         heard, number = time.time(), self.attempt.number
-        progress = self.attempt.pulse.record(time.monotonic())
+        progress = self.attempt.progress(time.monotonic())
         await self.channel.send(wire.Heartbeat(number, message.sent, heard, time.time(), progress, self.late_s))
 
     # Before the start -----------------------------------------------------------------------------------------------

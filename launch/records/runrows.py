@@ -57,6 +57,34 @@ class Rows:
         """The newest `exited` row of each rank; one without a rank is of a whole node."""
         return list(self.by_rank.values())
 
+    def take(self, row: dict[str, Any]) -> None:
+        """Take the next row; the end of an attempt is not the end of the run, whose last row is `ended`."""
+        self.last_time = row.get("time") or self.last_time
+        match row.get("event"):
+            case "submitted":
+                self.begin_supervisor(row)
+            case "attempt":
+                self.begin_attempt(row)
+            case "started":
+                self.by_node[row.get("node")] = row
+            case "joined":
+                self.joined = True
+            case "exited":
+                self.by_rank[row.get("rank"), row.get("node")] = row
+            case "stopping":
+                self.stopping = True
+            case "asked":
+                self.asked = row.get("reason", "")
+            case "restarting":
+                self.restarting = row
+            case "warning":
+                if len(self.warnings) < MOST_WARNINGS:
+                    self.warnings[row.get("text", "")] = None
+            case "ended":
+                self.ended, self.restarting = row, None
+            case str(name) if name in TOLD:
+                self.told[name] = row
+
     def begin_attempt(self, row: dict[str, Any]) -> None:
         """Forget what an earlier attempt started; what was said of this one before its ranks were started counts."""
         self.attempt, self.attempts = row, self.attempts + 1
@@ -74,34 +102,10 @@ class Rows:
 
 
 def read_rows(run: RunDir) -> Rows:
-    """Sort the rows of events.jsonl; the end of an attempt is not the end of the run, whose last row is `ended`."""
+    """Sort all rows of events.jsonl."""
     rows = Rows()
     for row in typed_lines(run.events):
-        rows.last_time = row.get("time") or rows.last_time
-        match row.get("event"):
-            case "submitted":
-                rows.begin_supervisor(row)
-            case "attempt":
-                rows.begin_attempt(row)
-            case "started":
-                rows.by_node[row.get("node")] = row
-            case "joined":
-                rows.joined = True
-            case "exited":
-                rows.by_rank[row.get("rank"), row.get("node")] = row
-            case "stopping":
-                rows.stopping = True
-            case "asked":
-                rows.asked = row.get("reason", "")
-            case "restarting":
-                rows.restarting = row
-            case "warning":
-                if len(rows.warnings) < MOST_WARNINGS:
-                    rows.warnings[row.get("text", "")] = None
-            case "ended":
-                rows.ended, rows.restarting = row, None
-            case str(name) if name in TOLD:
-                rows.told[name] = row
+        rows.take(row)
     return rows
 
 
@@ -129,7 +133,7 @@ def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the newest step row and the newest evaluation row, from the end of a file of any size; {} if none."""
     step: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
-    for row in _last_rows(run.metrics):
+    for row in last_rows(run.metrics):
         if row.get("evaluation"):
             evaluation = evaluation or row
         else:
@@ -160,7 +164,7 @@ def step_rate(run: RunDir) -> StepRate | None:
 
     Evaluations, saves and the start are not part of a step. Of a long attempt only the newest steps count.
     """
-    steps = (row for row in _last_rows(run.metrics) if not row.get("evaluation"))
+    steps = (row for row in last_rows(run.metrics) if not row.get("evaluation"))
     newest = next(steps, {})
     of_attempt = [newest, *takewhile(lambda row: row.get("attempt") == newest.get("attempt"), steps)]
     rates = [row["rate"] for row in of_attempt if "rate" in row]
@@ -174,7 +178,7 @@ def step_rate(run: RunDir) -> StepRate | None:
 def first_and_last_step(run: RunDir, attempt: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the first and the newest row that rank 0 wrote of its own steps in an attempt; {} if none."""
     path = run.attempt(attempt).metrics(0)
-    return next(typed_lines(path), {}), next(_last_rows(path), {})
+    return next(typed_lines(path), {}), next(last_rows(path), {})
 
 
 def node_of_rank(run: RunDir, attempt: int) -> dict[int, int]:
@@ -203,7 +207,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
+def last_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the whole rows in the last `TAIL_BYTES` of a JSON-lines file, newest first."""
     try:
         data = reading.read_end(path, TAIL_BYTES)

@@ -12,6 +12,7 @@ is marked as not sure ("lost?"), as is one without a lease ("running?"). Of a ru
 
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -123,14 +124,14 @@ class RunState:
         return self.class_name if not self.code else f"{self.class_name} ({self.code})"
 
 
-def read_state(run: RunDir) -> RunState:
+def read_state(run: RunDir, read: Callable[[RunDir], Rows] = read_rows) -> RunState:
     """Read a run folder; a folder that is half written, or from a direct start, has more values at None."""
-    rows = read_rows(run)
+    rows = read(run)
     seen = _ask_slurm(run, rows)
     alive = _supervisor_lives(run, rows.submitted) if seen is None else seen.alive
     if alive is False and rows.ended is None:
         # It may have written its last row and left between our two looks.
-        rows = read_rows(run)
+        rows = read(run)
     if seen is not None and (seen.waits or rows.ended is None):  # waiting once more, its last row is that of a try
         rows.ended = seen.ended
     step_row, _ = last_metrics(run)

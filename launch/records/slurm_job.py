@@ -179,7 +179,7 @@ def ask_together(runs: Iterable[RunDir]) -> None:
             _ANSWERS.update({run.path: (time.monotonic(), job.own(states)) for run, job in group})
 
 
-# By run folder, with when: squeue's manual asks programs not to call it in loops, as `muster status --watch` would.
+# By run folder, with when: squeue's manual asks programs not to call it in loops, as `muster watch` would.
 _ANSWERS: dict[Path, tuple[float, JobState | None]] = {}
 
 

@@ -21,6 +21,7 @@ from muster.launch.common.limits import raise_open_files
 from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.lease import Lease
+from muster.launch.records.progress_file import ProgressFile
 from muster.launch.records.verdict import Ending, Stop, Verdict, judge
 from muster.launch.supervision import resumption
 from muster.launch.supervision.attempt import Attempt, Send
@@ -69,7 +70,7 @@ class Supervisor:
         self.run_dir = context.run
         self.job = context.job
         self.log = EventLog(context.run, console.say)
-        self.lease, self.inbox = Lease(context.run), Inbox()
+        self.lease, self.progress_file, self.inbox = Lease(context.run), ProgressFile(context.run), Inbox()
         self.crew = Crew(context.crew)
         self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))  # of the attempt, by node rank
         self.rank_of = {slot: slot for slot in self.slots}  # the node rank of each of them
@@ -97,6 +98,7 @@ class Supervisor:
             self.log.tell("warning", text=text)
         self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
+        self.progress_file.remove()
         advice = last_advice(verdict, self.attempt.story if self.attempt is not None else None)
         self.console.end(verdict, time.time() - began, self.run_dir, advice)
         return verdict
@@ -331,6 +333,7 @@ class Supervisor:
             self.request = request.get("time")
             self._on_stop(StopRequest.of(request))
         if self.attempt is not None:
+            self.progress_file.write(self.context.attempt, [self.crew.nodes[slot] for slot in self.slots])
             self.attempt.tick(now, late_s)
             if self.job.restart is not None:
                 self._tend_reserve(self.attempt, now)

@@ -29,7 +29,6 @@ class Chosen:
 
 def configure_rows(parser: argparse.ArgumentParser) -> None:
     """Declare the options that choose rows."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("targets", metavar="RUN|SWEEP", nargs="+", help="a run or a sweep, or part of its name")
     parser.add_argument("--baseline", metavar="ROW", help="part of the name of the row to compare with (the first)")
     skip = parser.add_mutually_exclusive_group()

@@ -6,6 +6,7 @@ from muster.jobs.machine.linux import signal_name
 from muster.launch.wire.codec import ANY_FLOAT, Bound
 
 MOST_RANKS: Final = 1 << 20
+MOST_TOLD: Final = 64  # ranks of a node whose progress a heartbeat tells
 Attempt = Annotated[int, Bound(0, 1 << 20)]
 Rank = Annotated[int, Bound(0, MOST_RANKS)]
 Pid = Annotated[int, Bound(1, 1 << 31)]
@@ -23,12 +24,20 @@ Address = Annotated[str, Bound(most=64)]
 Signal = Annotated[str, Bound(words=frozenset(signal_name(number) for number in range(1, 65)))]
 
 
-class RankProgress(TypedDict):
-    """The rank of a node that has been silent longest."""
-
+class _RankProgress(TypedDict):
     phase: Name
     steps: Count
     beats_age_s: Seconds
+    state: Annotated[str, Bound(most=1)]
+
+
+class RankProgress(_RankProgress, total=False):
+    """How far one rank is. `state`: the letter of its process in proc(5), "" unless it has been silent for a while.
+
+    `gpu`: how busy its GPU is, in percent, and the bytes of its memory that are taken.
+    """
+
+    gpu: tuple[Count, Count]
 
 
 class Progress(TypedDict):
@@ -40,7 +49,7 @@ class Progress(TypedDict):
     slowest_s: Seconds
     sessions: Count
     output_age_s: Seconds | None
-    ranks: Annotated[dict[Name, RankProgress], Bound(most=1)]
+    ranks: Annotated[dict[Name, RankProgress], Bound(most=MOST_TOLD)]
 
 
 class Arrived(TypedDict):

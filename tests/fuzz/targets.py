@@ -130,6 +130,7 @@ def targets(folder: Path) -> list[Target]:
         ("rank-output", through(first.out(0), "logs", run.path, "--attempt", "all", "--tail", "3")),
         ("node", through(first.node(0), "logs", run.path, "--attempt", "all", "--node", "0")),
         ("lease", through(run.lease, *status)),
+        ("progress", through(run.progress, "watch", "--once", run.path)),
         ("memory", through(first.memory(0), "memory", run.path)),
         ("timeline", through(first.timeline, "timeline", run.path)),
         ("timeline: json", through(first.timeline, "timeline", run.path, "--json")),

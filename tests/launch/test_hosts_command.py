@@ -113,10 +113,10 @@ def test_mistakes_are_one_line_with_their_code(hosts: Hosts, arguments: list[str
     assert err.count("\n") == 1
 
 
-def test_without_a_subcommand_the_usage_is_shown(hosts: Hosts) -> None:
+def test_without_a_subcommand_help_is_named(hosts: Hosts) -> None:
     code, out, err = hosts()
     assert (code, out) == (2, "")
-    assert "usage: muster hosts" in err
+    assert "muster hosts --help" in err
 
 
 def test_lists_are_read_without_torch_yaml_or_pydantic() -> None:

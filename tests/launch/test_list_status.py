@@ -75,17 +75,6 @@ def test_status_as_json_is_the_record(make_run, muster_json) -> None:
     assert muster_json("status", "abc123") == json.loads(json.dumps(read_state(folder.run).to_json()))
 
 
-def test_status_watches_until_the_run_is_over_and_prints_changes_only(make_run, capsys, monkeypatch) -> None:
-    from muster.launch.cli import main
-
-    folder = make_run().submitted().attempt().started()
-    events = iter([lambda: folder.event("joined", 2.0, attempt=0), lambda: None, folder.ended])
-    monkeypatch.setattr("muster.launch.commands.status.time.sleep", lambda _: next(events)())
-    assert main(["status", "--watch", "--json", "--runs", str(folder.root)]) == 0
-    states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
-    assert states == ["starting", "running", "done"]
-
-
 LIST = """\
 run                          state    kind     nodes  ranks  started                        took       step    loss  outcome
 a-20250101T000000Z-000001    done     train        2      4  2025-01-01 00:00:00 UTC  1 min 40 s          -       -  done

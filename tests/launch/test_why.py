@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_says_that_nothing_failed(make_run, muster) -> None:
     make_run().submitted().attempt().started().event("joined", 2.0, attempt=0)
     assert muster("why")[1] == (
         f"{ID} is running; nothing has failed so far\n\n"
-        f"next: muster status --watch {ID} follows it, muster logs -f {ID} shows its output\n"
+        f"next: muster watch {ID} follows it, muster logs -f {ID} shows its output\n"
     )
 
 

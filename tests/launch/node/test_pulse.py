@@ -39,10 +39,13 @@ def test_an_age_is_the_time_since_the_beats_last_changed() -> None:
     pulse = Pulse()
     look_each_second(pulse, 100.0, 109.0, seen(0, beats=1, steps=3), seen(1, beats=1, steps=4, phase="save"))
     pulse.note([seen(0, beats=2, steps=3), seen(1, beats=1, steps=4, phase="save", slowest_s=0.7)], 110.0)
-    assert pulse.record(110.5) == {
+    assert pulse.record(110.5, "sT".__getitem__) == {
         "steps": 4,
         "beats_age_s": 0.5,
-        "ranks": {"1": {"phase": "save", "steps": 4, "beats_age_s": 10.5}},
+        "ranks": {
+            "1": {"phase": "save", "steps": 4, "beats_age_s": 10.5, "state": "T"},
+            "0": {"phase": "run", "steps": 3, "beats_age_s": 0.5, "state": ""},
+        },
         "phases": ("run", "save"),
         "slowest_s": 0.7,
         "sessions": 2,
@@ -118,5 +121,5 @@ def test_the_youngest_age_is_that_of_the_rank_which_moved_last(moves: list[list[
         pulse.note([seen(rank, beats=beats[rank]) for rank in range(3)], float(second))
     record = pulse.record(float(len(moves)))
     assert record["beats_age_s"] == len(moves) - max(last)
-    ((_, stalest),) = record["ranks"].items()
-    assert stalest["beats_age_s"] == len(moves) - min(last)
+    ages = [told["beats_age_s"] for told in record["ranks"].values()]
+    assert ages == [len(moves) - moved for moved in sorted(last)]

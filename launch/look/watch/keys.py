@@ -1,0 +1,120 @@
+"""The terminal of `muster watch`: another screen, keys as they are pressed, and everything as before afterwards.
+
+    with opened() as terminal:              whatever ends the block, the terminal is as it was
+        terminal.show(lines)
+        keys = terminal.keys(1.0)           None after a second, "" as soon as the size has changed
+
+Ctrl-Z leaves the other screen, and `fg` comes back to it; SIGTERM and SIGHUP end the program after it.
+"""
+
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Final
+
+from rich.console import ConsoleDimensions, Group
+from rich.live import Live
+from rich.text import Text
+
+from muster.jobs.basics.terminal import raw
+from muster.launch.common import screen
+
+MOST_KEYS: Final = 64
+NAMES: Final = {
+    "\x1b[A": "k",
+    "\x1b[B": "j",
+    "\x1bOA": "k",
+    "\x1bOB": "j",
+    "\x1b[5~": "b",
+    "\x1b[6~": " ",  # arrows, pages
+    "\x1b[H": "g",
+    "\x1b[F": "G",
+    "\x1b[1~": "g",
+    "\x1b[4~": "G",  # Home, End
+}
+
+
+class Suspended(BaseException):
+    """Ctrl-Z was pressed."""
+
+
+class Terminal:
+    """The terminal while a run is watched. `wakes`: a descriptor that can be read once a signal has come."""
+
+    def __init__(self, live: Live, wakes: int) -> None:
+        self._live = live
+        self._wakes = wakes
+
+    @staticmethod
+    def size() -> tuple[int, int]:
+        """Return columns and lines as they are now, whatever COLUMNS was when the shell exported it."""
+        return os.get_terminal_size(sys.stdout.fileno())
+
+    def show(self, lines: Sequence[Text]) -> None:
+        """Draw a frame."""
+        self._live.console.size = ConsoleDimensions(*self.size())
+        self._live.update(Group(*lines), refresh=True)
+
+    def keys(self, wait_s: float) -> str | None:
+        """Return the keys that are pressed within `wait_s`, "" once the size has changed, None if nothing happens.
+
+        Raises:
+            EOFError: the terminal is gone.
+        """
+        typed = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+        ready, _, _ = select.select([self._wakes, *typed], [], [], wait_s)
+        if self._wakes in ready:
+            os.read(self._wakes, MOST_KEYS)
+        if not typed or typed[0] not in ready:
+            return "" if ready else None
+        pressed = os.read(typed[0], MOST_KEYS).decode(errors="replace")
+        if not pressed:
+            raise EOFError
+        for sequence, name in NAMES.items():
+            pressed = pressed.replace(sequence, name)
+        return pressed
+
+
+@contextmanager
+def opened() -> Iterator[Terminal]:
+    """Turn to another screen and take keys as they come; whatever ends the block, the terminal is then as before."""
+    with ExitStack() as stack:
+        wakes, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        stack.callback(os.close, wakes)
+        stack.callback(os.close, wake)
+        if sys.stdin.isatty():
+            stack.callback(termios.tcsetattr, sys.stdin, termios.TCSAFLUSH, termios.tcgetattr(sys.stdin))
+            tty.setcbreak(sys.stdin)  # Ctrl-C still is SIGINT
+        live = Live(console=screen.live(raw(sys.stdout)), screen=True, auto_refresh=False, redirect_stdout=False)
+        stack.enter_context(live)
+        stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wake, warn_on_full_buffer=False))
+        for number, handler in HANDLERS.items():
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        yield Terminal(live, wakes)
+
+
+def stand_still() -> None:
+    """Stop this process as Ctrl-Z does, until `fg`."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _suspend(number: int, frame: FrameType | None) -> None:
+    raise Suspended
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+HANDLERS: Final[Mapping[signal.Signals, Callable[[int, FrameType | None], None]]] = {
+    signal.SIGWINCH: lambda number, frame: None,  # it only wakes `keys`
+    signal.SIGTSTP: _suspend,
+    signal.SIGTERM: _end,
+    signal.SIGHUP: _end,
+}

@@ -1,0 +1,137 @@
+"""The newest steps of each rank, from the ends of its files, and which ranks are slow.
+
+A rank's own time is its step without the wait for others. A rank is slow if its own time is at least 10 % above the
+median of the other ranks' in three of four of the last 20 steps, and its median is an outlier among theirs (3.5 robust
+standard deviations: 1.4826 x the median absolute deviation). A single step says nothing.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Final, NamedTuple
+
+from muster.jobs.basics.reading import parse_json, read_end
+from muster.jobs.runfolder.rundir import AttemptDir
+from muster.launch.common.fields import moment, number, real, typed_line
+
+WINDOW: Final = 20  # steps
+LEAST_STEPS: Final = 10  # less says nothing of who is slow
+TAIL_BYTES: Final = 1 << 14  # some 30 steps
+SWEEP: Final = 64  # files that are read in turn at each look, beside those that are shown
+SLOW: Final = 1.1
+OUTLIER: Final = 3.5
+DEVIATION: Final = 1.4826  # of a normal distribution, per median absolute deviation
+MOST_SLOW: Final = 64
+
+
+class Step(NamedTuple):
+    """One step; `own_s` is without the wait for others, None where that is not measured."""
+
+    number: int
+    time: float
+    seconds: float
+    own_s: float | None
+
+
+class RankSteps:
+    """The last steps that one rank has written in an attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: deque[Step] = deque(maxlen=WINDOW)
+        self.own: tuple[float, float] | None = None  # the lower quartile and the median
+        self.step_s: float | None = None  # the median
+        self.communication: float | None = None  # share of a step
+        self._seen: tuple[int, int] | None = None
+
+    def look(self) -> None:
+        """Take the steps that are new; a torn last line waits."""
+        try:
+            status = self.path.stat()
+            if (seen := (status.st_size, status.st_mtime_ns)) == self._seen:
+                return
+            data = read_end(self.path, TAIL_BYTES)
+        except FileNotFoundError:
+            return
+        self._seen = seen
+        lines = data.split(b"\n")[:-1]
+        lines = lines[1:] if len(data) == TAIL_BYTES else lines
+        known = self.steps[-1].number if self.steps else 0
+        self.steps.extend(step for step in _parsed(lines[-WINDOW:]) if step.number > known)
+        self._summarize()
+
+    def _summarize(self) -> None:
+        if not self.steps:
+            return
+        self.step_s = median(step.seconds for step in self.steps)
+        own = sorted(step.own_s for step in self.steps if step.own_s is not None)
+        if own:
+            self.communication = max(0.0, 1.0 - fmean(own) / fmean(step.seconds for step in self.steps))
+        if len(own) >= LEAST_STEPS:
+            self.own = (own[len(own) // 4], own[len(own) // 2])
+
+    @property
+    def pace_s(self) -> float | None:
+        """The seconds from one step to the next, what lies between them included."""
+        first, last = (self.steps[0], self.steps[-1]) if self.steps else (None, None)
+        if first is None or last is None or last.number <= first.number:
+            return None
+        return max(0.0, last.time - first.time) / (last.number - first.number)
+
+
+def _parsed(lines: Sequence[bytes]) -> Iterator[Step]:
+    """Yield the steps in some lines. They are parsed as one text, which is quicker; by themselves where one is torn."""
+    try:
+        rows = parse_json(b"[" + b",".join(lines) + b"]")
+    except ValueError:
+        rows = map(typed_line, lines)
+    for row in rows:
+        if not isinstance(row, dict):
+            continue
+        place, time, seconds = number(row.get("step"), least=1), moment(row.get("time")), real(row.get("step_s"))
+        if place is not None and time is not None and seconds is not None and seconds > 0.0:
+            waited_s = real(row.get("communication_s"))
+            yield Step(place, time, seconds, None if waited_s is None else max(0.0, seconds - waited_s))
+
+
+class AllSteps:
+    """The steps of all ranks of one attempt."""
+
+    def __init__(self, attempt: AttemptDir) -> None:
+        self.attempt = attempt
+        self.ranks: dict[int, RankSteps] = {}
+        self._next = 0
+
+    def of(self, rank: int) -> RankSteps:
+        """Return the steps of a rank."""
+        if rank not in self.ranks:
+            self.ranks[rank] = RankSteps(self.attempt.metrics(rank))
+        return self.ranks[rank]
+
+    def look(self, world_size: int, shown: Collection[int], sweep: int) -> None:
+        """Read the files of rank 0 and of the shown ranks, and in turn `sweep` of the others."""
+        turn = {rank % world_size for rank in range(self._next, self._next + min(sweep, world_size))}
+        self._next = (self._next + sweep) % max(world_size, 1)
+        for rank in turn | {each for each in {0, *shown} if each < world_size}:
+            self.of(rank).look()
+
+
+def slow_ranks(own: Mapping[int, tuple[float, float]]) -> frozenset[int]:
+    """Return the slow ranks of those that compute the same, from the lower quartile and median of their own times."""
+    if len(own) < 2:
+        return frozenset()
+    ordered = sorted(middle for _, middle in own.values())
+    least = ordered[(len(ordered) - 2) // 2] * SLOW  # the others' median is no smaller
+    suspects = sorted((rank for rank, (low, _) in own.items() if low >= least), key=lambda rank: -own[rank][0])
+    found = []
+    for rank in suspects[:MOST_SLOW]:
+        low, middle = own[rank]
+        place = bisect_left(ordered, middle)
+        others = ordered[:place] + ordered[place + 1 :]
+        usual = median(others)
+        spread = DEVIATION * median(abs(each - usual) for each in others)
+        if low >= SLOW * usual and middle > usual + OUTLIER * spread:
+            found.append(rank)
+    return frozenset(found)

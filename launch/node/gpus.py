@@ -1,0 +1,69 @@
+"""How busy this node's GPUs are, and what of their memory is taken, as the driver's library (NVML) tells.
+
+The library comes with the driver; without it nothing is known. Programs of all users count.
+"""
+
+import ctypes
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
+
+LIBRARY: Final = "libnvidia-ml.so.1"
+LOOK_S: Final = 1.0
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # percent
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))  # bytes
+
+
+class Gpus:
+    """The GPUs of a node by the names that CUDA_VISIBLE_DEVICES gives them: a number or a UUID."""
+
+    def __init__(self) -> None:
+        self.nvml: ctypes.CDLL | None = None
+        with suppress(OSError, AttributeError):  # there is none, or it is older than these functions
+            library = ctypes.CDLL(LIBRARY)
+            self.nvml = None if library.nvmlInit_v2() else library
+
+    def look(self, name: str) -> tuple[int, int] | None:
+        """Return a GPU's utilization in percent and the bytes of its memory that are taken; None if not known."""
+        nvml, device, busy, memory = self.nvml, ctypes.c_void_p(), _Utilization(), _Memory()
+        if nvml is None:
+            return None
+        if name.isdecimal():
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(device))
+        else:
+            failed = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device))
+        failed = failed or nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(busy))
+        failed = failed or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+        return None if failed else (int(busy.gpu), int(memory.used))
+
+
+class GpuWatch:
+    """Looks at each rank's GPU every second, in a thread that ends with the process: a broken driver may never answer.
+
+    `names`: each rank's GPU. `seen`: what `Gpus.look` said last, by rank.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.seen: dict[int, tuple[int, int]] = {}
+        self._names = names
+        self._over = threading.Event()
+        if names:
+            threading.Thread(target=self._watch, name="gpus", daemon=True).start()
+
+    def _watch(self) -> None:
+        gpus = Gpus()
+        while gpus.nvml is not None and not self._over.wait(LOOK_S):
+            for rank, name in self._names.items():
+                if (found := gpus.look(name)) is not None:
+                    self.seen[rank] = found
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
