@@ -40,7 +40,7 @@ GROUPS = (
             ("watch", "show a run as it goes on: step, rate, next checkpoint, and every node and rank"),
             ("compare", "show where the time of a step went in several runs, and which of them is faster"),
             ("plot", "draw one picture of several runs, or print its numbers"),
-            ("report", "write one HTML page with all of that, attempts, memory and profiles: opens without a network"),
+            ("report", "write one HTML page: comparison, plots, attempts, memory, profiles; it needs no network"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
             ("timeline", "draw what the ranks did in a step: computing, communicating, waiting"),
