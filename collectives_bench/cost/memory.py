@@ -32,6 +32,7 @@ from muster.collectives_bench.cost.slices import (
     passed_share,
     stages_of,
 )
+from muster.collectives_bench.sizes import size_text
 from muster.jobs.models.anatomy import Part, saved_bytes
 
 ALONE: Final = Split()
@@ -50,6 +51,7 @@ class Memory:
     activations: float = 0.0
     adding: float = 0.0
     stepping: float = 0.0
+    not_kept: float = 0.0  # the shard of 16-bit parameters that a textbook counts, and zero3 does without
 
     @property
     def states(self) -> float:
@@ -97,8 +99,9 @@ def _replica(way: Way, load: Load) -> Memory:
     model = load.model
     held = states(model.elements, load.recipe, zero=way.zero, ranks=ranks, trained=model.trained)
     stored, again = _kept(load, model.parts)
+    masters_alone = way.name == "zero3" and load.recipe.master > 0
     return Memory(
-        0.0 if way.name == "zero3" and load.recipe.master else held.parameters,
+        0.0 if masters_alone else held.parameters,
         held.gradients,
         held.optimizer,
         buffers=load.buffer_bytes,
@@ -106,6 +109,18 @@ def _replica(way: Way, load: Load) -> Memory:
         activations=load.at_once(ranks) * (stored + again + _working(model.parts, load.itemsize)),
         adding=_adding(load, way.zero),
         stepping=_stepping(load, model.trained / (ranks if way.zero else 1)),
+        not_kept=held.parameters if masters_alone else 0.0,
+    )
+
+
+def masters_alone_text(memory: Memory) -> str | None:
+    """Explain the 0 under parameters, where a rank keeps float32 masters alone; None elsewhere."""
+    if not memory.not_kept:
+        return None
+    return (
+        "zero3 holds 0 parameters: its shard is the float32 masters, counted under optimizer and rounded to\n"
+        "16 bits for each gather. A textbook's rank also keeps a shard of 2 P / N bytes: parameters "
+        f"{size_text(memory.not_kept)}, all states {size_text(memory.states + memory.not_kept)}"
     )
 
 

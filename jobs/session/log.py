@@ -52,6 +52,12 @@ class News:
         return [(step, math.nan if loss is None else loss) for step, loss in found]
 
     @property
+    def logged(self) -> list[dict[str, Any]]:
+        """The rows without their own columns, but for step, time, rate and step_s."""
+        hidden = OWN - {"step", "time", "rate", "step_s"}
+        return [{name: value for name, value in row.items() if name not in hidden} for row in self.rows]
+
+    @property
     def is_sound(self) -> bool:
         """True unless the last loss is not a number."""
         return not self.losses or math.isfinite(self.losses[-1][1])

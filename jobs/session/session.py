@@ -248,9 +248,10 @@ class Session:
                 self._reporter.joined()
             self._loop_made = Loop(self.place, start, ranks, Log(start.run, start.attempt, ranks), self._reporter)
             if self._tensorboard and self.is_main:
-                from muster.jobs.session.tensorboard import writer
+                from muster.jobs.world.tensorboard import EventFiles
 
-                self._loop_made.show = writer(start.run.path)
+                events = EventFiles(start.run.path, "tensorboard=True")
+                self._loop_made.show = lambda news: events.write(news.logged)
         return self._loop_made
 
     def _restore(self, state: "State") -> Restored:

@@ -262,6 +262,11 @@ class TrainFields(Strict):
     schedule: ScheduleSettings = Field(
         ScheduleSettings(), description="the learning rate over steps", examples=[{"name": "cosine"}]
     )
+    tensorboard: bool = Field(
+        False,
+        description="write losses, rates and evaluations for TensorBoard, into `tensorboard/` of the run folder",
+        examples=[True],
+    )
     evaluate: bool | Literal["all"] = Field(
         True,
         description="evaluate on held-out samples after every epoch and at the end: all images, or 1024 windows spread "

@@ -49,6 +49,7 @@ from muster.jobs.train.restoring import restore
 from muster.jobs.user import code
 from muster.jobs.world.guard import guarded, make_own_folder, show_stacks
 from muster.jobs.world.meeting import connect, meet
+from muster.jobs.world.tensorboard import EventFiles
 from muster.jobs.world.world import Peer, World, choose_device, open_world, require_equal, this_peer
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ def train_in(start: Start, job: "Job", world: World, reporter: Reporter) -> int:
     keep_freed_memory()
     folder = start.run.attempt(start.attempt)
     make_own_folder(folder.path)
+    writes_events = settings_of(job).tensorboard and world.rank == 0
+    events = EventFiles(start.run.path, "tensorboard: true") if writes_events else None
     data = open_same_data(job, world)
     if world.rank == 0:
         print(describe(job, data, world), flush=True)
@@ -172,8 +175,8 @@ def train_in(start: Start, job: "Job", world: World, reporter: Reporter) -> int:
             first, replay = go_on(start, start.resume, trainer, kept, reporter)
         if job.checkpoint is not None and first < trainer.steps:
             saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter)
-    runs = (start.run.metrics, folder.timeline) if world.rank == 0 else (None, None)
-    files = Files(folder.metrics(world.rank), *runs)
+    run, timeline = (start.run.metrics, folder.timeline) if world.rank == 0 else (None, None)
+    files = Files(folder.metrics(world.rank), run, timeline, events)
     profiling = build_profiling(start, job, trainer, first)
     memory.watch(trainer.engine)
     with memory:

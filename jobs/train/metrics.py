@@ -26,9 +26,11 @@ from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.basics.terminal import warn
 from muster.jobs.train.data.sampling import GlobalBatch
 from muster.jobs.train.profiling.clock import Clock, StepTimes
+from muster.jobs.world.tensorboard import EventFiles
 from muster.jobs.world.world import World, add_in_order
 
 FLUSH_S: Final = 1.0
+SHOWN: Final = ("loss", "lr", "rate", "step_s")  # in TensorBoard, beside further columns of a step
 RECENT: Final = 20  # losses that a checkpoint carries
 
 
@@ -47,6 +49,7 @@ class Files:
     own: Path
     run: Path | None
     timeline: Path | None = None
+    events: EventFiles | None = None  # on rank 0, if the job asks for them
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Metrics:
         # Where checkpoints are made a full disk costs saves first, and only the third in a row ends the training.
         self.own = RowLog(files.own, patient=patient, say=warn)
         self.run = RowLog(files.run, patient=patient, say=warn) if files.run is not None else None
+        self.events = files.events
         self.world = world
         self.clock = clock
         self.units = units
@@ -153,12 +157,13 @@ class Metrics:
         steps, times = self._steps, self._times
         self._steps, self._times = [], []
         if self.run is not None:
-            self.run.append(
-                [
-                    self._row(step, each, loss, step.batch.samples)
-                    for step, each, loss in zip(steps, times, losses, strict=True)
-                ],
-            )
+            rows = [
+                self._row(step, each, loss, step.batch.samples)
+                for step, each, loss in zip(steps, times, losses, strict=True)
+            ]
+            self.run.append(rows)
+            if self.events is not None:
+                self.events.write(rows, (*SHOWN, *steps[-1].figures))
         units = sum(step.batch.samples for step in steps) * self.units.per_sample
         rate = units / max(sum(each.step_s for each in times), 1e-9)
         last = steps[-1]
@@ -173,9 +178,11 @@ class Metrics:
         One that an earlier attempt made of the same step, with the same result, is not written again.
         """
         values = {name: finite(value) for name, value in measured.items()}
+        row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
+        if self.events is not None:  # again, too: the first step of this attempt has purged what followed
+            self.events.write([row | values], values, "evaluation/")
         if self.run is None or self.evaluated.get(step) == values:
             return
-        row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
         self.run.append([row | self.common | values])
 
     def _row(self, step: Step, times: StepTimes, loss: float, samples: int) -> dict[str, Any]:

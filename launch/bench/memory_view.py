@@ -109,7 +109,7 @@ def _modes(
 
 
 def _of_way(name: str, way: "Way", load: "Load", limit: float | None) -> dict[str, Any]:
-    from muster.collectives_bench.cost.memory import memory_of
+    from muster.collectives_bench.cost.memory import masters_alone_text, memory_of
     from muster.collectives_bench.cost.steps import USABLE
 
     memory = memory_of(way, load)
@@ -121,6 +121,7 @@ def _of_way(name: str, way: "Way", load: "Load", limit: float | None) -> dict[st
         "built": way.is_built,
         "memory": known and {kind: None if math.isnan(value) else value for kind, value in known.items()},
         "fits": None if math.isnan(total) or limit is None else total <= USABLE * limit,
+        "explained": memory and masters_alone_text(memory),
     }
 
 
@@ -137,6 +138,7 @@ def render(record: dict[str, Any]) -> str:
     lines = [head, "", screen.table(COLUMNS, rows), "", LEGEND]
     if why := record["activations_unknown"]:
         lines.append(f"activations are unknown, and so are totals: {why}")
+    lines += [row["explained"] for row in record["modes"] if row["memory"] and row["explained"]]
     if any(row["is_jobs"] for row in record["modes"]):
         lines.append("*  the job's own mode")
     return "\n".join(lines)
@@ -153,6 +155,8 @@ def _row(row: dict[str, Any], record: dict[str, Any]) -> list[str | None]:
         return [mark, row["mode"], *[None] * 7, "; ".join([*notes, note])]
     if row["fits"] is False:
         notes.append(f"does not fit into {size_text(record['memory_limit'])}, of which nine tenths are used")
+    if row["explained"]:
+        notes.append("0 parameters: see below")
     values = [row["memory"][kind] for kind in (*KINDS, "total")]
     sizes = ["?" if value is None else size_text(value) if value else "0" for value in values]
     return [mark, row["mode"], *sizes, "; ".join(notes)]

@@ -12,6 +12,7 @@ BUCKETS: Final = ("bucket>", "buckets>", "step>", "exposed>", "note")
 
 def render(record: dict[str, Any]) -> str:
     """Lay the records out."""
+    from muster.launch.bench import closed_forms
     from muster.launch.common import screen
 
     lines = [_head(record), _source(record), ""]
@@ -23,8 +24,11 @@ def render(record: dict[str, Any]) -> str:
         lines.append(
             f"the job's own split, {record['not_predicted']}, was not compared: steps of products are not predicted"
         )
-    if buckets := record.get("buckets"):
+    buckets = record.get("buckets")
+    if buckets:
         lines += ["", *_buckets(buckets, known)]
+    if closed := closed_forms.job_text(record["closed_forms"], buckets and buckets["best"]):
+        lines += ["", *closed]
     return "\n".join(line for line in lines)
 
 

@@ -31,6 +31,8 @@ def predict(asked: Wanted) -> dict[str, Any]:
         RefusedError: the job does not train, or the profile does not know its world.
     """
     from muster.collectives_bench.cost import steps
+    from muster.jobs.spec.train import TrainSettings
+    from muster.launch.bench import closed_forms
     from muster.launch.bench.source import source_of
 
     job = job_of(asked)
@@ -57,6 +59,8 @@ def predict(asked: Wanted) -> dict[str, Any]:
         "ranking": _ranking(steps.rank(rows)),
         "ranking_built": _ranking(steps.rank(rows, built=True)),
     }
+    assert isinstance(job.settings, TrainSettings)
+    record["closed_forms"] = closed_forms.of_job(job.settings, load, profile, job.nodes, asked.ways)
     if asked.buckets is not None:
         record["buckets"] = _buckets(asked, load, compute, profile, job.nodes)
     return record

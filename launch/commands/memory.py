@@ -1,4 +1,4 @@
-"""`muster memory JOB.yaml`: what a rank would hold in every mode; `muster memory RUN`: what ranks held, beside it."""
+"""`muster memory`: predict what a rank holds, from a job file or from a number of parameters; show what a run held."""
 
 import argparse
 import json
@@ -14,17 +14,22 @@ if TYPE_CHECKING:
     from muster.launch.bench.counting import OwnCode
 
 MOST_SHOWN: Final = 8  # ranks
-FOR_JOBS: Final = (
-    ("--world", "world"),
-    ("--modes", "modes"),
-    ("--set", "overrides"),
-    ("--backend", "backend"),
-    ("--memory", "memory"),
-)
-FOR_RUNS: Final = (("--rank", "rank"), ("--attempt", "attempt"), ("--runs", "runs"))
+OPTIONS: Final = {  # by what they belong to
+    "a job file": (
+        ("--world", "world"),
+        ("--modes", "modes"),
+        ("--set", "overrides"),
+        ("--backend", "backend"),
+        ("--memory", "memory"),
+        ("--microbatches", "microbatches"),
+    ),
+    "a run": (("--rank", "rank"), ("--attempt", "attempt"), ("--runs", "runs")),
+    "--parameters": (("--optimizer-states", "optimizer_states"), ("--bits", "bits"), ("--world", "world")),
+}
 EPILOG: Final = """\
 muster memory job.yaml --world 8 --memory 80G     parameters, gradients, optimizer, buffers, activations, by mode
 muster memory                                     what the newest run's ranks held, beside the formula
+muster memory --parameters 10e9 --optimizer-states 3 --bits 16,16,32 --world 8      ZeRO stages without a model
 """
 
 
@@ -37,6 +42,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "target", metavar="JOB|RUN", nargs="?", help="a job file (YAML), or a run: its id, part of it (the newest)"
     )
     options.add_json(parser)
+    numbers = parser.add_argument_group("of a number of parameters, without a model")
+    numbers.add_argument("--parameters", metavar="P", help="how many, such as 10e9, 10B or 1.3M; needs --world, too")
+    numbers.add_argument(
+        "--optimizer-states", metavar="K", type=int, help="0: plain SGD, 1: momentum, 2: Adam, 3: with masters"
+    )
+    numbers.add_argument("--bits", metavar="P,G,O", help="of parameters, gradients, optimizer states (default: 32)")
     job = parser.add_argument_group("of a job")
     job.add_argument("--world", metavar="N", type=int, help="ranks (default: the job's)")
     job.add_argument("--modes", metavar="NAMES", help="only these, with commas (default: all, built or not)")
@@ -58,17 +69,31 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: options that do not go together, or make no sense.
     """
+    if args.parameters is not None and args.target is not None:
+        raise UsageError(f"--parameters {args.parameters}: needs no job and no run; leave {args.target} out")
     is_job = args.target is not None and is_job_file(args.target)
-    for flag, name in FOR_RUNS if is_job else FOR_JOBS:
-        if getattr(args, name) not in (None, []):
-            what = "a job file" if is_job else "a run"
-            raise UsageError(f"{flag}: does not go with {what}; leave it out, or name {'a run' if is_job else 'a job'}")
-    return _of_job(args) if is_job else _of_run(args)
+    here = "a job file" if is_job else "a run" if args.parameters is None else "--parameters"
+    allowed = {flag for flag, _ in OPTIONS[here]}
+    for owner, flags in OPTIONS.items():
+        for flag, name in flags:
+            if flag not in allowed and getattr(args, name) not in (None, []):
+                raise UsageError(
+                    f"{flag}: does not go with {here}; leave it out, or {'give' if owner[0] == '-' else 'name'} {owner}"
+                )
+    return {"--parameters": _of_numbers, "a job file": _of_job, "a run": _of_run}[here](args)
 
 
 def is_job_file(target: str) -> bool:
     """True for what is a job file and not a run, even if it is not there."""
     return Path(target).suffix in (".yaml", ".yml") or Path(target).is_file()
+
+
+def _of_numbers(args: argparse.Namespace) -> int:
+    from muster.launch.bench import state_sizes
+
+    record = state_sizes.sizes_of(options.given(args, state_sizes.Asked))
+    print(json.dumps(record, indent=1) if args.json else state_sizes.render(record))
+    return 0
 
 
 def _of_job(args: argparse.Namespace) -> int:

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             if value is not None:
                 raise UsageError(f"{flag} {value}: predicts an exchange, {args.job} a job's steps; give one of them")
         return _steps(args)
-    records = [describe(*each) for each in predictions(args)]
+    records = predictions(args)
     print(json.dumps(records, indent=1) if args.json else render(records))
     return 0
 
@@ -90,8 +90,9 @@ def _steps(args: argparse.Namespace) -> int:
 Asked = tuple[str, int, int, int]  # operation, bytes, ranks, nodes
 
 
-def predictions(args: argparse.Namespace) -> "list[tuple[Asked, Prediction]]":
-    """Predict every operation at every size in every world."""
+def predictions(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Predict every operation at every size in every world, as plain values."""
+    from muster.launch.bench.closed_forms import ring
     from muster.launch.bench.source import source_of
 
     known = source_of(options.given(args, Wanted))
@@ -106,10 +107,12 @@ def predictions(args: argparse.Namespace) -> "list[tuple[Asked, Prediction]]":
             nodes = known.nodes_of(ranks) if args.nodes is None else args.nodes
             for size in _sizes(operation, args.bytes):
                 asked.append((operation, size, ranks, nodes))
-    return [
-        (each, known.predict(each[0], each[1], ranks=each[2], nodes=each[3], backend=args.backend, dtype=args.dtype))
-        for each in asked
-    ]
+    records = []
+    for each in asked:
+        operation, size, ranks, nodes = each
+        found = known.predict(operation, size, ranks=ranks, nodes=nodes, backend=args.backend, dtype=args.dtype)
+        records.append(describe(each, found) | {"ring": ring(known, operation, size, ranks, found.seconds)})
+    return records
 
 
 def _operations(text: str) -> list[str]:
@@ -168,6 +171,8 @@ def describe(asked: Asked, prediction: "Prediction") -> dict[str, Any]:
 def render(records: list[dict[str, Any]]) -> str:
     """Lay predictions out as a table; what to be wary of stands below, once."""
     from muster.collectives_bench.sizes import size_text, time_text
+    from muster.jobs.basics.words import counted
+    from muster.launch.bench.closed_forms import MOST_RINGS, ring_text
     from muster.launch.common import screen
 
     rows = [
@@ -183,4 +188,8 @@ def render(records: list[dict[str, Any]]) -> str:
         for each in records
     ]
     warnings = dict.fromkeys(warning for each in records for warning in each["warnings"])
-    return "\n".join([screen.table(COLUMNS, rows), *(f"warning: {warning}" for warning in warnings)])
+    rings = [ring_text(each["ring"]) for each in records if each["ring"]]
+    more = ["", *rings[:MOST_RINGS]] if rings else []
+    if len(rings) > MOST_RINGS:
+        more.append(f"{counted(len(rings) - MOST_RINGS, 'more ring')}: --json lists the steps and bytes of all")
+    return "\n".join([screen.table(COLUMNS, rows), *(f"warning: {warning}" for warning in warnings), *more])

@@ -49,6 +49,8 @@ def render(
     run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "Memory | None"]], ranks: int, why: str = ""
 ) -> str:
     """Render some of the ranks of an attempt that had `ranks` of them; `why` there is no formula."""
+    from muster.collectives_bench.cost.memory import masters_alone_text
+
     first = shown[0][0]
     facts = first.facts
     lines = [f"{run_id}, attempt {attempt}: mode {facts['mode']}, {counted(ranks, 'rank')} on {facts['device']}"]
@@ -62,6 +64,8 @@ def render(
         lines += [ON_HEAP] if any(each.used is not None for each, _ in shown) else []
     else:
         lines.append("no step is done yet: this is what was there before the first")
+    explained = (masters_alone_text(formula) for _, formula in shown if formula is not None)
+    lines += list(dict.fromkeys(filter(None, explained)))
     if any(formula is None for _, formula in shown):
         reason = why or "the job file of this run cannot be read"
         lines.append(f"there is no formula to compare with: {reason}")

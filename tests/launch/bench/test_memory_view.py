@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from muster.collectives_bench.cost.modes import WAYS
+from muster.collectives_bench.sizes import size_text
 from muster.jobs.models.shapes import GPT_SHAPES
 from muster.launch.cli import main
 
@@ -66,6 +67,24 @@ def test_ranks_and_values_of_the_job_can_be_others(capsys, job):
     assert halved["zero3"]["memory"]["activations"] < 0.5 * 2 * found["zero3"]["memory"]["activations"]
     mixed = record(capsys, job, "--set", "train.precision=pure_bf16", "--modes", "ddp")["ddp"]["memory"]
     assert [mixed[kind] for kind in KINDS[:3]] == [2 * PARAMETERS, 2 * PARAMETERS, 12 * PARAMETERS]
+
+
+def test_zero3_without_a_16_bit_shard_says_why_and_what_a_textbook_counts(capsys, job):
+    given = (job, "--set", "train.precision=pure_bf16", "--modes", "zero3,fsdp")
+    found = record(capsys, *given)
+    ours, textbook = found["zero3"], found["fsdp"]["memory"]
+    assert ours["memory"]["parameters"] == 0
+    assert ours["memory"]["not_kept"] == textbook["parameters"] == 2 * PARAMETERS / 4
+    assert found["fsdp"]["explained"] is None
+    states = sum(textbook[kind] for kind in KINDS[:3])
+    assert states == 16 * PARAMETERS / 4
+    assert f"parameters {size_text(textbook['parameters'])}, all states {size_text(states)}" in ours["explained"]
+    assert main(["memory", *given]) == 0
+    out = capsys.readouterr().out
+    assert ours["explained"] in out
+    (marked,) = [line for line in out.splitlines() if "0 parameters: see below" in line]
+    assert marked.split()[:2] == ["zero3", "0"]
+    assert record(capsys, job, "--modes", "zero3")["zero3"]["explained"] is None, "fp32 has no second copy"
 
 
 def test_what_does_not_fit_is_marked(capsys, job):

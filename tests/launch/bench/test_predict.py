@@ -40,6 +40,27 @@ def test_eight_ranks_need_2_8_seconds_for_ten_billion_fp16_gradients_at_100_gbit
     assert " 2.8 s " in capsys.readouterr().out
 
 
+def test_a_ring_has_its_steps_bytes_and_formula_with_the_numbers(profile: str, capsys) -> None:
+    argv = ("--link", "100Gbit", "--latency", "50us", "--op", "all_reduce,all_gather,barrier", "--bytes", "20e9")
+    both, half, none = (each["ring"] for each in predicted(capsys, *argv, "--world", "8"))
+    assert (both["steps"], both["bytes_per_rank"], both["bandwidth"]) == (14, 35e9, pytest.approx(12.5e9))
+    assert (half["steps"], half["bytes_per_rank"], none) == (7, 17.5e9, None)
+    assert both["seconds"] == pytest.approx(14 * 50e-6 + 35e9 / 12.5e9)
+    assert [each["ring"] for each in predicted(capsys, *argv, "--world", "1")] == [None, None, None]
+    assert cli.main(["predict", *argv, "--world", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "all_reduce as a ring: 2 (N - 1) = 14 steps; a rank sends 2 (N - 1) / N X = 2 x 7 / 8 x 20e9 = 35e9 bytes",
+        "  t = steps x latency + bytes / bandwidth = 14 x 50 us + 35e9 / 12.5e9 = 2.801 s",
+        "all_gather as a ring: N - 1 = 7 steps; a rank sends (N - 1) / N X = 7 / 8 x 20e9 = 17.5e9 bytes",
+        "  t = steps x latency + bytes / bandwidth = 7 x 50 us + 17.5e9 / 12.5e9 = 1.4 s",
+    ]
+    argv = ("--profile", profile, "--op", "all_reduce", "--bytes", "1M,2M,4M,8M,16M", "--world", "2")
+    assert cli.main(["predict", *argv]) == 0
+    *_, last, more = capsys.readouterr().out.splitlines()
+    assert "= 2 x 1 / 2 x 8.38861e6 = 8.38861e6 bytes; in " in last
+    assert more == "1 more ring: --json lists the steps and bytes of all"
+
+
 def test_a_latency_counts_once_a_step(capsys) -> None:
     [found] = predicted(capsys, *("--link", "1Gbit", "--latency", "50us", "--op", "barrier", "--world", "8"))
     assert found["seconds"] == pytest.approx(150e-6)

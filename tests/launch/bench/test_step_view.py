@@ -92,6 +92,37 @@ def test_buckets_are_a_table_with_the_best_marked(capsys, job):
     assert found["torch_margin"] == pytest.approx(steps[25 * 2**20] / min(steps.values()) - 1)
 
 
+def test_closed_forms_stand_below_with_the_numbers_filled_in(capsys, job):
+    found = record(capsys, *FAST, job, "--modes", "ddp,gpipe")
+    closed, nbytes = found["closed_forms"], 4 * found["parameters"]
+    assert [closed["ring"][key] for key in ("bytes", "steps", "bytes_per_rank")] == [nbytes, 6, 6 * nbytes / 4]
+    assert closed["ring"]["seconds"] == pytest.approx(6 * 500e-6 + 1.5 * nbytes / 125e6)
+    pipe = closed["pipeline"]
+    assert (pipe["stages"], len(pipe["boundaries"])) == (4, 3)
+    assert pipe["forward_bytes"] == pipe["backward_bytes"] == 64 * sum(pipe["boundaries"])
+    bucket = closed["bucket"]
+    s, w, o = (bucket[key] for key in ("bytes", "bandwidth", "overhead_s"))
+    assert (w, o) == (pytest.approx(125e6 / 1.5), pytest.approx(6 * 500e-6 + 100e-6, rel=1e-3)), "100 us: gloo's call"
+    assert (bucket["buckets"], bucket["bucket_bytes"]) == (
+        pytest.approx((s / (w * o)) ** 0.5),
+        pytest.approx((s * w * o) ** 0.5),
+    )
+    assert predict(*FAST, job, "--modes", "ddp", "--buckets") == 0
+    out = capsys.readouterr().out
+    assert f"x {w / 1e6:.6g}e6 B/s x 3.1 ms) = 2.945 MB (simulated: " in out
+    assert "(P - 1) B N_f" not in out, "no pipeline was asked for"
+
+
+def test_boundaries_are_those_of_the_job_s_own_pipeline(capsys, job):
+    gpt = "  model: gpt-small\n  data: synthetic\n  parallel: {data: 2, pipe: 2, microbatches: 4}\n"
+    Path(job).write_text(JOB.replace("  model: vgg11\n  data: digits\n  mode: ddp\n", gpt))
+    assert predict(*FAST, job, "--modes", "ddp") == 0
+    out = capsys.readouterr().out
+    assert "1f1b with P = 2 stages: a forward sends (P - 1) B N_f = 1 x 64 x 393216 = 25.1658e6 bytes," in out
+    assert predict(*FAST, job, "--modes", "ddp", "--set", "nodes=1") == 0
+    assert "closed forms" not in capsys.readouterr().out, "a rank alone sends nothing"
+
+
 def test_a_mode_that_does_not_fit_is_not_chosen(capsys, job):
     found = record(capsys, *FAST, job, "--forward-ms", "1", "--backward-ms", "1", "--memory", "150M")
     fits = {each["mode"]: each["fits"] for each in found["steps"]}

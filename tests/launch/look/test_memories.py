@@ -115,6 +115,16 @@ def test_each_rank_s_kinds_stand_beside_the_formula_s(run, capsys):
     assert "the first 3 steps" in text
 
 
+def test_zero3_that_keeps_masters_alone_says_what_a_textbook_counts(run, capsys):
+    run.job.write_text(JOB.replace("zero1", "zero3") + "  precision: pure_bf16\n")
+    say(run, 0)
+    text = shown(run, capsys)
+    assert lines_of(text, 0)["parameters"][1] == "0"
+    assert "A textbook's rank also keeps a shard of 2 P / N bytes: parameters 4.402 MB, all states 35.21 MB" in text
+    run.job.write_text(JOB)
+    assert "textbook" not in shown(run, capsys)
+
+
 def test_as_json_it_has_bytes_ratios_and_what_is_not_explained(run, capsys):
     say(run, 0)
     told = json.loads(shown(run, capsys, "--json"))

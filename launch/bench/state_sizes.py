@@ -1,0 +1,131 @@
+"""`muster memory --parameters N`: model states of a rank at every ZeRO stage, from a number of parameters. Pure.
+
+Parameters, gradients and optimizer states take P (p + g + K o) bytes (Rajbhandari et al. 2020). A stage divides one
+more of them by the ranks. The formula is that of `collectives_bench/cost/memory.py`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.words import counted
+
+NAMES: Final = ("baseline", "stage 1", "stage 2", "stage 3")
+KINDS: Final = ("parameters", "gradients", "optimizer", "per_rank", "all_ranks")
+COUNTS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+BITS: Final = 8  # of a byte
+DECIMAL: Final = (1000, ("B", "kB", "MB", "GB", "TB", "PB", "EB"))
+BINARY: Final = (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
+COLUMNS: Final = ("", *(f"{kind}>" for kind in KINDS[:3]), "a rank>", "or>", "all ranks>", "or>", "bytes of a rank")
+LEGEND: Final = """\
+parameters, gradients and optimizer states only; activations, buffers and communication come on top:
+muster memory JOB.yaml predicts those. K counts every optimizer state, float32 master weights included:
+0: plain SGD, 1: SGD with momentum, 2: Adam, 3: Adam and master weights beside 16-bit parameters"""
+_COUNT = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line asks for."""
+
+    parameters: str
+    optimizer_states: int | None
+    bits: str | None
+    world: int | None
+
+
+def sizes_of(asked: Asked) -> dict[str, Any]:
+    """Return a record of every stage, in bytes.
+
+    Raises:
+        UsageError: if a number is missing or out of range.
+    """
+    from muster.collectives_bench.cost.load import Recipe
+    from muster.collectives_bench.cost.memory import states
+
+    elements, bits = _parameters(asked.parameters), _bits(asked.bits or "32")
+    count = _within("--optimizer-states", asked.optimizer_states, 0, 64, "2 for Adam")
+    ranks = _within("--world", asked.world, 1, 10**7, "8, the ranks")
+    stages: list[dict[str, Any]] = []
+    for stage, name in enumerate(NAMES):
+        held = states(elements, Recipe(bits[0], bits[1], count * bits[2]), zero=stage, ranks=ranks)
+        sizes = (held.parameters, held.gradients, held.optimizer, held.states, held.states * ranks)
+        record = {kind: size / BITS for kind, size in zip(KINDS, sizes, strict=True)}
+        formula = _formula(stage, elements, [bits[0], bits[1], count * bits[2]], ranks)
+        stages.append({"stage": stage, "name": name, **record, "formula": formula})
+    named = dict(zip(("parameters", "gradients", "optimizer_states"), bits, strict=True))
+    return {"parameters": elements, "optimizer_states": count, "bits": named, "world": ranks, "stages": stages}
+
+
+def render(record: dict[str, Any]) -> str:
+    """Lay the record out as a table, with the formula."""
+    from muster.launch.common import screen
+
+    p, g, o = record["bits"].values()
+    head = (
+        f"P = {count_text(record['parameters'])} parameters, N = {counted(record['world'], 'rank')}, "
+        f"K = {counted(record['optimizer_states'], 'optimizer state')}; bits: parameters p = {p}, gradients g = {g}, "
+        f"an optimizer state o = {o}"
+    )
+    rows = [
+        [
+            each["name"],
+            *(size_in(DECIMAL, each[kind]) for kind in KINDS[:3]),
+            *(size_in(units, each[kind]) for kind in KINDS[3:] for units in (DECIMAL, BINARY)),
+            each["formula"],
+        ]
+        for each in record["stages"]
+    ]
+    return "\n".join([head, "", screen.table(COLUMNS, rows), "", LEGEND])
+
+
+def size_in(units: tuple[int, tuple[str, ...]], nbytes: float) -> str:
+    """Write a size with four figures, in the largest unit of which there is one."""
+    step, names = units
+    place = 0
+    while nbytes >= step and place < len(names) - 1:
+        nbytes, place = nbytes / step, place + 1
+    return f"{nbytes:.4g} {names[place]}"
+
+
+def count_text(count: float) -> str:
+    """Write a large number with an exponent of millions or billions: 10e9, 123.6e6, 4096."""
+    for exponent in (9, 6):
+        if count >= 10**exponent:
+            return f"{count / 10**exponent:.6g}e{exponent}"
+    return f"{count:.6g}"
+
+
+def _formula(stage: int, elements: int, bits: list[int], ranks: int) -> str:
+    """Write P (p + g + K o) in bytes, with the numbers filled in."""
+    terms, whole = [f"{each / BITS:g}" for each in bits], len(bits) - stage
+    shared = f"({' + '.join(terms[whole:])})" if stage > 1 else "".join(terms[whole:])
+    parts = [*terms[:whole], f"{shared} / {ranks}"] if stage else terms
+    return f"{count_text(elements)} x ({' + '.join(parts)})" if whole else f"{count_text(elements)} x {parts[0]}"
+
+
+def _parameters(text: str) -> int:
+    match = _COUNT.fullmatch(text.strip())
+    value = float(match[1]) * COUNTS[match[2].lower()] if match else 0.0
+    if not 1 <= value <= 1e18:
+        raise UsageError(f"--parameters {text}: wanted a number from 1 to 1e18, such as 10e9, 10B or 1.3M")
+    return round(value)
+
+
+def _bits(text: str) -> tuple[int, int, int]:
+    numbers = [int(word) for word in re.findall(r"\b(\d{1,3})\b", text)]
+    if not re.fullmatch(r"\d{1,3}(,\d{1,3},\d{1,3})?", text) or not all(1 <= each <= 64 for each in numbers):
+        raise UsageError(
+            f"--bits {text}: wanted a number from 1 to 64, or three with commas, such as 16,16,32 for parameters, "
+            "gradients and optimizer states"
+        )
+    first, second, third = numbers * (3 // len(numbers))
+    return first, second, third
+
+
+def _within(flag: str, value: int | None, least: int, most: int, such: str) -> int:
+    if value is None or not least <= value <= most:
+        found = f"{flag} is missing" if value is None else f"{flag} {value}"
+        raise UsageError(f"{found}: wanted a whole number from {least} to {most}, such as {flag} {such}")
+    return value
