@@ -22,7 +22,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = EPILOG
     configure_rows(parser)
-    parser.add_argument("--output", metavar="FILE.html", type=Path, help="default: the run's or sweep's name, here")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.html", type=Path, help="default: the run's or sweep's name, here"
+    )
     parser.add_argument("--files", action="store_true", help="also write PNG, CSV and JSON into a folder beside it")
     parser.add_argument("--force", action="store_true", help="replace a file that is not a report")
 
