@@ -7,6 +7,7 @@ same calls when somebody else started the ranks.
 import hashlib
 import json
 import os
+import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -222,6 +223,7 @@ def facts_of(start: Start, job: "Job", world: World) -> dict[str, Any]:
         "mode": settings_of(job).mode_name,
         "device": world.device.type,
         "torch": torch.__version__,
+        "python": platform.python_version(),
     }
 
 
