@@ -1,4 +1,4 @@
-"""`train.profile` of a job file: whether, and which steps of every rank are recorded."""
+"""`train.profile` of a job file: which steps of every rank to record, if any."""
 
 from typing import Annotated, Any, Final
 
@@ -10,22 +10,22 @@ MOST_STEPS: Final = 100  # a trace grows by megabytes with every step
 
 
 def _or_bool(schema: dict[str, Any]) -> None:
-    """Let an editor take `true` and `false` where the mapping may stand."""
+    """Let an editor accept `true` and `false` in place of the mapping."""
     mapping = dict(schema)
     schema.clear()
     schema |= {"title": mapping.pop("title"), "anyOf": [{"type": "boolean"}, mapping]}
 
 
 class ProfileSettings(Strict):
-    """`profile:` - true, false, or which steps and what of them; a mapping means true."""
+    """`profile:` - true, false, or a mapping (which means true) that selects the steps and what to record."""
 
     model_config = ConfigDict(json_schema_extra=_or_bool)
 
-    on: bool = Field(False, description="of a mapping: true unless it says otherwise")
-    first_step: Positive = Field(6, description="of an attempt, counted from 1: those before it warm up")
-    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = Field(3, description="how many, one after another")
-    stacks: bool = Field(False, description="Python's frames too, in the trace and the flame graph; slows the steps")
-    memory: bool = Field(True, description="a snapshot of CUDA memory, with the stacks that allocated it")
+    on: bool = Field(False, description="default within a mapping: true")
+    first_step: Positive = Field(6, description="of an attempt, counted from 1; the steps before it warm up")
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = Field(3, description="number of consecutive steps")
+    stacks: bool = Field(False, description="add Python frames to the trace and the flame graph; slows the steps")
+    memory: bool = Field(True, description="record a snapshot of CUDA memory, with the stacks of its allocations")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The keys of a `train:` section, typed: a model, its data, how the work is split, in which numbers, for how long."""
+"""The keys of a `train:` section, typed: model, data, parallelism, numerics, and length of training."""
 
 from collections.abc import Collection
 from itertools import chain
@@ -22,7 +22,7 @@ Precision = Literal["fp32", "fp64", "bf16", "fp16", "pure_bf16"]
 
 
 def one_of(what: str, *tables: Collection[str]) -> AfterValidator:
-    """Return the check that a text is a name of one of some tables, as they are when it is asked."""
+    """Return a check that a text is a name in one of the tables; the tables are read at the time of the check."""
 
     def check(name: str) -> str:
         if not any(name in table for table in tables):
@@ -41,25 +41,25 @@ Made = Annotated[str, AfterValidator(_is_made)]
 
 
 def _only_with(section: Strict, given: str, allowed: Collection[str], what: str) -> None:
-    """Refuse keys that do not belong beside `make`."""
+    """Refuse keys that must not be combined with `make`."""
     if foreign := sorted(section.model_fields_set - {given, *allowed}):
         raise ValueError(f"{what} made by {given} has no {' or '.join(foreign)} here; pass it in args")
 
 
 class ModelSettings(ModelRules, Strict):
-    """A model: a row of `jobs/models/shapes.py`, with overrides, a GPT given by its sizes, or a function's result."""
+    """A model: a row of `jobs/models/shapes.py` with overrides, a GPT given by its sizes, or a function's result."""
 
     name: Annotated[str, one_of("model", VGG_SHAPES, GPT_SHAPES)] | None = None
     make: Made | None = Field(None, description=f"a function that returns an nn.Module: {FORM}")
-    args: dict[str, Any] = Field({}, description="of make: keyword arguments")
+    args: dict[str, Any] = Field({}, description="for make: keyword arguments")
     units: list[str] | None = Field(
         None,
-        description="of make: modules by name, with * and ?, that zero3, fsdp, compile and activation_checkpointing "
-        "take one by one; default: repeated children",
+        description="for make: modules by name, with * and ?, that zero3, fsdp, compile and activation_checkpointing "
+        "handle one by one; default: repeated children",
         min_length=1,
     )
     plan: Made | None = Field(
-        None, description="of make: a function of the model that returns its plan for tensor parallel"
+        None, description="for make: a function that takes the model and returns its plan for tensor parallel"
     )
     d_model: Positive | None = None
     d_ff: Positive | None = None
@@ -78,7 +78,7 @@ class ModelSettings(ModelRules, Strict):
             _only_with(self, "make", ("args", "units", "plan", "context", "vocabulary"), "a model")
             return self
         if foreign := sorted({"args", "units", "plan"} & self.model_fields_set):
-            raise ValueError(f"{foreign[0]} is for a model made by make; add make: {FORM}, or remove {foreign[0]}")
+            raise ValueError(f"{foreign[0]} is only for a model from make; add make: {FORM}, or remove {foreign[0]}")
         sizes = {"d_model": self.d_model, "d_ff": self.d_ff, "layers": self.layers, "heads": self.heads}
         given = [key for key, value in sizes.items() if value is not None]
         if self.name is None and len(given) < len(sizes):
@@ -90,33 +90,33 @@ class ModelSettings(ModelRules, Strict):
 
 
 class DataSettings(Strict):
-    """A data set: a name of `DATA_NAMES`, a text file (`{text: PATH}`), or what a function returns."""
+    """A data set: a name in `DATA_NAMES`, a text file (`{text: PATH}`), or the result of a function."""
 
     name: Annotated[str, one_of("data", DATA_NAMES)] | None = None
     text: str | None = None
     make: Made | None = Field(None, description=f"a function that returns (train, eval), map-style Datasets: {FORM}")
-    args: dict[str, Any] = Field({}, description="of make: keyword arguments")
+    args: dict[str, Any] = Field({}, description="for make: keyword arguments")
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if sum(each is not None for each in (self.name, self.text, self.make)) != 1:
-            raise ValueError("data is a name, {text: PATH} or {make: FILE.py:NAME}: exactly one of them")
+            raise ValueError("data is a name, {text: PATH} or {make: FILE.py:NAME}; give exactly one of them")
         if self.make is None and "args" in self.model_fields_set:
-            raise ValueError("args is for data made by make; remove it")
+            raise ValueError("args is only for data from make; remove it")
         return self
 
     @property
     def title(self) -> str:
-        """What messages call the data."""
+        """The name of the data in messages."""
         return self.make or self.name or "text"
 
 
 class OptimizerSettings(Strict):
-    """The optimizer; `betas` and `eps` belong to adamw, `momentum` and `nesterov` to sgd, `args` to a user's own."""
+    """The optimizer. `betas` and `eps` are for adamw, `momentum` and `nesterov` for sgd, `args` for the user's own."""
 
     name: Literal["sgd", "adamw"] = "sgd"
-    make: Made | None = Field(None, description=f"a class of optimizers, called with parameters, lr and args: {FORM}")
-    args: dict[str, Any] = Field({}, description="of make: keyword arguments besides lr")
+    make: Made | None = Field(None, description=f"an optimizer class, called with parameters, lr and args: {FORM}")
+    args: dict[str, Any] = Field({}, description="for make: keyword arguments besides lr")
     lr: Annotated[float, Field(gt=0.0)] = 0.01
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -138,7 +138,7 @@ class OptimizerSettings(Strict):
 
 
 class ScheduleSettings(Strict):
-    """The learning rate over steps: a linear warm-up, then a shape from lr down to lr * final."""
+    """The learning rate over steps: a linear warm-up, then constant or a decay from lr to lr * final."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0
@@ -146,17 +146,17 @@ class ScheduleSettings(Strict):
 
 
 class TrainFields(Strict):
-    """The keys of `train:`, each by itself; `jobs/spec/train.py` holds them against each other."""
+    """The keys of `train:`, each validated separately; `jobs/spec/train.py` checks them against each other."""
 
     model: ModelSettings
     data: DataSettings
     loss: Made | None = Field(
         None,
-        description="a function of outputs and targets that returns their mean loss; default: cross-entropy of logits",
+        description="a function that returns the mean loss of outputs and targets; default: cross-entropy of logits",
     )
     mode: Annotated[str, one_of("mode", MODES)] = "ddp"
     parallel: ParallelSettings | None = None
-    batch_size: Positive = Field(64, description="global: the same whatever the number of ranks")
+    batch_size: Positive = Field(64, description="samples per step over all ranks")
     epochs: Positive | None = None
     steps: Positive | None = None
     log_every: Positive = 20
@@ -164,58 +164,62 @@ class TrainFields(Strict):
     deterministic: bool = False
     exact: bool = Field(False, description="the same bits on any number of ranks that divides virtual_ranks")
     virtual_ranks: Positive | None = None
-    grad_accumulation: Positive = Field(1, description="not of pipelines: their micro-batches are microbatches")
+    grad_accumulation: Positive = Field(1, description="micro-batches per step; pipelines use microbatches instead")
     microbatches: Positive | None = Field(
-        None, description="of pipelines but model, which has 1: parts of a batch; default: 4 for each rank"
+        None, description="for pipelines except model (always 1): parts of a batch; default: 4 per rank"
     )
-    chunks: Annotated[int, Field(ge=2)] = Field(2, description="of mode interleaved: slices of the model on each rank")
+    chunks: Annotated[int, Field(ge=2)] = Field(2, description="for mode interleaved: slices of the model per rank")
     cut: Literal["count", "parameters", "flops", "profile"] | list[NonNegative | str] = Field(
         "flops",
-        description="of pipelines: what stages have alike, or their first layers by name or number: [block3, norm]",
+        description="for pipelines: the quantity that stages balance, or their first layers by name or number: "
+        "[block3, norm]",
     )
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     non_finite: Literal["stop", "skip"] = Field(
-        "stop", description="after a step whose loss or gradients are not finite, and which is left out; skip: go on"
+        "stop",
+        description="what to do after a step with a non-finite loss or gradient, which is discarded; skip: continue",
     )
     precision: Precision = Field(
-        "fp32", description="bf16, fp16: autocast, fp16 with loss scaling; pure_bf16: weights too, with fp32 masters"
+        "fp32",
+        description="bf16, fp16: autocast, fp16 with loss scaling; pure_bf16: also the weights, with fp32 "
+        "master weights",
     )
     compile: bool = Field(False, description="torch.compile, block by block")
-    activation_checkpointing: bool = Field(False, description="forward every block again in the backward, to keep less")
+    activation_checkpointing: bool = Field(False, description="recompute every block in the backward, to save memory")
     cuda_graph: bool = Field(
         False,
-        description="record steps - under a pipeline each forward and backward - and replay them; for GPUs that wait "
-        "for the host",
+        description="record steps (in a pipeline: each forward and backward) as CUDA graphs and replay them; for GPUs "
+        "that wait for the host",
     )
     bucket_size_mb: Annotated[float, Field(gt=0.0)] | None = Field(
-        25.0, description="of modes bucketed, zero1 and zero2 alone, at most; null: all gradients in one bucket"
+        25.0, description="upper limit, for modes bucketed, zero1 and zero2; null: all gradients in one bucket"
     )
     accumulate: Literal["local", "sharded"] = Field(
         "local",
-        description="of modes zero1, zero2, zero3 and fsdp: what micro-batches add to; local: whole gradients, which "
-        "are shared out once a step; sharded: each rank's share, after every micro-batch, for less memory and more "
-        "communication; other modes refuse it",
+        description="for modes zero1, zero2, zero3 and fsdp: where micro-batches accumulate; local: in full gradients, "
+        "which are sharded once per step; sharded: in each rank's shard, after every micro-batch, for less memory and "
+        "more communication; other modes refuse it",
     )
     reshard_after_forward: bool = Field(
         True,
-        description="of modes zero3 and fsdp: give gathered parameters back after the forward, and gather them again "
+        description="for modes zero3 and fsdp: free gathered parameters after the forward, and gather them again "
         "in the backward; other modes refuse it",
     )
     layerwise: bool = Field(
         False,
-        description="of mode zero3 and of pipelines, to learn from: gradients taken with one torch.autograd.grad a "
-        "layer, and in zero3 parameters gathered layer by layer; other modes refuse it",
+        description="for mode zero3 and pipelines, to study: gradients are computed with one torch.autograd.grad per "
+        "layer, and zero3 also gathers parameters layer by layer; other modes refuse it",
     )
     sequence_parallel: bool = Field(
         False,
-        description="where layers are split: norms and dropout between them have a part of the tokens on each rank, "
-        "for less memory; other modes refuse it",
+        description="for split layers: each rank computes norms and dropout between them for a part of the tokens, "
+        "to save memory; other modes refuse it",
     )
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="what gradients are sent as; default: as they are. For the modes with our own wrappers"
+        None, description="dtype of gradients on the network; default: their own. Only for modes with Muster's wrappers"
     )
     profile: ProfileSettings = Field(
-        OFF, description="traces, operators, flame graph and overlap of some steps of every rank"
+        OFF, description="record traces, operators, flame graph and overlap for some steps of every rank"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -231,7 +235,7 @@ class TrainFields(Strict):
     @model_validator(mode="before")
     @classmethod
     def _mode_may_be_null(cls, given: Any) -> Any:
-        """Let `--set train.mode=null` take the mode out of a file, for `parallel:` in its place."""
+        """Let `--set train.mode=null` remove the mode of a file in favour of `parallel:`."""
         is_null = isinstance(given, dict) and given.get("mode", "") is None
         return {key: value for key, value in given.items() if key != "mode"} if is_null else given
 

@@ -99,9 +99,9 @@ def test_brackets_stand_for_all_their_combinations_the_last_counting_fastest(
     ("text", "problem"),
     [
         ("", "is empty"),
-        ("n[1", "the bracket at character 2 has no partner"),
-        ("n1]", "the bracket at character 3 has no partner"),
-        ("n[1,[2-3]]", "the bracket at character 2 has no partner, or stands inside another"),
+        ("n[1", "the bracket at character 2 is unmatched"),
+        ("n1]", "the bracket at character 3 is unmatched"),
+        ("n[1,[2-3]]", "the bracket at character 2 is unmatched, or inside another bracket"),
         ("n[3-1]", r"\[3-1\] runs backwards; write \[1-3\]"),
         ("n[10-9]", r"\[10-9\] runs backwards; write \[9-10\]"),
         ("n[1-03]", "different widths"),

@@ -173,7 +173,7 @@ def test_a_state_that_another_user_wrote_or_that_is_a_link_is_not_used(root: Pat
     os.chown(file, 0, 0)
     file.rename(file.with_name("elsewhere"))
     file.symlink_to("elsewhere")
-    with pytest.raises(RunFolderError, match=r"state.json: is a link, expected a file; it was not used: remove it"):
+    with pytest.raises(RunFolderError, match=r"state.json: is a link, expected a file; it was not used; remove it"):
         read_state("one")
 
 

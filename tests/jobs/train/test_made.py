@@ -151,10 +151,10 @@ WRONG = {
     "none.py:build": "train.model.make: none.py: no such file in .*support/made; correct it, or set workdir",
     "no.module:build": "train.model.make: no module no for .*; install it there, or correct the name",
     "net.py:biuld": r"train.model.make: net.py has no biuld; did you mean 'build'\? \(it has Block, Net, build",
-    "net.py:raises": "train.model.make: net.py:raises raised ValueError: no such luck; its traceback stands above",
+    "net.py:raises": "train.model.make: net.py:raises raised ValueError: no such luck; see the traceback above",
     "net.py:nothing": "train.model.make: net.py:nothing returned a int; return an nn.Module",
     "net.py:frozen": "train.model.make: net.py:frozen returned a Linear without parameters to train",
-    "net.py:late": "rank 0: step 1 raised KeyError: 'late'; its traceback stands above",
+    "net.py:late": "rank 0: step 1 raised KeyError: 'late'; see the traceback above",
 }
 
 
