@@ -3,6 +3,7 @@
     attempt-NNN/metrics-RRRRR.jsonl   every step of a rank
     metrics.jsonl                     every step of the run: `samples` and `tokens` are summed over the ranks, all other
                                       values averaged; rank 0's own values if ranks did not log the same names
+
 Rows are written when the ranks meet. Until then logging only appends to a list: tensors are read all at once when the
 ranks meet, so that no step waits for a device.
 """

@@ -313,7 +313,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End the session with the program: wait for a save in flight and, without a supervisor, record how it ended."""
+        """End the session with the program: wait for a save in flight; without a supervisor, record how it ended."""
         loop = self._loop_made
         if loop is None or self._is_closed:
             return

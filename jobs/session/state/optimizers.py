@@ -2,6 +2,7 @@
 
     optimizer/fc.weight/exp_avg      for the parameter fc.weight of the registered module
     optimizer/3/exp_avg              for the fourth parameter, if no registered module has it
+
 Learning rates and other settings of the groups are JSON. The program decides which group a parameter is in.
 """
 

@@ -1,4 +1,4 @@
-"""What the rank of a `timing:` job runs: a conductor, then the table of what it has measured."""
+"""The rank of a `timing:` job: runs the launch manager, then prints the table of measurements."""
 
 import os
 from collections.abc import Mapping
@@ -40,10 +40,10 @@ def run_rank(payload: Mapping[str, Any]) -> int:
 
 
 def device_of(settings: TimingSettings) -> torch.device:
-    """Choose the device, and check that it can do what is asked for.
+    """Choose the device, and check that it supports the settings.
 
     Raises:
-        RefusedError: there is no GPU, or no compiler.
+        RefusedError: if there is no GPU, or no compiler.
     """
     device = choose_device(settings.device, 0, [this_peer()], key="timing.device")
     if settings.compile:
@@ -55,7 +55,7 @@ def device_of(settings: TimingSettings) -> torch.device:
 
 
 def time_all(settings: TimingSettings, device: torch.device, path: Path, *, name: str, reporter: Reporter) -> int:
-    """Measure into a file, print the table, and say what failed; return the exit code."""
+    """Measure into a file, print the table, and report failures; return the exit code."""
     make_own_folder(path.parent)
     conductor = Conductor(settings, device, RowLog(path, patient=True, say=complain), name=name)
     conductor.run()

@@ -223,7 +223,7 @@ def of_the_rank(world: World) -> str:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_whose_models_differ_all_hear_of_it(on_ranks):
-    said = "model net.py:of_the_rank of rank 1 differs from rank 0's; let it depend on args and torch's random numbers"
+    said = "model net.py:of_the_rank of rank 1 differs from rank 0's; it may depend only on args and torch's random numbers"
     assert all(each.startswith(said) for each in on_ranks(2, of_the_rank))
 
 
@@ -249,5 +249,5 @@ def test_a_run_goes_on_with_changed_code_on_another_number_of_ranks(tmp_path):
     words = ["resume", live.run.run_id, "--runs", str(live.root), "--set", "train.steps=12", "--ranks-per-node", "1"]
     argv = [sys.executable, "-m", "muster", *words]
     said = subprocess.run(argv, capture_output=True, text=True, timeout=90, check=True).stdout
-    assert "net.py has changed since step-00000008.a000 was saved; training goes on with it as it is now" in said
+    assert "net.py has changed since step-00000008.a000 was saved; training continues with the current version" in said
     assert "step 12/12" in said

@@ -128,7 +128,7 @@ def test_steps_that_are_done_again_are_compared_with_the_log_of_the_first_time(o
     # An attempt goes on to the end, saves nothing and is lost: the next one does its steps again.
     assert [code for code, _, _ in on_ranks(2, go_on, folder=str(saved), settings=GPT_4)] == [0, 0]
     said, silent = on_ranks(2, listen, folder=str(saved), settings=GPT_4, number=2)
-    assert "goes on from step-00000002.a000, step 2 of 4, read in " in said
+    assert "continues from step-00000002.a000, step 2 of 4, read in " in said
     assert "2 steps repeated: the same losses, bit by bit\n" in said
     assert silent == ""
     logged = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]

@@ -108,7 +108,7 @@ def test_memory_that_nobody_foresaw_is_an_error_of_the_row_and_not_of_the_machin
     rows, _ = timed(on_ranks, tmp_path, allowed=150 * MB, fault="devour", steps=20)
     assert [row["state"] for row in rows] == ["memory"] * 2
     assert 2 <= len(rows[0]["warm_up_s"] + rows[0]["steps_s"]) <= 5  # of 32 MB each
-    assert rows[0]["reason"] == "asked for 0.0 GB more than may be taken here; take a smaller batch or model"
+    assert rows[0]["reason"] == "asked for 0.0 GB more than may be used here; use a smaller batch or model"
 
 
 def test_a_row_whose_time_is_over_is_given_up_and_the_next_one_goes_on(on_ranks, tmp_path):
@@ -122,7 +122,7 @@ def test_a_row_whose_time_is_over_is_given_up_and_the_next_one_goes_on(on_ranks,
     [
         ("raise", "failed", "ValueError: a mistake of the model's own"),
         ("abort", "failed", "was killed by SIGABRT"),
-        ("kill", "memory", "was killed by SIGKILL, as the kernel does where memory ends"),
+        ("kill", "memory", "was killed by SIGKILL, which the kernel does when memory runs out"),
     ],
 )
 def test_a_row_whose_process_fails_says_why(on_ranks, tmp_path, fault, state, reason):
