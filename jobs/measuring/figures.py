@@ -1,4 +1,4 @@
-"""Figures as files. The same figure makes the same file, byte for byte."""
+"""Figures as files. Equal figures give equal files, byte for byte."""
 
 import io
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ NO_DATES: Final[dict[str, dict[str, Any]]] = {
 
 
 class NothingToPlotError(ValueError):
-    """No row has what is drawn."""
+    """No row has the values to plot."""
 
 
 @contextmanager
 def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
-    """Yield an empty figure of so many inches, and write it; the suffix says what kind: .png, .svg or .pdf.
+    """Yield an empty figure of a size in inches, and write it; the suffix selects the format: .png, .svg or .pdf.
 
     Raises:
-        RunFolderError, StorageError: it cannot be written.
+        RunFolderError, StorageError: if it cannot be written.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg

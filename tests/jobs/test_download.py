@@ -77,7 +77,7 @@ def test_a_dead_network_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_missing_page_names_the_answer(serve, tmp_path: Path):
-    with pytest.raises(UnreachableError, match="the server answers 416"):
+    with pytest.raises(UnreachableError, match="the server answered 416"):
         download(serve(b"").url, tmp_path / "file", MD5)
 
 

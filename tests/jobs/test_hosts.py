@@ -68,15 +68,15 @@ def test_hosts_files_of_every_form_are_read(text: str, hosts: list[Host]) -> Non
         ),
         (
             "n0:2222",
-            [
-                "hosts:1: 'n0:2222': 2222 after the colon means slots; for ssh's port write port=2222, "
-                "else slots=2222"
-            ],
+            ["hosts:1: 'n0:2222': 2222 after the colon means slots; for ssh's port write port=2222, else slots=2222"],
         ),
         ("n0:", ["hosts:1: 'n0:': expected a number of slots after the colon, as in node0:4, got ''"]),
         ("n0:four", ["hosts:1: 'n0:four': expected a number of slots after the colon, as in node0:4, got 'four'"]),
         ("n0 port=70000", ["hosts:1: port must be a number from 1 to 65535, got '70000'"]),
-        ("n0 address=n0.lan", ["hosts:1: address must be numeric, such as 10.10.1.1, got 'n0.lan'; use ssh= for names"]),
+        (
+            "n0 address=n0.lan",
+            ["hosts:1: address must be numeric, such as 10.10.1.1, got 'n0.lan'; use ssh= for names"],
+        ),
         (
             "n[1-2] address=10.0.0.1",
             ["hosts:1: address= belongs to one host, and n[1-2] names 2; give each its own line"],

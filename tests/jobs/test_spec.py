@@ -52,14 +52,20 @@ FOUR_HEADS: Any = {**GPT, "model": {**SPLIT, "heads": 4}}
         ({"mode": "bucketed", "bucket_size_mb": 0}, "greater than 0"),
         ({"mode": "single", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got single"),
         ({"communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got ddp; remove it"),
-        ({"mode": "flat", "exact": True, "communication_dtype": "bf16"}, "guarantees the same bits; remove one of the two"),
+        (
+            {"mode": "flat", "exact": True, "communication_dtype": "bf16"},
+            "guarantees the same bits; remove one of the two",
+        ),
         ({"mode": "fsdp", "exact": True}, "exact: true needs one of the modes .* got fsdp"),
         ({"mode": "fsdp", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got fsdp"),
         ({"mode": "zero2", "exact": True, "accumulate": "sharded"}, "set accumulate: local, or exact: false"),
         ({"mode": "zero3", "layerwise": True, "exact": True}, "without exact; set exact: false, or layerwise: false"),
         ({"mode": "zero3", "layerwise": True, "compile": True}, "without compile; set compile: false, or layerwise"),
         ({"mode": "zero3", "layerwise": True, "activation_checkpointing": True}, "without activation_checkpointing"),
-        ({"mode": "zero3", "layerwise": True, "communication_dtype": "bf16"}, "layerwise sends gradients in their own dtype"),
+        (
+            {"mode": "zero3", "layerwise": True, "communication_dtype": "bf16"},
+            "layerwise sends gradients in their own dtype",
+        ),
         (
             {"mode": "zero3", "layerwise": True, "model": "gpt-nano", "data": "synthetic"},
             "weight with the embedding; write model: {name: ..., tied: false}",
@@ -69,13 +75,19 @@ FOUR_HEADS: Any = {**GPT, "model": {**SPLIT, "heads": 4}}
         ({"parallel": {"data": 2, "zero": 1, "sync": "fsdp"}}, "zero: 1 does not go with sync: fsdp"),
         ({"parallel": {"data": 2, "sync": "sharded"}}, "zero: 0 does not go with sync: sharded"),
         ({"parallel": {"data": 2, "zero": 4}}, "zero"),
-        ({"parallel": {"data": 2, "sync": "none"}}, "sync: none leaves the gradients of 2 data-parallel ranks different"),
+        (
+            {"parallel": {"data": 2, "sync": "none"}},
+            "sync: none leaves the gradients of 2 data-parallel ranks different",
+        ),
         ({"parallel": {"tensor": 2}}, "model: vgg11: tensor parallel can split the layers of a gpt"),
         ({**GPT, "parallel": {"tensor": 2, "data": 2, "zero": 3}}, "zero: 3 by sync: sharded does not go with tensor"),
         ({**GPT, "parallel": {"tensor": 2, "data": 2, "sync": "fsdp"}}, "zero: 3 by sync: fsdp does not go with"),
         ({**GPT, "mode": "tensor", "exact": True}, "exact: true needs one of the modes"),
         ({**GPT, "parallel": {"tensor": 2, "pipe": 2}, "exact": True}, "exact: true does not go with tensor parallel"),
-        ({**GPT, "mode": "tensor", "cuda_graph": True}, "cuda_graph does not go with tensor: recording the collectives within"),
+        (
+            {**GPT, "mode": "tensor", "cuda_graph": True},
+            "cuda_graph does not go with tensor: recording the collectives within",
+        ),
         ({**GPT, "mode": "tensor", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes"),
         (
             {"mode": "1f1b", "grad_accumulation": 2},
@@ -318,7 +330,10 @@ def test_a_command_that_the_kernel_would_not_start_is_refused(argv: list[str], m
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"env": {"": "a"}}, "the name of a variable has letters, digits and _, and does not begin with a digit, got ''"),
+        (
+            {"env": {"": "a"}},
+            "the name of a variable has letters, digits and _, and does not begin with a digit, got ''",
+        ),
         ({"env": {"BAD NAME": "a"}}, "the name of a variable has letters, .*, got 'BAD NAME'; correct it"),
         ({"env": {"1ST": "a"}}, "the name of a variable has letters, .*, got '1ST'"),
         ({"threads_per_rank": 1025}, "less than or equal to 1024"),

@@ -36,8 +36,14 @@ def settings(**more: Any) -> TrainSettings:
         ({"mode": "1f1b", "activation_checkpointing": True}, "cuda_graph does not go with activation_checkpointing: "),
         (parallel(data=2, sync="ddp"), "cuda_graph does not go with ddp"),
         (parallel(data=2, pipe=2), "cuda_graph does not go with 2 data-parallel pipelines: gradients are averaged by"),
-        (parallel(tensor=2, pipe=2), "cuda_graph does not go with tensor parallel: recording the collectives within layers"),
-        ({"mode": "1f1b", "exact": True}, "cuda_graph does not go with exact if the head and the embedding share their weight: "),
+        (
+            parallel(tensor=2, pipe=2),
+            "cuda_graph does not go with tensor parallel: recording the collectives within layers",
+        ),
+        (
+            {"mode": "1f1b", "exact": True},
+            "cuda_graph does not go with exact if the head and the embedding share their weight: ",
+        ),
     ],
 )
 def test_what_the_host_decides_within_a_step_is_refused_with_what_to_do(more: dict[str, Any], message: str) -> None:

@@ -182,11 +182,11 @@ def test_wrong_data_is_refused(here, make):
     ("keys", "said"),
     [
         ({"model": {**NET, "args": {"widht": 3}}}, "train.model.args: net.py:build takes (width: int = 16) -> net.Net"),
-        ({"optimizer": {"make": "net.py:build"}}, "train.optimizer.make: net.py:build is no class of torch.optim."),
+        ({"optimizer": {"make": "net.py:build"}}, "train.optimizer.make: net.py:build is not a subclass of torch.optim."),
         ({"loss": "net.py:per_sample"}, "train.loss: net.py:per_sample returned [12]; return the mean loss, a tensor"),
         ({"loss": "net.py:JOB"}, "train.loss: net.py has no JOB"),
         ({"model": {**NET, "units": ["no.*"]}, "activation_checkpointing": True}, "train.model.units: 'no.*' names no"),
-        ({"model": "vgg11", "data": {"make": "net.py:few"}}, "train.model.vocabulary: net.py:few does not say how"),
+        ({"model": "vgg11", "data": {"make": "net.py:few"}}, "train.model.vocabulary: net.py:few does not tell its"),
     ],
 )  # fmt: skip
 def test_so_are_other_wrong_keys(here, keys, said):
@@ -199,9 +199,9 @@ def test_so_are_other_wrong_keys(here, keys, said):
         ("net.py:uncut", "train.model.make: net.py:uncut returned a Uncut, which cannot be cut into layers: it is no"),
         (
             "net.py:renamed",
-            "train.model.make: layer 1 of stages() of net.py:renamed, a Sequential, is no module of the",
+            "train.model.make: layer 1 of stages() of net.py:renamed, a Sequential, is not a module of the",
         ),
-        ("net.py:short", "train.model.make: stages() of net.py:short leaves out body.blocks.0.norm.weight; every"),
+        ("net.py:short", "train.model.make: stages() of net.py:short omits body.blocks.0.norm.weight; every"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(here, make, said):

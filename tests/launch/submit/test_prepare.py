@@ -253,7 +253,11 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (["-w", "n1", "--port", "9000"], UsageError, "--port: has no effect with --on ssh; it is for hand"),
         (["--on", "slurm", "--jump", "gate"], UsageError, "--jump: has no effect with --on slurm; it is for ssh, pdsh"),
         (["-w", "n1", "--lan", "lan0"], UsageError, "--lan lan0: names a network of a manifest; add --manifest FILE"),
-        (["-w", "n1", "--iface", "10.0.0.0/99"], UsageError, "--iface: '10.0.0.0/99' is neither an interface nor a network"),
+        (
+            ["-w", "n1", "--iface", "10.0.0.0/99"],
+            UsageError,
+            "--iface: '10.0.0.0/99' is neither an interface nor a network",
+        ),
         (["-w", "n1", "--iface", "10.0.0.1"], UsageError, "--iface: '10.0.0.1' is neither an interface nor a network"),
         (["--on", "hand", "--port", "99999"], UsageError, "--port: must be a number from 1 to 65535, got '99999'"),
         (["--on", "hand", "--port", "-1"], UsageError, "--port: must be a number from 1 to 65535, got '-1'"),

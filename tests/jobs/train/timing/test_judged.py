@@ -59,9 +59,14 @@ def test_without_warm_up_the_first_step_counts():
     [
         ([*BUILT, {"memory": "asked for 2.0 GB"}], DONE, "memory", "asked for 2.0 GB"),
         ([{"refused": "no compiler"}], DONE, "refused", "no compiler"),
-        ([], LATE, "timeout", "its model was not made in 3 s (--timeout)"),
+        ([], LATE, "timeout", "its model was not built in 3 s (--timeout)"),
         ([*BUILT, *STEPS[:2]], LATE, "timeout", "2 of 3 steps were done in 3 s (--timeout)"),
-        (BUILT, Ended("died", 1.0, message="was killed by SIGKILL"), "memory", "which the kernel does when memory runs out"),
+        (
+            BUILT,
+            Ended("died", 1.0, message="was killed by SIGKILL"),
+            "memory",
+            "which the kernel does when memory runs out",
+        ),
         (BUILT, Ended("died", 1.0, message="was killed by SIGABRT; last words: std::bad_alloc"), "memory", "bad_alloc"),
         (BUILT, Ended("died", 1.0, message="was killed by SIGSEGV"), "failed", "was killed by SIGSEGV"),
         (BUILT, Ended("raised", 1.0, message="ValueError: no"), "failed", "ValueError: no"),
