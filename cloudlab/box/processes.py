@@ -1,4 +1,4 @@
-"""Processes of a node, seen from the host: by process id and start time, and by namespace. Never by name."""
+"""Processes of a node, seen from the host: identified by pid and start time, or by namespace, but never by name."""
 
 import os
 import select

@@ -90,7 +90,7 @@ def test_a_member_who_joined_later_is_tried_and_named() -> None:
         Login("pc7.cluster.example.net", "barbara", 25010),
         Login("pc7.cluster.example.net", "barbara", 25011),
     ]
-    assert found.warnings == ("barbara has no login on vm-0, vm-1 in the manifest; it is tried all the same",)
+    assert found.warnings == ("barbara has no login on vm-0, vm-1 in the manifest; trying it anyway",)
 
 
 # --- small manifests, made for one question each ---------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_a_held_lock_is_waited_for_and_then_named(root: Path, monkeypatch: pytes
     root.mkdir()
     with (
         locked_folder(root),
-        pytest.raises(RefusedError, match="another muster box command works on it"),
+        pytest.raises(RefusedError, match="another muster box command has been working on it"),
         locked_folder(root),
     ):
         pass
