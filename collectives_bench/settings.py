@@ -12,7 +12,7 @@ from muster.jobs.basics.words import unknown
 from muster.jobs.spec.strict import Positive, Strict, as_list, one_or_many
 
 HELLO: Final = "hello"
-ALL: Final = "all"  # every operation of the library's; ours: every one of our own building blocks
+ALL: Final = "all"  # every operation of the library; "ours": every one of Muster's own
 OURS: Final = "ours"
 
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -29,7 +29,7 @@ def _sizes(schema: dict[str, Any]) -> None:
 
 
 class BenchSettings(Strict):
-    """What to measure on the ranks. `operation: hello` measures nothing: every rank says where it is."""
+    """What to measure on the ranks. `operation: hello` measures nothing: every rank prints where it runs."""
 
     operation: list[str] = Field(
         [ALL], min_length=1, description="names, or all, or ours", json_schema_extra=_operations
@@ -46,17 +46,19 @@ class BenchSettings(Strict):
     calls: list[Literal["sync", "async"]] = Field(["sync"], min_length=1, json_schema_extra=one_or_many)
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    launches: Positive = Field(5, description="fresh starts of all processes: the unit that is compared")
+    launches: Positive = Field(5, description="fresh starts of all processes; launches are the unit of comparisons")
     block_s: Seconds = Field(0.25, description="time for the samples of one size in one launch")
     least_samples: Positive = 5
     most_samples: Positive = 1000
     precision: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.03, description="a block ends when its interval is +-")
-    timeout_s: Seconds = Field(30.0, description="a call that takes longer is given up")
+    timeout_s: Seconds = Field(30.0, description="limit for one call")
     check: bool = Field(True, description="compare every element of every result")
     wire: bool = Field(False, description="count the bytes that the interfaces send")
     pairs: bool = Field(False, description="measure every pair of nodes instead")
     pair_bytes: Positive = 4 * 2**20
-    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.8, description="of a host's free memory")
+    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.8, description="usable share of a host's free memory"
+    )
     seed: int = 0
 
     @field_validator("dtypes", mode="before")
@@ -72,7 +74,7 @@ class BenchSettings(Strict):
     @field_validator("sizes", mode="before")
     @classmethod
     def _sizes(cls, value: Any) -> list[int]:
-        words = as_list(value)  # this runs before `_one_or_many`, which stands above it
+        words = as_list(value)  # runs before `_one_or_many`, which is defined above it
         return sorted({size for word in words for size in parse_sizes(word)})
 
     @field_validator("operation")
@@ -88,7 +90,7 @@ class BenchSettings(Strict):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.backend == "nccl" and self.device == "cpu":
-            raise ValueError("nccl speaks for GPUs only; set device: cuda, or backend: gloo")
+            raise ValueError("nccl supports only GPUs; set device: cuda, or backend: gloo")
         if self.most_samples < self.least_samples:
             raise ValueError(f"most_samples: {self.most_samples} is less than least_samples, {self.least_samples}")
         return self
@@ -99,7 +101,7 @@ class BenchSettings(Strict):
         return self.operation == [HELLO]
 
     def operations(self) -> list[str]:
-        """Name the operations in the order of the catalog, `all` and `ours` written out."""
+        """Return the operations in the order of the catalog, with `all` and `ours` expanded."""
         wanted = set(self.operation)
         if ALL in wanted:
             wanted |= {name for name, each in OPERATIONS.items() if not each.ours}
@@ -108,10 +110,10 @@ class BenchSettings(Strict):
         return [name for name in OPERATIONS if name in wanted]
 
     def check_world(self, world_size: int) -> None:
-        """Refuse what only the world size shows.
+        """Refuse settings that do not fit the world size.
 
         Raises:
-            RefusedError: an operation that needs more ranks.
+            RefusedError: if an operation needs more ranks.
         """
         if self.pairs:
             if world_size < 2:
@@ -119,4 +121,6 @@ class BenchSettings(Strict):
             return
         for name in self.operations():
             if ALL not in self.operation and world_size < (least := OPERATIONS[name].least_ranks):
-                raise RefusedError(f"bench.operation: {name} needs {least} ranks, this job has {world_size}; set nodes")
+                raise RefusedError(
+                    f"bench.operation: {name} needs {least} ranks, but this job has {world_size}; set nodes"
+                )

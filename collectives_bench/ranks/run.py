@@ -1,4 +1,4 @@
-"""What a rank of a `bench:` job runs: hello, or a conductor of launches (`conductor.py`)."""
+"""Entry point of a rank of a `bench:` job: hello, or the launch manager (`conductor.py`)."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ PAIRS: Final = Cell(operation="pairs", dtype="fp32", asked_bytes=0, place="out")
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure, as whom, and where the records go."""
+    """What to measure, the rank's environment, and the file for records."""
 
     settings: BenchSettings
     env: RankEnv
@@ -47,7 +47,7 @@ def run_rank(payload: dict[str, Any]) -> int:
     """Run one rank of a `bench:` job in a fork of the warm process; return the exit code."""
     show_stacks()
     settings = BenchSettings.model_validate(payload["job"]["settings"])
-    job = Job.model_validate({**payload["job"], "settings": settings})  # keys left unset have their defaults there
+    job = Job.model_validate({**payload["job"], "settings": settings})  # unset keys get their defaults
     if settings.is_hello:
         return run_operation(settings, job.start_timeout_s)
     env = ranks.read(os.environ)
@@ -70,7 +70,7 @@ def run_operation(settings: BenchSettings, start_timeout_s: float) -> int:
 
 
 def conduct(task: Task) -> int:
-    """Meet the other ranks and measure everything; return 0 if all that was measured is right."""
+    """Meet the other ranks and measure everything; return 0 if all measurements are right."""
 
     def work(reporter: Reporter) -> int:
         settings, env = task.settings, task.env
@@ -93,7 +93,7 @@ def conduct(task: Task) -> int:
 
 
 def hello(env: RankEnv) -> bool:
-    """Print where this rank is, sum all ranks over the network, and say whether the sum is n(n-1)/2."""
+    """Print where this rank runs, sum all ranks over the network, and return whether the sum is n(n-1)/2."""
     total = torch.tensor([float(env.rank)])
     started = time.perf_counter()
     dist.all_reduce(total)

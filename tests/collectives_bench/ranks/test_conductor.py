@@ -133,7 +133,7 @@ def test_launches_that_do_not_start_are_tried_twice_and_told_and_then_no_more_ar
     assert codes == [1, 0, 0]
     reason = "rank 1: ValueError: a mistake of the rank's own"
     assert [each["reason"] for each in found] == [f"the launch did not start: {reason}"] * 10 + [
-        f"skipped: no launch came to a start: {reason}"
+        f"skipped: no launch could start: {reason}"
     ] * 5
 
 

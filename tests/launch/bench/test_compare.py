@@ -143,10 +143,10 @@ def test_a_result_is_shown_again_world_by_world(tmp_path: Path, capsys) -> None:
     assert heads == [
         "# demo: 1 node x 2 ranks, gloo on cpu",
         "# all_reduce: every rank gets the sum of all",
-        "# barrier: nobody leaves before all have come",
+        "# barrier: no rank leaves before all have arrived",
         "# demo: 2 nodes x 2 ranks, gloo on cpu",
         "# all_reduce: every rank gets the sum of all",
-        "# barrier: nobody leaves before all have come",
+        "# barrier: no rank leaves before all have arrived",
     ]
     assert lines[-2:] == [
         "# +- encloses the median with 75% (3 launches: medians of the launches); more --launches increase the confidence",
