@@ -71,7 +71,7 @@ SAID = {
     "kill": "rank 1 was killed by SIGKILL",
     "exit": "rank 1 ended with code 3",
     "stop": "no progress for 1.5 s (timeout_s): rank 1 stands still, stopped by a signal",
-    "loop": "no progress for 1.5 s (timeout_s): rank 1 did not come (it is at support/bench.py:",
+    "loop": "no progress for 1.5 s (timeout_s): rank 1 did not arrive (it is at support/bench.py:",
 }
 
 

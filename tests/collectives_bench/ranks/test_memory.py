@@ -93,8 +93,9 @@ def test_what_fits_is_not_refused(monkeypatch):
 def test_a_refusal_says_what_is_needed_what_is_free_and_what_to_do(monkeypatch):
     monkeypatch.setattr(free, "free_bytes", lambda: 11 * GB)
     assert memory.refusal(cell_of("all_gather"), GB, ranks=(4, 4), memory_share=0.8) == (
-        "needs 9.062 GB on this host for its 4 of 4 ranks, 11 GB are free and memory_share 0.8 lets it take 8.8 GB; "
-        "take smaller sizes, fewer ranks on a node, or a larger memory_share"
+        "needs 9.062 GB on this host for its 4 of 4 ranks, but 11 GB are free and memory_share 0.8 lets it "
+        "use 8.8 GB; "
+        "use smaller sizes, fewer ranks on a node, or a larger memory_share"
     )
 
 

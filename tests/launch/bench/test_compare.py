@@ -149,7 +149,8 @@ def test_a_result_is_shown_again_world_by_world(tmp_path: Path, capsys) -> None:
         "# barrier: no rank leaves before all have arrived",
     ]
     assert lines[-2:] == [
-        "# +- encloses the median with 75% (3 launches: medians of the launches); more --launches increase the confidence",
+        "# +- encloses the median with 75% (3 launches: medians of the launches); more --launches "
+        "increase the confidence",
         "# verdict: OK",
     ]
     assert sum(not line.startswith("#") for line in lines) == 6

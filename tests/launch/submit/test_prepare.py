@@ -214,7 +214,7 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (["--on", "local", "-w", "n1"], UsageError, "--on local: hosts are given, and local uses none"),
         (["-w", "n1", "-H", "hosts"], UsageError, "--hosts and --nodelist both name the hosts; keep one of them"),
         (["--on", "ssh", "-e", "n1"], UsageError, "--include and --exclude choose among hosts, and none are given"),
-        (["-w", "n1", "-e", "n1"], UsageError, "no host is left"),
+        (["-w", "n1", "-e", "n1"], UsageError, "no host of n1 is left"),
         (["-w", "n1", "-e", "n2"], UsageError, "--exclude: 'n2' is not one of the hosts; they are n1"),
         (["-H", "no-such-file"], JobFileError, "no-such-file: no such file; expected a hosts file"),
         (["-w", "n1", "-N", "2"], RefusedError, "needs 2 hosts, got 1; add hosts or lower nodes"),
@@ -229,7 +229,7 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (
             ["-x", "A B=1"],
             UsageError,
-            "-x A B=1: the name of a variable has letters, digits and _, and begins",
+            "-x A B=1: a variable's name has letters, digits and _, and begins",
         ),
         (["-n", "many"], JobFileError, "ranks_per_node"),
         (

@@ -101,8 +101,8 @@ def test_a_row_is_refused_when_what_it_must_hold_is_more_than_it_may():
     fields = {"precision": "fp32", "recompute": False, "allowed": 20 * GB}
     assert refusal(xl, 1, pass_name="forward", **fields) is None
     assert refusal(xl, 1, pass_name="step", **fields) == (
-        "needs 22.0 GB for weights, gradients and moments and 0.7 GB for activations, but only 20.0 GB may be used here; "
-        "use a smaller batch or model"
+        "needs 22.0 GB for weights, gradients and moments and 0.7 GB for activations, but only 20.0 GB may be "
+        "used here; use a smaller batch or model"
     )
     vgg = anatomy(VGG_SHAPES["vgg11"])
     assert "for activations" in str(refusal(vgg, 1 << 20, pass_name="forward", **fields))
