@@ -65,11 +65,13 @@ class RspecSpec:
         if not 1 <= self.nodes <= MAX_NODES:
             raise UsageError(f"--nodes: must be from 1 to {MAX_NODES}, got {self.nodes}")
         if self.hardware and not _WORD.fullmatch(self.hardware):
-            raise UsageError(f"--hardware: {self.hardware!r} is no hardware type; wanted one such as {HARDWARE}")
+            raise UsageError(f"--hardware: {self.hardware!r} is not a hardware type; expected one such as {HARDWARE}")
         if not _URN.fullmatch(self.image):
-            raise UsageError(f"--image: {self.image!r} is no image URN; wanted one such as {IMAGE}")
+            raise UsageError(f"--image: {self.image!r} is not an image URN; expected one such as {IMAGE}")
         if not _WORD.fullmatch(self.lan):
-            raise UsageError(f"--lan: {self.lan!r} is no name; wanted letters, digits, - and _, such as {LAN}")
+            raise UsageError(
+                f"--lan: {self.lan!r} is not a valid name; expected letters, digits, - and _, such as {LAN}"
+            )
         if self.nfs_gb < 0:
             raise UsageError(f"--nfs: must be a size in GB, got {self.nfs_gb}")
         if self.repository is not None and not re.fullmatch(r"https?://\S+", self.repository):
@@ -90,7 +92,7 @@ def rate(text: str) -> int:
     found = _RATE.fullmatch(text.lower())
     kbit_per_s = round(float(found[1]) * RATES[found[2]]) if found else 0
     if kbit_per_s < 1:
-        raise UsageError(f"--lan-bandwidth: {text!r} is no rate; wanted one such as 10gbit or 500mbit")
+        raise UsageError(f"--lan-bandwidth: {text!r} is not a rate; expected one such as 10gbit or 500mbit")
     return kbit_per_s
 
 

@@ -24,16 +24,16 @@ class Complaint:
     message: str
     again: bool = False
     of_a_node: bool = False
-    host: str = ""  # the node, where it says so
+    host: str = ""  # the node, if the message names it
 
 
-# In order of weight: a row is the cause of those below it, where several are found.
+# In order of importance: if several rows match, the first one is the cause.
 COMPLAINTS: Final = (
     (
         OUT_OF_MEMORY,
         Complaint(
             FAILED,
-            "Slurm killed it, for it ran out of memory; raise slurm.mem, or put fewer ranks on a node",
+            "Slurm killed it because it ran out of memory; raise slurm.mem, or put fewer ranks on a node",
             of_a_node=True,
         ),
     ),

@@ -1,4 +1,4 @@
-"""Interpret Slurm's words: the states of a job, why it waits, and how it ended. Tables with pure functions.
+"""Interpret Slurm's texts: the states of a job, why it waits, and how it ended. Tables with pure functions.
 
 The words are those of squeue(1) and scontrol(1). Words that newer versions add are shown unchanged.
 """

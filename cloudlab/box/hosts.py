@@ -19,7 +19,7 @@ def box_hosts(name: str | None) -> HostSet:
     spec, paths = state.spec, BoxPaths.of(state.spec.name)
     if not state.complete or state.is_stale:
         raise RefusedError(
-            f"box {spec.name} {'is of an earlier start of this machine' if state.is_stale else 'is only half made'}; "
+            f"box {spec.name} {'was made before this machine restarted' if state.is_stale else 'is only half made'}; "
             f"sudo muster box down{name_flag(spec.name)}, then up"
         )
     return HostSet(

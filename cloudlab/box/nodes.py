@@ -164,7 +164,7 @@ def await_idle(state: BoxState, nodes: Sequence[str], tools: Tools, *, state_is:
     """Wait until Slurm reports the desired state for all nodes.
 
     Raises:
-        RefusedError: if it does not in time.
+        RefusedError: if Slurm does not report it in time.
     """
     seen: dict[str, str] = {}
 
@@ -247,7 +247,7 @@ def _answer(starting: Starting) -> None:
 
 
 def _forget(starting: Starting) -> None:
-    """Close this side of the pipes: a node that was told to go stays alive, others end."""
+    """Close this side of the pipes: a node that received "go" stays alive, others end."""
     for pipe in (starting.process.stdin, starting.process.stdout):
         assert pipe is not None
         pipe.close()

@@ -170,7 +170,7 @@ def check_name(name: str) -> str:
     """Check that a name is valid for a box; return it.
 
     Raises:
-        UsageError: if it is not.
+        UsageError: if the name is not valid.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a box; wanted up to 32 letters, digits, dots, - and _")
@@ -198,7 +198,7 @@ def parse_rate(text: str) -> int | None:
     match = _RATE.fullmatch(text)
     rate = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0
     if not _SLOWEST <= rate <= _FASTEST:
-        raise UsageError(f"{text!r} is no rate; wanted one from 8kbit to 400gbit, such as 100mbit, or none")
+        raise UsageError(f"{text!r} is not a rate; expected one from 8kbit to 400gbit, such as 100mbit, or none")
     return rate
 
 

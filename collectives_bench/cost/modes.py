@@ -131,7 +131,7 @@ def ways(names: Sequence[str] | None = None) -> list[Way]:
 
 
 def cut(model: Anatomy, schedule: Schedule, stages: int, names: Sequence[Sequence[str]] = ()) -> list[Stage] | None:
-    """Cut a model between its layers into stages of nearly equal work; None where it has too few layers.
+    """Cut a model between its layers into stages of nearly equal work; None if it has too few layers.
 
     `names` lists the layers of every chunk if the cuts are given. Returns the stage of each rank.
     """

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.constants import UNSURE, Constants
 from muster.collectives_bench.cost.curves import FAR, Curve
 from muster.collectives_bench.cost.formulas import cost
-from muster.collectives_bench.cost.second import UNSURE, Constants
 from muster.collectives_bench.sizes import size_text
 
 FAR_WORLD: Final = 2  # beyond this many times the largest measured world, a prediction is a guess

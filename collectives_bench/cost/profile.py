@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.constants import Constants
 from muster.collectives_bench.cost.curves import Curve, Errors
 from muster.collectives_bench.cost.predicting import (
     Asked,
@@ -23,7 +24,6 @@ from muster.collectives_bench.cost.predicting import (
     from_curve,
     nearest_type,
 )
-from muster.collectives_bench.cost.second import Constants
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.files import write_text
 from muster.jobs.basics.words import unknown

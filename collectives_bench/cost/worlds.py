@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.constants import UNSURE, Constants
 from muster.collectives_bench.cost.curves import Curve, Points, short
 from muster.collectives_bench.cost.heldout import Pair, errors_of, quantiles
 from muster.collectives_bench.cost.predicting import unusual
 from muster.collectives_bench.cost.profile import Profile
-from muster.collectives_bench.cost.second import UNSURE, Constants
 from muster.collectives_bench.cost.shared import LINKS, NAMES, Point, fit_constants
 from muster.collectives_bench.records import Header, World
 

@@ -81,7 +81,7 @@ class Conductor:
             self._leave()
         finally:
             signal.signal(signal.SIGTERM, before)
-        if self._is_asked_to_end:  # at the last moment
+        if self._is_asked_to_end:  # SIGTERM arrived while the last launch ended
             os.kill(os.getpid(), signal.SIGTERM)
 
     # The leader -----------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class _Effect:
 
 
 class _Model:
-    """The level of a network, and what every node adds to it."""
+    """The level of a network, and the time that each node adds to it."""
 
     def __init__(self, seen: Mapping[Link, _Seen]) -> None:
         self.seen = seen

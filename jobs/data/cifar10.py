@@ -110,7 +110,7 @@ def read_batch(file: IO[bytes], where: str) -> dict[Any, Any]:
     except Exception as error:  # a hostile or damaged pickle may raise anything
         raise RefusedError(f"{where}: not a batch of CIFAR-10: {error}") from error
     if not isinstance(batch, dict):
-        raise RefusedError(f"{where}: not a batch of CIFAR-10: found {type(batch).__name__}, wanted a table")
+        raise RefusedError(f"{where}: not a batch of CIFAR-10: found {type(batch).__name__}, expected a table")
     return batch
 
 
@@ -124,7 +124,7 @@ class _DType:
 
     def __setstate__(self, state: Any) -> None:
         if self.code not in ("u1", b"u1"):
-            raise ValueError(f"found an array of type {self.code!r}, wanted u1")
+            raise ValueError(f"found an array of type {self.code!r}, expected u1")
 
 
 class _Array:
@@ -148,7 +148,7 @@ def _reconstruct(kind: Any, shape: Any, code: Any) -> _Array:
 def _encode(text: Any, encoding: Any = "") -> bytes:
     """A substitute for codecs.encode, with which Python 3 writes bytes in protocol 2."""
     if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
-        raise ValueError(f"found text in {encoding!r}, wanted latin1")
+        raise ValueError(f"found text in {encoding!r}, expected latin1")
     return codecs.latin_1_encode(text)[0]
 
 
@@ -184,10 +184,10 @@ def _rows(batch: dict[Any, Any], where: str) -> bytes:
     """
     labels, array = batch.get(b"labels", batch.get("labels")), batch.get(b"data", batch.get("data"))
     if not isinstance(labels, list) or not isinstance(array, _Array):
-        raise RefusedError(f"{where}: not a batch of CIFAR-10: labels and data are wanted, found {list(batch)!r:.80}")
+        raise RefusedError(f"{where}: not a batch of CIFAR-10: expected labels and data, found {list(batch)!r:.80}")
     samples = len(labels)
     if array.shape != (samples, PIXELS) or len(array.data) != samples * PIXELS:
-        raise RefusedError(f"{where}: {samples} labels, but data is {array.shape}; wanted ({samples}, {PIXELS})")
+        raise RefusedError(f"{where}: {samples} labels, but data is {array.shape}; expected ({samples}, {PIXELS})")
     if not all(isinstance(label, int) and 0 <= label < CLASSES for label in labels):
         raise RefusedError(f"{where}: labels must be 0..{CLASSES - 1}")
     # In column order, row i is every samples-th byte from i; in row order it is one slice.

@@ -45,8 +45,8 @@ def download(url: str, path: Path, md5: str, progress: Progress = lambda done, t
     if found != md5:
         part.unlink()
         raise RefusedError(
-            f"{url}: the file has md5 {found}, wanted {md5}; it was removed: run this again, or give another --url or "
-            "--md5"
+            f"{url}: the file has md5 {found}, expected {md5}; it was removed: run this again, or give another "
+            "--url or --md5"
         )
     part.replace(path)
 

@@ -56,7 +56,7 @@ class Verdict(Generic[RowT]):
 
     verdict: Answer
     why: str
-    row: RowT | None = None  # the row of the result after; None: all rows together
+    row: RowT | None = None  # the row in the later result; None: the verdict is on all rows
     before_us: float | None = None
     after_us: float | None = None
     ratio: float | None = None

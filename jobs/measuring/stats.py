@@ -13,7 +13,7 @@ from functools import lru_cache
 from statistics import median
 
 CONFIDENCE = 0.95
-LEAST_SAMPLES = 6  # the fewest whose smallest and largest enclose the median with 95 %: 1 - 2^-5
+LEAST_SAMPLES = 6  # with so many, the smallest and largest enclose the median with 95 %: 1 - 2^-5
 
 
 def quantile(values: Sequence[float], share: float) -> float:

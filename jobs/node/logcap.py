@@ -23,7 +23,7 @@ SECTOR_BYTES: Final = 512  # of st_blocks
 
 
 def cap(path: Path, *, first: int = FIRST_BYTES, last: int = LAST_BYTES, step: int = STEP_BYTES) -> None:
-    """Free the middle of a log once it takes `step` more bytes on disk than both parts. All sizes are whole blocks."""
+    """Free the middle of a log that takes `step` bytes more on disk than `first + last`. All sizes are whole blocks."""
     try:
         status = path.lstat()
         end = (status.st_size - last) // BLOCK_BYTES * BLOCK_BYTES

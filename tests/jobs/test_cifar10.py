@@ -118,8 +118,8 @@ def batch_of(array: object) -> bytes:
     ("content", "message"),
     [
         (b"not a pickle", "test_batch: .*not a batch"),
-        (pickle.dumps([1, 2], protocol=2), "test_batch: .*found list, wanted a table"),
-        (pickle.dumps({b"labels": [1]}, protocol=2), "test_batch: .*labels and data are wanted"),
+        (pickle.dumps([1, 2], protocol=2), "test_batch: .*found list, expected a table"),
+        (pickle.dumps({b"labels": [1]}, protocol=2), "test_batch: .*expected labels and data"),
         (batch_of(numpy.zeros((3, 3072), numpy.uint8)), r"4 labels, but data is \(3, 3072\)"),
         (None, "test_batch missing"),
     ],

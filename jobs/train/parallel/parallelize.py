@@ -42,8 +42,8 @@ TIMEOUT: Final = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 class RankModel:
     """The part of a model on one rank. Methods that return whole tensors are collectives.
 
-    `parts` has its part of every layer, `stages` its layers (None: all); `replica` holds those and averages their
-    gradients.
+    `parts` describes its part of every layer, `stages` lists its layers (None: all). `replica` averages their gradients
+    over the ranks with the same part.
     """
 
     parts: Parts

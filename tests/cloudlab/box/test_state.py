@@ -98,7 +98,7 @@ def test_which_box_is_meant(root: Path) -> None:
     ("fields", "said"),
     [
         ({"complete": False}, "is only half made; sudo muster box down --name one, then up"),
-        ({"boot": "earlier"}, "is of an earlier start of this machine; sudo muster box down"),
+        ({"boot": "earlier"}, "was made before this machine restarted; sudo muster box down"),
     ],
 )
 def test_half_made_boxes_and_those_of_an_earlier_start_are_no_hosts(root: Path, fields, said: str) -> None:
