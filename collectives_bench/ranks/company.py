@@ -70,7 +70,7 @@ class Company:
         """Return True for one rank per network namespace, which reads the counters of the interfaces."""
         return [seat.network for seat in self.seats].index(self.seats[rank].network) == rank
 
-    # What conductors say to each other ------------------------------------------------------------------------------
+    # Messages between launch managers -------------------------------------------------------------------------------
 
     def say(self, key: str, value: Any) -> None:
         """Publish a value for all ranks; errors as for `hear`."""

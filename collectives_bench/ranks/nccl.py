@@ -15,7 +15,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from muster.collectives_bench.ranks.sampling import Run, Voices
+from muster.collectives_bench.ranks.sampling import ControlGroup, Run
 
 BUSY_MS: Final = 2.0
 PROBE_CYCLES: Final = 1_000_000
@@ -28,8 +28,8 @@ class StreamClock:
 
     pause_s = 0.0025
 
-    def __init__(self, voices: Voices, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.voices = voices
+    def __init__(self, control_group: ControlGroup, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.control_group = control_group
         self.group = group
         self.device = device
         self.token = torch.zeros(1, device=device)
@@ -42,13 +42,13 @@ class StreamClock:
         """Time calls that are queued back to back; return the microseconds per call."""
         begin, end = self._events()
         torch.cuda.synchronize(self.device)
-        self.voices.barrier()
+        self.control_group.barrier()
         self._align()
         begin.record()
         for _ in range(calls):
             run()
         end.record()
-        self.voices.beat()  # distinguishes ranks that wait from the one they wait for
+        self.control_group.beat()  # distinguishes ranks that wait from the one they wait for
         end.synchronize()
         elapsed_ms: float = begin.elapsed_time(end)
         return elapsed_ms * US_PER_MS / calls
@@ -58,7 +58,7 @@ class StreamClock:
         took = []
         for _ in range(calls):
             torch.cuda.synchronize(self.device)
-            self.voices.beat()
+            self.control_group.beat()
             started = time.perf_counter()
             run()
             took.append((time.perf_counter() - started) * US)

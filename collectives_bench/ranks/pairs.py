@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from muster.collectives_bench.ranks.company import Company
-from muster.collectives_bench.ranks.sampling import Voices
+from muster.collectives_bench.ranks.sampling import ControlGroup
 from muster.collectives_bench.records import Pair, Timing
 from muster.collectives_bench.rounds import orders
 from muster.collectives_bench.settings import BenchSettings
@@ -43,12 +43,12 @@ Link = tuple[int, int]  # two nodes
 
 @dataclass(frozen=True)
 class PairGame:
-    """All pairs of nodes, measured by one rank; `voices` is the control group beside `group`, which is measured."""
+    """All pairs of nodes, measured by one rank; `group` is measured, `control_group` is not."""
 
     company: Company
     settings: BenchSettings
     group: dist.ProcessGroup
-    voices: Voices
+    control_group: ControlGroup
 
     def play(
         self,
@@ -65,24 +65,31 @@ class PairGame:
             RuntimeError: if a pair could not be measured; the message names it.
         """
         env, settings = self.company.env, self.settings
-        told = [(round(node), round(local)) for node, local in self.voices.gather([env.node_rank, env.local_rank])]
-        players = {node: rank for rank, (node, local) in enumerate(told) if local == 0}
-        nodes = sorted(players)
+        told = [
+            (round(node), round(local)) for node, local in self.control_group.gather([env.node_rank, env.local_rank])
+        ]
+        rank_of_node = {node: rank for rank, (node, local) in enumerate(told) if local == 0}
+        nodes = sorted(rank_of_node)
         on_gpu = self.company.world.backend == "nccl"
-        if env.rank not in players.values():
+        if env.rank not in rank_of_node.values():
             settings = settings.model_copy(update={"pair_bytes": 1})  # it only waits
-        here = _Player(settings, self.group, self.voices, self.company.device if on_gpu else torch.device("cpu"))
+        here = _Player(settings, self.group, self.control_group, self.company.device if on_gpu else torch.device("cpu"))
         left_out = {tuple(pair) for pair in without}
         for once in orders(len(nodes), REPETITIONS, f"{settings.seed}/{launch}"):
             for seats in once:
                 pairs = [pair for pair in ((nodes[one], nodes[other]) for one, other in seats) if pair not in left_out]
-                mine = next((pair for pair in pairs if env.rank in (players[pair[0]], players[pair[1]])), None)
+                mine = next(
+                    (pair for pair in pairs if env.rank in (rank_of_node[pair[0]], rank_of_node[pair[1]])), None
+                )
                 meets(mine)
-                self.voices.barrier()
+                self.control_group.barrier()
                 if mine is not None:
-                    here.meet(mine, players, leads=env.rank == players[mine[0]])
-                heard = [_timings(each) for each in self.voices.told(_measured(here, mine))]
-                yield [self._record(launch, pair, heard[players[pair[0]]], heard[players[pair[1]]]) for pair in pairs]
+                    here.meet(mine, rank_of_node, leads=env.rank == rank_of_node[mine[0]])
+                heard = [_timings(each) for each in self.control_group.told(_measured(here, mine))]
+                yield [
+                    self._record(launch, pair, heard[rank_of_node[pair[0]]], heard[rank_of_node[pair[1]]])
+                    for pair in pairs
+                ]
 
     def _record(self, launch: int, pair: Link, first: Sequence[Timing | None], second: Sequence[Timing | None]) -> Pair:
         times = {"latency": first[0], "there": first[1], "back": second[1]}
@@ -104,7 +111,7 @@ class _Player:
 
     settings: BenchSettings
     group: dist.ProcessGroup
-    voices: Voices
+    control_group: ControlGroup
     device: torch.device
     latency_us: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     sent_us: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -115,11 +122,11 @@ class _Player:
         self.load = torch.zeros(self.settings.pair_bytes, dtype=torch.uint8, device=self.device)
         self.terms = torch.zeros(2, dtype=torch.float64, device=self.device)
 
-    def meet(self, nodes: tuple[int, int], players: dict[int, int], *, leads: bool) -> None:
+    def meet(self, nodes: tuple[int, int], rank_of_node: dict[int, int], *, leads: bool) -> None:
         """Measure one pair, as the first or the second of the two."""
         other = nodes[1] if leads else nodes[0]
         try:
-            self._visit(other, players[other], leads=leads)
+            self._visit(other, rank_of_node[other], leads=leads)
         except RuntimeError as error:
             raise RuntimeError(f"pair of nodes {nodes[0]} and {nodes[1]}: {error}") from error
 
@@ -149,14 +156,14 @@ class _Player:
 
     def _ask(self, message: torch.Tensor, peer: int) -> float:
         """Send a message and wait for the reply; return the microseconds of both."""
-        self.voices.beat()
+        self.control_group.beat()
         started = time.perf_counter()
         self._send(message, peer)
         self._receive(self.note, peer)
         return (time.perf_counter() - started) * US
 
     def _answer(self, message: torch.Tensor, peer: int) -> None:
-        self.voices.beat()
+        self.control_group.beat()
         self._receive(message, peer)
         self._send(self.note, peer)
 

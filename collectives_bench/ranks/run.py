@@ -1,4 +1,4 @@
-"""Entry point of a rank of a `bench:` job: hello, or the launch manager (`conductor.py`)."""
+"""Entry point of a rank of a `bench:` job: hello, or the launch manager (`launch_manager.py`)."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from muster.collectives_bench.plan import cells_of
 from muster.collectives_bench.ranks.company import assemble
-from muster.collectives_bench.ranks.conductor import Conductor
+from muster.collectives_bench.ranks.launch_manager import LaunchManager
 from muster.collectives_bench.ranks.ledger import Ledger
 from muster.collectives_bench.records import Cell
 from muster.collectives_bench.results.files import read_result
@@ -81,7 +81,7 @@ def conduct(task: Task) -> int:
         if env.rank == 0:
             make_own_folder(task.path.parent)
             ledger = Ledger(task.path, company, settings, name=task.name, say=complain)
-        Conductor(company, settings, cells, ledger).run()
+        LaunchManager(company, settings, cells, ledger).run()
         company.part(FAREWELL_S)
         if ledger is None:
             return 0

@@ -53,7 +53,7 @@ class Clock(Protocol):
         """Time until a call returns to Python; None if that is the time of the call itself."""
 
 
-class Voices:
+class ControlGroup:
     """The control group: a gloo group over which ranks exchange numbers; it is never the measured one."""
 
     def __init__(self, group: dist.ProcessGroup, beat: Callable[[], None]) -> None:
@@ -101,18 +101,18 @@ class HostClock:
 
     pause_s = 0.0002
 
-    def __init__(self, voices: Voices, device: torch.device) -> None:
-        self.voices = voices
+    def __init__(self, control_group: ControlGroup, device: torch.device) -> None:
+        self.control_group = control_group
         self.device = device
 
     def loop(self, run: Run, calls: int) -> float:
         """Time calls back to back after a barrier; return the microseconds per call."""
         self._settle()
-        self.voices.barrier()
+        self.control_group.barrier()
         started = time.perf_counter()
         for _ in range(calls):
             run()
-            self.voices.beat()
+            self.control_group.beat()
         self._settle()
         return (time.perf_counter() - started) * US / calls
 
@@ -149,9 +149,9 @@ class Samples:
 class Sampler:
     """Times the calls of one cell after another; `parts` is the number of one-way transfers in a call."""
 
-    def __init__(self, clock: Clock, voices: Voices, settings: BenchSettings) -> None:
+    def __init__(self, clock: Clock, control_group: ControlGroup, settings: BenchSettings) -> None:
         self.clock = clock
-        self.voices = voices
+        self.control_group = control_group
         self.settings = settings
         self._began = time.perf_counter()
 
@@ -178,12 +178,12 @@ class Sampler:
             TooSlowError: if one took longer than `timeout_s`; so do `first` and `warm_up`.
         """
         settings = self.settings
-        by_rank: list[list[float]] = [[] for _ in range(self.voices.size)]
+        by_rank: list[list[float]] = [[] for _ in range(self.control_group.size)]
         slowest: list[float] = []
         count = settings.least_samples
         while count > 0:
             mine = [self.clock.loop(run, 1) for _ in range(count)]
-            gathered = self.voices.gather([*mine, time.perf_counter() - self._began])
+            gathered = self.control_group.gather([*mine, time.perf_counter() - self._began])
             spent_s = max(each.pop() for each in gathered)  # all ranks must decide the same
             for known, new in zip(by_rank, gathered, strict=True):
                 known += new
@@ -200,17 +200,17 @@ class Sampler:
         """Return the time of a call in a loop without pauses, in microseconds."""
         budget_us = (1 - LATENCY_SHARE) * self.settings.block_s * US
         calls = max(LEAST_BACK_TO_BACK, min(MOST_BACK_TO_BACK, int(budget_us / max(each_us, 1.0))))
-        return self.voices.largest(self.clock.loop(run, calls))
+        return self.control_group.largest(self.clock.loop(run, calls))
 
     def host(self, run: Run) -> float | None:
         """Return the microseconds until a call returns to Python on the slowest rank; None: the time of the call
         itself.
         """
         mine = self.clock.host(run, MOST_IN_BATCH)
-        return None if mine is None else self.voices.largest(mine)
+        return None if mine is None else self.control_group.largest(mine)
 
     def _one(self, run: Run) -> float:
-        return self._in_time(self.voices.largest(self.clock.loop(run, 1)))
+        return self._in_time(self.control_group.largest(self.clock.loop(run, 1)))
 
     def _in_time(self, slowest_us: float) -> float:
         if slowest_us > self.settings.timeout_s * US:

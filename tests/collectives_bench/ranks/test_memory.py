@@ -7,7 +7,7 @@ import torch.distributed as dist
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks import memory
 from muster.collectives_bench.ranks.operations import prepare
-from muster.collectives_bench.ranks.sampling import Voices
+from muster.collectives_bench.ranks.sampling import ControlGroup
 from muster.collectives_bench.records import Cell
 from muster.jobs.machine import free
 from muster.jobs.world.world import World
@@ -106,7 +106,7 @@ def test_only_the_ranks_of_this_host_count(monkeypatch):
 
 def told(world: World, refusing: list[int]) -> list[str | None]:
     reason = f"rank {world.rank} has not — enough" if world.rank in refusing else None
-    return Voices(dist.new_group(backend="gloo"), lambda: None).told(reason)
+    return ControlGroup(dist.new_group(backend="gloo"), lambda: None).told(reason)
 
 
 @pytest.mark.ranks

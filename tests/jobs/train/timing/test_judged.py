@@ -4,7 +4,7 @@ import pytest
 
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.timing.settings import Case
-from muster.jobs.train.timing.conductor import judged, size_of
+from muster.jobs.train.timing.launch_manager import judged, size_of
 from muster.jobs.train.timing.memory import GB, refusal
 from muster.jobs.world.forked import Ended
 from support.timings import settings

@@ -15,7 +15,7 @@ from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.timing.settings import Case, TimingSettings
 from muster.jobs.train.timing import memory, work
-from muster.jobs.train.timing.conductor import Conductor
+from muster.jobs.train.timing.launch_manager import LaunchManager
 from muster.jobs.train.timing.work import Task
 from muster.jobs.world.world import World
 from support.timings import settings
@@ -62,7 +62,7 @@ def conduct(world: World, folder: str, asked: dict[str, Any], fault: str = "", a
         memory.allowed_bytes = lambda share: allowed
     path = Path(folder) / "bench.jsonl"
     wanted = TimingSettings.model_validate(asked)
-    Conductor(wanted, CPU, RowLog(path, patient=False, say=print), name="test").run()
+    LaunchManager(wanted, CPU, RowLog(path, patient=False, say=print), name="test").run()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Launches on real ranks: what is written when all goes well, and when a player fails in any way it can."""
+"""Launches on real ranks: what is written when all goes well, and when a launch worker fails in any possible way."""
 
 import pytest
 
@@ -156,7 +156,7 @@ def test_what_would_not_fit_is_refused_on_all_ranks_alike(on_ranks, tmp_path):
 
 def test_a_rank_whose_own_process_stands_still_is_told_and_all_that_it_keeps_from_being_measured(on_ranks, tmp_path):
     out = tmp_path / "bench.jsonl"
-    fault = {"how": "mute conductor", "operation": "", "rank": 1}
+    fault = {"how": "mute launch manager", "operation": "", "rank": 1}
     wanted = {**QUICK, "launches": 3}
     codes = on_ranks(3, measure, group=False, settings=wanted, out=str(out), port=free_port(), fault=fault)
     assert 0 not in codes

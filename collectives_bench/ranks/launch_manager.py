@@ -25,8 +25,8 @@ from typing import Any, Final, NoReturn
 from muster.collectives_bench.ranks.agenda import Agenda, Skipped
 from muster.collectives_bench.ranks.company import Company
 from muster.collectives_bench.ranks.judge import Ending, judge, pair_culprit
+from muster.collectives_bench.ranks.launch_worker import LEAST_INIT_S, Order, play
 from muster.collectives_bench.ranks.ledger import Ledger
-from muster.collectives_bench.ranks.player import LEAST_INIT_S, Order, play
 from muster.collectives_bench.records import Cell, State
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.errors import StartTimeoutError
@@ -48,7 +48,7 @@ class Leaving(Exception):
     """This rank has been asked to end, by SIGTERM."""
 
 
-class Conductor:
+class LaunchManager:
     """One rank's launch manager; `ledger` exists only on rank 0, the leader."""
 
     def __init__(self, company: Company, settings: BenchSettings, cells: Sequence[Cell], ledger: Ledger | None) -> None:
@@ -215,7 +215,7 @@ class Conductor:
     def _perform(self, order: Order) -> Ending:
         """Run a worker; return how it ended, after reporting a failure to the others."""
         trouble = f"{order.number}/trouble"
-        player = Forked(lambda tell, page: play(self.company, self.settings, self.cells, order, tell, page))
+        worker = Forked(lambda tell, page: play(self.company, self.settings, self.cells, order, tell, page))
         watch = Watch(self.settings.timeout_s)
         self._at = self._pair = None
         end_at = float("inf")
@@ -226,9 +226,9 @@ class Conductor:
             now = time.monotonic()
             if end_at == float("inf") and self.company.has_been_said(trouble):
                 end_at = now + (CAUSE_S if self.company.hear(trouble, ENDINGS_S)["explained"] else VICTIM_S)
-            return now >= end_at or watch.is_stalled(player.page.beats, now, has_begun=self._at is not None)
+            return now >= end_at or watch.is_stalled(worker.page.beats, now, has_begun=self._at is not None)
 
-        ended = player.followed(self._note, is_over, POLL_S)
+        ended = worker.followed(self._note, is_over, POLL_S)
         ending = Ending(rank=self.rank, cell=self._at, pair=self._pair, **asdict(ended))
         self._check_leaving()  # a rank that was asked to end ends its worker: that is not a failure
         if ending.how != "done" and end_at == float("inf"):

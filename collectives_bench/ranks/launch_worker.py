@@ -31,7 +31,7 @@ from muster.collectives_bench.ranks.company import Company
 from muster.collectives_bench.ranks.load import History
 from muster.collectives_bench.ranks.nccl import StreamClock
 from muster.collectives_bench.ranks.pairs import PairGame
-from muster.collectives_bench.ranks.sampling import Clock, HostClock, Sampler, TooSlowError, Voices
+from muster.collectives_bench.ranks.sampling import Clock, ControlGroup, HostClock, Sampler, TooSlowError
 from muster.collectives_bench.records import Block, Cell, Memory, Timing, Wire
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.machine import load
@@ -65,13 +65,13 @@ class Stage:
         self.store = self._own_store()
         started = time.perf_counter()
         self.group, control = self._groups()
-        self.voices = Voices(control, page.beat)
-        self.init_s = self.voices.largest(time.perf_counter() - started)
+        self.control_group = ControlGroup(control, page.beat)
+        self.init_s = self.control_group.largest(time.perf_counter() - started)
         backend = company.world.backend
-        clock: Clock = HostClock(self.voices, self.device)
+        clock: Clock = HostClock(self.control_group, self.device)
         if backend == "nccl":
-            clock = StreamClock(self.voices, self.group, self.device)
-        self.sampler = Sampler(clock, self.voices, settings)
+            clock = StreamClock(self.control_group, self.group, self.device)
+        self.sampler = Sampler(clock, self.control_group, settings)
         self.history = History([seat.machine for seat in company.seats], [seat.host for seat in company.seats])
         self.counter: wire.WireCounter | None = None
         if settings.wire and company.counts_the_wire(self.rank):
@@ -112,7 +112,7 @@ class Stage:
 
     def read_load(self) -> Any:
         """Exchange the loads of hosts; return the recent load, None for the first reading."""
-        told = self.voices.gather(load.read())
+        told = self.control_group.gather(load.read())
         return self.history.add(time.perf_counter(), [load.Reading(*each) for each in told])
 
     def play(self, cell: Cell) -> Block:
@@ -130,11 +130,11 @@ class Stage:
 
     def _refusal(self, cell: Cell, nbytes: int) -> str | None:
         share, here = self.settings.memory_share, len(self.company.companions(self.rank))
-        self.voices.barrier()  # until the last cell's buffers are freed on all ranks of this host
+        self.control_group.barrier()  # until the last cell's buffers are freed on all ranks of this host
         reason = memory.refusal(cell, nbytes, ranks=(self.size, here), memory_share=share)
         if reason is None and self.device.type == "cuda":
             reason = memory.gpu_refusal(cell, nbytes, ranks=self.size, memory_share=share)
-        return next((each for each in self.voices.told(reason) if each), None)  # the same on all ranks
+        return next((each for each in self.control_group.told(reason) if each), None)  # the same on all ranks
 
     def _measure(self, cell: Cell, nbytes: int, call: Call) -> Block:
         sampler, parts = self.sampler, call.parts
@@ -150,7 +150,7 @@ class Stage:
         call.fill()
         hidden = self._last_call(call, nbytes)
         wrong += self._wrong(call)
-        wrong_of_all = round(sum(each[0] for each in self.voices.gather([wrong])))
+        wrong_of_all = round(sum(each[0] for each in self.control_group.gather([wrong])))
         return self.block(
             cell,
             nbytes,
@@ -166,7 +166,7 @@ class Stage:
             samples_us=samples_us,
             wire=counted,
             memory=Memory(
-                buffers_bytes=round(self.voices.largest(call.buffers_bytes)),
+                buffers_bytes=round(self.control_group.largest(call.buffers_bytes)),
                 hidden_bytes=hidden,
                 of="cuda" if self.device.type == "cuda" else "rss",
             ),
@@ -178,7 +178,7 @@ class Stage:
             call.run()
             return None
         hidden = memory.hidden_bytes(call.run, nbytes, self.device)
-        largest = round(self.voices.largest(-1 if hidden is None else hidden))
+        largest = round(self.control_group.largest(-1 if hidden is None else hidden))
         return largest if largest >= 0 else None
 
     def _count_the_wire(self, cell: Cell, nbytes: int, call: Call) -> Wire | None:
@@ -187,13 +187,13 @@ class Stage:
             return None
 
         def run() -> None:
-            self.voices.beat()
+            self.control_group.beat()
             call.run()
 
-        return wire.audit(run, cell, nbytes, counter=self.counter, control=self.voices.group)
+        return wire.audit(run, cell, nbytes, counter=self.counter, control=self.control_group.group)
 
     def _wrong(self, call: Call) -> int:
-        self.voices.beat()
+        self.control_group.beat()
         return call.wrong() if self.settings.check else 0
 
     def block(self, cell: Cell, nbytes: int, **found: Any) -> Block:
@@ -248,7 +248,7 @@ def play_all_pairs(stage: Stage, tell: Tell) -> None:
     """Measure every pair of nodes, as one cell for the launch managers; rank 0 reports results after each round."""
     (index,) = stage.order.cells
     tell({"enter": index})
-    game = PairGame(stage.company, stage.settings, stage.group, stage.voices)
+    game = PairGame(stage.company, stage.settings, stage.group, stage.control_group)
     for found in game.play(stage.order.launch, without=stage.order.without, meets=lambda pair: tell({"meet": pair})):
         if stage.rank == 0:
             tell({"pairs": [pair.model_dump(mode="json") for pair in found]})

@@ -41,7 +41,7 @@ KILLED: Final = "was killed by SIGKILL"
 Heard = list[dict[str, Any]]
 
 
-class Conductor:
+class LaunchManager:
     """Times all rows of a job on one device."""
 
     def __init__(self, settings: TimingSettings, device: torch.device, log: RowLog, *, name: str) -> None:
