@@ -5,15 +5,14 @@
     +10    every call takes 10 % longer              A against +25   "worse" is wanted always
     +25    every call takes 25 % longer
 
-One comparison is `--launches` fresh launches of each: the real engine, conductors that fork players that make process
-groups over gloo. Launches take turns, such as A +10 A' +25 +25 A' +10 A, in another order every eight, so that any two
-of the four are interleaved A B B A.
-The slowdown is made, not multiplied: after each call of the measured operation that rank's process spins for another
-tenth (quarter) of the time that the call took on it, before its clock is read. Where others want the cores as well that
-costs more than a tenth: the last column says how much was made of it. `--inject clock` lets the ranks' clocks run fast
-by a tenth (quarter) instead: just that and nothing else.
-A comparison's answer is the one that `--fail-on worse` goes by: any row, or all rows together. How noisy the machine
-was is told by the same launches: (slowest - quickest) / median of every three of A in a row, and the share of the cores
+One comparison is `--launches` fresh launches of each: the real engine, with launch managers that fork launch workers,
+which make process groups over gloo. Launches take turns, such as A +10 A' +25 +25 A' +10 A, in another order every
+eight, so that any two of the four are interleaved A B B A. The slowdown is made, not multiplied: after each call of the
+measured operation that rank's process spins for another tenth (quarter) of the time that the call took on it, before
+its clock is read. Where others want the cores as well that costs more than a tenth: the last column says how much was
+made of it. `--inject clock` lets the ranks' clocks run fast by a tenth (quarter) instead: just that and nothing else. A
+comparison's answer is the one that `--fail-on worse` goes by: any row, or all rows together. How noisy the machine was
+is told by the same launches: (slowest - quickest) / median of every three of A in a row, and the share of the cores
 that others took. Of 50 comparisons 5 % are two.
 
     .venv/bin/python benchmarks/a_a_compare.py [--quick] [--comparisons 50] [--launches 32] [--minutes 24] [--keep DIR]
@@ -74,10 +73,10 @@ def arm_of(launch: int, seed: int) -> str:
 
 
 def slow_down(inject: str) -> None:
-    """Make the players of this process slower by the factor of their launch's arm."""
-    from muster.collectives_bench.ranks import conductor, operations, sampling
+    """Make the launch workers of this process slower by the factor of their launch's arm."""
+    from muster.collectives_bench.ranks import launch_manager, operations, sampling
 
-    play, prepare, loop = conductor.play, operations.prepare, sampling.HostClock.loop
+    play, prepare, loop = launch_manager.play, operations.prepare, sampling.HostClock.loop
 
     def slower_play(company, settings, cells, order, tell, page):
         factor = ARMS[arm_of(order.launch, settings.seed)]
@@ -93,7 +92,7 @@ def slow_down(inject: str) -> None:
             sampling.HostClock.loop = lambda self, run, calls: loop(self, run, calls) * factor
         play(company, settings, cells, order, tell, page)
 
-    conductor.play = slower_play
+    launch_manager.play = slower_play
 
 
 def spinning(run: Callable[[], None], factor: float) -> Callable[[], None]:

@@ -1,8 +1,8 @@
 """A process that measures dies or stands still: is its rank named, how soon does the row stand, is the rest measured?
 
-`muster run` of a small benchmark on three ranks of this machine. While it measures, one rank's player is hit from
-outside, by a signal of any kind. To be met, each time: the row names that rank within 2 s (within timeout_s + 2 s if
-it only stands still), every other operation is measured, the file is whole, and the exit code is 1.
+`muster run` of a small benchmark on three ranks of this machine. While it measures, one rank's launch worker is hit
+from outside, by a signal of any kind. To be met, each time: the row names that rank within 2 s (within timeout_s + 2 s
+if it only stands still), every other operation is measured, the file is whole, and the exit code is 1.
 
     .venv/bin/python benchmarks/bench_crash.py [--quick]        12 runs, about 2 minutes; quick: rank 1 only, 4 runs
 """
@@ -34,7 +34,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGSTOP)
 
 
 def once(number: signal.Signals, rank: int, folder: Path) -> dict[str, Any]:
-    """Run the benchmark, hit a rank's player once some blocks stand, and read what came of it.
+    """Run the benchmark, hit a rank's launch worker once some blocks stand, and read what came of it.
 
     `seconds` are from the signal to the row; `measured` counts the operations that were whole all the same.
     """
@@ -43,9 +43,9 @@ def once(number: signal.Signals, rank: int, folder: Path) -> dict[str, Any]:
         out = live.run.attempt(0).bench
         live.wait("two blocks", lambda: sum(row["record"] == "block" for row in read_lines(out)) >= 2, LIMIT_S)
         (started,) = live.events("started")
-        (player,) = linux.descendants(dict(started["ranks"])[rank])[:1]
+        (worker,) = linux.descendants(dict(started["ranks"])[rank])[:1]
         hit = time.time()
-        linux.kill_quietly(player, number)
+        linux.kill_quietly(worker, number)
         code = live.end(LIMIT_S)
         records = list(read_lines(out))
     finally:

@@ -63,7 +63,7 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     from muster.collectives_bench.catalog import actual_bytes
     from muster.collectives_bench.ranks.nccl import StreamClock
     from muster.collectives_bench.ranks.operations import prepare
-    from muster.collectives_bench.ranks.sampling import Sampler, Voices
+    from muster.collectives_bench.ranks.sampling import ControlGroup, Sampler
     from muster.collectives_bench.records import Cell
     from muster.collectives_bench.settings import BenchSettings
 
@@ -71,25 +71,25 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     assert group is not None
     operation, ranks = CATALOG[name], dist.get_world_size()
     nbytes = actual_bytes(operation, size, ranks, "fp32")
-    voices = Voices(control, lambda: None)
+    control_group = ControlGroup(control, lambda: None)
     bare = bare_call(name, nbytes // 4, device)
-    calls = bare_calls(bare, voices)
+    calls = bare_calls(bare, control_group)
     cell = Cell(operation=name, dtype="fp32", asked_bytes=size, place=operation.places[0])
     call = prepare(cell, nbytes, group, device)
-    sampler = Sampler(StreamClock(voices, group, device), voices, BenchSettings(block_s=BLOCK_S))
+    sampler = Sampler(StreamClock(control_group, group, device), control_group, BenchSettings(block_s=BLOCK_S))
     call.fill()
     first_us = sampler.first(call.run)
     wrong = torch.tensor(call.wrong())
     dist.all_reduce(wrong, group=control)
     sampler.warm_up(call.run, first_us)
     single_us = median(sampler.latency(call.run).slowest)
-    bare_us, loop_us = [bare_loop(bare, calls, voices)], []
+    bare_us, loop_us = [bare_loop(bare, calls, control_group)], []
     for repeat in range(REPEATS):  # bare, ours, ours, bare, bare, ...: what drifts meets both
         for ours in (True, False) if repeat % 2 == 0 else (False, True):
             if ours:
                 loop_us.append(sampler.back_to_back(call.run, single_us))
             else:
-                bare_us.append(bare_loop(bare, calls, voices))
+                bare_us.append(bare_loop(bare, calls, control_group))
     return {
         "operation": name,
         "ranks": ranks,
@@ -132,26 +132,26 @@ def bare_call(name: str, count: int, device: Any) -> Callable[[], object]:
     return calls[name]
 
 
-def bare_loop(run: Callable[[], object], calls: int, voices: Any) -> float:
+def bare_loop(run: Callable[[], object], calls: int, control_group: Any) -> float:
     """Time calls back to back between two events; return the microseconds of one on the slowest rank."""
     import torch
 
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    voices.barrier()
+    control_group.barrier()
     begin.record()
     for _ in range(calls):
         run()
     end.record()
     torch.cuda.synchronize()
-    everybody = voices.gather([begin.elapsed_time(end) / calls * 1e3])
+    everybody = control_group.gather([begin.elapsed_time(end) / calls * 1e3])
     return float(max(each[0] for each in everybody))
 
 
-def bare_calls(run: Callable[[], object], voices: Any) -> int:
+def bare_calls(run: Callable[[], object], control_group: Any) -> int:
     """Warm up, and return how many calls make a bare loop long enough."""
-    bare_loop(run, 3, voices)
-    return max(10, min(200, int(BARE_S * 1e6 / bare_loop(run, 5, voices))))
+    bare_loop(run, 3, control_group)
+    return max(10, min(200, int(BARE_S * 1e6 / bare_loop(run, 5, control_group))))
 
 
 def play(gpus: int, operations: list[str], sizes: list[int]) -> list[dict[str, Any]]:

@@ -22,13 +22,13 @@ from muster.jobs.basics.words import counted, did_you_mean
 from muster.jobs.hosts.hosts import read_text
 from muster.jobs.hosts.placement import Host, Login
 
-# Nodes that are there for the others: a remote data set, and what shapes or joins links.
+# Nodes that serve others: a remote data set, and nodes that shape or join links.
 HELPERS: Final = {"emulab-blockstore": "holds a data set", "delay": "shapes a link"}
 
 
 @dataclass(frozen=True)
 class ManifestNode:
-    """One node that can hold ranks; `mac` (1a:2b:...) finds its interface, whatever the kernel calls that."""
+    """One node that can run ranks; `mac` (1a:2b:...) identifies its interface, whose kernel name is unknown."""
 
     name: str
     address: str
@@ -44,11 +44,11 @@ class ManifestNode:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a run needs of a manifest: its nodes on one LAN, and in `warnings` what was left out and why."""
+    """The parts of a manifest that a run needs: its nodes on one LAN; `warnings` lists skipped nodes and why."""
 
     nodes: tuple[ManifestNode, ...]
     lan: str  # "": a single node without a LAN
-    network: str  # such as 10.10.1.0/24; "" where the netmasks do not tell
+    network: str  # such as 10.10.1.0/24; "" if the netmasks differ
     warnings: tuple[str, ...]
 
     @property
@@ -60,14 +60,14 @@ class Manifest:
 def survey_manifest(
     path: Path, *, user: str | None = None, lan: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> Manifest:
-    """Read a manifest, for one user's logins and the addresses of one LAN.
+    """Read a manifest for one user's logins and the addresses of one LAN.
 
-    Without `user` it is USER of the environment if that one has logins, else the only one who has. Without `lan` it is
-    the LAN that joins all nodes, the fastest if there are several.
+    Without `user` it is USER of the environment if that user has logins, else the only user with logins. Without `lan`
+    it is the LAN that joins all nodes, the fastest if there are several.
 
     Raises:
-        JobFileError: it cannot be read, or is no manifest.
-        UsageError: it leaves open which user or LAN is meant, or has no LAN of that name.
+        JobFileError: if it cannot be read, or is not a manifest.
+        UsageError: if the user or LAN is ambiguous, or there is no LAN of that name.
     """
     nodes, lans = manifest_xml.parse(read_text(path, f"a manifest; {manifest_xml.WHERE}", MOST_BYTES), str(path))
     try:
@@ -79,11 +79,11 @@ def survey_manifest(
 def survey(
     nodes: Sequence[Node], lans: Sequence[Lan], *, user: str | None, lan: str | None, environ: Mapping[str, str]
 ) -> Manifest:
-    """Choose nodes, logins and addresses of a manifest that has been read. Pure.
+    """Choose nodes, logins and addresses of a parsed manifest. Pure.
 
     Raises:
-        JobFileError: no node can hold ranks.
-        UsageError: it leaves open which user or LAN is meant, or has no LAN of that name.
+        JobFileError: if no node can run ranks.
+        UsageError: if the user or LAN is ambiguous, or there is no LAN of that name.
     """
     computers, warnings = _computers(nodes)
     login_user = _user(computers, environ) if user is None else check_user(user)
@@ -97,15 +97,13 @@ def survey(
             found.append(ManifestNode(node.name, at.address, at.mac, _login_of(node, login_user), node.control_address))
     strangers = [node.name for node in computers if all(login.user != login_user for login in node.logins)]
     if strangers:
-        warnings.append(
-            f"{login_user} has no login on {', '.join(strangers)} in the manifest; it is tried all the same"
-        )
+        warnings.append(f"{login_user} has no login on {', '.join(strangers)} in the manifest; trying it anyway")
     network = _network(chosen.members.values()) if chosen else ""
     return Manifest(tuple(found), chosen.name if chosen else "", network, tuple(warnings))
 
 
 def _computers(nodes: Sequence[Node]) -> tuple[list[Node], list[str]]:
-    """Divide the nodes that can hold ranks from those that serve them."""
+    """Separate the nodes that can run ranks from those that serve them."""
     able = [node for node in nodes if node.kind not in HELPERS and node.logins]
     computers = [node for node in able if not node.serves_storage] or able
     kept = {node.name for node in computers}
@@ -134,13 +132,13 @@ def _user(nodes: Sequence[Node], environ: Mapping[str, str]) -> str:
 
 
 def _login_of(node: Node, user: str) -> Login:
-    """Return a user's login on a node; who joined the project later is not in the manifest, and may log in."""
+    """Return a user's login on a node. Members who joined later are not in the manifest, but may log in."""
     own = next((login for login in node.logins if login.user == user), node.logins[0])
     return Login(own.target, user, own.port)
 
 
 def _choose_lan(nodes: Sequence[Node], lans: Sequence[Lan], wanted: str | None) -> Lan | None:
-    """Return the LAN that was asked for, or the one that joins all nodes; None for one node without any."""
+    """Return the LAN that was asked for, or the one that joins all nodes; None for a single node without LAN."""
     names = {node.name for node in nodes}
     lans = [lan for lan in lans if names & set(lan.members)]
     if wanted is not None:
@@ -169,7 +167,7 @@ def _named(lans: Sequence[Lan], wanted: str) -> Lan:
 
 
 def _fastest(lans: Sequence[Lan]) -> Lan:
-    # Without a limit a LAN is as fast as its hardware, which the manifest does not tell.
+    # Without a limit a LAN has the speed of its hardware, which the manifest does not show.
     speeds = [lan.kbit_per_s or 0 for lan in lans]
     if 0 in speeds or speeds.count(max(speeds)) > 1:
         raise UsageError(f"{len(lans)} LANs join all nodes: {_spell(lans)}; choose one with --lan NAME")
@@ -184,7 +182,7 @@ def _spell(lans: Sequence[Lan]) -> str:
 
 
 def _network(interfaces: Iterable[Interface]) -> str:
-    """Return the one network that all interfaces are in, as 10.10.1.0/24."""
+    """Return the network of all interfaces, such as 10.10.1.0/24; "" if they differ."""
     found = set()
     for each in interfaces:
         try:

@@ -1,4 +1,4 @@
-"""A manifest's XML as records. Children come in any order and any prefix: nothing is found by its position."""
+"""Parse a manifest's XML into records. Children may have any order and prefix, so nothing is found by its position."""
 
 import ipaddress
 import re
@@ -13,12 +13,12 @@ from muster.jobs.basics.hostnames import MAX_PORT, check_name
 from muster.jobs.hosts.placement import Login
 
 WHERE: Final = "take the Manifest tab of the experiment's page, or run geni-get manifest on a node"
-SERVES_STORAGE: Final = "nfs-server"  # as in the command that our profile, or CloudLab's NFS profile, gives that node
+SERVES_STORAGE: Final = "nfs-server"  # part of that node's command in Muster's profile and in CloudLab's NFS profile
 
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface of a node: its address is "" where it has none, its `mac` (1a:2b:...) is "" where none is told."""
+    """An interface of a node; `address` and `mac` (1a:2b:...) are "" if missing."""
 
     address: str
     netmask: str
@@ -27,7 +27,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Node:
-    """A node as the manifest has it, with one login for each member of the project."""
+    """A node in the manifest, with one login for each member of the project."""
 
     name: str
     kind: str  # raw-pc, emulab-xen, emulab-blockstore, ...
@@ -39,7 +39,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Lan:
-    """A link, and by name the nodes that have an address on it; `kbit_per_s` is None where nothing limits it."""
+    """A link, and by name the nodes that have an address on it; `kbit_per_s` is None if there is no limit."""
 
     name: str
     members: Mapping[str, Interface]
@@ -47,10 +47,10 @@ class Lan:
 
 
 def parse(text: str, name: str) -> tuple[list[Node], list[Lan]]:
-    """Read the text of a manifest; `name` is what messages call it.
+    """Parse the text of a manifest; `name` is its name in messages.
 
     Raises:
-        JobFileError: it is no manifest.
+        JobFileError: if it is not a manifest.
     """
     root = _root(text, name)
     nodes = [_node(each, name) for each in _children(root, "node")]
@@ -60,7 +60,7 @@ def parse(text: str, name: str) -> tuple[list[Node], list[Lan]]:
     if twice:
         raise JobFileError(f"{name}: has two nodes named {twice[0]}; {WHERE}")
     if not any(node.logins for node in nodes):
-        # By its logins, not by its type: the portal's own Manifest tab says type="request".
+        # Detected by its logins, not by its type: the portal's own Manifest tab says type="request".
         kind = "a manifest of nodes that are not ready" if root.get("type") == "manifest" else "a request, no manifest"
         raise JobFileError(f"{name}: is {kind}: no node has a login by ssh key; {WHERE}")
     owners: dict[str, tuple[str, Interface]] = {}
@@ -71,7 +71,7 @@ def parse(text: str, name: str) -> tuple[list[Node], list[Lan]]:
 
 
 class _Builder(ET.TreeBuilder):
-    """A tree without a DOCTYPE: entities are declared there, and a few lines of them stand for gigabytes."""
+    """A tree builder that refuses a DOCTYPE, in which a few lines of entities can expand to gigabytes."""
 
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
         raise JobFileError("has a DOCTYPE, which no manifest has; a saved web page?")
@@ -139,7 +139,7 @@ def _interface(element: ET.Element) -> Interface:
 
 def _is_usable(address: str) -> bool:
     try:
-        return not ipaddress.ip_address(address).is_unspecified  # 0.0.0.0 stands where none was given
+        return not ipaddress.ip_address(address).is_unspecified  # 0.0.0.0 means that none was given
     except ValueError:
         return False
 
@@ -147,7 +147,7 @@ def _is_usable(address: str) -> bool:
 def _lan(link: ET.Element, owners: Mapping[str, tuple[str, Interface]]) -> Lan:
     members: dict[str, Interface] = {}
     for reference in _children(link, "interface_ref"):
-        # Never by component_id: virtual machines that share a machine share that.
+        # Not by component_id, which virtual machines on one host share.
         keys = (reference.get("sliver_id", ""), reference.get("client_id", ""))
         owner = next((owners[key] for key in keys if key in owners), None)
         if owner is not None and owner[1].address:
@@ -158,7 +158,7 @@ def _lan(link: ET.Element, owners: Mapping[str, tuple[str, Interface]]) -> Lan:
 
 
 def _tag(element: ET.Element) -> str:
-    """Return an element's name without its namespace; a comment has none."""
+    """Return an element's name without its namespace; "" for a comment."""
     return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
 
 

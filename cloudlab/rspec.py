@@ -1,9 +1,9 @@
-"""The RSpec that asks CloudLab for the nodes of a run: pure text, the same for the same wishes.
+"""The RSpec that requests a run's nodes from CloudLab. Pure text; equal requests give equal text.
 
     node0 ... node3   raw PCs, 10.10.1.1 to .4 on one LAN; each runs cloudlab/boot.sh when it boots
     nfs               with `nfs_gb`: 10.10.1.254 on the same LAN; exports /nfs, which the others mount
 
-Names and addresses are given here, so that the boot script needs to look nothing up.
+Names and addresses are set here, so that the boot script need not look them up.
 """
 
 import re
@@ -46,30 +46,32 @@ _URN: Final = re.compile(r"urn:publicid:IDN\+\S+")
 
 @dataclass(frozen=True)
 class RspecSpec:
-    """What is asked for; `kbit_per_s` None leaves the LAN as fast as its hardware, and lets any hardware have it."""
+    """The request; without `kbit_per_s` the LAN has the speed of its hardware, which may be any."""
 
     nodes: int = 4
-    hardware: str = HARDWARE  # "": whatever is free
+    hardware: str = HARDWARE  # "": any free hardware
     image: str = IMAGE
     lan: str = LAN
     kbit_per_s: int | None = 10_000_000
     nfs_gb: int = 0  # size of the shared folder; 0: none
-    repository: str | None = None  # cloned at boot, for a profile that is not made from a repository
+    repository: str | None = None  # cloned at boot, if the profile was not made from a repository
 
     def __post_init__(self) -> None:
-        """Refuse what CloudLab, or a later run, would stumble over.
+        """Refuse values that CloudLab or a later run cannot handle.
 
         Raises:
-            UsageError: a value is out of its range, or no name.
+            UsageError: if a value is out of range or not a valid name.
         """
         if not 1 <= self.nodes <= MAX_NODES:
             raise UsageError(f"--nodes: must be from 1 to {MAX_NODES}, got {self.nodes}")
         if self.hardware and not _WORD.fullmatch(self.hardware):
-            raise UsageError(f"--hardware: {self.hardware!r} is no hardware type; wanted one such as {HARDWARE}")
+            raise UsageError(f"--hardware: {self.hardware!r} is not a hardware type; expected one such as {HARDWARE}")
         if not _URN.fullmatch(self.image):
-            raise UsageError(f"--image: {self.image!r} is no image URN; wanted one such as {IMAGE}")
+            raise UsageError(f"--image: {self.image!r} is not an image URN; expected one such as {IMAGE}")
         if not _WORD.fullmatch(self.lan):
-            raise UsageError(f"--lan: {self.lan!r} is no name; wanted letters, digits, - and _, such as {LAN}")
+            raise UsageError(
+                f"--lan: {self.lan!r} is not a valid name; expected letters, digits, - and _, such as {LAN}"
+            )
         if self.nfs_gb < 0:
             raise UsageError(f"--nfs: must be a size in GB, got {self.nfs_gb}")
         if self.repository is not None and not re.fullmatch(r"https?://\S+", self.repository):
@@ -82,21 +84,21 @@ def rspec_text(spec: RspecSpec) -> str:
 
 
 def rate(text: str) -> int:
-    """Return kbit/s of a rate such as 10gbit.
+    """Return the kbit/s of a rate such as 10gbit.
 
     Raises:
-        UsageError: it is none.
+        UsageError: if the text is not a rate.
     """
     found = _RATE.fullmatch(text.lower())
     kbit_per_s = round(float(found[1]) * RATES[found[2]]) if found else 0
     if kbit_per_s < 1:
-        raise UsageError(f"--lan-bandwidth: {text!r} is no rate; wanted one such as 10gbit or 500mbit")
+        raise UsageError(f"--lan-bandwidth: {text!r} is not a rate; expected one such as 10gbit or 500mbit")
     return kbit_per_s
 
 
 def _lines(spec: RspecSpec) -> Iterator[str]:
     yield '<?xml version="1.0" encoding="UTF-8"?>'
-    yield "<!-- made by `muster cloudlab rspec`; make it anew rather than edit it: cloudlab/README.md -->"
+    yield "<!-- made by `muster cloudlab rspec`; regenerate it instead of editing it: cloudlab/README.md -->"
     yield f'<rspec xmlns="{GENI}" xmlns:emulab="{EMULAB}" xmlns:xsi="{XSI}"'
     yield f'       xsi:schemaLocation="{GENI} {GENI}/request.xsd" type="request">'
     names = [f"node{number}" for number in range(spec.nodes)]

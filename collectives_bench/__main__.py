@@ -1,4 +1,4 @@
-"""`python -m muster.collectives_bench`: run one rank whose variables (RANK, WORLD_SIZE, ...) somebody else set."""
+"""`python -m muster.collectives_bench`: run one rank with variables (RANK, WORLD_SIZE, ...) of another launcher."""
 
 import sys
 

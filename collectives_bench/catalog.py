@@ -1,17 +1,19 @@
-"""The operations that are measured, torch-free: what their numbers mean, and what they cost at best.
+"""The operations that are measured, torch-free: the meaning of their numbers, and their theoretical cost.
 
 S is the size that a row names, n the number of ranks. Sizes and bus factors are those of nccl-tests, so that numbers
-compare: algbw = S / t, busbw = algbw * bus_factor(n), GB/s is 1e9 bytes a second.
+can
+be compared: algbw = S / t, busbw = algbw * bus_factor(n); GB/s is 1e9 bytes per second.
 
     S of an operation                                            `chunked`: S is n equal chunks, one for each rank
     all_reduce, broadcast, reduce   one rank's buffer
     all_gather                      the gathered output          chunked
     reduce_scatter, all_to_all      one rank's whole input       chunked
-    gather, scatter                 all that the root holds      chunked
+    gather, scatter                 the root's whole buffer      chunked
     send_recv, ping_pong            one message, one way
 
-`wire(n)` is what all ranks together send, divided by S, by the best algorithm for large S; `buffers(n)` what one rank
-(the root, where there is one) allocates for it, divided by S.
+`wire(n)` is the bytes that all ranks together send with the best algorithm for large S, divided by S. `buffers(n)` is
+the
+bytes that one rank (the root, if there is one) allocates, divided by S.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
 
-ALIGNMENT_BYTES: Final = 16  # nccl-tests rounds every rank's chunk down to it; the row names the size that was used
+ALIGNMENT_BYTES: Final = 16  # nccl-tests rounds every rank's chunk down to a multiple of this; rows show the size used
 
 Place = Literal["in", "out"]
 OfWorld = Callable[[int], float]
@@ -27,7 +29,7 @@ OfWorld = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Operation:
-    """One row: an operation's meaning, without the code that runs it (`collectives_bench/ranks/operations.py`)."""
+    """One row: the meaning of an operation. `collectives_bench/ranks/operations.py` has the code that runs it."""
 
     name: str
     phrase: str
@@ -66,21 +68,21 @@ LIBRARY: Final[dict[str, Operation]] = {
         Operation("reduce", "rank 0 gets the sum of all", *_ROOTED, reduces=True),
         _chunked("gather", "rank 0 gets every rank's chunk", *_ROOTED_CHUNKS),
         _chunked("scatter", "every rank gets its chunk of rank 0's", *_ROOTED_CHUNKS),
-        _chunked("all_to_all", "every rank sends every rank another chunk", *_EXCHANGED),
+        _chunked("all_to_all", "every rank sends a different chunk to every rank", *_EXCHANGED),
         _messages("send_recv", "a ring: every rank sends to the next, all at once", *_SHIFTED),
-        _messages("ping_pong", "ranks 0 and 1 send one message to and fro; the time is one way", *_TWO_WAYS),
-        Operation("barrier", "nobody leaves before all have come", *_NOTHING, has_size=False),
+        _messages("ping_pong", "ranks 0 and 1 send one message back and forth; the time is one way", *_TWO_WAYS),
+        Operation("barrier", "no rank leaves before all have arrived", *_NOTHING, has_size=False),
     )
 }
 
 
 def _ours(name: str, twin: str, phrase: str, **more: Any) -> Operation:
-    """Return a building block of ours: what the library's operation is, in its default place."""
+    """Return Muster's own implementation of a library operation, in its default place."""
     twins = LIBRARY[twin]
     return replace(twins, name=name, phrase=phrase, places=twins.places[:1], ours=True, **more)
 
 
-# What a learner would write, so that the library's own can be seen to be faster, or not.
+# Simple implementations for comparison with the library's.
 OWN: Final = (
     _ours("ring_all_reduce", "all_reduce", "all_reduce as a ring of sends"),
     _ours("ring_reduce_scatter", "reduce_scatter", "reduce_scatter as a ring of sends"),
@@ -91,18 +93,18 @@ OWN: Final = (
     _ours(
         "gather_scatter",
         "all_reduce",
-        "the mean by way of rank 0, as gradients are averaged first in a course",
+        "the mean computed on rank 0: gather, average, scatter",
         buffers=float,
     ),
 )
 OPERATIONS: Final[dict[str, Operation]] = {**LIBRARY, **{each.name: each for each in OWN}}
-DTYPES: Final[dict[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "int32": 4}  # bytes an element
+DTYPES: Final[dict[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "int32": 4}  # bytes per element
 
 
 def actual_bytes(operation: Operation, asked: int, ranks: int, dtype: str) -> int:
-    """Return S as it can be had: chunks are whole multiples of 16 bytes, or one element where S is smaller than that.
+    """Return the size S that is possible for the requested bytes: chunks are multiples of 16 bytes.
 
-    `asked` is in bytes. An operation without a size has 0.
+    If S is smaller than that, a chunk is one element. An operation without a size has 0.
     """
     if not operation.has_size:
         return 0

@@ -1,7 +1,7 @@
-"""The bytes that gloo (torch 2.13) is known to move, from its own arithmetic, where the best would be fewer. Pure.
+"""The bytes that gloo (torch 2.13) moves according to its source, if that exceeds the optimum. Pure.
 
-`known_wire` returns what all ranks together send in one call, in bytes of payload; `deviation` says in words where what
-was counted is not the best that is possible.
+`known_wire` returns the bytes of payload that all ranks together send in one call. `deviation` describes where counted
+bytes differ from the optimum.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.records import Cell, Wire
 
 SEGMENT: Final = 2**20  # gloo/reduce.h, gloo/allreduce.h: kMaxSegmentSize
-LEAST_JUDGED: Final = 2**20  # bytes of a call
+LEAST_JUDGED: Final = 2**20  # bytes of a call; smaller calls are not judged
 WHY: Final = {
-    "reduce_scatter": ": it is an all_reduce of everything",
+    "reduce_scatter": ": it is implemented as an all_reduce of all data",
     "reduce": ": every rank sends nearly all segments round the ring",
 }
 
@@ -24,29 +24,30 @@ def best_wire(cell: Cell, nbytes: int, ranks: int) -> float:
 
 
 def known_wire(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo") -> float:
-    """Return the bytes of the algorithm that the library is known to use; the best one's where we know no other."""
+    """Return the bytes of the library's actual algorithm, or those of the best one if it is unknown."""
     known = GLOO.get(cell.operation) if backend == "gloo" else None
     return known(nbytes, ranks, DTYPES[cell.dtype]) if known is not None else best_wire(cell, nbytes, ranks)
 
 
 def deviation(operation: str, wire: Wire, *, within: float = 0.01) -> str:
-    """Say where a library moves more or less than the best algorithm, or than we knew; "" where it does as it should.
+    """Describe a library operation that moves more or fewer bytes than the best or the known algorithm; "" if it does
+    not.
 
-    A call of less than 1 MB is not judged: the library's own headers, some tens of bytes a message, are not nothing.
+    Calls of less than 1 MB are not judged, because the library's own headers, some tens of bytes per message, matter.
     """
     if wire.best_bytes < LEAST_JUDGED or abs(wire.sent_bytes - wire.best_bytes) <= within * wire.best_bytes:
         return ""
     ratio = wire.sent_bytes / wire.best_bytes
     text = f"{operation} moves {ratio:.2f} x the best algorithm's bytes"
     if abs(wire.sent_bytes - wire.known_bytes) <= within * wire.known_bytes:
-        return f"{text}, as its source says{WHY.get(operation, '')}"
-    return f"{text}; {wire.known_bytes / wire.best_bytes:.2f} x was expected of it"
+        return f"{text}, as in its source{WHY.get(operation, '')}"
+    return f"{text}; {wire.known_bytes / wire.best_bytes:.2f} x was expected"
 
 
 def _reduce(nbytes: int, ranks: int, itemsize: int) -> float:
-    """A ring in which every rank sends all of its segments but the last two, then a gather of chunks (gloo/reduce.cc).
+    """Ring in which every rank sends all but two of its segments, then a gather of chunks (gloo/reduce.cc).
 
-    A chunk's n - 1 transfers would do; allreduce.cc stops there.
+    n - 1 transfers of a chunk would be enough; allreduce.cc stops there.
     """
     if ranks == 1 or not nbytes:
         return 0.0
@@ -67,12 +68,12 @@ def _up(value: int, unit: int) -> int:
 
 
 def _clipped(offset: int, length: int, total: int) -> int:
-    """Return how many of `length` bytes from `offset` lie within the buffer."""
+    """Return how many of `length` bytes from `offset` are within the buffer."""
     return max(0, min(length, total - offset))
 
 
 GLOO: Final[dict[str, Callable[[int, int, int], float]]] = {
-    # A clone, an all_reduce of all of it, and a copy of one's own chunk (ProcessGroupGloo.cpp).
+    # A clone, an all_reduce of all of it, and a copy of the rank's own chunk (ProcessGroupGloo.cpp).
     "reduce_scatter": lambda nbytes, ranks, itemsize: OPERATIONS["all_reduce"].wire(ranks) * nbytes,
     "reduce": _reduce,
 }

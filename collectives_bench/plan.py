@@ -1,4 +1,4 @@
-"""From settings to what is measured: the cells of a world, and their order in each launch. Pure and torch-free."""
+"""From settings to measurements: the cells for a number of ranks, and their order in each launch. Pure, torch-free."""
 
 import random
 
@@ -8,7 +8,7 @@ from muster.collectives_bench.settings import BenchSettings
 
 
 def cells_of(settings: BenchSettings, ranks: int) -> list[Cell]:
-    """List every cell, in the order of a table: operation, type, way of calling, place, size."""
+    """List all cells in table order: operation, dtype, call mode, place, size."""
     cells = []
     for name in settings.operations():
         operation = OPERATIONS[name]
@@ -23,7 +23,7 @@ def cells_of(settings: BenchSettings, ranks: int) -> list[Cell]:
 
 
 def _sizes(operation: Operation, asked: list[int], ranks: int, dtype: str) -> list[int]:
-    """Leave out sizes that come to the same once they are cut into whole chunks: they would be measured twice."""
+    """Remove sizes that become equal after rounding to whole chunks, which would be measured twice."""
     first: dict[int, int] = {}
     for size in asked if operation.has_size else [0]:
         first.setdefault(actual_bytes(operation, size, ranks, dtype), size)
@@ -31,7 +31,7 @@ def _sizes(operation: Operation, asked: list[int], ranks: int, dtype: str) -> li
 
 
 def places_of(operation: Operation, wanted: str) -> tuple[Place, ...]:
-    """Return the places that an operation is measured in; one that it does not have becomes its default."""
+    """Return the places to measure an operation in; a place that it lacks is replaced by its default."""
     if wanted == "both":
         return operation.places
     found = tuple(place for place in operation.places if place == wanted)
@@ -39,7 +39,7 @@ def places_of(operation: Operation, wanted: str) -> tuple[Place, ...]:
 
 
 def order_of(cells: list[Cell], launch: int, seed: int) -> list[int]:
-    """Return the order in which a launch measures the cells: another for every launch, the same on every rank."""
+    """Return the order in which a launch measures the cells: different for every launch, the same on every rank."""
     order = list(range(len(cells)))
     random.Random(f"{seed}/{launch}").shuffle(order)
     return order

@@ -1,8 +1,9 @@
-"""What is measured, as records, torch-free: one line of JSON each while a job runs, one JSON file for all of it after.
+"""Measurements as records, torch-free: one JSON line each while a job runs, one JSON file for all of them after.
 
-A *cell* is one thing to measure: an operation at a size, of a type, called in one way. A *launch* is one start of fresh
-processes and process groups: the unit that is repeated, because launches differ more than calls do. A *block* is one
-cell in one launch.
+A *cell* is one thing to measure: an operation at a size, of a dtype, called in one way. A *launch* is one start of
+fresh
+processes and process groups: the unit of repetition, because launches vary more than calls do. A *block* is one cell in
+one launch.
 
     attempt-000/bench.jsonl      header, then blocks (and pairs) as they end; the last line is `end`
     result.json                  {"muster_bench": 1, "headers": [...], "blocks": [...], "pairs": [...]}
@@ -33,7 +34,7 @@ State = Literal["ok", "wrong", "failed", "timeout", "refused", "unsupported"]
 
 
 class World(Strict):
-    """The ranks that took part, and what they spoke through."""
+    """The ranks that took part, and the backend and devices they used."""
 
     nodes: Count
     ranks_per_node: Count
@@ -43,13 +44,13 @@ class World(Strict):
 
     @property
     def text(self) -> str:
-        """The world in words: 2 nodes x 3 ranks, gloo on cpu."""
+        """Describe the world: 2 nodes x 3 ranks, gloo on cpu."""
         place = f"{counted(self.nodes, 'node')} x {counted(self.ranks_per_node, 'rank')}"
         return f"{place}, {self.backend} on {self.device}"
 
 
 class Cell(Strict):
-    """One thing to measure; `asked_bytes` as it was asked for, before rounding to whole chunks."""
+    """One thing to measure; `asked_bytes` is the requested size, before rounding to whole chunks."""
 
     operation: str
     dtype: str
@@ -63,7 +64,7 @@ class Cell(Strict):
         return self.place if self.call == "sync" else f"{self.place}/{self.call}"
 
     def text(self, nbytes: int | None = None) -> str:
-        """Name the cell: all_reduce 1 MB fp32 in; `nbytes` is its size as used."""
+        """Return the name of the cell: all_reduce 1 MB fp32 in; `nbytes` is the size used."""
         if not OPERATIONS[self.operation].has_size:
             return self.operation
         return " ".join([self.operation, size_text(nbytes or self.asked_bytes), self.dtype, self.way])
@@ -84,7 +85,7 @@ class Timing(Strict):
 
     @classmethod
     def of(cls, samples_us: Sequence[float]) -> Self:
-        """Describe samples. With fewer than six the interval has less than 95 %; `n` tells."""
+        """Summarize samples. With fewer than six, the interval has less than 95 % confidence, as `n` shows."""
         ordered = sorted(samples_us)
         low, high = median_interval(ordered)
         names = ("min_us", "p50_us", "p95_us", "p99_us", "max_us")
@@ -94,12 +95,12 @@ class Timing(Strict):
     @model_validator(mode="after")
     def _is_ordered(self) -> Self:
         if not self.min_us <= self.p50_us <= self.max_us:
-            raise ValueError(f"times that cannot be: min {self.min_us}, p50 {self.p50_us}, max {self.max_us}")
+            raise ValueError(f"inconsistent times: min {self.min_us}, p50 {self.p50_us}, max {self.max_us}")
         return self
 
 
 class Memory(Strict):
-    """Memory of one rank, the largest over ranks: what we allocated, and what the call needed beyond it."""
+    """Memory of one rank, the maximum over ranks: Muster's buffers, and what the call needed beyond them."""
 
     buffers_bytes: int
     hidden_bytes: int | None  # None: could not be measured
@@ -107,17 +108,17 @@ class Memory(Strict):
 
 
 class Wire(Strict):
-    """What the interfaces of all hosts sent during `calls` calls, headers taken off, beside the formulas' bytes."""
+    """The bytes sent by all hosts' interfaces during `calls` calls, without headers, and the bytes of the formulas."""
 
     interfaces: list[str]
     calls: int
-    sent_bytes: float  # a call, over all ranks, payload only
-    best_bytes: float  # of the best algorithm: catalog's wire(n) * S
-    known_bytes: float  # of the algorithm that this library is known to use
+    sent_bytes: float  # per call, over all ranks, payload only
+    best_bytes: float  # for the best algorithm: the catalog's wire(n) * S
+    known_bytes: float  # for the algorithm that the library is known to use
 
 
 class Load(Strict):
-    """What else the hosts were doing during a block; the worst host's. Shares are of all its cores' time."""
+    """Load by others during a block, on the busiest host. Shares are of the time of all its cores."""
 
     foreign: float
     steal: float
@@ -134,13 +135,13 @@ class Block(Strict):
     nbytes: NonNegative  # S as used
     state: State
     reason: str = ""
-    rank: int | None = None  # the culprit, where one is known
+    rank: int | None = None  # the culprit, if known
     first_us: float | None = None
     warm_up_calls: int = 0
-    latency: Timing | None = None  # calls one by one, a barrier before each
-    throughput_us: float | None = None  # a call, back to back
+    latency: Timing | None = None  # single calls, with a barrier before each
+    throughput_us: float | None = None  # per call, back to back
     host_us: float | None = None  # CUDA: until the call returned to Python
-    wrong: int | None = None  # elements
+    wrong: int | None = None  # number of wrong elements
     lateness: list[float] | None = None  # each rank's median share of the slowest rank's time
     samples_us: list[Microseconds] = Field(default_factory=list)
     memory: Memory | None = None
@@ -157,7 +158,9 @@ class Block(Strict):
 
 
 class Pair(Strict):
-    """Two nodes of a round of disjoint pairs, in one launch: messages to and fro, then both ways at once."""
+    """Two nodes of a round of disjoint pairs, in one launch: messages back and forth, then transfers in both
+    directions.
+    """
 
     record: Literal["pair"] = "pair"
     launch: int
@@ -165,7 +168,7 @@ class Pair(Strict):
     nodes: tuple[int, int]
     hosts: tuple[str, str]
     nbytes: int
-    latency: Timing | None = None  # of 8 bytes, one way
+    latency: Timing | None = None  # for 8 bytes, one way
     there: Timing | None = None  # nbytes from the first to the second
     back: Timing | None = None
     state: State = "ok"
@@ -175,7 +178,7 @@ class Pair(Strict):
 
 
 class HostFacts(Strict):
-    """What one host is, as far as it changes numbers."""
+    """Facts about one host that affect measurements."""
 
     node: int
     host: str
@@ -194,7 +197,7 @@ class HostFacts(Strict):
 
 
 class Header(Strict):
-    """What was asked for, and where it ran; one per run."""
+    """The settings and the machines; one per run."""
 
     record: Literal["header"] = "header"
     version: int = VERSION
@@ -209,7 +212,7 @@ class Header(Strict):
 
 
 class Result(Strict):
-    """All that one or more runs have measured."""
+    """All measurements of one or more runs."""
 
     muster_bench: Literal[1] = VERSION
     headers: list[Header] = Field(default_factory=list)

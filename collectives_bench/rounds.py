@@ -1,7 +1,8 @@
-"""Rounds of disjoint pairs, so that every node meets every other and no node is in two pairs at once. Pure, torch-free.
+"""Rounds of disjoint pairs, in which every node meets every other and is in one pair at a time. Pure, torch-free.
 
-The circle method of round-robin tournaments (Kirkman, 1847): node 0 stays, the others move on by one seat a round, and
-who sits opposite each other plays.
+The circle method of round-robin tournaments (Kirkman, 1847): node 0 stays, the others move on by one position per
+round,
+and opposite positions form pairs.
 
     n = 6, round 0      0 1 2        round 1      0 5 1
                         5 4 3                     4 3 2
@@ -13,13 +14,13 @@ Round = list[tuple[int, int]]
 
 
 def rounds(nodes: int) -> list[Round]:
-    """Return the n - 1 rounds of n nodes, or the n rounds of an odd n, in each of which another node rests.
+    """Return the n - 1 rounds of n nodes, or n rounds for an odd n, each with one node resting.
 
-    Pairs are (a, b) with a < b; every pair comes once. Fewer than two nodes have no rounds.
+    Pairs are (a, b) with a < b; every pair occurs once. Fewer than two nodes have no rounds.
     """
     if nodes < 2:
         return []
-    seats = list(range(nodes + nodes % 2))  # the last one of an odd number is an empty seat: who meets it rests
+    seats = list(range(nodes + nodes % 2))  # an odd number gets a dummy position: its partner rests
     found = []
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
@@ -30,9 +31,9 @@ def rounds(nodes: int) -> list[Round]:
 
 
 def orders(nodes: int, repetitions: int, key: str) -> list[list[Round]]:
-    """Return the rounds once for each repetition, each time in another order; the same on every rank for one key.
+    """Return the rounds once per repetition, each time in another order; the same on every rank for one key.
 
-    What drifts while it is measured then hits other rounds each time, and shows as spread instead of as a slow link.
+    Drift during the measurement then affects different rounds each time, and shows as spread instead of a slow link.
     """
     found = []
     for repetition in range(repetitions):

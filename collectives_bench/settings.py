@@ -12,7 +12,7 @@ from muster.jobs.basics.words import unknown
 from muster.jobs.spec.strict import Positive, Strict, as_list, one_or_many
 
 HELLO: Final = "hello"
-ALL: Final = "all"  # every operation of the library's; ours: every one of our own building blocks
+ALL: Final = "all"  # every operation of the library; "ours": every one of Muster's own
 OURS: Final = "ours"
 
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -29,7 +29,7 @@ def _sizes(schema: dict[str, Any]) -> None:
 
 
 class BenchSettings(Strict):
-    """What to measure on the ranks. `operation: hello` measures nothing: every rank says where it is."""
+    """What to measure on the ranks. `operation: hello` measures nothing: every rank prints where it runs."""
 
     operation: list[str] = Field(
         [ALL],
@@ -85,7 +85,7 @@ class BenchSettings(Strict):
     @field_validator("sizes", mode="before")
     @classmethod
     def _sizes(cls, value: Any) -> list[int]:
-        words = as_list(value)  # this runs before `_one_or_many`, which stands above it
+        words = as_list(value)  # runs before `_one_or_many`, which is defined above it
         return sorted({size for word in words for size in parse_sizes(word)})
 
     @field_validator("operation")
@@ -101,7 +101,7 @@ class BenchSettings(Strict):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.backend == "nccl" and self.device == "cpu":
-            raise ValueError("nccl speaks for GPUs only; set device: cuda, or backend: gloo")
+            raise ValueError("nccl supports only GPUs; set device: cuda, or backend: gloo")
         if self.most_samples < self.least_samples:
             raise ValueError(f"most_samples: {self.most_samples} is less than least_samples, {self.least_samples}")
         return self
@@ -112,7 +112,7 @@ class BenchSettings(Strict):
         return self.operation == [HELLO]
 
     def operations(self) -> list[str]:
-        """Name the operations in the order of the catalog, `all` and `ours` written out."""
+        """Return the operations in the order of the catalog, with `all` and `ours` expanded."""
         wanted = set(self.operation)
         if ALL in wanted:
             wanted |= {name for name, each in OPERATIONS.items() if not each.ours}
@@ -121,10 +121,10 @@ class BenchSettings(Strict):
         return [name for name in OPERATIONS if name in wanted]
 
     def check_world(self, world_size: int) -> None:
-        """Refuse what only the world size shows.
+        """Refuse settings that do not fit the world size.
 
         Raises:
-            RefusedError: an operation that needs more ranks.
+            RefusedError: if an operation needs more ranks.
         """
         if self.pairs:
             if world_size < 2:
@@ -132,4 +132,6 @@ class BenchSettings(Strict):
             return
         for name in self.operations():
             if ALL not in self.operation and world_size < (least := OPERATIONS[name].least_ranks):
-                raise RefusedError(f"bench.operation: {name} needs {least} ranks, this job has {world_size}; set nodes")
+                raise RefusedError(
+                    f"bench.operation: {name} needs {least} ranks, but this job has {world_size}; set nodes"
+                )

@@ -1,4 +1,4 @@
-"""Sizes as people write them: 512K, 36.9MB, 20e9, ranges 512K:1G, lists by name; K, M, G are 2^10, 2^20, 2^30 bytes."""
+"""Parse and format sizes: 512K, 36.9MB, 20e9, ranges 512K:1G, named lists; K, M, G are 2^10, 2^20, 2^30 bytes."""
 
 import re
 from typing import Final
@@ -8,7 +8,7 @@ LARGEST: Final = 64 * 2**30
 STANDARD_FACTOR: Final = 2
 
 LISTS: Final[dict[str, tuple[int, ...]]] = {
-    # What course work measures: 512 KB, 1, 10, 50, 100, 500 MB, 1 GB.
+    # Sizes of course work: 512 KB, 1, 10, 50, 100, 500 MB, 1 GB.
     "course": (512 * 2**10, *(count * 2**20 for count in (1, 10, 50, 100, 500)), 2**30),
     "small": tuple(2**power for power in range(3, 17)),
     "default": (512 * 2**10, *(count * 2**20 for count in (1, 4, 10, 32, 100))),
@@ -20,7 +20,7 @@ def parse_size(text: str | float) -> int:
     """Return a size in bytes.
 
     Raises:
-        ValueError: it is none, or out of range.
+        ValueError: if the text is not a size, or out of range.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _in_range(text, str(text))
@@ -31,12 +31,12 @@ def parse_size(text: str | float) -> int:
 
 
 def parse_sizes(text: str | float) -> list[int]:
-    """Return the sizes that words stand for, with commas between: a size, a list by name, a range FROM:TO[:FACTOR].
+    """Return the sizes for words separated by commas: a size, a named list, or a range FROM:TO[:FACTOR].
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: if a word is none of these.
     """
-    if not isinstance(text, str):  # of a job file: 1e9 is a float there
+    if not isinstance(text, str):  # in a job file 1e9 is a float
         return [parse_size(text)]
     if "," in text:
         return [size for word in text.split(",") for size in parse_sizes(word.strip())]
@@ -76,7 +76,7 @@ def _in_range(size: int, text: str) -> int:
 
 
 def size_text(nbytes: float) -> str:
-    """Write a size shortly and exactly where that is short: 512 KB, 36.9 MB, 1 GB, 12 B; KB is 2^10 bytes."""
+    """Format a size briefly, and exactly if that is brief: 512 KB, 36.9 MB, 1 GB, 12 B; KB is 2^10 bytes."""
     for unit, width in (("GB", 2**30), ("MB", 2**20), ("KB", 2**10)):
         if nbytes >= width:
             return f"{nbytes / width:.4g} {unit}"
@@ -84,6 +84,6 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(time_s: float, figures: int = 4) -> str:
-    """Write a time shortly, with the unit that suits it: 35.1 us, 2.4 ms, 1.2 s."""
+    """Format a time briefly, in a suitable unit: 35.1 us, 2.4 ms, 1.2 s."""
     unit, width = next(((unit, width) for unit, width in (("s", 1.0), ("ms", 1e-3)) if time_s >= width), ("us", 1e-6))
     return f"{time_s / width:.{figures}g} {unit}"

@@ -40,6 +40,7 @@ GROUPS = (
             ("watch", "show a run in progress: step, rate, next checkpoint, and every node and rank"),
             ("compare", "show where the time of a step went in several runs, and which of them is faster"),
             ("plot", "draw one picture of several runs, or print its numbers"),
+            ("report", "write one HTML page: comparison, plots, attempts, memory, profiles; it needs no network"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces are"),
             ("timeline", "draw what the ranks did in a step: computing, communicating, waiting"),
@@ -89,6 +90,7 @@ LOOKING = (
     "watch",
     "compare",
     "plot",
+    "report",
     "logs",
     "profile",
     "timeline",
@@ -138,7 +140,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(_help())
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        print(f"muster {_version()}")
+        print(f"muster {version()}")
         return 0
     name = arguments[0]
     if name not in PHRASES:
@@ -221,7 +223,8 @@ def _help_of_hosts() -> str:
     return parser.format_help()
 
 
-def _version() -> str:
+def version() -> str:
+    """Return Muster's version."""
     from importlib import metadata
 
     try:

@@ -1,7 +1,7 @@
-"""What Slurm tells a process of its job: the nodes it was given, until when, and which of them this is.
+"""The Slurm allocation of this process: its nodes, its end time, and which of the nodes this one is.
 
-An allocation is seen by the batch script and by everything below it; a node's index only by a task of a step, for
-the batch script sees zeros there.
+The batch script and everything below it see the allocation. Only tasks of a step see a node's index; the batch script
+sees zeros there.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ JOB_ID: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 NODELIST: Final = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 NUM_NODES: Final = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
-# What a job that submits a job must not hand on.
+# Variables that a job which submits another job must not pass on.
 _OF_AN_MPI: Final = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "HYDI_")
 _OF_THE_JOB: Final = ("SLURM", "SRUN_", "SBATCH_MEM_BIND", "TORCHELASTIC_", *_OF_AN_MPI)
 _OF_THE_CLUSTER: Final = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
@@ -27,7 +27,7 @@ _OF_THE_GPUS: Final = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job, in Slurm's order, with the cores that it has of each; `end_time` is unix seconds."""
+    """The nodes of a job, in Slurm's order, with the cores allocated on each; `end_time` is unix seconds."""
 
     job_id: str
     nodes: tuple[str, ...]
@@ -40,21 +40,21 @@ class Allocation:
 
     @property
     def cpus_per_task(self) -> int:
-        """The cores that one agent per node can ask for on every node."""
+        """The number of cores that one agent per node can request on every node."""
         return min(self.cpus)
 
     @property
     def requeue_id(self) -> str:
-        """How scontrol calls this job when it is to be queued again: an array's element by both numbers."""
+        """The name of this job for scontrol requeue; an element of an array has both numbers."""
         return self.job_id if self.array_job_id is None else f"{self.array_job_id}_{self.array_task_id}"
 
     def hosts(self) -> tuple[Host, ...]:
-        """Return the nodes as hosts, whose addresses their agents will tell; a slot is a core."""
+        """Return the nodes as hosts; their agents will report the addresses. A slot is a core."""
         return tuple(Host(name, "", slots=cpus) for name, cpus in zip(self.nodes, self.cpus, strict=True))
 
 
 def inside_allocation(environ: Mapping[str, str]) -> bool:
-    """Tell whether this process belongs to a job that has nodes."""
+    """Return True if this process belongs to a job that has nodes."""
     return _first(environ, JOB_ID) in environ and _first(environ, NODELIST) in environ
 
 
@@ -62,7 +62,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
     """Read the allocation that this process is in.
 
     Raises:
-        RefusedError: there is none, or its variables contradict one another.
+        RefusedError: if there is none, or its variables contradict each other.
     """
     if not inside_allocation(environ):
         raise RefusedError(
@@ -74,7 +74,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
     count = _first(environ, NUM_NODES)
     if count in environ and number(environ, count) != len(nodes):
         raise RefusedError(
-            f"environment: {nodelist}={environ[nodelist]} is {len(nodes)} nodes, {count} says {environ[count]}; "
+            f"environment: {nodelist}={environ[nodelist]} has {len(nodes)} nodes, but {count} is {environ[count]}; "
             "one of them is not this job's: unset it, or start in a fresh job"
         )
     array = environ.get("SLURM_ARRAY_JOB_ID")
@@ -91,9 +91,9 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a job may be submitted with: no rank, no job around it; the user's own SBATCH_* stay.
+    """Return the environment for submitting a job: without rank or job variables, but with the user's SBATCH_*.
 
-    A rank's variables would make the ranks of the new job think that they are that rank.
+    A rank's variables would make the ranks of the new job believe that they are that rank.
     """
     drop_gpus = any(name in environ for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"))
     return {
@@ -105,14 +105,14 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _cpus(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
-    """Return the cores per node; where only this node's number is known, it is taken for all."""
+    """Return the cores per node; if only this node's number is known, it is used for all."""
     if "SLURM_JOB_CPUS_PER_NODE" in environ:
         cpus = tasks_per_node(environ["SLURM_JOB_CPUS_PER_NODE"])
         if len(cpus) == nodes:
             return tuple(cpus)
         raise RefusedError(
-            f"environment: SLURM_JOB_CPUS_PER_NODE={environ['SLURM_JOB_CPUS_PER_NODE']} tells of {len(cpus)} nodes, "
-            f"the job has {nodes}; {PASS_FLAGS}"
+            f"environment: SLURM_JOB_CPUS_PER_NODE={environ['SLURM_JOB_CPUS_PER_NODE']} is for {len(cpus)} nodes, "
+            f"but the job has {nodes}; {PASS_FLAGS}"
         )
     if "SLURM_CPUS_ON_NODE" in environ:
         return (number(environ, "SLURM_CPUS_ON_NODE"),) * nodes

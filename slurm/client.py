@@ -1,7 +1,7 @@
-"""Slurm's own commands, called with deadlines: submit, query, cancel. What their words mean stands in other files.
+"""Call Slurm's own commands with timeouts: submit, query, cancel. Other modules interpret their output.
 
-A state is asked of squeue first, one call for any number of jobs; of scontrol for how a job ended, as long as the
-controller remembers it (MinJobAge, 300 s); and of sacct where accounting is kept.
+The state of jobs is asked of squeue first, in one call for any number of jobs; then, to learn how a job ended, of
+scontrol, while the controller remembers it (MinJobAge, 300 s); then of sacct, if accounting is set up.
 """
 
 import os
@@ -20,8 +20,8 @@ from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableErro
 from muster.slurm.refusals import NOT_SET_UP, essence, not_set_up
 from muster.slurm.states import JobState
 
-SUBMIT_S: Final = 60.0  # a busy controller makes sbatch wait and try again
-QUERY_S: Final = 30.0  # squeue itself gives up on a controller that is not there after 18 s
+SUBMIT_S: Final = 60.0  # sbatch waits and retries if the controller is busy
+QUERY_S: Final = 30.0  # squeue itself gives up on an absent controller after 18 s
 LIST_S: Final = 5.0
 RUNNING: Final = "RUNNING"
 _SQUEUE: Final = "%i|%T|%j|%N|%e|%B|%r"
@@ -30,13 +30,13 @@ _PARTITION: Final = "%R (%D nodes of %c cores and %m MB, limit %l)"
 _UNKNOWN: Final = "(?i)invalid job id|job id invalid|not found"
 _GONE: Final = _UNKNOWN + "|already completing or completed|already finished"
 _AMBIGUOUS: Final = "(?i)timed out|Zero Bytes|Message receive failure|receive failure"
-# Of the user's profile: these would change what squeue and sacct print.
+# Variables of the user's profile that would change the output of squeue and sacct.
 _CHANGING: Final = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SINFO_", "SCONTROL_")
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """The answer of sbatch: the job's number, its cluster where there are several, and what else sbatch said."""
+    """sbatch's answer: the number of the job, its cluster if there are several, and other output."""
 
     job_id: str
     cluster: str | None = None
@@ -44,27 +44,27 @@ class Submitted:
 
 
 class SubmissionRefusedError(MusterError):
-    """sbatch submitted nothing; the message is its own text, for `slurm.refusals` to explain."""
+    """sbatch submitted nothing; the message is its own text, which `slurm.refusals` explains."""
 
     exit_code = exits.REFUSED
 
 
 @dataclass(frozen=True)
 class Client:
-    """The commands of one cluster; `environment` is what they are started with."""
+    """The commands of one cluster; `environment` is their environment."""
 
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     cluster: str | None = None
 
     def submit(self, script: Path, *, name: str, environment: Mapping[str, str] | None = None) -> Submitted:
-        """Submit a batch script; `name` is the job's, unique, by which it is found when sbatch's answer is lost.
+        """Submit a batch script. `name` is unique, so that the job can be found if sbatch's answer is lost.
 
-        `environment` is the job's own, where it differs from that of the other commands.
+        `environment` is that of the job, if it differs from that of the other commands.
 
         Raises:
-            SubmissionRefusedError: sbatch refused.
-            RefusedError: Slurm is not on this machine.
-            UnreachableError: sbatch did not answer, and no such job is there.
+            SubmissionRefusedError: if sbatch refused.
+            RefusedError: if Slurm is not on this machine.
+            UnreachableError: if sbatch did not answer, and there is no such job.
         """
         argv = ["sbatch", "--parsable", *self._clusters(), str(script)]
         try:
@@ -80,11 +80,11 @@ class Client:
         raise SubmissionRefusedError(said.strip() or out.strip())
 
     def query(self, job_ids: Iterable[str]) -> dict[str, JobState]:
-        """Return the states of jobs; one that nobody knows (any more) is left out.
+        """Return the states of jobs; unknown ones are omitted.
 
         Raises:
-            RefusedError: Slurm is not on this machine.
-            UnreachableError: the controller does not answer.
+            RefusedError: if Slurm is not on this machine.
+            UnreachableError: if the controller does not answer.
         """
         wanted = list(dict.fromkeys(job_ids))
         states = {state.job_id: state for state in self._squeue(wanted) if state.job_id in wanted}
@@ -95,17 +95,17 @@ class Client:
         return states
 
     def grace_s(self, partition: str) -> float:
-        """Return how long a partition lets a preempted job run on, 0 if it does not say; errors as `query`."""
+        """Return how long a partition lets a preempted job continue, 0 if it does not say; errors as for `query`."""
         _, out, _ = self._call(["scontrol", *self._clusters(), "--oneliner", "show", "partition", partition], LIST_S)
         match = re.search(r"\bGraceTime=(\d{1,9})\b", out)
         return float(match[1]) if match else 0.0
 
     def cancel(self, job_id: str) -> None:
-        """Cancel a job, waiting or running; one that is over already is no error.
+        """Cancel a waiting or running job; do nothing if it is over.
 
         Raises:
-            RefusedError: it is somebody else's, or Slurm is not on this machine.
-            UnreachableError: the controller does not answer.
+            RefusedError: if it belongs to another user, or Slurm is not on this machine.
+            UnreachableError: if the controller does not answer.
         """
         code, _, said = self._call(["scancel", *self._clusters(), job_id], QUERY_S)
         if code == 0 or re.search(_GONE, said):
@@ -115,7 +115,7 @@ class Client:
         raise UnreachableError(f"slurm job {job_id}: scancel says: {essence(said)}; try again, or see scontrol ping")
 
     def word(self, job_id: str) -> str:
-        """Return Slurm's word for the state of a job, or why it gives none."""
+        """Return Slurm's name for the state of a job, or why there is none."""
         try:
             found = self._squeue([job_id])
         except MusterError as error:
@@ -123,7 +123,7 @@ class Client:
         return found[0].state if found else "gone"
 
     def refused(self, *argv: str) -> str:
-        """Call one of Slurm's commands; return "" if it did what was asked, else what it said."""
+        """Call one of Slurm's commands; return "" if it succeeded, else its error message."""
         try:
             code, out, said = self._call([argv[0], *self._clusters(), *argv[1:]], QUERY_S)
         except MusterError as error:
@@ -131,7 +131,7 @@ class Client:
         return (said or out).strip() or f"code {code}" if code else ""
 
     def partitions(self) -> str:
-        """Describe the partitions in one line, for a message; empty where sinfo does not answer soon."""
+        """Describe the partitions in one line for a message; empty if sinfo does not answer soon."""
         try:
             code, out, _ = self._call(["sinfo", *self._clusters(), "--noheader", f"--format={_PARTITION}"], LIST_S)
         except MusterError:
@@ -148,14 +148,14 @@ class Client:
         return [state for line in out.splitlines() if (state := from_squeue(line)) is not None]
 
     def details(self, job_id: str, timeout_s: float = QUERY_S) -> JobState | None:
-        """Return what scontrol says of a job, None when it does not know the job; errors as `query`."""
+        """Return scontrol's record of a job, None if it does not know the job; errors as for `query`."""
         code, out, said = self._call(["scontrol", *self._clusters(), "--oneliner", "show", "job", job_id], timeout_s)
         if code and not re.search(_UNKNOWN, said + out):
             raise self._unreachable("scontrol", said or out)
         return None if code else from_scontrol(out, job_id)
 
     def _sacct(self, job_id: str) -> JobState | None:
-        """Ask the accounting; that there is none, or that it is down, only means that it cannot tell."""
+        """Ask the accounting; return None if there is none, or it is down."""
         argv = ["sacct", *self._clusters(), "--noheader", "--parsable2", "--allocations", f"--format={_SACCT}"]
         if shutil.which("sacct", path=self.environment.get("PATH")) is None:
             return None
@@ -169,12 +169,14 @@ class Client:
         code, out, _ = self._call(argv, QUERY_S)
         ids = [line.strip().partition("_")[0] for line in out.splitlines() if line.strip()]
         return (
-            Submitted(ids[0], self.cluster, "sbatch's answer was lost; the job is there") if not code and ids else None
+            Submitted(ids[0], self.cluster, "sbatch's answer was lost, but the job exists")
+            if not code and ids
+            else None
         )
 
     def _fail(self) -> Submitted:
         raise UnreachableError(
-            f"slurm: sbatch has not answered within {SUBMIT_S:g} s, and there is no such job; see scontrol ping"
+            f"slurm: sbatch has not answered within {SUBMIT_S:g} s, and the job does not exist; see scontrol ping"
         )
 
     def _clusters(self) -> list[str]:
@@ -195,7 +197,7 @@ class Client:
             raise RefusedError(
                 f"slurm: {argv[0]} is not on PATH here; run this on the cluster's login node, or choose another --on"
             )
-        if (conf := env.get("SLURM_CONF")) and not Path(conf).exists():  # Slurm itself would wait a minute for it
+        if (conf := env.get("SLURM_CONF")) and not Path(conf).exists():  # Slurm itself would wait a minute for the file
             raise RefusedError(f"slurm: SLURM_CONF={conf}: no such file; correct the variable, or unset it")
         try:
             done = subprocess.run(
@@ -207,7 +209,7 @@ class Client:
                 errors="replace",
                 timeout=timeout_s,
                 check=False,
-                start_new_session=True,  # out of reach of the terminal's Ctrl-C
+                start_new_session=True,  # unaffected by Ctrl-C in the terminal
             )
         except subprocess.TimeoutExpired as error:
             raise UnreachableError(
@@ -217,10 +219,10 @@ class Client:
 
 
 def end_orphan(environ: Mapping[str, str], *, requeue: bool) -> str:
-    """End the job around this process, whose supervisor is gone with its node; say what was done.
+    """End the job around this process, whose supervisor and its node are gone; return what was done.
 
-    With --no-kill Slurm would keep the other nodes running to its limit. If Slurm holds the job for running, it is
-    queued again, or cancelled. One that somebody cancels at the same moment is left alone: scontrol would queue it.
+    With --no-kill Slurm would keep the other nodes until the time limit. If Slurm considers the job running, it is
+    requeued or cancelled. A job that is being cancelled is left alone, because scontrol would requeue it.
     """
     job, client = environ.get("SLURM_JOB_ID", ""), Client(environ)
     if (state := client.word(job)) != RUNNING:
@@ -230,7 +232,7 @@ def end_orphan(environ: Mapping[str, str], *, requeue: bool) -> str:
 
 
 def from_squeue(line: str) -> JobState | None:
-    """Read one line of squeue, or None when it is of another form."""
+    """Parse one line of squeue; None if it has another form."""
     if (fields := _fields(line)) is None:
         return None
     job_id, state, name, nodes, end, host, reason = fields
@@ -238,7 +240,7 @@ def from_squeue(line: str) -> JobState | None:
 
 
 def from_scontrol(text: str, job_id: str) -> JobState | None:
-    """Read what `scontrol --oneliner show job` says of one job; of a requeued one the newest record is the first."""
+    """Parse `scontrol --oneliner show job` for one job; for a requeued job the first record is the newest."""
 
     def value(key: str, default: str = "") -> str:
         match = re.search(rf"(?:^|\s){key}=(\S*)", text)
@@ -264,7 +266,7 @@ def from_scontrol(text: str, job_id: str) -> JobState | None:
 
 
 def from_sacct(line: str) -> JobState | None:
-    """Read one line of sacct, or None when it is of another form. `CANCELLED by 1000` is the state CANCELLED."""
+    """Parse one line of sacct; None if it has another form. `CANCELLED by 1000` is the state CANCELLED."""
     if (fields := _fields(line)) is None:
         return None
     job_id, state, name, nodes, end, exit_code, reason = fields
@@ -292,7 +294,7 @@ def _number(text: str) -> int:
 
 
 def unix_s(text: str) -> float | None:
-    """Read a time as Slurm writes it, in this machine's time zone; None for `Unknown` and the like."""
+    """Parse a time of Slurm's, in this machine's time zone; None for `Unknown` and similar words."""
     try:
         return time.mktime(datetime.fromisoformat(text).timetuple())
     except ValueError:

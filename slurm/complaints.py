@@ -1,7 +1,7 @@
-"""Why Slurm ended a step or a job, as it says in their output: pure. For a supervisor whose agents went all at once.
+"""Find out from output why Slurm ended a step or a job. Pure. For a supervisor that loses all agents at once.
 
-Slurm signals everything in a job at the same time: the supervisor sees its agents go before it hears itself why. The
-lines are those of slurmstepd, in the output of the batch script and on srun's standard error.
+Slurm signals all processes of a job at the same time, so the supervisor sees its agents disappear before it learns why.
+The lines are those of slurmstepd, in the output of the batch script and in srun's standard error.
 """
 
 import re
@@ -15,25 +15,25 @@ from muster.slurm.states import FAILED, OUT_OF_MEMORY
 
 @dataclass(frozen=True)
 class Complaint:
-    """What Slurm did, with the exit code of a run that ended by it.
+    """What Slurm did, and the exit code for a run that ends because of it.
 
-    `again`: Slurm itself queues the job again. `of_a_node`: it hit one node, or one rank, and not the whole job.
+    `again`: Slurm itself requeues the job. `of_a_node`: it affected one node or rank, not the whole job.
     """
 
     code: int
     message: str
     again: bool = False
     of_a_node: bool = False
-    host: str = ""  # the node, where it says so
+    host: str = ""  # the node, if the message names it
 
 
-# In order of weight: a row is the cause of those below it, where several are found.
+# In order of importance: if several rows match, the first one is the cause.
 COMPLAINTS: Final = (
     (
         OUT_OF_MEMORY,
         Complaint(
             FAILED,
-            "Slurm killed it, for it ran out of memory; raise slurm.mem, or put fewer ranks on a node",
+            "Slurm killed it because it ran out of memory; raise slurm.mem, or put fewer ranks on a node",
             of_a_node=True,
         ),
     ),
@@ -51,14 +51,14 @@ COMPLAINTS: Final = (
     ),
     (
         r"CANCELLED AT .* DUE TO NODE FAILURE|srun: error: Node failure on",
-        Complaint(exits.UNREACHABLE, "a node of it failed, says Slurm"),
+        Complaint(exits.UNREACHABLE, "Slurm reports that one of its nodes failed"),
     ),
     (r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT", Complaint(exits.STOPPED, "stopped by scancel")),
 )
 
 
-# Which node had too little memory, and in bytes what was used there and allowed, where Slurm says so. That a job has,
-# the batch script's own node says, wherever it was.
+# Matches the node with too little memory, and the used and allowed bytes if Slurm reports them. That a job ran out of
+# memory is reported by the node of the batch script, wherever it happened.
 OUT_OF_MEMORY_AT: Final = (
     r"slurmstepd-(?P<host>[\w.-]+): error: (?:Step\S*|StepId=\S+)(?: \S+)? exceeded memory limit"
     r"(?: \((?P<used>\d{1,18}) > (?P<limit>\d{1,18})\))?|"
@@ -69,7 +69,7 @@ LONGEST: Final = 4096
 
 
 def complaint(lines: Iterable[str]) -> Complaint | None:
-    """Return why Slurm ended what printed these lines, or None when it did not say."""
+    """Return why Slurm ended the process that printed these lines; None if they do not tell."""
     kept = [line[:LONGEST] for line in lines]  # a rank may print any line
     found = [index for line in kept for index, (said, _) in enumerate(COMPLAINTS) if re.search(said, line)]
     if not found:

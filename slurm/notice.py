@@ -1,6 +1,6 @@
-"""Slurm's notice to a running job: why and when it is about to end it, from what scontrol says of the job. Pure.
+"""Slurm's notice to a running job: why and when it is about to end, derived from scontrol's record. Pure.
 
-preempted    PreemptTime is set, and EndTime is when the grace time is over
+preempted    PreemptTime is set, and EndTime is the end of the grace time
 time limit   EndTime is near
 """
 
@@ -23,14 +23,14 @@ class Notice:
 
     @property
     def message(self) -> str:
-        """The reason in a sentence."""
+        """The reason as a sentence."""
         return "Slurm gives its nodes to another job" if self.reason == PREEMPTED else "the time limit is near"
 
 
 def notice_of(job: JobState | None, now: float, signal_s: int, *, limit: bool) -> Notice | None:
-    """Return the notice that a job has been given, None if there is none: then somebody else stops its processes.
+    """Return the notice that a job has received; None if there is none, so that something else stops its processes.
 
-    `limit`: it was sent the signal that comes `signal_s` seconds before the time limit.
+    `limit`: the job received the signal that comes `signal_s` seconds before the time limit.
     """
     runs = job is not None and job.phase == "running" and job.state != "COMPLETING"
     end = job.end_time if job is not None and runs else None

@@ -1,6 +1,6 @@
-"""What sbatch refuses, in our words: where, what was found, what was wanted, what to do. One table.
+"""Translate sbatch's refusals into Muster's wording: where, what was found, what was expected, what to do. One table.
 
-The left column is what `slurm_strerror` and sbatch's own option parser say (22.05; older and newer ones say the same).
+The patterns match texts of `slurm_strerror` and of sbatch's option parser (22.05; older and newer ones are the same).
 """
 
 import re
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
 
 if TYPE_CHECKING:
-    from muster.jobs.spec.slurm import SlurmSettings  # agents, whose Python need not have pydantic, call Slurm too
+    from muster.jobs.spec.slurm import SlurmSettings  # agents call Slurm too, and their Python may lack pydantic
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row: what sbatch says, which settings it is about (`nodes` is the job's), and what to do."""
+    """One row: a pattern of sbatch's message, the settings it concerns (`nodes` is the job's), and what to do."""
 
     said: str
     settings: tuple[str, ...]
@@ -62,7 +62,7 @@ REFUSALS: Final[tuple[Refusal, ...]] = (
     Refusal("(?i)array", ("array",), "run fewer points in one sweep (scontrol show config, MaxArraySize)"),
     Refusal("Access/permission denied", (), "ask the cluster's administrators whether you may submit jobs here"),
 )
-# The controller, or the way to it: nothing that the job says is wrong.
+# The controller cannot be reached: the job itself is not wrong.
 UNREACHABLE: Final = (
     r"(?i)unable to contact slurm controller|connect failure|timed out|Zero Bytes|communication|"
     r"authentication|munge|standby|try again|temporarily unable|backup controller"
@@ -73,7 +73,7 @@ NOT_SET_UP: Final = r"(?i)configuration source|Unable to open slurm.conf|Unable 
 
 
 def refusal(said: str, settings: "SlurmSettings", nodes: int, *, partitions: str = "") -> MusterError:
-    """Return the error for what sbatch said when it submitted nothing; `partitions` describes what there is."""
+    """Return the error for sbatch's message when it submitted nothing; `partitions` lists the available ones."""
     line = essence(said)
     if re.search(NOT_SET_UP, said):
         return not_set_up(said)
@@ -91,7 +91,7 @@ def refusal(said: str, settings: "SlurmSettings", nodes: int, *, partitions: str
 
 
 def not_set_up(said: str) -> RefusedError:
-    """Return the error for a machine on which Slurm is not set up; `said` is what a command of Slurm's said."""
+    """Return the error for a machine on which Slurm is not set up; `said` is the message of a Slurm command."""
     why = _lines(said)[-1] if _lines(said) else "no reason given"
     return RefusedError(
         f"slurm: this machine belongs to no Slurm cluster ({why}); run this on its login node, or set SLURM_CONF"
@@ -99,9 +99,9 @@ def not_set_up(said: str) -> RefusedError:
 
 
 def essence(said: str) -> str:
-    """Return the line of an error of Slurm's that says most, without the program's name before it.
+    """Return the most informative line of Slurm's error message, without the program's name.
 
-    Where there are two, the first is about the option and the last about the whole: "Batch job submission failed".
+    If there are two, the first is about the option, and the last is general: "Batch job submission failed".
     """
     lines = _lines(said)
     return next((line for line in lines if not re.match(_HINT, line)), lines[-1] if lines else "nothing, but failed")
@@ -114,7 +114,7 @@ def _lines(said: str) -> list[str]:
 
 
 def _named(row: Refusal, values: dict[str, object]) -> list[str]:
-    """Name what to look at: the settings of the row that the job gives, else its first."""
+    """Name the settings to check: those of the row that the job gives, else the row's first."""
     return [name for name in row.settings if values.get(name)] or list(row.settings[:1])
 
 

@@ -1,10 +1,10 @@
-"""The batch script of a run, or of an array of runs: pure text. Nothing of the user's is in it but options of sbatch.
+"""Write the batch script of a run, or of an array of runs. Pure. Of the user's input it contains only sbatch options.
 
-    #SBATCH lines   what Slurm is asked for, one option each
-    trap '' USR1 USR2         until the supervisor listens
-    exec python -I .../boot.py launch.supervise RUN_FOLDER     the shell is gone before anything runs
+    #SBATCH lines   the requests to Slurm, one option each
+    trap '' USR1 USR2         until the supervisor handles them
+    exec python -I .../boot.py launch.supervise RUN_FOLDER     replaces the shell
 
-Signals that Slurm sends to the batch script (`B:`) reach the supervisor itself, for it takes the shell's place.
+Signals that Slurm sends to the batch script (`B:`) reach the supervisor, because it replaces the shell.
 """
 
 import re
@@ -22,12 +22,12 @@ from muster.slurm.allocation import clean_environment
 OUTPUT: Final = "slurm-%j.out"
 ARRAY_OUTPUT: Final = "slurm-%A_%a.out"
 
-# Options that are settings of the same name.
+# Options with the same name as their setting.
 _AS_GIVEN: Final = (
     *("mem", "gpus-per-node", "time", "partition", "account", "qos", "constraint", "reservation", "nodelist"),
     *("exclude", "comment"),
 )
-# sbatch's variables win over a script's lines: these would make the script say what is not so.
+# sbatch's environment variables override the script's lines, so they would make the script wrong.
 _VARIABLES: Final = {
     "account": ("SBATCH_ACCOUNT",),
     "constraint": ("SBATCH_CONSTRAINT",),
@@ -54,13 +54,13 @@ class Option:
     value: str | None = None
 
     def line(self) -> str:
-        """Spell it as a line of a batch script."""
+        """Format it as a line of a batch script."""
         return f"#SBATCH --{self.name}" + ("" if self.value is None else f"={quoted(self.value)}")
 
 
 @dataclass(frozen=True)
 class Array:
-    """Many runs as one job: element k runs the folder in line k of a file, from 0; at most `limit` at a time."""
+    """Many runs as one job: element k, from 0, runs the folder in line k of a file; at most `limit` at a time."""
 
     points: Path
     count: int
@@ -79,17 +79,20 @@ def sbatch_text(
 ) -> str:
     """Write a batch script.
 
-    `name` is the run's id, `folder` where Slurm puts the output, `argv` what supervises the run (of an array without
-    its last word, the run folder). `cpus_per_task` is for settings that name none.
+    Args:
+        name: the id of the run.
+        folder: where Slurm writes the output.
+        argv: the command that supervises the run; for an array without its last word, the run folder.
+        cpus_per_task: used if the settings have none.
 
     Raises:
-        RefusedError: the folder's name cannot stand in a line of a script.
+        RefusedError: if the name of the folder cannot be written in a script line.
     """
     options = options_of(
         name=name, folder=folder, nodes=nodes, settings=settings, cpus_per_task=cpus_per_task, array=array
     )
     body = f"exec {shlex.join(argv)}" if array is None else _array_body(argv, array.points)
-    # Both signals end a process that does not know them; the supervisor does, soon.
+    # By default both signals end a process; the supervisor will handle them.
     return "\n".join(["#!/bin/sh", *(option.line() for option in options), "", "trap '' USR1 USR2", body, ""])
 
 
@@ -102,12 +105,12 @@ def options_of(
     cpus_per_task: int | None = None,
     array: Array | None = None,
 ) -> list[Option]:
-    """List what sbatch is asked for, as `sbatch_text` writes it.
+    """List the options of sbatch, as `sbatch_text` writes them.
 
     Raises:
-        RefusedError: the folder's name cannot stand in a line of a script.
+        RefusedError: if the name of the folder cannot be written in a script line.
     """
-    # With a backslash in it Slurm takes a path as it stands, and %j would be no number.
+    # If a path contains a backslash, Slurm uses it literally, and %j would not be replaced.
     if not str(folder).isprintable() or "\\" in str(folder):
         raise RefusedError(
             f"run folder: {str(folder)!r}: Slurm needs a name on one line, without backslashes; choose another with "
@@ -116,7 +119,7 @@ def options_of(
     asked = {
         "job-name": name,
         "chdir": str(folder),
-        # Slurm replaces %x in the whole path, also where a relative one begins.
+        # Slurm replaces %x in the whole path, even in the part that it prepends to a relative path.
         "output": f"{folder}/".replace("%", "%%") + (OUTPUT if array is None else ARRAY_OUTPUT),
         "open-mode": "append",
         "nodes": nodes,
@@ -133,24 +136,24 @@ def options_of(
 
 
 def overriding_variables(options: Sequence[Option]) -> frozenset[str]:
-    """Name the variables that would make sbatch do other than what the script says."""
+    """Return the variables that would make sbatch deviate from the script."""
     written = {option.name for option in options}
     return frozenset(_NEVER).union(*(names for option, names in _VARIABLES.items() if option in written))
 
 
 def job_environment(options: Sequence[Option], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what a job is submitted with: no rank, no job around it, nothing that would change what is asked for."""
+    """Return the environment of a job: without rank or job variables, and without those that override its options."""
     dropped = overriding_variables(options)
     return {name: value for name, value in clean_environment(environ).items() if name not in dropped}
 
 
 def quoted(value: str) -> str:
-    """Quote a value for an #SBATCH line. Other than in a shell, a backslash counts within any quotes."""
+    """Quote a value for an #SBATCH line. Unlike in a shell, a backslash is special within any quotes."""
     if re.fullmatch(r"[\w@%+=:,./*&|()\[\]-]+", value, re.ASCII):
         word = value
     else:
         word = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
-    # sbatch blanks out the word packjob, wherever it stands in the line; newer ones look for hetjob.
+    # sbatch removes the word packjob anywhere in a line; newer versions look for hetjob.
     return re.sub(r"(?i)(pack|het)(job)", r"\1\\\2", word)
 
 

@@ -1,6 +1,6 @@
-"""What Slurm's words mean to us: the states of a job, why it waits, and how it ended. Tables, read by pure functions.
+"""Interpret Slurm's texts: the states of a job, why it waits, and how it ended. Tables with pure functions.
 
-The words are those of squeue(1) and scontrol(1); newer versions add some, which are then shown as they are.
+The words are those of squeue(1) and scontrol(1). Words that newer versions add are shown unchanged.
 """
 
 import re
@@ -17,7 +17,7 @@ FAILED: Final = 1
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says of a job at one moment; times are unix seconds, `nodes` is a node list or empty."""
+    """Slurm's record of a job at one moment; times are unix seconds, `nodes` is a node list or empty."""
 
     job_id: str
     name: str
@@ -33,14 +33,14 @@ class JobState:
 
     @property
     def phase(self) -> Phase:
-        """Return our word for the state; an unknown one is taken for running, for it is neither queued nor over."""
+        """Return the phase of the state. An unknown state counts as running, because it is neither queued nor over."""
         row = STATES.get(self.state)
         return row.phase if row is not None else "running"
 
 
 @dataclass(frozen=True)
 class StateRow:
-    """One of Slurm's states: our phase, the exit code of a run that ends so without a verdict, and a sentence."""
+    """One of Slurm's states: the phase, the exit code of a run that ends in it without a verdict, and a sentence."""
 
     phase: Phase
     code: int | None
@@ -49,7 +49,7 @@ class StateRow:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended, as far as Slurm tells."""
+    """How a job ended, according to Slurm."""
 
     code: int
     message: str
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ReasonRow:
-    """Why a job waits: the words of Slurm's that it fits, a sentence, and whether waiting is of any use."""
+    """A reason for waiting: a pattern of Slurm's words, a sentence, and whether the job can never start."""
 
     words: str
     sentence: str
@@ -70,7 +70,9 @@ STATES: Final[dict[str, StateRow]] = {
     "REQUEUE_FED": StateRow("pending", None, "it is being queued again"),
     "REQUEUE_HOLD": StateRow("pending", None, "it was queued again and is held; release it: scontrol release {id}"),
     "SPECIAL_EXIT": StateRow("pending", None, "it was queued again and is held; release it: scontrol release {id}"),
-    "RESV_DEL_HOLD": StateRow("pending", None, "it is held, for its reservation was deleted: scontrol release {id}"),
+    "RESV_DEL_HOLD": StateRow(
+        "pending", None, "it is held, because its reservation was deleted: scontrol release {id}"
+    ),
     "CONFIGURING": StateRow("pending", None, "its nodes are being made ready"),
     "RUNNING": StateRow("running", None, "it runs"),
     "SUSPENDED": StateRow("running", None, "it is suspended"),
@@ -85,10 +87,10 @@ STATES: Final[dict[str, StateRow]] = {
     "TIMEOUT": StateRow("over", exits.TIMEOUT, "it reached its time limit; raise slurm.time"),
     "DEADLINE": StateRow("over", exits.TIMEOUT, "it reached its deadline (--deadline)"),
     "OUT_OF_MEMORY": StateRow("over", FAILED, "it ran out of memory; raise slurm.mem, or put fewer ranks on a node"),
-    "NODE_FAIL": StateRow("over", exits.UNREACHABLE, "a node of it failed"),
-    "BOOT_FAIL": StateRow("over", exits.UNREACHABLE, "a node of it could not be started"),
+    "NODE_FAIL": StateRow("over", exits.UNREACHABLE, "one of its nodes failed"),
+    "BOOT_FAIL": StateRow("over", exits.UNREACHABLE, "one of its nodes could not be started"),
     "LAUNCH_FAILED": StateRow("over", exits.UNREACHABLE, "it could not be launched on its node"),
-    "RECONFIG_FAIL": StateRow("over", exits.UNREACHABLE, "a node of it could not be set up"),
+    "RECONFIG_FAIL": StateRow("over", exits.UNREACHABLE, "one of its nodes could not be set up"),
     "PREEMPTED": StateRow("over", exits.INFRASTRUCTURE, "another job took its nodes"),
     "REVOKED": StateRow("over", exits.INFRASTRUCTURE, "another cluster of the federation started it"),
 }
@@ -98,13 +100,15 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
     ReasonRow("None|WaitingForScheduling|SchedDefer", "the scheduler has not looked at it yet"),
     ReasonRow("Resources", "it waits for nodes to become free"),
     ReasonRow("Priority", "jobs of higher priority come first"),
-    ReasonRow("BeginTime", "its begin time has not come (after a failure Slurm lets two minutes pass)"),
+    ReasonRow("BeginTime", "its begin time has not come (after a failure Slurm waits two minutes)"),
     ReasonRow("Cleaning", "it is being queued again, and its last try is still being cleaned up"),
-    ReasonRow("DependencyNeverSatisfied", "it depends on a job that ended otherwise: it will never start", never=True),
+    ReasonRow(
+        "DependencyNeverSatisfied", "it depends on a job that ended differently, so it will never start", never=True
+    ),
     ReasonRow("Dependency", "it waits for the job that it depends on"),
     ReasonRow("JobHeldUser|job.requeued.in.held.state", f"it is held by its user; {_HELD}"),
     ReasonRow("JobHeldAdmin", "it is held by an administrator: ask them to release it"),
-    ReasonRow("JobHoldMaxRequeue", f"it is held, for it was queued again too often; {_HELD}", never=True),
+    ReasonRow("JobHoldMaxRequeue", f"it is held, because it was requeued too often; {_HELD}", never=True),
     ReasonRow(
         "(?i)(launch_failed_requeued_held|launch failed requeued held|JobLaunchFailure)",
         f"it could not be started on its node, and is held; see slurmd's log there, then {_HELD}",
@@ -116,7 +120,7 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
         never=True,
     ),
     ReasonRow(
-        "PartitionConfig",  # before the scheduler has looked closer; and for good, where one node is asked for too much
+        "PartitionConfig",  # until the scheduler examines the job; permanent if it asks too much of one node
         "the partition has no such nodes: lower nodes, slurm.cpus_per_task or mem, or change slurm.partition",
         never=True,
     ),
@@ -126,7 +130,9 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
         never=True,
     ),
     ReasonRow("PartitionDown|PartitionInactive", "the partition is closed: change slurm.partition, or wait"),
-    ReasonRow("BadConstraints", "no node is as the job wants it: change slurm.constraint, mem or cpus", never=True),
+    ReasonRow(
+        "BadConstraints", "no node satisfies the job's constraints: change slurm.constraint, mem or cpus", never=True
+    ),
     ReasonRow(
         "InvalidAccount|AccountNotAllowed",
         "the account may not run here: correct slurm.account",
@@ -139,8 +145,8 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
         never=True,
     ),
     ReasonRow("(?:Assoc|QOS)Grp.*Minutes.*", "the budget of this account or qos is used up for now"),
-    ReasonRow("(?:Assoc|QOS).*|MaxCpuPerAccount|MaxBB.*", "this account or qos has as much as it may have for now"),
-    ReasonRow("JobArrayTaskLimit", "as many elements of the array run as may"),
+    ReasonRow("(?:Assoc|QOS).*|MaxCpuPerAccount|MaxBB.*", "this account or qos is at its limit for now"),
+    ReasonRow("JobArrayTaskLimit", "the limit of running array elements is reached"),
     ReasonRow("Licenses", "it waits for a licence"),
     ReasonRow("ReservationDeleted", "its reservation was deleted: correct slurm.reservation", never=True),
     ReasonRow("Reservation", "it waits for its reservation to begin"),
@@ -152,21 +158,21 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
     ReasonRow("SystemFailure", "Slurm itself had a failure"),
     ReasonRow("DeadLine", "it cannot end before its deadline", never=True),
 )
-# What Slurm gives as the signal of a job that it could not start at all, from its own list of errors.
+# The signal number that Slurm reports for a job that it could not start, from its own list of errors.
 CANNOT_OPEN_OUTPUT: Final = 53
 OUT_OF_MEMORY: Final = r"(?i)exceeded (?:job )?memory limit|oom[-_ ]kill|task \d+: out of memory|out of memory handler"
 _BY_EXIT_CODE: Final = {
     126: "the interpreter{which} cannot be run on {where}; correct interpreter in the site file",
     127: "the interpreter{which} is not on {where}; correct interpreter in the site file",
 }
-# A shell's words for a program that it cannot run: dash's and bash's.
+# Messages of dash and bash for a program that they cannot run.
 _NOT_RUN: Final = (
     r"(?m)(?:exec: |line \d+: )(?P<program>/.*?): (?:not found|cannot execute|Permission denied|No such file)"
 )
 
 
 def waiting(job: JobState) -> str:
-    """Say in one line why a job waits."""
+    """Return one line about why a job waits."""
     row, state = _reason_row(job), STATES.get(job.state)
     if job.state != "PENDING" and state is not None:
         return state.sentence.replace("{id}", job.job_id)
@@ -177,32 +183,30 @@ def waiting(job: JobState) -> str:
 
 
 def is_hopeless(job: JobState) -> bool:
-    """Tell whether a waiting job will never start, as far as Slurm can say now: nodes that come back may change it."""
+    """Return True if a waiting job will never start, as far as Slurm can say now; repaired nodes may change that."""
     row = _reason_row(job)
     return job.phase == "pending" and row is not None and row.never
 
 
 def is_orphan(job: JobState) -> bool:
-    """Tell whether a job runs on without the node of its batch script.
+    """Return True if a job continues without the node of its batch script.
 
-    With --no-kill Slurm takes a failed node out of the job and goes on, even when it is the one with the supervisor:
-    the other nodes would be held for nothing until the time limit.
+    With --no-kill Slurm removes a failed node from the job and continues, even if that node has the supervisor. The
+    other nodes would be held for nothing until the time limit.
     """
-    # Of a job that is COMPLETING, only the nodes that are not done yet are listed.
+    # For a job that is COMPLETING, Slurm lists only the nodes that are not done yet.
     running = job.state in ("RUNNING", "SUSPENDED") and job.batch_host and job.nodes
     return bool(running) and job.batch_host not in expand(job.nodes)
 
 
 def outcome(job: JobState, said: str = "") -> Outcome:
-    """Say how a job ended that left no verdict of ours, and with which exit code; `said` is the end of its output."""
+    """Return how a job without a verdict ended, and its exit code; `said` is the end of its output."""
     if is_orphan(job):
         return Outcome(
             exits.UNREACHABLE, f"Slurm job {job.job_id}: {job.batch_host}, the node of its supervisor, failed"
         )
     row = STATES.get(job.state, STATES["FAILED"])
-    if row.code is None and re.search(
-        OUT_OF_MEMORY, said
-    ):  # Slurm has several ways of killing, and one calls it failed
+    if row.code is None and re.search(OUT_OF_MEMORY, said):  # for one of its ways of killing, Slurm reports FAILED
         row = STATES["OUT_OF_MEMORY"]
     where = f"Slurm job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
     if row.code is not None:
@@ -224,10 +228,10 @@ def outcome(job: JobState, said: str = "") -> Outcome:
 
 
 def never_began(job: JobState) -> bool:
-    """Tell whether a job is over because its batch script could not become our supervisor."""
+    """Return True if a job is over because its batch script could not start the supervisor."""
     return job.phase == "over" and job.exit_code in _BY_EXIT_CODE
 
 
 def _reason_row(job: JobState) -> ReasonRow | None:
-    # scontrol writes spaces as underscores, and squeue adds the nodes behind a comma.
+    # scontrol writes spaces as underscores, and squeue adds the nodes after a comma.
     return next((row for row in REASONS if re.fullmatch(row.words, job.reason or "None")), None)

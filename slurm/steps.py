@@ -1,13 +1,13 @@
-"""The step that holds the agents: srun's argv, pure. One agent per node, which starts that node's ranks.
+"""The step with the agents: srun's argv. Pure. One agent per node, which starts that node's ranks.
 
-A dead agent or a dead node ends nothing by itself (--kill-on-bad-exit=0, --wait=0, --no-kill): the supervisor
-judges. Nothing of the user's stands in --export; it comes over the channel.
+A dead agent or node does not end the step (--kill-on-bad-exit=0, --wait=0, --no-kill): the supervisor decides. No user
+data is passed in --export; it is sent over the control channel.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-# What an enclosing srun or the user's profile may hold, and what it would do to the agents' own step.
+# Variables of an enclosing srun or the user's profile that would affect the agents' step.
 _CHANGING: Final = (
     *("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_DISTRIBUTION", "SLURM_DIST_", "SLURM_HOSTFILE", "SLURM_ARBITRARY"),
     *("SLURM_LABELIO", "SLURM_MULTI", "SLURM_UNBUFFEREDIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE"),
@@ -27,8 +27,8 @@ def srun_argv(
 ) -> list[str]:
     """Return the command that starts one agent on each of `nodes` nodes of the allocation.
 
-    `cpus_per_task` is said again, for srun does not take it from the job: without it an agent would have one core.
-    `hosts` names the nodes where only a part of the allocation is used.
+    `cpus_per_task` is repeated here, because srun does not inherit it from the job: without it an agent would have one
+    core. `hosts` names the nodes if only a part of the allocation is used.
     """
     optional = {"cpus-per-task": cpus_per_task, "gpus-per-node": gpus_per_node, "nodelist": ",".join(hosts) or None}
     return [
@@ -48,5 +48,5 @@ def srun_argv(
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what srun is started with: the environment without what would change the agents' step."""
+    """Return srun's environment, without variables that would affect the agents' step."""
     return {name: value for name, value in environ.items() if not name.startswith(_CHANGING)}

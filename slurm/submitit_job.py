@@ -1,13 +1,14 @@
-"""What submitit runs: one task per node, which is data and three short waits. See `launch/scheduler/submitit_run.py`.
+"""The task that submitit runs on each node. See `launch/scheduler/submitit_run.py`.
 
-    task 0   the supervisor as a child, with node 0's agent      told the others how to reach it: rendezvous.json
-    task k   node k's agent as a child, as soon as that file is there
+    task 0   runs the supervisor as a child, with node 0's agent    writes how to reach it to rendezvous.json
+    task k   runs node k's agent as a child, as soon as that file exists
 
-Which task this is, the task itself asks. Before the time limit, or when another job takes the nodes, submitit calls
-`checkpoint` in task 0: the run saves and ends its attempt, and the requeued task goes on from there in the same run.
+A task determines its own number. Before the time limit, or on preemption, submitit calls `checkpoint` in task 0: the
+run
+saves and ends its attempt, and the requeued task continues the same run.
 
-submitit's own entry would take the user's folder first on its path, and the code of the day. So its command is ours
-(`main`), below `launch/boot.py`.
+submitit's own entry point would put the user's folder first on the path, and use the current code. So Muster starts its
+own (`main`) through `launch/boot.py`.
 """
 
 import json
@@ -30,17 +31,17 @@ from muster.jobs.basics.reading import read_json
 from muster.jobs.machine.linux import die_with_parent
 from muster.jobs.runfolder.rundir import RunDir
 
-WAIT_S: Final = 120.0  # for the rendezvous: a file server may show a new file a minute late
+WAIT_S: Final = 120.0  # for the rendezvous file: a file server may show it a minute late
 POLL_S: Final = 0.1
 DRAIN_S: Final = 25.0  # submitit's local executor sends its signal 30 s before the end
 SWEEP_S: Final = 5.0
-END_S: Final = 10.0  # of a child that was sent TERM
-REQUEUE_TEXT: Final = "submitit queues the job again"
+END_S: Final = 10.0  # time for a child to end after SIGTERM
+REQUEUE_TEXT: Final = "submitit requeues the job"
 
 
 @dataclass
 class Task:
-    """What is pickled: two commands, and the run folder. `agent` lacks its node and where the supervisor is.
+    """The pickled object: two commands, and the run folder. `agent` lacks its node and the supervisor's address.
 
     `drain_s`: how long the supervisor may save before the end.
     """
@@ -52,27 +53,27 @@ class Task:
     _pidfd: int = field(default=-1, repr=False, compare=False)
 
     def __call__(self) -> int:
-        """Do this task's part; return its exit code, which of task 0 is the verdict's."""
+        """Run this task's part; return its exit code. That of task 0 is the run's."""
         import submitit
 
         rank = submitit.JobEnvironment().global_rank
         return self._agent(rank) if rank else self._supervisor()
 
     def checkpoint(self) -> Any:
-        """Have the run saved and ended, and return what the requeued task will do; None if there is nothing to do.
+        """Make the run save and end, and return the requeued task; None if there is nothing to requeue.
 
         submitit calls this in task 0, from a signal handler that interrupts `__call__`.
         """
         from submitit.helpers import DelayedSubmission
 
         if self._drain() != exits.REQUEUE:
-            return None  # it had ended by itself, or somebody wants it to
+            return None  # it ended by itself, or was asked to stop
         return DelayedSubmission(Task(self.supervise, self.agent, self.run, self.drain_s))
 
     def _supervisor(self) -> int:
         run = RunDir(Path(self.run))
         code = self._child(self.supervise, {})
-        publish(run, {"over": code})  # a task that still waits for its agent's call need not
+        publish(run, {"over": code})  # other tasks stop waiting for the supervisor
         return code
 
     def _agent(self, node: int) -> int:
@@ -82,7 +83,7 @@ class Task:
         return self._child([*self.agent, "--node", str(node), *told["arguments"]], told["environment"])
 
     def _child(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run a child to its end, also to that of this process."""
+        """Run a child to its end; it also ends with this process."""
         child = subprocess.Popen(
             argv,
             env={**os.environ, **environment},
@@ -105,45 +106,45 @@ class Task:
             self._pidfd = -1
 
     def _drain(self) -> int | None:
-        """Ask the supervisor to save and to end; return its exit code, None where it has ended or not begun.
+        """Ask the supervisor to save and end; return its exit code, None if it has ended or not begun.
 
-        Popen's own wait would not do: it is under way, and holds its lock.
+        Popen.wait cannot be used: it is already running below this handler and holds its lock.
         """
         run = RunDir(Path(self.run))
         if self._pidfd < 0 or _has_ended(self._pidfd, 0.0) or run.stop.exists():
             return None
         request = {"time": time.time(), "now": False, "code": exits.REQUEUE, "who": "submitit", "text": REQUEUE_TEXT}
-        request["grace_s"] = max(0.0, self.drain_s - SWEEP_S)  # of programs, which save for themselves
+        request["grace_s"] = max(0.0, self.drain_s - SWEEP_S)  # for programs, which save by themselves
         write_json(run.stop, request)
         try:
             if not _has_ended(self._pidfd, self.drain_s):
-                return exits.REQUEUE  # the end of this process is its end
+                return exits.REQUEUE  # it ends with this process
         finally:
-            run.stop.unlink(missing_ok=True)  # or the next attempt would end too
+            run.stop.unlink(missing_ok=True)  # otherwise the next attempt would stop too
         ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
         return ended.si_status if ended is not None else None
 
 
 def start_key(environ: Mapping[str, str]) -> str:
-    """Name this start of the job, so that what an earlier start has left is not taken for its own."""
+    """Identify this start of the job, so that files of an earlier start are not mistaken for its own."""
     job = environ.get("SLURM_JOB_ID") or environ.get("SUBMITIT_LOCAL_JOB_ID", "")
     return f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}"
 
 
 def publish(run: RunDir, told: Mapping[str, Any]) -> None:
-    """Tell the other tasks of this start; a whole file at once, readable by the user only.
+    """Publish information for the other tasks of this start: an atomic file, readable by the user only.
 
     Raises:
-        RunFolderError, StorageError: it cannot be written.
+        RunFolderError, StorageError: if it cannot be written.
     """
     write_secret(run.rendezvous, json.dumps({"start": start_key(os.environ), **told}) + "\n")
 
 
 def await_rendezvous(run: RunDir, wait_s: float = WAIT_S) -> dict[str, Any]:
-    """Wait until task 0 of this start has told how to reach the supervisor.
+    """Wait until task 0 of this start has published how to reach the supervisor.
 
     Raises:
-        TimeoutError: it has not.
+        TimeoutError: if it has not in time.
     """
     key, deadline = start_key(os.environ), time.monotonic() + wait_s
     while time.monotonic() < deadline:
@@ -155,11 +156,11 @@ def await_rendezvous(run: RunDir, wait_s: float = WAIT_S) -> dict[str, Any]:
         if told.get("start") == key:
             return told
         time.sleep(POLL_S)
-    raise TimeoutError(f"{run.rendezvous}: task 0 has not told within {wait_s:g} s where the supervisor is")
+    raise TimeoutError(f"{run.rendezvous}: task 0 has not published the supervisor's address within {wait_s:g} s")
 
 
 def main() -> int:
-    """Be submitit's own entry; the folder is the last word. The exit code is that of the task."""
+    """Replace submitit's own entry point; the folder is the last argument. The exit code is that of the task."""
     try:
         from submitit.core.job_environment import JobEnvironment
         from submitit.core.submission import process_job
@@ -168,7 +169,8 @@ def main() -> int:
         print(f"muster: {sys.executable} on {os.uname().nodename} has no {error.name}; run ./setup.sh", file=sys.stderr)
         return exits.REFUSED
     check_folder(Path(sys.argv[-1]))  # a pickle in it is executed
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # submitit's own way to cancel; a shell may ignore it
+    # submitit cancels by SIGINT, which a shell may have set to be ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(os.getppid(), signal.SIGINT)
     process_job(sys.argv[-1])
     outcome, code = pickle_load(JobEnvironment().paths.result_pickle)
@@ -176,7 +178,7 @@ def main() -> int:
 
 
 def _begin(parent: int) -> None:
-    """Prepare a child. Slurm's signal before the end goes to every process of the step; only the task answers it."""
+    """Prepare a child. Slurm's early signal goes to every process of the step, but only the task handles it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     die_with_parent(parent, signal.SIGTERM)
 

@@ -1,9 +1,9 @@
-"""Call submitit in a process of its own: its import, its threads and its children stay out of ours. It reads an order.
+"""Call submitit in a separate process, to keep its import, threads and children out of Muster's. Reads an order.
 
     standard input    {"executor", "folder", "constructor", "parameters", "tasks", "dry_run"}, as JSON
-    standard output   {"job_ids": [...]} or {"refused": "what sbatch said"} or {"text": the batch script}
+    standard output   {"job_ids": [...]} or {"refused": sbatch's message} or {"text": the batch script}
 
-submitit's local executor starts its jobs itself: then this process stays until they have ended.
+submitit's local executor runs its jobs as children, so this process stays until they have ended.
 """
 
 import json
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 LOOK_S: Final = 0.05
 QUERY_S: Final = 30.0
 YEAR_MINUTES: Final = 525_600
-LIMITS: Final = "%P|%L|%l"  # of sinfo: the partition (a star marks the default one), its default limit, its limit
+LIMITS: Final = "%P|%L|%l"  # sinfo's format: partition (a star marks the default), default limit, limit
 
 
 def main() -> int:
-    """Submit what standard input orders."""
+    """Submit the order on standard input."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what anybody prints must not reach who reads the answer
+    os.dup2(2, 1)  # other output must not mix with the answer
     order = json.load(sys.stdin)
     try:
         import submitit
@@ -55,31 +55,31 @@ def main() -> int:
 
 
 def missing(module: str) -> str:
-    """Say that submitit, or what it needs, is not installed."""
+    """Return the message that submitit, or a module it needs, is not installed."""
     return f"muster: --on submitit: {sys.executable} has no {module}; run ./setup.sh, or pip install submitit"
 
 
 def script(executor: "submitit.AutoExecutor") -> str:
-    """Return the batch script as submitit would write it."""
+    """Return the batch script that submitit would write."""
     inner: Any = executor._executor
     return str(inner._make_submission_file_text(inner._submitit_command_str, ""))
 
 
 def limited(executor: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the time limit where none is given: the partition's own, not submitit's five minutes."""
+    """Fill in a missing time limit with the partition's default instead of submitit's five minutes."""
     if executor != "slurm" or "slurm_time" in parameters:
         return parameters
     argv = ["sinfo", "--noheader", f"--format={LIMITS}"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=QUERY_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return parameters  # sbatch will say more about it
+        return parameters  # sbatch will report the problem
     minutes = default_minutes(done.stdout, parameters.get("slurm_partition"))
     return {**parameters, "slurm_time": minutes}
 
 
 def default_minutes(text: str, partition: str | None) -> int:
-    """Read from sinfo's lines how long a job may take that does not say it: minutes, a year where there is no limit."""
+    """Parse sinfo's lines for the default time limit of a partition: minutes, a year if there is no limit."""
     wanted = partition.split(",") if partition else []
     for line in text.splitlines():
         name, default, limit = (each.strip() for each in [*line.split("|"), "", ""][:3])
@@ -89,7 +89,7 @@ def default_minutes(text: str, partition: str | None) -> int:
 
 
 def minutes_of(text: str) -> int:
-    """Read a limit as sinfo prints it (1-00:00:00, 1:00:00, 30:00), rounded up; 0 for none (infinite, n/a)."""
+    """Parse a limit as printed by sinfo (1-00:00:00, 1:00:00, 30:00), rounded up; 0 for none (infinite, n/a)."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdecimal() for part in parts) or (dash and not days.isdecimal()):

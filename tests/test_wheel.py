@@ -40,6 +40,7 @@ def test_a_clone_installs_as_the_one_package_muster(clone: Path, tmp_path: Path)
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0] for name in names} == {"muster", f"{wheel.name.rsplit('-', 3)[0]}.dist-info"}
     assert {"muster/jobs/examples/vgg11.yaml", "muster/jobs/train/data/digits/digits.u8", "muster/py.typed"} <= names
+    assert {f"muster/launch/look/report/{name}" for name in ("page.html.j2", "style.css", "page.js")} <= names
     assert "muster/importable/muster/__init__.py" in names
     left = [
         line for line in git(clone, "status", "--porcelain", "--ignored").splitlines() if not line.startswith("A  ")

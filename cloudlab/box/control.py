@@ -1,4 +1,4 @@
-"""A box in the hands of a program: what `muster box` does, as methods.
+"""The commands of `muster box` as methods, for use in programs.
 
 with box_up(BoxSpec(name="four", slurm=True)) as box:
     box.exec("node1", ["hostname"])
@@ -29,26 +29,26 @@ EXEC_S = 60.0
 
 @dataclass(frozen=True)
 class Box:
-    """A box that was made, by its name."""
+    """An existing box, by its name."""
 
     name: str
 
     @property
     def state(self) -> BoxState:
-        """What was last written about it.
+        """The state that was last written about it.
 
         Raises:
-            UsageError: it is not there (any more).
+            UsageError: it does not exist (any more).
         """
         return find_box(self.name)
 
     @property
     def paths(self) -> BoxPaths:
-        """Its files."""
+        """The paths of its files."""
         return BoxPaths.of(self.name)
 
     def hosts(self) -> HostSet:
-        """Return its nodes as hosts to run a job on."""
+        """Return its nodes as hosts that can run a job."""
         return box_hosts(self.name)
 
     def exec_argv(self, node: str, argv: Sequence[str], *, folder: str | None = None) -> list[str]:
@@ -77,7 +77,7 @@ class Box:
         timeout_s: float = EXEC_S,
         environment: Mapping[str, str] | None = None,
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command in a node and return how it ended.
+        """Run a command in a node and return its exit code and output.
 
         Raises:
             RefusedError: this is not root, or the node does not run.
@@ -94,7 +94,7 @@ class Box:
         )
 
     def ssh_argv(self, node: str, argv: Sequence[str] = ()) -> list[str]:
-        """Return the argv of an ssh to a node; ssh joins the words of the command with spaces, as it always does.
+        """Return the argv of an ssh to a node; ssh joins the words of the command with spaces, as usual.
 
         Raises:
             UsageError: there is no such node.
@@ -106,13 +106,13 @@ class Box:
         """Let a node fail: power, kill, unplug or freeze.
 
         Raises:
-            RefusedError: this is not root, or it cannot fail like that now.
+            RefusedError: this is not root, or the node cannot fail in that way now.
         """
         with self._changing("fail") as (state, tools):
             failures.fail(state, node, how, tools)
 
     def heal(self, node: str) -> None:
-        """Bring a node back, whatever it has; with Slurm, wait until the controller counts on it again.
+        """Undo any failure of a node; with Slurm, wait until the controller can use it again.
 
         Raises:
             RefusedError: this is not root, or the node does not come back in time.
@@ -121,9 +121,9 @@ class Box:
             failures.heal(state, node, tools)
 
     def rate(self, rate: int | None, between: tuple[str, str] | None = None, *, of: str | None = None) -> None:
-        """Set the speed of all links, of one pair of nodes, or of one node's link; bits a second each way.
+        """Set the speed of all links, of one pair of nodes, or of one node's link, in bits per second each way.
 
-        None is unlimited; of a pair or a node: as all others.
+        None is unlimited; for a pair or a node it means the speed of all others.
 
         Raises:
             RefusedError: this is not root, or tc failed.
@@ -132,22 +132,22 @@ class Box:
             if of is not None:
                 rates = state.rates.with_node(state.spec.check_link(of), rate)
             elif between is None:
-                rates = Rates(rate)  # slow pairs and nodes are forgotten
+                rates = Rates(rate)  # the rates of single pairs and nodes are dropped
             else:
                 one, other = (state.spec.check_link(node) for node in between)
                 if one == other:
-                    raise UsageError(f"box {self.name}: no link joins {one} with itself; name two nodes")
+                    raise UsageError(f"box {self.name}: no link connects {one} with itself; name two nodes")
                 rates = state.rates.with_pair(one, other, rate)
             changed = replace(state, rates=rates)
             write_state(changed)
             nodes.shape(changed, changed.spec.compute, tools)
 
     def status(self) -> status.BoxStatus:
-        """Return how it is now."""
+        """Return its current state."""
         return status.look(self.state)
 
     def down(self) -> bool:
-        """Remove it; say whether there was anything.
+        """Remove it; say whether it existed.
 
         Raises:
             RefusedError: this is not root, or something does not go.
@@ -161,18 +161,18 @@ class Box:
         with locked_folder(self.paths.path) as lock:
             state = read_state(self.name) if lock is not None else None
             if lock is None or state is None:
-                raise RefusedError(f"box {self.name} was taken down just now")
+                raise RefusedError(f"box {self.name} was just taken down")
             if not state.complete or state.is_stale:
-                box_hosts(self.name)  # says why not
+                box_hosts(self.name)  # raises with the reason
             yield state, Tools(state.programs, lock)
 
 
 @contextmanager
 def box_up(spec: BoxSpec) -> Iterator[Box]:
-    """Make a box for as long as the context lasts.
+    """Make a box, and remove it at the end of the context.
 
     Raises:
-        RefusedError: this machine cannot make it, or there is one of that name.
+        RefusedError: this machine cannot make it, or a box of that name exists.
     """
     make(spec)
     try:

@@ -1,8 +1,8 @@
-"""Nodes fail, in the ways that machines do, and are healed.
+"""Make nodes fail in the ways that machines do, and heal them.
 
 power    the link is cut first, then everything is killed: peers see silence
 kill     everything is killed: peers see their connections end
-unplug   the link is cut, the node runs on: silence in both directions
+unplug   the link is cut, the node continues: silence in both directions
 freeze   all its processes are stopped; its kernel still answers
 """
 
@@ -24,19 +24,19 @@ FREEZE_S: Final = 10.0
 
 
 def fail(state: BoxState, node: str, how: str, tools: Tools) -> None:
-    """Let a node fail in one of the ways of `WAYS`; one that has failed so already is left as it is.
+    """Make a node fail in one of the ways of `WAYS`; if it has failed that way already, do nothing.
 
     Raises:
-        RefusedError: it cannot fail like that now.
+        RefusedError: if it cannot fail like that now.
     """
     WAYS[how](state, state.spec.check_node(node), tools)
 
 
 def heal(state: BoxState, node: str, tools: Tools) -> None:
-    """Bring a node back: its processes go on, or it starts anew; then its link is plugged in again.
+    """Bring a node back: its processes continue, or it starts again; then its link is plugged in.
 
     Raises:
-        RefusedError: it does not come back in time.
+        RefusedError: if it does not come back in time.
     """
     spec = state.spec
     init = nodes.identity_of(state, spec.check_node(node))
@@ -52,19 +52,19 @@ def heal(state: BoxState, node: str, tools: Tools) -> None:
 
 
 def is_controlled(state: BoxState) -> bool:
-    """Say whether Slurm's controller can be asked."""
+    """Return True if Slurm's controller can be queried."""
     head = nodes.identity_of(state, HEAD)
     return head is not None and is_well(state, HEAD) and is_listening(head.pid, slurm.CTLD_PORT)
 
 
 def is_well(state: BoxState, node: str) -> bool:
-    """Say whether a node runs, is not frozen, and is plugged in."""
+    """Return True if a node runs, is not frozen, and is plugged in."""
     init = nodes.identity_of(state, node)
     return init is not None and not init.is_stopped and is_plugged(state, node)
 
 
 def is_plugged(state: BoxState, node: str) -> bool:
-    """Say whether a node's link is plugged in."""
+    """Return True if a node's link is plugged in."""
     try:
         text = (machine.LINKS / state.spec.veth(node) / "brport" / "state").read_text(encoding="ascii")
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def is_plugged(state: BoxState, node: str) -> bool:
 
 
 def is_in_service(slurm_state: str) -> bool:
-    """Say whether Slurm counts on a node: it is not down, and a `*` says that it is silent."""
+    """Return True if Slurm considers a node usable: it is not down, and not silent (`*`)."""
     return bool(slurm_state) and not slurm_state.startswith(("down", "unk")) and not slurm_state.endswith("*")
 
 
@@ -81,7 +81,7 @@ def plug(state: BoxState, node: str, tools: Tools, *, plugged: bool) -> None:
     """Plug a node's link in or out.
 
     Raises:
-        RefusedError: bridge failed.
+        RefusedError: if bridge failed.
     """
     tools.batches([(["bridge"], [network.port_line(state.spec, node, plugged=plugged)])])
 
@@ -105,7 +105,7 @@ def _freeze(state: BoxState, node: str, tools: Tools) -> None:
     del tools
     init = nodes.living(state, node)
 
-    def all_stopped() -> bool:  # some may be about to fork: look again until there is nothing left to stop
+    def all_stopped() -> bool:  # some may be forking: repeat until there is nothing left to stop
         running = [each for each in beside(init) if each.is_alive and not each.is_stopped]
         _signal_all(running, signal.SIGSTOP)
         return not running
@@ -116,7 +116,7 @@ def _freeze(state: BoxState, node: str, tools: Tools) -> None:
         )
 
 
-# the ways a node can fail, by the word that --how takes
+# The ways in which a node can fail, by the value of --how.
 WAYS: Final[dict[str, Callable[[BoxState, str, Tools], None]]] = {
     "power": _power,
     "kill": _kill,
@@ -126,7 +126,7 @@ WAYS: Final[dict[str, Callable[[BoxState, str, Tools], None]]] = {
 
 
 def _start_again(state: BoxState, node: str, tools: Tools) -> None:
-    """Start a dead node as a machine starts: nothing is left of its network, its disk is as it was."""
+    """Start a dead node as a machine boots: its network is new, its disk is unchanged."""
     spec = state.spec
     netns = NETNS / spec.netns(node)
     kill(in_network(netns))

@@ -1,4 +1,4 @@
-"""A box as hosts to run a job on."""
+"""The nodes of a box as hosts for a job."""
 
 from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.spec import DEFAULT_NAME
@@ -9,17 +9,17 @@ from muster.jobs.hosts.placement import Host, Login
 
 
 def box_hosts(name: str | None) -> HostSet:
-    """Return the nodes of a box, and how they are reached; without a name, of the only one or the one called box.
+    """Return the nodes of a box, and how to reach them. Without a name: the only box, or the one called box.
 
     Raises:
-        UsageError: there is no such box, or it is not clear which.
-        RefusedError: it is not whole.
+        UsageError: if there is no such box, or the choice is ambiguous.
+        RefusedError: if it is incomplete.
     """
     state = find_box(name)
     spec, paths = state.spec, BoxPaths.of(state.spec.name)
     if not state.complete or state.is_stale:
         raise RefusedError(
-            f"box {spec.name} {'is of an earlier start of this machine' if state.is_stale else 'is only half made'}; "
+            f"box {spec.name} {'was made before this machine restarted' if state.is_stale else 'is only half made'}; "
             f"sudo muster box down{name_flag(spec.name)}, then up"
         )
     return HostSet(
@@ -31,10 +31,10 @@ def box_hosts(name: str | None) -> HostSet:
 
 
 def find_box(name: str | None) -> BoxState:
-    """Return the state of the box that was named; without a name, of the only one or the one called box.
+    """Return the state of the named box; without a name, of the only box or the one called box.
 
     Raises:
-        UsageError: there is no such box, or it is not clear which.
+        UsageError: if there is no such box, or the choice is ambiguous.
     """
     names = box_names()
     if name is None:
@@ -49,5 +49,5 @@ def find_box(name: str | None) -> BoxState:
 
 
 def name_flag(name: str) -> str:
-    """Return what a command line needs to mean this box."""
+    """Return the command line option that selects this box."""
     return "" if name == DEFAULT_NAME else f" --name {name}"

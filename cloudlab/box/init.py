@@ -1,13 +1,13 @@
-"""The first process of a node: makes its namespaces, starts its daemons, reaps what ends. It restarts nothing.
+"""The first process of a node: creates its namespaces, starts its daemons, reaps children. It restarts nothing.
 
     muster box  --starts-->  this, outside  --fork-->  this, process 1 of the node  --> sshd, slurmd, ...
 
 When process 1 dies, the kernel kills every process of the node. Until `muster box` has answered "go", process 1 dies
-with it: a box that was killed half-way up leaves no process that nobody knows.
+with it, so that a box killed during its creation leaves no unknown process behind.
 
     python -I ROOT/launch/boot.py cloudlab.box.init PLAN [LOCK]
 
-LOCK is an open descriptor that holds the lock of the box: as long as nobody has answered, `muster box down` waits.
+LOCK is an open descriptor that holds the lock of the box, so that `muster box down` waits for the answer.
 """
 
 import json
@@ -31,7 +31,7 @@ DETACH_S: Final = 20.0
 
 
 def main() -> int:
-    """Become a node, outside and inside."""
+    """Set up a node, from outside and inside."""
     plan = NodePlan.from_json(read_bytes(Path(sys.argv[1])))
     kernel.enter_network(Path(plan.netns))
     kernel.leave(kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWPID)
@@ -42,12 +42,12 @@ def main() -> int:
 
 def _inside(plan: NodePlan, held: list[int]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-    _say_who_we_are(Path(plan.identity))  # while /proc is still the host's
+    _say_who_we_are(Path(plan.identity))  # while /proc still is the host's
     socket.sethostname(plan.node)
     _mount(plan)
     os.write(1, READY)
     if os.read(0, len(GO)) != GO:
-        return FAILED  # muster box died: nobody knows this node
+        return FAILED  # muster box died before it registered this node
     for descriptor in held:
         os.close(descriptor)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -63,7 +63,7 @@ def _inside(plan: NodePlan, held: list[int]) -> int:
 
 
 def _say_who_we_are(path: Path) -> None:
-    """Write the process id that the host knows us by, and our start time: the two together are never another's."""
+    """Write this process's id on the host, and its start time; together they are unique."""
     pid = int(os.readlink("/proc/self"))  # noqa: PTH115 (pathlib would make a path of it)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps({"pid": pid, "start": start_ticks(pid)}) + "\n", encoding="utf-8")
@@ -71,12 +71,12 @@ def _say_who_we_are(path: Path) -> None:
 
 
 def _mount(plan: NodePlan) -> None:
-    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)  # what the host unmounts goes here too
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)  # follow the host's unmounts
     kernel.mount("run", "/run", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     kernel.mount("shm", "/dev/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")
     kernel.mount("proc", "/proc", "proc", kernel.SAFE)
     Path("/run/sshd").mkdir(mode=0o755)
-    # Its own links in /sys/class/net; and where cgroups would be, nothing: slurmd does not start without the mount.
+    # Shows the node's own links in /sys/class/net. The cgroup mount is empty; slurmd does not start without it.
     kernel.mount("sysfs", "/sys", "sysfs", kernel.SAFE)
     kernel.mount("cgroup", "/sys/fs/cgroup", "tmpfs", kernel.SAFE, "mode=755,size=1m")
     for source, target in plan.binds:
@@ -112,7 +112,7 @@ def _await_end(pid: int, service: Service) -> None:
 
 
 def _reap(wanted: int = 0) -> int | None:
-    """Collect all processes that have ended; return the wanted one's exit code if it was among them."""
+    """Reap all ended processes; return the exit code of the wanted one if it was among them."""
     found = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

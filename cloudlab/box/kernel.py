@@ -1,4 +1,4 @@
-"""The calls of Linux that make a node out of a process, which Python does not offer: setns, unshare, mount."""
+"""Linux calls that turn a process into a node and that Python does not provide: setns, unshare, mount."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ SAFE: Final = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
 
 def enter_network(namespace: Path) -> None:
-    """Move this process into a network namespace that has a name."""
+    """Move this process into a named network namespace."""
     descriptor = os.open(namespace, os.O_RDONLY)
     try:
         checked(LIBC.setns(descriptor, CLONE_NEWNET), f"setns {namespace}: ")
@@ -32,12 +32,12 @@ def enter_network(namespace: Path) -> None:
 
 
 def leave(flags: int) -> None:
-    """Give this process (of a PID namespace: its children) namespaces of its own."""
+    """Give this process namespaces of its own; a new PID namespace applies to its children."""
     checked(LIBC.unshare(flags), f"unshare {flags:#x}: ")
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, data: str | None = None) -> None:
-    """Mount, as mount(2)."""
+    """Call mount(2)."""
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind, data)]
     code = LIBC.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3])
     checked(code, f"mount {source} on {target}: ")

@@ -1,4 +1,4 @@
-"""What this machine offers: root, programs, memory, a free network."""
+"""Facts about this machine: root, programs, memory, a free network."""
 
 import ipaddress
 import json
@@ -14,7 +14,8 @@ from muster.cloudlab.box.spec import DEFAULT_NAME, DEFAULT_NUMBER, MAX_NUMBER, B
 from muster.cloudlab.box.tools import Tools
 from muster.jobs.basics.errors import RefusedError
 
-FOLDERS: Final = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"  # of programs that users may not have
+# folders that may be missing from a user's PATH
+FOLDERS: Final = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 LINKS: Final = Path("/sys/class/net")
 FAKETIME: Final = "libfaketime.so.1"
 MB: Final = 2**20
@@ -39,10 +40,10 @@ SLURM_PACKAGES: Final = {
 
 
 def need_root(what: str) -> None:
-    """Refuse to go on without root.
+    """Refuse to continue without root.
 
     Raises:
-        RefusedError: this is not root.
+        RefusedError: if this is not root.
     """
     if os.geteuid() != 0:
         command = shlex.join([str(Path(sys.argv[0]).absolute()), *sys.argv[1:]])
@@ -53,7 +54,7 @@ def find_programs(*, with_slurm: bool) -> dict[str, str]:
     """Return the paths of all programs that a box needs.
 
     Raises:
-        RefusedError: some are missing; the message has the one line that installs them.
+        RefusedError: if some are missing; the message has the command that installs them.
     """
     wanted = PACKAGES | SLURM_PACKAGES if with_slurm else PACKAGES
     search = os.environ.get("PATH", "") + os.pathsep + FOLDERS
@@ -71,7 +72,7 @@ def find_faketime() -> str:
     """Return the path of the library that skews clocks.
 
     Raises:
-        RefusedError: it is not installed.
+        RefusedError: if it is not installed.
     """
     for folder in [*sorted(Path("/usr/lib").glob("*/faketime")), Path("/usr/lib/faketime")]:
         if (folder / FAKETIME).is_file():
@@ -80,20 +81,20 @@ def find_faketime() -> str:
 
 
 def memory_mb() -> int:
-    """Return how much memory this machine has."""
+    """Return this machine's memory in MB."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MB
 
 
 def filters_bridges() -> bool:
-    """Say whether this machine's firewall also looks at what goes over bridges, which Docker turns on."""
+    """Return True if this machine's firewall also filters bridged traffic, which Docker enables."""
     return BRIDGE_FILTER.exists() and BRIDGE_FILTER.read_text(encoding="ascii").strip() != "0"
 
 
 def choose_number(name: str, taken: Iterable[int], tools: Tools) -> int:
-    """Choose K, and with it 10.10.K.0/24: 1 for the default box where it is free, the next free one for others.
+    """Choose K of 10.10.K.0/24: 1 for the default box if it is free, else the next free number.
 
     Raises:
-        RefusedError: none is free.
+        RefusedError: if none is free.
     """
     used = _networks(tools)
     links = {path.name for path in LINKS.iterdir()}
@@ -108,12 +109,12 @@ def choose_number(name: str, taken: Iterable[int], tools: Tools) -> int:
 
 
 def _networks(tools: Tools) -> list[ipaddress.IPv4Network]:
-    """List the networks that this machine has a route to, or an address in; the default route left out."""
+    """List the networks of this machine's routes and addresses, except the default route."""
     found = []
     for route in json.loads(tools.run(["ip", "-json", "-4", "route", "show", "table", "all"]) or "[]"):
         text = route.get("dst", "default")
         if text != "default" and route.get("type") not in ("broadcast", "multicast"):
             network = ipaddress.IPv4Network(text, strict=False)
-            if network.prefixlen > 8:  # a route to all of 10.0.0.0/8 is a site's, and a connected /24 goes before it
+            if network.prefixlen > 8:  # ignore a site's route to all of 10.0.0.0/8; a connected /24 takes precedence
                 found.append(network)
     return found

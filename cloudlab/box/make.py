@@ -1,4 +1,4 @@
-"""A box is made. What will be made is written down first, so that `muster box down` knows it whatever happens."""
+"""Create a box. Its state is written first, so that `muster box down` can remove it whatever happens."""
 
 import os
 import shutil
@@ -30,10 +30,10 @@ MUNGE_KEY_BYTES = 1024
 
 
 def make(spec: BoxSpec) -> BoxState:
-    """Make a box and wait until it can be used; when that fails, nothing of it is left.
+    """Create a box and wait until it can be used; on failure nothing is left behind.
 
     Raises:
-        RefusedError: there is one already, or this machine cannot make it.
+        RefusedError: if it exists already, or this machine cannot create it.
     """
     machine.need_root("muster box up")
     programs = machine.find_programs(with_slurm=spec.slurm)
@@ -50,7 +50,7 @@ def make(spec: BoxSpec) -> BoxState:
 
 
 def _register(spec: BoxSpec, programs: dict[str, str], faketime: str) -> BoxState:
-    """Choose the box's number and write down what will be made."""
+    """Choose the box's number and write its state."""
     folder = BoxPaths.of(spec.name).path
     with root_lock():
         if folder.exists() or namespaces(spec.name):
@@ -101,13 +101,13 @@ def _build(state: BoxState, tools: Tools) -> None:
 
 
 def _write_files(state: BoxState, tools: Tools) -> None:
-    """Write what all nodes share."""
+    """Write the files shared by all nodes."""
     spec, paths = state.spec, BoxPaths.of(state.spec.name)
     for path in state.made_folders:
         Path(path).mkdir(exist_ok=True)
     tools.run(texts.keygen_argv("ssh-keygen", str(paths.client_key), f"muster box {spec.name}"))
     shutil.copyfile(f"{paths.client_key}.pub", paths.authorized_keys)
-    if "SUDO_UID" in os.environ:  # who called sudo may use the box without it
+    if "SUDO_UID" in os.environ:  # the user who called sudo may use the box without it
         os.chown(paths.client_key, int(os.environ["SUDO_UID"]), int(os.environ.get("SUDO_GID", "-1")))
     paths.hosts.write_text(texts.hosts_file(spec, socket.gethostname()), encoding="utf-8")
     paths.ssh_config.write_text(texts.ssh_config(spec, paths), encoding="utf-8")
@@ -123,14 +123,14 @@ def _write_files(state: BoxState, tools: Tools) -> None:
 
 
 def _write_keys(state: BoxState) -> None:
-    """Write the host keys of all nodes where ssh looks for them."""
+    """Write the host keys of all nodes to known_hosts."""
     spec, paths = state.spec, BoxPaths.of(state.spec.name)
     public = {node: Path(f"{paths.node(node).host_key}.pub").read_text(encoding="utf-8") for node in spec.members}
     paths.known_hosts.write_text(texts.known_hosts(spec, public), encoding="utf-8")
 
 
 def _missing_folders(path: str | None) -> tuple[str, ...]:
-    """List the folders that must be made for a path to be there, outermost first."""
+    """List the missing folders of a path, outermost first."""
     if path is None:
         return ()
     missing = [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]

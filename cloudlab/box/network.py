@@ -3,9 +3,9 @@
     host      bridge mbK 10.10.K.254 --- mbKn0 --- mbKn1 ...      one end of each link
     node k                                 eth1 10.10.K.(k+1)     the other end, in the node's network namespace
 
-Speed is shaped on **both** ends of every link: eth1 limits what leaves a node, the host's end what comes to it. A node
-is unplugged by putting its port of the bridge into the state "disabled": nothing passes in either direction and nobody
-is told. (A veth that leaves the bridge would hand the node's frames to the host itself.)
+Speed is shaped on **both** ends of every link: eth1 limits a node's sent data, the host's end its received data.
+A node is unplugged by setting its port of the bridge to the state "disabled": nothing passes in either direction, and
+neither side is notified. (A veth outside the bridge would deliver the node's frames to the host itself.)
 """
 
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ from muster.cloudlab.box.spec import HEAD, LINK, BoxSpec, Rates
 
 PORT_DISABLED: Final = 0
 PORT_FORWARDING: Final = 3
-QUEUE_MS: Final = 50  # how long a packet may wait before it is dropped
+QUEUE_MS: Final = 50  # longest wait of a packet before it is dropped
 BURST_S: Final = 0.004
 LEAST_BURST: Final = 16 * 1024  # bytes: some packets of 1514
-LOOSE: Final = 100 * 10**9  # bits a second, where a class must have a rate and none is wanted
-WHOLE_CLASS: Final = 0xFFFF  # of the peers that have no rate of their own
+LOOSE: Final = 100 * 10**9  # bits per second, for a class that must have a rate but should not limit
+WHOLE_CLASS: Final = 0xFFFF  # the class of peers without a rate of their own
 
 
 def bridge_lines(spec: BoxSpec) -> list[str]:
     """Return the lines for `ip -batch` that make the bridge."""
     return [
-        # Its own address, or it would take the lowest of its ports', and change with them.
+        # A fixed address; without one it takes the lowest of its ports' addresses, and changes with them.
         f"link add {spec.bridge} address {spec.mac(254)} type bridge forward_delay 0 mcast_snooping 0",
         f"link set {spec.bridge} alias {spec.alias}",
         f"addr add {spec.bridge_address}/24 dev {spec.bridge}",
@@ -34,7 +34,7 @@ def bridge_lines(spec: BoxSpec) -> list[str]:
 
 
 def node_lines(spec: BoxSpec, node: str) -> list[str]:
-    """Return the lines for `ip -batch` that make a node's namespace and its link, on the host's side."""
+    """Return the lines for `ip -batch` that make a node's namespace and the host's end of its link."""
     veth, netns = spec.veth(node), spec.netns(node)
     mac = spec.mac(spec.host_number(node))
     return [
@@ -55,12 +55,12 @@ def port_line(spec: BoxSpec, node: str, *, plugged: bool) -> str:
 
 
 def host_shaping(spec: BoxSpec, nodes: Iterable[str], rates: Rates) -> list[str]:
-    """Return the lines for `tc -batch` that limit what comes to nodes."""
+    """Return the lines for `tc -batch` that limit the data that nodes receive."""
     return [line for node in nodes if node != HEAD for line in _simple(spec.veth(node), rates.of(node))]
 
 
 def node_shaping(spec: BoxSpec, node: str, rates: Rates) -> list[str]:
-    """Return the lines for `tc -n NETNS -batch` that limit what leaves a node."""
+    """Return the lines for `tc -n NETNS -batch` that limit the data that a node sends."""
     if node == HEAD:
         return []
     slow = rates.slow_peers(node)
@@ -82,7 +82,7 @@ def node_shaping(spec: BoxSpec, node: str, rates: Rates) -> list[str]:
 
 
 def burst_bytes(rate: int) -> int:
-    """Return how much may pass at once: a few milliseconds' worth, and some packets at least."""
+    """Return the bytes that may pass at once: those of a few milliseconds, but at least some packets."""
     return max(LEAST_BURST, round(rate * BURST_S / 8))
 
 

@@ -1,4 +1,4 @@
-"""Nodes are started: links, files, first process, and the wait until their services answer."""
+"""Start nodes: create links, files and the first process, and wait until their services answer."""
 
 import os
 import select
@@ -37,17 +37,17 @@ LAST_BYTES: Final = 1 << 14
 
 @dataclass(frozen=True)
 class Starting:
-    """A node whose first process waits for our answer."""
+    """A node whose first process waits for the go-ahead."""
 
     node: str
     process: subprocess.Popen[bytes]
 
 
 def make_links(state: BoxState, nodes: Sequence[str], tools: Tools, *, bridge: bool) -> None:
-    """Make the namespaces and links of nodes, shaped; and before them the bridge.
+    """Create the namespaces and shaped links of nodes, and the bridge if asked.
 
     Raises:
-        RefusedError: a program failed.
+        RefusedError: if a program failed.
     """
     spec = state.spec
     lines = network.bridge_lines(spec) if bridge else []
@@ -58,10 +58,10 @@ def make_links(state: BoxState, nodes: Sequence[str], tools: Tools, *, bridge: b
 
 
 def shape(state: BoxState, nodes: Sequence[str], tools: Tools) -> None:
-    """Give links the speed that the state says.
+    """Set the speed of links according to the state.
 
     Raises:
-        RefusedError: tc failed.
+        RefusedError: if tc failed.
     """
     spec, rates = state.spec, state.rates
     work: list[tuple[Sequence[str], Sequence[str]]] = [(["tc"], network.host_shaping(spec, nodes, rates))]
@@ -70,10 +70,10 @@ def shape(state: BoxState, nodes: Sequence[str], tools: Tools) -> None:
 
 
 def make_folders(state: BoxState, nodes: Iterable[str], tools: Tools) -> None:
-    """Make the nodes' folders, with what is in them before they start; host keys are kept when they are there.
+    """Create the nodes' folders and their initial files; existing host keys are kept.
 
     Raises:
-        RefusedError: ssh-keygen failed.
+        RefusedError: if ssh-keygen failed.
     """
     spec, paths = state.spec, BoxPaths.of(state.spec.name)
     users = Path("/etc/passwd").read_text(encoding="utf-8", errors="surrogateescape")
@@ -96,14 +96,14 @@ def start_nodes(state: BoxState, nodes: Sequence[str], tools: Tools, *, anew: bo
     """Start the first processes of nodes and wait until their sshd and Slurm daemons answer.
 
     Raises:
-        RefusedError: one did not start in time; with the last lines of its log.
+        RefusedError: if one did not start in time; the message has the last lines of its log.
     """
     starting = [_start(state, node, tools, anew=anew) for node in nodes]
     try:
         deadline = time.monotonic() + START_S
         for each in starting:
             _await_ready(each, state, deadline)
-        # The controller first: a slurmd that does not find it waits a second before it asks again.
+        # The controller first: a slurmd that does not find it waits a second before it retries.
         for each in starting:
             if each.node == HEAD:
                 _answer(each)
@@ -118,10 +118,10 @@ def start_nodes(state: BoxState, nodes: Sequence[str], tools: Tools, *, anew: bo
 
 
 def await_listening(state: BoxState, nodes: Iterable[str], port: int, timeout_s: float = START_S) -> None:
-    """Wait until somebody listens on a port in each of the nodes.
+    """Wait until a process listens on a port in each of the nodes.
 
     Raises:
-        RefusedError: nobody does in time, or a node ended.
+        RefusedError: if none does in time, or a node ended.
     """
     deadline = time.monotonic() + timeout_s
     for node in nodes:
@@ -140,31 +140,31 @@ def await_listening(state: BoxState, nodes: Iterable[str], port: int, timeout_s:
 
 
 def check_reach(state: BoxState) -> None:
-    """Connect from the first node to the last: the two ends of all that the bridge must pass on.
+    """Connect from the first node to the last, to test the bridge between them.
 
     Raises:
-        RefusedError: nothing came back; a firewall of the host's may be in between.
+        RefusedError: if nothing came back; the host's firewall may block it.
     """
     first, last = state.spec.members[0], state.spec.members[-1]
 
     def connect() -> None:
-        kernel.enter_network(NETNS / state.spec.netns(first))  # of this thread only
+        kernel.enter_network(NETNS / state.spec.netns(first))  # affects this thread only
         socket.create_connection((state.spec.address(last), SSH_PORT), timeout=REACH_S).close()
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         error = pool.submit(connect).exception()
     if error is not None:
-        hint = "; its firewall looks at bridges, turn that off: sysctl net.bridge.bridge-nf-call-iptables=0"
+        hint = "; its firewall filters bridges, turn that off: sysctl net.bridge.bridge-nf-call-iptables=0"
         raise RefusedError(
             f"{first} does not reach {last} over this machine's bridge ({error}){hint if filters_bridges() else ''}"
         )
 
 
 def await_idle(state: BoxState, nodes: Sequence[str], tools: Tools, *, state_is: Callable[[str], bool]) -> None:
-    """Wait until Slurm says of all nodes what it should.
+    """Wait until Slurm reports the desired state for all nodes.
 
     Raises:
-        RefusedError: it does not in time.
+        RefusedError: if Slurm does not report it in time.
     """
     seen: dict[str, str] = {}
 
@@ -180,10 +180,10 @@ def await_idle(state: BoxState, nodes: Sequence[str], tools: Tools, *, state_is:
 
 
 def slurm_states(tools: Tools) -> dict[str, str]:
-    """Ask Slurm's controller for the states of its nodes, such as idle, idle* (silent), mixed, down.
+    """Return the states of nodes from Slurm's controller, such as idle, idle* (silent), mixed, down.
 
     Raises:
-        RefusedError: it does not answer.
+        RefusedError: if it does not answer.
     """
     lines = tools.run(["sinfo", "--noheader", "--Node", "--format=%N %T"]).splitlines()
     return {fields[0]: fields[1] for line in lines if len(fields := line.split()) == 2}
@@ -198,7 +198,7 @@ def living(state: BoxState, node: str) -> Identity:
     """Return the first process of a node.
 
     Raises:
-        RefusedError: it is not there.
+        RefusedError: if it is not running.
     """
     found = identity_of(state, node)
     if found is None:
@@ -207,7 +207,7 @@ def living(state: BoxState, node: str) -> Identity:
 
 
 def identity_of(state: BoxState, node: str) -> Identity | None:
-    """Return the first process of a node if it is there."""
+    """Return the first process of a node, or None if it is not running."""
     found = read_identity(BoxPaths.of(state.spec.name).node(node).init)
     return found if found is not None and not state.is_stale and found.is_alive else None
 
@@ -247,7 +247,7 @@ def _answer(starting: Starting) -> None:
 
 
 def _forget(starting: Starting) -> None:
-    """Close our ends: a node that was answered lives on, one that was not ends."""
+    """Close this side of the pipes: a node that received "go" stays alive, others end."""
     for pipe in (starting.process.stdin, starting.process.stdout):
         assert pipe is not None
         pipe.close()

@@ -1,11 +1,11 @@
-"""Where a box keeps its files: one folder, root's, spelt here only.
+"""The paths of a box: one folder, owned by root; no other module spells them.
 
     /var/lib/muster/box-NAME/
       state.json  hosts  ssh_config  sshd_config  known_hosts  authorized_keys  client_key  slurm.conf  cgroup.conf
       munge/  slurm/
       nodes/node0/     init.json (its process)  plan.json  passwd  host_key  home/  runs/  *.log  spool/
 
-Not in /run, which is often mounted noexec and in memory: homes are here, and Slurm runs its scripts from here.
+Not in /run, which is often mounted noexec and in memory: home folders are here, and Slurm runs its scripts from here.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from typing import Final
 from muster.jobs.basics.places import At, Each
 
 ROOT: Final = Path("/var/lib/muster")
-NETNS: Final = Path("/run/netns")  # where `ip netns` keeps its names
+NETNS: Final = Path("/run/netns")  # where `ip netns` keeps its namespaces
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class NodePaths:
 
     path: Path
 
-    init = At("init.json")  # which process is the node's first: written by itself
-    plan = At("plan.json")  # what the node's first process does
+    init = At("init.json")  # the node's first process, written by itself
+    plan = At("plan.json")  # the plan for the node's first process
     passwd = At("passwd")  # the node's /etc/passwd
-    host_key = At("host_key")  # the key that its sshd shows
+    host_key = At("host_key")  # the host key of its sshd
     home = At("home")  # root's home
-    runs = At("runs")  # the node's own run root, with private storage
-    spool = At("spool")  # where its slurmd keeps scripts
-    log = Each("{}.log")  # what a service of the node says
+    runs = At("runs")  # the node's own folder of runs, with private storage
+    spool = At("spool")  # spool folder of its slurmd
+    log = Each("{}.log")  # log of a service of the node
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,27 @@ class BoxPaths:
 
     path: Path
 
-    state = At("state.json")  # what the box is, for all commands
+    state = At("state.json")  # the state of the box, for all commands
     hosts = At("hosts")  # /etc/hosts of every node
     ssh_config = At("ssh_config")  # for `ssh -F`, on the host and in the nodes
-    sshd_config = At("sshd_config")  # of every node's sshd
+    sshd_config = At("sshd_config")  # for every node's sshd
     known_hosts = At("known_hosts")  # the nodes' host keys
-    authorized_keys = At("authorized_keys")  # who may log in: the client key
-    client_key = At("client_key")  # the key that logs in everywhere
+    authorized_keys = At("authorized_keys")  # the client key
+    client_key = At("client_key")  # the key for logging in to all nodes
     munge = At("munge")  # munge's folder: key, socket, log
-    slurm_conf = At("slurm.conf")  # for SLURM_CONF; cgroup.conf lies beside it
+    slurm_conf = At("slurm.conf")  # for SLURM_CONF; cgroup.conf is beside it
     cgroup_conf = At("cgroup.conf")  # found by Slurm beside slurm.conf
-    slurm = At("slurm")  # the controller's memory
+    slurm = At("slurm")  # the controller's saved state
     nodes = At("nodes")  # one folder for each node
 
     @staticmethod
     def of(name: str) -> "BoxPaths":
-        """Return the paths of the box with a name, whether it is there or not."""
+        """Return the paths of the box with a name; it may not exist."""
         return BoxPaths(ROOT / f"box-{name}")
 
     @property
     def munge_socket(self) -> Path:
-        """What Slurm's programs are told to ask for credentials."""
+        """The socket that Slurm's programs use for credentials."""
         return self.munge / "socket"
 
     def node(self, name: str) -> NodePaths:

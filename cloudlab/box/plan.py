@@ -1,4 +1,4 @@
-"""What the first process of a node does: mounts, then services. Decided here, done by `cloudlab.box.init`."""
+"""The plan of a node's first process: mounts, then services. Computed here, executed by `cloudlab.box.init`."""
 
 import json
 from collections.abc import Mapping
@@ -21,16 +21,16 @@ class Service:
     argv: tuple[str, ...]
     log: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    detaches: bool = False  # its first process ends when it is ready
+    detaches: bool = False  # its first process ends once it is ready
 
 
 @dataclass(frozen=True)
 class NodePlan:
-    """All that the first process of a node needs to know."""
+    """Everything that the first process of a node needs to know."""
 
     node: str
     netns: str
-    identity: str  # the file that says which process it is
+    identity: str  # the file for its process identity
     binds: tuple[tuple[str, str], ...]  # source, target
     services: tuple[Service, ...]
 
@@ -40,7 +40,7 @@ class NodePlan:
 
     @staticmethod
     def from_json(text: bytes) -> "NodePlan":
-        """Read what `to_json` wrote."""
+        """Read the result of `to_json`."""
         raw: dict[str, Any] = parse_json(text)
         services = tuple(Service(**{**each, "argv": tuple(each["argv"])}) for each in raw.pop("services"))
         binds = tuple((source, target) for source, target in raw.pop("binds"))
@@ -50,7 +50,7 @@ class NodePlan:
 def node_plan(
     spec: BoxSpec, paths: BoxPaths, node: str, programs: Mapping[str, str], *, anew: bool, faketime: str = ""
 ) -> NodePlan:
-    """Return the plan of one node; `programs` maps names to paths, `anew` says that the box is just being made."""
+    """Return the plan of one node; `programs` maps names to paths, `anew`: the box is being created."""
     own = paths.node(node)
     binds = [(str(paths.hosts), "/etc/hosts"), (str(own.passwd), "/etc/passwd")]
     if spec.private_runs is not None and node != HEAD:
@@ -65,7 +65,7 @@ def node_plan(
 
 
 def session_environment(spec: BoxSpec, paths: BoxPaths, node: str, faketime: str = "") -> dict[str, str]:
-    """Return what logins and commands in a node find in their environment beside the usual."""
+    """Return the additional environment of logins and commands in a node."""
     found = {"SLURM_CONF": str(paths.slurm_conf)} if spec.slurm else {}
     if node in spec.clocks:
         found |= texts.faketime(faketime, spec.clocks[node])
@@ -89,6 +89,6 @@ def _services(
         name, argv = "slurmctld", slurm.slurmctld_argv(programs["slurmctld"], anew=anew)
     else:
         name, argv = "slurmd", slurm.slurmd_argv(programs["slurmd"], node)
-    # It writes its log itself; what it says before it has read where to goes to another file.
+    # It writes its own log; output before it knows the path of that goes to another file.
     services.append(Service(name, tuple(argv), str(own.log(f"{name}-start")), plain))
     return services

@@ -1,4 +1,4 @@
-"""Processes of a node, seen from the host: by process id and start time, and by namespace. Never by name."""
+"""Processes of a node, seen from the host: identified by pid and start time, or by namespace, but never by name."""
 
 import os
 import select
@@ -22,36 +22,36 @@ class Identity:
     """One process, for as long as this machine runs."""
 
     pid: int
-    start: int  # clock ticks after the machine's own start
+    start: int  # clock ticks after the machine's boot
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs, or is stopped; a zombie does not."""
+        """Whether it runs or is stopped; False for a zombie."""
         return procfs.start_ticks(self.pid) == self.start
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is there and stopped."""
+        """Whether it exists and is stopped."""
         fields = procfs.stat(self.pid)
         return fields is not None and int(fields[procfs.START]) == self.start and fields[procfs.STATE] == b"T"
 
 
 def read_identity(path: Path) -> Identity | None:
-    """Read what the first process of a node wrote about itself; None when it wrote nothing yet."""
+    """Read the identity that a node's first process wrote; None if it has not written one yet."""
     try:
         raw = read_json(path)
         return Identity(int(raw["pid"]), int(raw["start"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError):
-        return None  # cut off by a full disk; the namespace still says which processes are the node's
+        return None  # truncated by a full disk; the namespace still shows the node's processes
 
 
 def kill(identities: Iterable[Identity]) -> None:
-    """Kill processes and wait until they are gone.
+    """Kill processes and wait until they have ended.
 
     Raises:
-        RefusedError: one does not go.
+        RefusedError: a process does not end.
     """
     descriptors = []
     try:
@@ -61,7 +61,7 @@ def kill(identities: Iterable[Identity]) -> None:
             except ProcessLookupError:
                 continue
             descriptors.append(descriptor)
-            if each.is_alive:  # looked at after the descriptor was opened: it cannot become another process any more
+            if each.is_alive:  # checked after the descriptor was opened, which from then on refers to this process only
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             else:
                 os.close(descriptors.pop())
@@ -72,7 +72,7 @@ def kill(identities: Iterable[Identity]) -> None:
 
 
 def in_network(namespace: Path) -> list[Identity]:
-    """List the processes in a network namespace that has a name."""
+    """List the processes in a named network namespace."""
     try:
         wanted = namespace.stat().st_ino
     except FileNotFoundError:
@@ -89,19 +89,19 @@ def beside(init: Identity) -> list[Identity]:
 
 
 def identity(pid: int) -> Identity | None:
-    """Return the identity of a process that is there now."""
+    """Return the identity of a process; None if it does not exist."""
     start = procfs.start_ticks(pid)
     return None if start is None else Identity(pid, start)
 
 
 def is_listening(pid: int, port: int) -> bool:
-    """Say whether somebody listens on a TCP port in the network of a process; nobody there notices the question."""
+    """Say whether a process listens on a TCP port in `pid`'s network; no connection is made."""
     found = procfs.tcp(pid, ("tcp",))
     return any(state == procfs.LISTENING and local == port for local, _, state, _ in found)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> bool:
-    """Wait for a condition; say whether it came true in time."""
+    """Wait for a condition; say whether it became true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -111,7 +111,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 
 
 
 def _wait_gone(descriptors: list[int]) -> None:
-    """Wait for the end of processes; of a node's first one, that is the end of all its others."""
+    """Wait until processes end; when a node's first process ends, so do all its others."""
     deadline = time.monotonic() + KILL_S
     left = set(descriptors)
     poll = select.poll()
@@ -120,7 +120,7 @@ def _wait_gone(descriptors: list[int]) -> None:
     while left:
         remaining_ms = 1000 * (deadline - time.monotonic())
         if remaining_ms <= 0:
-            raise RefusedError(f"{len(left)} killed processes are still there after {KILL_S:.0f} s; see ps for state D")
+            raise RefusedError(f"{len(left)} killed processes still exist after {KILL_S:.0f} s; see ps for state D")
         for descriptor, _ in poll.poll(remaining_ms):
             poll.unregister(descriptor)
             left.discard(descriptor)
@@ -129,5 +129,9 @@ def _wait_gone(descriptors: list[int]) -> None:
 def _namespace(pid: int, kind: str) -> int | None:
     try:
         return os.stat(f"/proc/{pid}/ns/{kind}").st_ino  # noqa: PTH116 (called for every process of the machine)
-    except (FileNotFoundError, ProcessLookupError, PermissionError):  # one that even root may not look into is not ours
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+        PermissionError,
+    ):  # a process that even root may not inspect is not ours
         return None

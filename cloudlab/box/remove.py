@@ -1,4 +1,4 @@
-"""A box is removed, whole or half made: processes first, then links and namespaces, then files."""
+"""Remove a box, complete or half made: processes first, then links and namespaces, then files."""
 
 import re
 import shutil
@@ -16,27 +16,27 @@ ROUNDS: Final = 50
 
 
 def take_down(name: str) -> bool:
-    """Remove all that there is of a box; say whether there was anything.
+    """Remove every part of a box; say whether any part existed.
 
     Raises:
-        RefusedError: this is not root, or something does not go.
+        RefusedError: this is not root, or a part cannot be removed.
     """
     machine.need_root("muster box down")
     paths = BoxPaths.of(name)
     found = paths.path.exists() or bool(namespaces(name)) or bool(_links(name, None))
     if found:
         programs = machine.find_programs(with_slurm=False)
-        with locked_folder(paths.path):  # gives nothing where only namespaces are left
+        with locked_folder(paths.path):  # gives None if only namespaces are left
             remove(name, read_state(name), Tools(programs))
     with root_lock():
         return found
 
 
 def remove(name: str, state: BoxState | None, tools: Tools) -> None:
-    """Remove a box; whoever calls holds its lock.
+    """Remove a box; the caller holds its lock.
 
     Raises:
-        RefusedError: something does not go.
+        RefusedError: a part cannot be removed.
     """
     paths = BoxPaths.of(name)
     nodes = list(paths.nodes.iterdir()) if paths.nodes.is_dir() else []
@@ -53,17 +53,17 @@ def remove(name: str, state: BoxState | None, tools: Tools) -> None:
 
 
 def remove_links(links: list[str], namespaces: list[str], tools: Tools) -> None:
-    """Remove links of the host's, and network namespaces.
+    """Remove links of the host, and network namespaces.
 
     Raises:
-        RefusedError: one does not go.
+        RefusedError: one of them cannot be removed.
     """
     lines = [f"link del {link}" for link in links] + [f"netns del {name}" for name in namespaces]
     tools.batches([(["ip"], lines)])
 
 
 def _empty(namespaces: list[Path]) -> None:
-    """Kill what is in the namespaces of nodes and was started by none of their first processes."""
+    """Kill processes in the nodes' namespaces that the nodes' first processes did not start."""
     for _ in range(ROUNDS):
         left = [process for path in namespaces for process in in_network(path)]
         if not left:
@@ -72,14 +72,14 @@ def _empty(namespaces: list[Path]) -> None:
 
 
 def namespaces(name: str) -> list[Path]:
-    """List the network namespaces of a box, for one whose size nobody remembers."""
+    """List the network namespaces of a box by their names, for a box of unknown size."""
     if not NETNS.is_dir():
         return []
     return [path for path in sorted(NETNS.iterdir()) if netns_pattern(name).fullmatch(path.name)]
 
 
 def _links(name: str, state: BoxState | None) -> list[str]:
-    """List the links of a box that are there, the bridge last."""
+    """List the existing links of a box, the bridge last."""
     there = sorted(path.name for path in machine.LINKS.iterdir())
     bridges = {link for link in there if _alias(link) == bridge_alias(name)}
     bridges |= {state.spec.bridge} if state is not None else set()
@@ -89,5 +89,5 @@ def _links(name: str, state: BoxState | None) -> list[str]:
 def _alias(link: str) -> str:
     try:
         return (machine.LINKS / link / "ifalias").read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError):  # it went away, or is no link (bonding_masters)
+    except (FileNotFoundError, NotADirectoryError):  # it was removed, or is not a link (bonding_masters)
         return ""

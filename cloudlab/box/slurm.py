@@ -1,8 +1,8 @@
-"""The box's Slurm: its configuration and its daemons' argv. Pure.
+"""The Slurm of a box: its configuration, and the argv of its daemons. Pure.
 
 munged and slurmctld run on `head`, one slurmd on every other node. All nodes and the host see munge's socket in the
-box's folder, so Slurm's commands work everywhere with SLURM_CONF alone. The settings serve rehearsal: short time-outs,
-a partition whose jobs can be preempted, and memory that is watched, so that a job can run out of it.
+box's folder, so Slurm's commands only need SLURM_CONF. The settings are for tests: short timeouts, a partition with
+preemptible jobs, and enforced memory limits, so that a job can run out of memory.
 """
 
 from typing import Final
@@ -75,14 +75,14 @@ PartitionName=preempt Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE MaxTime=INFIN
 def cgroup_conf() -> str:
     """Write cgroup.conf: nothing is constrained, on any machine.
 
-    The plugin for version 1 is content with the empty /sys/fs/cgroup that a node has. The one for version 2 is not, and
-    would leave groups of its own behind on the host.
+    The plugin for version 1 works with the empty /sys/fs/cgroup of a node. The plugin for version 2 does not, and would
+    leave its own groups on the host.
     """
     return "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n"
 
 
 def munged_argv(munged: str, paths: BoxPaths) -> list[str]:
-    """Return the argv of munge's daemon, which goes to the background when its socket is there."""
+    """Return the argv of munge's daemon, which detaches once its socket exists."""
     folder = paths.munge
     return [
         munged,
@@ -96,7 +96,7 @@ def munged_argv(munged: str, paths: BoxPaths) -> list[str]:
 
 
 def slurmctld_argv(slurmctld: str, *, anew: bool) -> list[str]:
-    """Return the argv of the controller; not anew, it remembers its jobs."""
+    """Return the argv of the controller; unless `anew`, it restores its jobs."""
     return [slurmctld, "-D", *(["-c"] if anew else [])]
 
 

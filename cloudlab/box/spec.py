@@ -1,8 +1,9 @@
-"""What a box is: its name, size, speed, addresses, and what everything in it is called. Pure.
+"""The specification of a box: its name, size, speed, addresses, and the names of its parts. Pure.
 
-A box has number K, and with it the network 10.10.K.0/24. Node k is `nodek` with address 10.10.K.(k+1); with Slurm there
-is one more, `head`, where the controller runs and people log in. The host is in that network too, as 10.10.K.254, the
-address of the bridge. Names of links have at most 15 characters, so they carry the number and not the name of the box.
+A box has a number K and the network 10.10.K.0/24. Node k is `nodek` with address 10.10.K.(k+1). With Slurm there is
+also
+`head`, for the controller and logins. The host is in that network too, as 10.10.K.254, the address of the bridge. Names
+of links have at most 15 characters, so they contain the number instead of the name of the box.
 """
 
 import re
@@ -19,33 +20,33 @@ MAX_NUMBER: Final = 250
 HEAD: Final = "head"
 HEAD_HOST: Final = 253  # the last byte of its address
 BRIDGE_HOST: Final = 254
-LINK: Final = "eth1"  # what a node calls its link; the control network of CloudLab would be eth0
+LINK: Final = "eth1"  # a node's name for its link; CloudLab's control network would be eth0
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,31}")
 _RATE: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmg]?)bit(?:/s|ps)?", re.IGNORECASE)
 _OFFSET: Final = re.compile(r"[+-]\d+(?:\.\d+)?[smhd]?")
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-_SLOWEST: Final = 8_000  # bits a second; below it a packet takes seconds, and tc's numbers run out
+_SLOWEST: Final = 8_000  # bits per second; below this a packet takes seconds, and tc's numbers overflow
 _FASTEST: Final = 400 * 10**9
 
 
 @dataclass(frozen=True)
 class BoxSpec:
-    """All that is decided about a box before anything is made."""
+    """All settings of a box, decided before anything is created."""
 
     name: str = DEFAULT_NAME
     nodes: int = 4
-    rate: int | None = 10**9  # bits a second of every link, each way; None: as fast as the kernel is
+    rate: int | None = 10**9  # bits per second of every link, each way; None: unlimited
     slurm: bool = False
-    number: int = 0  # K; 0 as long as it is not chosen
-    private_runs: str | None = None  # the run root that each node has a folder of its own behind
+    number: int = 0  # K; 0 until it is chosen
+    private_runs: str | None = None  # path of runs that is a different folder on each node
     clocks: Mapping[str, str] = field(default_factory=dict)  # node -> offset, such as +180s
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Refuse invalid values.
 
         Raises:
-            UsageError: a value is out of its range.
+            UsageError: if a value is out of range.
         """
         check_name(self.name)
         if not 1 <= self.nodes <= MAX_NODES:
@@ -57,12 +58,12 @@ class BoxSpec:
 
     @property
     def compute(self) -> tuple[str, ...]:
-        """The names of the nodes that jobs run on."""
+        """The names of the nodes that run jobs."""
         return tuple(f"node{k}" for k in range(self.nodes))
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The names of all nodes; the head, where there is one, comes first."""
+        """The names of all nodes; the head, if any, comes first."""
         return (HEAD, *self.compute) if self.slurm else self.compute
 
     @property
@@ -77,7 +78,7 @@ class BoxSpec:
 
     @property
     def alias(self) -> str:
-        """What the bridge says whose it is."""
+        """The alias of the bridge, which names its box."""
         return bridge_alias(self.name)
 
     @property
@@ -94,7 +95,7 @@ class BoxSpec:
         return f"10.10.{self.number}.{self.host_number(node)}"
 
     def mac(self, host_number: int) -> str:
-        """Return a hardware address: the same after a node was made anew, so that its peers find it at once."""
+        """Return a MAC address. It stays the same if a node is recreated, so that its peers find it at once."""
         return f"02:00:0a:0a:{self.number:02x}:{host_number:02x}"
 
     def veth(self, node: str) -> str:
@@ -106,10 +107,10 @@ class BoxSpec:
         return f"muster-{self.name}-{node}"
 
     def check_node(self, node: str) -> str:
-        """Return the name of a node that is in the box.
+        """Check that the box has a node of this name; return it.
 
         Raises:
-            UsageError: there is none such.
+            UsageError: if it has none.
         """
         if node not in self.members:
             last = self.compute[-1]
@@ -118,10 +119,10 @@ class BoxSpec:
         return node
 
     def check_link(self, node: str) -> str:
-        """Return the name of a node whose link is shaped.
+        """Check that a node's link can be shaped; return its name.
 
         Raises:
-            UsageError: there is none such.
+            UsageError: if it cannot.
         """
         if self.check_node(node) == HEAD:
             raise UsageError(
@@ -132,7 +133,7 @@ class BoxSpec:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast links are: all of them, those of slow nodes, and slow pairs; bits a second, each way."""
+    """The speeds of links: of all, of slow nodes, and of slow pairs; bits per second, each way."""
 
     every: int | None = None
     pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (a, b) with a < b, both ways
@@ -143,7 +144,7 @@ class Rates:
         return self.nodes.get(node, self.every)
 
     def slow_peers(self, node: str) -> dict[str, int]:
-        """Return the peers that a node reaches at a rate of its own."""
+        """Return the peers to which a node has a separate rate."""
         found = {}
         for (one, other), rate in self.pairs.items():
             if node in (one, other):
@@ -151,14 +152,14 @@ class Rates:
         return found
 
     def with_pair(self, one: str, other: str, rate: int | None) -> "Rates":
-        """Return these rates with another one between two nodes; None: as all others."""
+        """Return these rates with another rate between two nodes; None: the general rate."""
         pairs = {pair: old for pair, old in self.pairs.items() if pair != _pair(one, other)}
         if rate is not None:
             pairs[_pair(one, other)] = rate
         return Rates(self.every, pairs, self.nodes)
 
     def with_node(self, node: str, rate: int | None) -> "Rates":
-        """Return these rates with another one for the link of one node; None: as all others."""
+        """Return these rates with another rate for one node's link; None: the general rate."""
         nodes = {name: old for name, old in self.nodes.items() if name != node}
         if rate is not None:
             nodes[node] = rate
@@ -166,10 +167,10 @@ class Rates:
 
 
 def check_name(name: str) -> str:
-    """Return a name that a box can have.
+    """Check that a name is valid for a box; return it.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: if the name is not valid.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a box; wanted up to 32 letters, digits, dots, - and _")
@@ -177,32 +178,32 @@ def check_name(name: str) -> str:
 
 
 def bridge_alias(name: str) -> str:
-    """Return what the bridge of a box says whose it is, for one whose number nobody remembers."""
+    """Return the alias of a box's bridge, by which it is found if the number is unknown."""
     return f"muster-box-{name}"
 
 
 def netns_pattern(name: str) -> re.Pattern[str]:
-    """Return what the network namespaces of a box are called, for one whose size nobody remembers."""
+    """Return the pattern of a box's network namespaces, by which they are found if the size is unknown."""
     return re.compile(rf"muster-{re.escape(name)}-(?:node\d+|{HEAD})")
 
 
 def parse_rate(text: str) -> int | None:
-    """Read a rate such as 1gbit or 2.5mbit; None for `none`.
+    """Parse a rate such as 1gbit or 2.5mbit; None for `none`.
 
     Raises:
-        UsageError: it is no rate.
+        UsageError: if the text is not a rate.
     """
     if text == "none":
         return None
     match = _RATE.fullmatch(text)
     rate = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0
     if not _SLOWEST <= rate <= _FASTEST:
-        raise UsageError(f"{text!r} is no rate; wanted one from 8kbit to 400gbit, such as 100mbit, or none")
+        raise UsageError(f"{text!r} is not a rate; expected one from 8kbit to 400gbit, such as 100mbit, or none")
     return rate
 
 
 def rate_text(rate: int | None) -> str:
-    """Write a rate as a person would, so that it reads back the same."""
+    """Format a rate in the largest exact unit, so that it parses to the same value."""
     if rate is None:
         return "none"
     unit = next((unit for unit in ("g", "m", "k") if rate % _UNITS[unit] == 0), "")
@@ -210,10 +211,10 @@ def rate_text(rate: int | None) -> str:
 
 
 def parse_clocks(texts: list[str]) -> dict[str, str]:
-    """Read `node2=+180s` words.
+    """Parse `node2=+180s` words.
 
     Raises:
-        UsageError: one is not of that form.
+        UsageError: if a word has another form.
     """
     clocks = {}
     for text in texts:

@@ -1,7 +1,7 @@
-"""What is known about a box: one JSON file, written before anything is made, and a lock for whoever changes it.
+"""The state of a box: one JSON file, written before anything is created, and a lock for commands that change it.
 
-The lock is the folder itself. Whoever can open a folder can hold its lock, so other users may pass through a locked
-folder and read files in it by name, but not open it.
+The lock is the folder itself. Anybody who can open a folder can hold its lock, so other users may traverse a locked
+folder and read files in it by name, but cannot open it.
 """
 
 import json
@@ -30,24 +30,24 @@ PRIVATE: Final = 0o711
 
 @dataclass(frozen=True)
 class BoxState:
-    """A box as it was last written."""
+    """The last written state of a box."""
 
     spec: BoxSpec
     rates: Rates
-    boot: str  # of the machine's start that its processes belong to
+    boot: str  # id of the machine's boot that its processes belong to
     complete: bool = False  # False: being made, or left half-way
-    made_folders: tuple[str, ...] = ()  # outside the box's own folder, by us
+    made_folders: tuple[str, ...] = ()  # folders created outside the box's own folder
     faketime: str = ""
     programs: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_stale(self) -> bool:
-        """Whether the machine was started anew since: its processes and links are gone."""
+        """Whether the machine was rebooted since, so that its processes and links are gone."""
         return self.boot != boot_id()
 
 
 def write_state(state: BoxState) -> None:
-    """Write the state of a box, at once or not at all."""
+    """Write the state of a box atomically."""
     path = BoxPaths.of(state.spec.name).state
     fresh = path.with_suffix(".new")
     with fresh.open("w", encoding="utf-8") as file:
@@ -58,10 +58,10 @@ def write_state(state: BoxState) -> None:
 
 
 def read_state(name: str) -> BoxState | None:
-    """Return the state of a box; None where there is none, or the making of it ended before the first write.
+    """Return the state of a box; None if there is none, or its creation ended before the first write.
 
     Raises:
-        RefusedError: it cannot be read.
+        RefusedError: if it cannot be read.
     """
     path = BoxPaths.of(name).state
     try:
@@ -75,7 +75,7 @@ def read_state(name: str) -> BoxState | None:
 
 
 def box_names() -> list[str]:
-    """List the boxes that there is anything of."""
+    """List the boxes of which anything exists."""
     try:
         found = [entry.name for entry in places.ROOT.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -85,9 +85,9 @@ def box_names() -> list[str]:
 
 @contextmanager
 def root_lock() -> Iterator[None]:
-    """Hold the lock of all boxes while a number is chosen. Makes the root folder, and removes it when it is empty.
+    """Hold the lock of all boxes while a number is chosen. Creates the root folder, and removes it if it is empty.
 
-    The lock is a folder of its own, because every user may list the boxes.
+    The lock is a separate folder, because every user may list the boxes.
     """
     place = places.ROOT / LOCK
     while True:
@@ -107,13 +107,13 @@ def root_lock() -> Iterator[None]:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[int | None]:
-    """Hold the lock of a folder of ours. Gives its descriptor, or None if the folder is gone once the lock is held.
+    """Hold the lock of a folder. Yields its descriptor, or None if the folder is gone once the lock is held.
 
-    Meanwhile others may read new files and not write them, whatever root's umask is: jobs of other users read them, and
-    so does the user who called sudo.
+    Meanwhile new files are readable but not writable for others, whatever root's umask is: jobs of other users and the
+    user who called sudo read them.
 
     Raises:
-        RefusedError: another command holds it for too long.
+        RefusedError: if another command holds it for too long.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -124,7 +124,7 @@ def locked_folder(folder: Path) -> Iterator[int | None]:
     try:
         os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & PRIVATE)  # older folders can be opened
         if not locked(descriptor, LOCK_S):
-            raise RefusedError(f"{folder}: another muster box command works on it since {LOCK_S:.0f} s")
+            raise RefusedError(f"{folder}: another muster box command has been working on it for {LOCK_S:.0f} s")
         yield descriptor if _is_same(descriptor, folder) else None
     finally:
         os.umask(umask)

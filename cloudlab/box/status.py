@@ -1,4 +1,4 @@
-"""How a box is now: asked of the kernel and of Slurm, not of what was once written."""
+"""The current state of a box, read from the kernel and from Slurm and not from its files."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -20,20 +20,20 @@ FROZEN: Final = "frozen"
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One node."""
+    """The state of one node."""
 
     node: str
     address: str
     state: str  # up, down, unplugged, frozen; or several, with + between
     sshd: bool
-    slurm: str | None  # as sinfo says it; None: no Slurm, or nobody to ask
+    slurm: str | None  # sinfo's text; None: no Slurm, or no controller that answers
     pid: int | None  # of its first process, on the host
-    processes: int | None  # None: only root can count them
+    processes: int | None  # None: not root, who alone can count them
 
 
 @dataclass(frozen=True)
 class BoxStatus:
-    """A whole box."""
+    """The state of a whole box."""
 
     name: str
     state: str  # up, half-made, stale
@@ -54,7 +54,7 @@ class BoxStatus:
 
 
 def look(state: BoxState) -> BoxStatus:
-    """Return how a box is."""
+    """Return the current state of a box."""
     spec, paths = state.spec, BoxPaths.of(state.spec.name)
     told = _slurm_states(state)
     return BoxStatus(

@@ -11,19 +11,19 @@ ROOT_HOME_FIELD: Final = 5  # of a line of /etc/passwd
 
 
 def hosts_file(spec: BoxSpec, host_name: str) -> str:
-    """Write /etc/hosts of every node; the host itself is in it by its own name, and as `gateway`."""
+    """Write /etc/hosts of every node; the host is listed by its own name, and as `gateway`."""
     names = ["gateway"] + ([host_name] if host_name and host_name not in (*spec.members, "localhost") else [])
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
     lines += [f"{spec.address(node)} {node}" for node in spec.members]
     lines.append(f"{spec.bridge_address} {' '.join(names)}")
-    # torch asks for the names of IPv4 addresses as IPv6 spells them, and warns where there are none. The names are of
-    # their own: a node's own name must go on to mean its plain address first.
+    # torch looks up IPv4 addresses in IPv6 notation, and warns if they have no name. These entries have separate names,
+    # because a node's own name must resolve to its plain address first.
     lines += [f"::ffff:{spec.address(node)} {node}-v6" for node in spec.members]
     return "\n".join(lines) + "\n"
 
 
 def ssh_config(spec: BoxSpec, paths: BoxPaths) -> str:
-    """Write the configuration for `ssh -F`: on the host it stands alone, in a node it is root's own."""
+    """Write the configuration for `ssh -F`: used alone on the host, and as root's own in a node."""
     lines = [f"# of the box {spec.name}; muster box down removes it"]
     for node in spec.members:
         lines += [f"Host {node}", f"  HostName {spec.address(node)}"]
@@ -69,9 +69,9 @@ def sshd_config(paths: BoxPaths) -> str:
 
 
 def sshd_argv(sshd: str, paths: BoxPaths, node: NodePaths, session: Mapping[str, str]) -> list[str]:
-    """Return the argv of a node's sshd; `session` is what every login finds in its environment."""
+    """Return the argv of a node's sshd; `session` is added to the environment of every login."""
     argv = [sshd, "-D", "-e", "-f", str(paths.sshd_config), "-h", str(node.host_key)]
-    if session:  # one SetEnv: of several, sshd takes the first
+    if session:  # a single SetEnv, because sshd uses only the first one
         argv += ["-o", "SetEnv=" + " ".join(f'"{name}={value}"' for name, value in session.items())]
     return argv
 
@@ -82,7 +82,7 @@ def known_hosts(spec: BoxSpec, public_keys: Mapping[str, str]) -> str:
 
 
 def passwd(text: str, home: str) -> str:
-    """Return /etc/passwd with another home for root: the one that sshd gives to logins."""
+    """Return /etc/passwd with another home for root, which sshd uses for logins."""
     return "".join(f"{_with_home(line, home)}\n" for line in text.splitlines())
 
 
@@ -92,14 +92,14 @@ def keygen_argv(ssh_keygen: str, path: str, comment: str) -> list[str]:
 
 
 def exec_argv(nsenter: str, pid: int, argv: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the argv that runs a command among the processes of a node, in a folder, with these variables added."""
+    """Return the argv that runs a command inside a node, in a folder, with these variables added."""
     words = [f"{name}={value}" for name, value in environment.items()]
     enter = [nsenter, "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--"]
     return [*enter, "env", f"--chdir={folder}", *words, *argv]
 
 
 def faketime(library: str, offset: str) -> dict[str, str]:
-    """Return what makes a program see another time."""
+    """Return the environment that makes a program see another time."""
     return {"LD_PRELOAD": library, "FAKETIME": offset, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
 
 

@@ -1,7 +1,7 @@
-"""The system's programs, as a box calls them: many at a time, with deadlines, and holding the lock of the box.
+"""Run the system's programs for a box: many at a time, with deadlines, and holding the lock of the box.
 
 A child keeps the lock open as long as it runs. When `muster box up` is killed, `muster box down` gets the lock only
-when the last `ip` or `ssh-keygen` that was under way has ended, so that nothing is made behind its back.
+after the last running `ip` or `ssh-keygen` has ended, so that nothing is made while it removes the box.
 """
 
 import os
@@ -13,21 +13,21 @@ from typing import IO, Final
 from muster.jobs.basics.errors import RefusedError
 
 COMMAND_S: Final = 60.0
-SAID: Final = 500  # characters of a program's complaint that a message repeats
+SAID: Final = 500  # characters of a program's error output that a message repeats
 
 Process = subprocess.Popen[str]
 
 
 @dataclass(frozen=True)
 class Tools:
-    """Programs by name, and the descriptor of the lock that their processes hold; -1: none."""
+    """Programs by name, and the descriptor of the lock that their processes hold; -1: no lock."""
 
     programs: Mapping[str, str]
     lock: int = -1
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, argv: Sequence[str], text: str = "") -> Process:
-        """Start a program of the table with a text as its input; `wait` waits for it."""
+        """Start one of the programs with a text as its input; `wait` waits for it."""
         process = subprocess.Popen(
             [self.programs[argv[0]], *argv[1:]],
             stdin=subprocess.PIPE if text else subprocess.DEVNULL,
@@ -43,7 +43,7 @@ class Tools:
         return process
 
     def run(self, argv: Sequence[str]) -> str:
-        """Run a program of the table and return what it printed.
+        """Run one of the programs and return its output.
 
         Raises:
             RefusedError: it failed, with its own words; or took too long.
@@ -51,7 +51,7 @@ class Tools:
         return wait(self.start(argv))
 
     def batches(self, work: Iterable[tuple[Sequence[str], Sequence[str]]]) -> None:
-        """Give lines to `ip` or `tc`, to all at the same time: pairs of argv and lines.
+        """Give lines to several `ip` or `tc` processes at the same time; `work` has pairs of argv and lines.
 
         Raises:
             RefusedError: one failed.
@@ -61,12 +61,12 @@ class Tools:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """What a child of ours is to keep open."""
+        """The descriptors that a child process must keep open."""
         return (self.lock,) if self.lock >= 0 else ()
 
 
 def wait(process: Process) -> str:
-    """Wait for a program and return what it printed.
+    """Wait for a program and return its output.
 
     Raises:
         RefusedError: it failed, with its own words; or took too long.
@@ -85,10 +85,10 @@ def wait(process: Process) -> str:
 
 
 def wait_all(processes: Iterable[Process]) -> None:
-    """Wait for several programs, for all of them also when one fails.
+    """Wait for several programs; if one fails, still wait for all others.
 
     Raises:
-        RefusedError: one failed; the first of them.
+        RefusedError: a program failed; the error is that of the first.
     """
     failures = []
     for process in processes:
@@ -101,7 +101,7 @@ def wait_all(processes: Iterable[Process]) -> None:
 
 
 def _feed(stdin: IO[str], text: str) -> None:
-    """Write all of a short text, so that all programs work at once; one that ended early tells why by its code."""
+    """Write a short text and close, so that programs run at once; one that ended early reports by its code."""
     try:
         stdin.write(text)
         stdin.close()

@@ -1,12 +1,12 @@
-"""Buckets of gradients: which are made, when each is sent, and what a size costs. Pure.
+"""Buckets of gradients: which ones are made, when each is sent, and how long a step takes by bucket size. Pure.
 
     backward   ====g1====g2====g3====g4|           gradients become ready while the backward runs
     bucket 1        [g1 g2]------------|--> sent
-    bucket 2                  [g3 g4]--|-------> sent     what passes the end of the backward is exposed
+    bucket 2                  [g3 g4]--|-------> sent     time after the backward's end is exposed
 
 A bucket goes out when its last gradient is ready and fewer than c collectives are under way:
 start_i = max(ready_i, end_{i - c}). gloo's process group has c = 2 threads, NCCL one stream. Collectives under way
-together share the link: in the box two at once took 0.97 to 1.01 of one after the other from 2 MB on.
+together share the link: in the box two at once took 0.97 to 1.01 of the time of one after the other, from 2 MB on.
 
 Small buckets pay the latency often, large ones wait long for their last gradient.
 """
@@ -20,13 +20,13 @@ from muster.jobs.models.anatomy import Anatomy
 
 MB: Final = 2**20
 TORCH_BUCKET: Final = 25 * MB  # DistributedDataParallel's bucket_cap_mb
-TORCH_FIRST: Final = 1 * MB  # and its first bucket's
-OWN_FIRST: Final = 1 * MB  # of mode bucketed, where there are several (ddp/buckets.py)
-OWN_ALONE: Final = 4 * MB  # and on CPUs what has so many bytes goes by itself then, without being copied
+TORCH_FIRST: Final = 1 * MB  # its limit for the first bucket
+OWN_FIRST: Final = 1 * MB  # mode bucketed: the first of several buckets (ddp/buckets.py)
+OWN_ALONE: Final = 4 * MB  # mode bucketed on CPUs: a gradient of this size or more is sent alone, without a copy
 SWEEP: Final = tuple(count * MB for count in (1, 2, 4, 8, 16, 25, 32, 64))
 GLOO_THREADS: Final = 2
 GLOO_HOST_S: Final = (
-    100e-6  # an async call on two busy cores: median 20 us, p90 157, mean 234: its thread takes the core
+    100e-6  # an async call on two busy cores: median 20 us, p90 157, mean 234, as its thread occupies the core
 )
 NCCL_STREAMS: Final = 1
 NCCL_HOST_S: Final = 20e-6
@@ -37,7 +37,7 @@ TimeOf = Callable[[int], float]  # bytes of a collective -> seconds, with the li
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bytes that become ready at a time of the backward: a gradient, or several that are sent together."""
+    """One gradient, or several sent together: their bytes, and when in the backward they become ready."""
 
     nbytes: int
     ready_s: float
@@ -45,14 +45,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Lanes:
-    """How collectives pass: so many at once, which share the link."""
+    """How many collectives are sent at once; they share the link."""
 
     concurrent: int = NCCL_STREAMS
-    host_s: float = 0.0  # what starting a collective takes from the backward
+    host_s: float = 0.0  # time that starting a collective takes from the backward
 
     @classmethod
     def of(cls, backend: str) -> "Lanes":
-        """Return how a backend's process group sends."""
+        """Return the lanes of a backend's process group."""
         if backend == "gloo":
             return cls(GLOO_THREADS, host_s=GLOO_HOST_S)
         return cls(NCCL_STREAMS, host_s=NCCL_HOST_S)
@@ -60,7 +60,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Point:
-    """One size of the curve: what a step takes from the beginning of the backward to the last byte."""
+    """One bucket size of the curve, and the time from the beginning of the backward to the last byte."""
 
     bucket_bytes: int
     buckets: int
@@ -70,21 +70,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best size of a curve, how far the next one is, and how far torch's default."""
+    """The best size of a curve, compared with the second best and with torch's default."""
 
     best: Point
     runner_up: Point | None
     torch: Point | None
-    error: float  # the share by which predictions may be wrong
+    error: float  # relative error of predictions
 
     @property
     def margin(self) -> float:
-        """By which share the runner-up is slower; 0 where there is none."""
+        """How much slower the runner-up is, as a share; 0 without a runner-up."""
         return self.runner_up.step_s / self.best.step_s - 1 if self.runner_up else 0.0
 
     @property
     def torch_margin(self) -> float | None:
-        """By which share torch's default is slower."""
+        """How much slower torch's default is, as a share."""
         return self.torch.step_s / self.best.step_s - 1 if self.torch else None
 
     @property
@@ -105,17 +105,17 @@ def registered(model: Anatomy, itemsize: int, backward_s: float) -> list[Bucket]
 
 
 def at_most(gradients: Sequence[Bucket], cap: int) -> list[Bucket]:
-    """Fill buckets up to `cap` bytes in ready order; a gradient that is larger has one for itself."""
+    """Fill buckets up to `cap` bytes in ready order; a larger gradient gets a bucket of its own."""
     return _launched(gradients, _dealt(gradients, cap, cap, None))
 
 
 def as_ours(
     gradients: Sequence[Bucket], cap: int | None, *, first: int = OWN_FIRST, alone: int | None = OWN_ALONE
 ) -> list[Bucket]:
-    """Fill buckets as mode bucketed does: none holds more than `cap` bytes; without a cap one holds all.
+    """Fill buckets as mode bucketed does: each holds at most `cap` bytes; without a cap there is one bucket.
 
-    If there are several, the first is small, and gradients of `alone` bytes - None on GPUs - have one each. `gradients`
-    are in the reverse order of registration.
+    If there are several, the first is small, and gradients of `alone` bytes or more get one each (None on GPUs).
+    `gradients` are in the reverse order of registration.
     """
     if cap is None:
         return _launched(gradients, [list(range(len(gradients)))])
@@ -126,7 +126,7 @@ def as_ours(
 
 
 def _dealt(gradients: Sequence[Bucket], cap: int, first: int, alone: int | None) -> list[list[int]]:
-    """Deal gradients, by their places, to buckets; those of `alone` bytes get one each, and the open one goes on."""
+    """Assign gradients, by index, to buckets; those of `alone` bytes get one each, and the open one stays open."""
     closed, open_, filled = list[list[int]](), list[int](), 0
     for place, each in enumerate(gradients):
         if alone is not None and each.nbytes >= alone:
@@ -141,7 +141,7 @@ def _dealt(gradients: Sequence[Bucket], cap: int, first: int, alone: int | None)
 
 
 def _launched(gradients: Sequence[Bucket], dealt: Sequence[Sequence[int]]) -> list[Bucket]:
-    """Put buckets in the order of their last gradients; one waits for all of its own, and for those before it."""
+    """Order buckets by their last gradients; each waits for all of its gradients and for the buckets before it."""
     buckets, ready_s = list[Bucket](), 0.0
     for places in sorted(dealt, key=lambda places: places[-1]):
         ready_s = max(ready_s, *(gradients[place].ready_s for place in places))
@@ -164,11 +164,11 @@ def as_torch(gradients: Iterable[Bucket], cap: int = TORCH_BUCKET, first: int = 
 def finish_s(buckets: Sequence[Bucket], time_of: TimeOf, lanes: Lanes) -> float:
     """Return when the last bucket has been sent, counted from the beginning of the backward.
 
-    Between events every collective under way gets an equal part of the link. Each one that is started delays the
-    backward, and with it all that become ready later.
+    Between events, every collective under way gets an equal part of the link. Starting one delays the backward, and
+    so all gradients that become ready later.
     """
     waiting = [Bucket(each.nbytes, each.ready_s + n * lanes.host_s) for n, each in enumerate(buckets, start=1)]
-    now, running = 0.0, list[float]()  # seconds of the link that each under way still needs
+    now, running = 0.0, list[float]()  # seconds of link time that each collective under way still needs
     while waiting or running:
         while waiting and len(running) < lanes.concurrent and waiting[0].ready_s <= now:
             running.append(time_of(waiting.pop(0).nbytes))

@@ -3,11 +3,12 @@
     line      alpha + S beta: least squares of relative errors, alpha and beta >= 0, with Huber's weights
     points    the line, times how far the measured points lie from it; straight in log size between them, made monotone
 
-*Relative* errors: with absolute ones the largest size owns the fit. Huber's weights (1964), iterated: one bad size must
-not bend the rest. NCCL's `tuning.cc` corrects its own line by a table of sizes, for protocols switch; hence points.
-Which one a curve is, the smallest mean error of sizes left out one at a time decides (`heldout.py`): where times
-scatter, a line. Pieces of lines and smoothed points were tried: they bring nothing nearer. There is no numpy here, so
-that `muster predict` starts quickly. A curve holds what was measured; its points are drawn again from that.
+*Relative* errors, because absolute errors would let the largest size dominate the fit. Huber's weights (1964),
+iterated, so that one bad size does not bend the rest. Points are used
+because protocols change with size; NCCL's `tuning.cc` corrects its own line by a table of sizes, too.
+Each curve takes the kind with the smaller mean error on sizes left out one at a time (`heldout.py`): a line if times
+scatter. Piecewise lines and smoothed points were tried and predict no better. This module does not import numpy, so
+that `muster predict` starts quickly. A curve stores the measurements; its points are computed from them again.
 """
 
 import math
@@ -28,8 +29,8 @@ Kind = Literal["line", "points"]
 Points = tuple[tuple[int, float], ...]  # bytes, seconds; by size, sizes differ
 
 FAR: Final = 4.0  # beyond this many times the largest measured size, a prediction is a guess
-SAME: Final = 0.005  # what a curve may be off a measured time and still be called it: less than times repeat to
-LEAST_SIZES: Final = 3  # two make a line, and the third says how far it is off
+SAME: Final = 0.005  # relative deviation below which a curve equals a measured time; times repeat less exactly
+LEAST_SIZES: Final = 3  # two make a line, and the third shows its error
 HUBER: Final = 1.345  # 95 % efficient for normal errors
 ITERATIONS: Final = 12
 SETTLED: Final = 1e-3  # change of a weight
@@ -38,13 +39,13 @@ FLOOR: Final = 0.01  # relative error below which fits are equally good: no meas
 
 
 class Errors(Strict):
-    """Relative errors |predicted - measured| / measured of points that the fit had not seen."""
+    """Relative errors |predicted - measured| / measured of points that were left out of the fit."""
 
     points: int
     mean: float
     median: float
     largest: float
-    within_10: float  # share of points
+    within_10: float  # share of points with an error of 10 % at most
     within_20: float
 
 
@@ -61,13 +62,13 @@ class Line(Strict):
 
 @dataclass(frozen=True)
 class Fitted:
-    """A line, or points around it, which never fall with size; without points it is the line itself."""
+    """A line, or points around it whose times never fall with size; without points it is the line itself."""
 
     line: Line
     points: Points
 
     def seconds(self, nbytes: float) -> float:
-        """Return the line's time, times how far points lie from it: straight in log size between them, else as far."""
+        """Return the line's time, times the points' ratio to it: interpolated in log size, constant beyond them."""
         points, line = self.points, self.line
         if not points:
             return line.seconds(nbytes)
@@ -82,7 +83,7 @@ class Fitted:
 
 
 class Key(Strict):
-    """What a curve is of: one operation in one world."""
+    """The operation and world of a curve."""
 
     operation: str
     nodes: int
@@ -92,15 +93,15 @@ class Key(Strict):
     dtype: str
     place: str
     call: str = "sync"
-    back_to_back: bool = False  # one call behind the other, without a barrier between
+    back_to_back: bool = False  # calls follow one another without a barrier between them
 
 
 class Curve(Key):
-    """The times of one key; 90 % of what is measured should lie within `seconds * low` and `seconds * high`."""
+    """The times of one key; 90 % of measurements should lie between `seconds * low` and `seconds * high`."""
 
     kind: Kind
     line: Line
-    points: list[tuple[int, float]] = Field(min_length=1)  # bytes, seconds at the sizes that were measured; by size
+    points: list[tuple[int, float]] = Field(min_length=1)  # bytes and seconds, in order of size
     low: float = 1.0
     high: float = 1.0
     held_out: Errors | None = None
@@ -137,10 +138,10 @@ class Curve(Key):
         return drawn(self.kind, self.line, self.points)
 
     def how(self, nbytes: float) -> str:
-        """Say what the prediction rests on.
+        """Return what the prediction is based on, as text.
 
-        At a measured size it is the curve all the same: left-out launches lie as near to it as to the median of the
-        others there, or nearer, and it does not jump.
+        Measured sizes are predicted from the curve, too: left-out launches lie at least as near to it as to the median
+        of the other launches, and it does not jump.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
@@ -162,7 +163,7 @@ def drawn(kind: Kind, line: Line, points: Sequence[tuple[int, float]]) -> Fitted
 
 
 def line_of(points: Points) -> Line:
-    """Fit alpha and beta: least squares of relative errors, weighted again and again by Huber's weights."""
+    """Fit alpha and beta: iterated least squares of relative errors with Huber's weights."""
     rows = [(1 / took, size / took) for size, took in points]
     weights = [1.0] * len(rows)
     alpha, beta = _solve(rows, weights)
@@ -184,7 +185,7 @@ def _solve(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tup
         aa, ab, bb = aa + weight * one * one, ab + weight * one * size, bb + weight * size * size
         a, b = a + weight * one, b + weight * size
     determinant = aa * bb - ab * ab
-    if bb == 0 or determinant <= 1e-12 * aa * bb:  # one size: all of it is alpha
+    if bb == 0 or determinant <= 1e-12 * aa * bb:  # one size: alpha takes the whole time
         return a / aa, 0.0
     alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if alpha < 0:
@@ -193,7 +194,7 @@ def _solve(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tup
 
 
 def monotone(points: Sequence[tuple[int, float]]) -> Points:
-    """Make times never fall with size: pool neighbours that do, in log time (Ayer and others, 1955)."""
+    """Make times never fall with size: neighbours that fall are averaged in log time (Ayer and others, 1955)."""
     pools: list[tuple[float, list[int]]] = []  # mean of log time, sizes
     for size, took in points:
         pools.append((math.log(took), [size]))
@@ -201,7 +202,7 @@ def monotone(points: Sequence[tuple[int, float]]) -> Points:
             (mean, sizes), (before, earlier) = pools.pop(), pools.pop()
             total = len(sizes) + len(earlier)
             pools.append(((mean * len(sizes) + before * len(earlier)) / total, earlier + sizes))
-    own = dict(points)  # exact, where nothing was pooled
+    own = dict(points)  # exact times of sizes that were not averaged
     return tuple((size, math.exp(mean) if sizes[1:] else own[size]) for mean, sizes in pools for size in sizes)
 
 

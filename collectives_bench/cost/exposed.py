@@ -1,8 +1,8 @@
-"""What a step waits for the network in each mode: a function for each row of `modes.WAYS`. Pure.
+"""How long a step waits for the network in each mode: one function for each row of `modes.WAYS`. Pure.
 
-All take the load, the compute times and the exchanges' times, and return seconds that no computing hides. Exchanges
-that follow one another without a pause are asked for as such: after a pause a shaped link lets the first bytes pass at
-once, and a gather begins while the scatter before it is still on its way.
+Each takes the load, the compute times and the exchanges' times, and returns the seconds of communication that no
+computing hides. Exchanges without a pause between them are requested as `back_to_back`: after a pause a shaped link
+lets the first bytes pass immediately, and a gather begins while the scatter before it is still under way.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Profile
 
 COPY_BYTES_S: Final = (
-    4e9  # a rank's own passes over gradients: measured 3.75 GB/s of four ranks on two cores, 8.6 alone
+    4e9  # a rank's own passes over gradients: measured 3.75 GB/s for four ranks on two cores, 8.6 for one rank
 )
-FRESH_S_PER_BYTE: Final = 0.42e-9  # of memory that is new to a process: page faults
+FRESH_S_PER_BYTE: Final = 0.42e-9  # page faults of memory that is new to a process
 REDUCE_SCATTERS: Final = ("reduce_scatter", "ring_reduce_scatter", "exchange_reduce_scatter")
 ALL_GATHERS: Final = ("all_gather", "ring_all_gather")
-BLOCK_ALL_REDUCES: Final = 4  # of a transformer block: after attention and MLP, forward and backward
+BLOCK_ALL_REDUCES: Final = 4  # in a transformer block: after attention and MLP, in forward and backward
 
 Bound = Literal["low_s", "seconds", "high_s"]
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds of one rank's part of the batch in a data-parallel step; a single rank takes `ranks` times as long."""
+    """Seconds that one rank computes on its part of the batch; mode single takes `ranks` times as long."""
 
     forward_s: float
     backward_s: float
@@ -53,7 +53,7 @@ NO_COMPUTE: Final = Compute(0.0, 0.0)
 
 
 class Times:
-    """Times of exchanges in a world, at one end or the middle of their intervals."""
+    """Times of exchanges in a world, at the low end, the middle or the high end of their intervals."""
 
     def __init__(self, network: "Profile", load: Load, nodes: int, bound: Bound) -> None:
         self.load = load
@@ -69,11 +69,11 @@ class Times:
         self._ask = ask
 
     def of(self, operation: str, nbytes: int, *, ranks: int | None = None, back_to_back: bool = False) -> float:
-        """Return the seconds of an operation between all ranks, or some."""
+        """Return the seconds of an operation between all ranks, or between `ranks` of them."""
         return self._ask(operation, nbytes, ranks or self.load.ranks, back_to_back)
 
     def best(self, operations: Sequence[str], nbytes: int) -> float:
-        """Return the seconds of the fastest of several operations that do the same; those unknown do not count.
+        """Return the seconds of the fastest of several equivalent operations; unknown ones are skipped.
 
         Raises:
             RefusedError: none is known.
@@ -89,7 +89,7 @@ class Times:
         return min(times)
 
     def reduced(self, buckets: Sequence[Bucket]) -> float:
-        """Return when all-reduces of buckets have ended, from the beginning of the backward."""
+        """Return when the all-reduces of all buckets have ended, in seconds from the beginning of the backward."""
         return finish_s(
             buckets, lambda nbytes: self.of("all_reduce", nbytes, back_to_back=True), Lanes.of(self.load.backend)
         )
@@ -103,22 +103,22 @@ def _gradients(load: Load, compute: Compute) -> list[Bucket]:
 
 
 def _sent(load: Load, compute: Compute) -> list[Bucket]:
-    """Return gradients as our own wrappers send them: in the reverse order of registration, in the type asked for."""
+    """Return gradients as our own wrappers send them: in reverse order of registration, in the communication type."""
     return registered(load.model, load.sent or load.recipe.gradient, compute.backward_s)
 
 
 def _pass_s(load: Load, gradients: Sequence[Bucket], passes: float) -> float:
-    """Return the seconds of reading or writing all gradients so many times; a GPU takes next to none."""
+    """Return the seconds of reading or writing all gradients `passes` times; on a GPU nearly 0."""
     if load.backend == "nccl" or load.ranks == 1:
         return 0.0
     return passes * sum(each.nbytes for each in gradients) / COPY_BYTES_S
 
 
 def _gather_scatter(load: Load, compute: Compute, times: Times) -> float:
-    """Sum gather, mean and scatter of every gradient: (n - 1) S go each way through the link of rank 0.
+    """Sum gather, mean and scatter of every gradient: (n - 1) S pass the link of rank 0 in each direction.
 
-    What the exchange does not show is that rank 0 takes new memory for each gradient: n for what it gathers, the
-    stacked one, the sum and the mean. In the box that was 0.10 s of 2.1 s for VGG-11 at 1 Gbit/s.
+    Rank 0 also takes new memory for each gradient: n gathered tensors, the stacked one, the sum and the mean. In the
+    box that was 0.10 s of 2.1 s for VGG-11 at 1 Gbit/s.
     """
     sizes = [each.nbytes for each in _sent(load, compute)]
     exchanges = sum(times.of("gather_scatter", nbytes, back_to_back=True) for nbytes in sizes)
@@ -127,14 +127,14 @@ def _gather_scatter(load: Load, compute: Compute, times: Times) -> float:
 
 
 def _allreduce(load: Load, compute: Compute, times: Times) -> float:
-    """Sum an all-reduce of every gradient, and the division of all of them."""
+    """Sum an all-reduce of every gradient, and their division by the number of ranks."""
     gradients = _sent(load, compute)
     sums = sum(times.of("all_reduce", each.nbytes, back_to_back=True) for each in gradients)
     return sums + _pass_s(load, gradients, 2)
 
 
 def _flat(load: Load, compute: Compute, times: Times) -> float:
-    """Copy all gradients together, divided on the way, and sum them; they stay where they are."""
+    """Divide all gradients, copy them into one buffer, and all-reduce it; they are not copied back."""
     gradients = _sent(load, compute)
     return times.of("all_reduce", sum(each.nbytes for each in gradients)) + _pass_s(load, gradients, 2)
 
@@ -144,12 +144,12 @@ def _after_backward(end_s: float, compute: Compute) -> float:
 
 
 def own_buckets(load: Load) -> Callable[[Sequence[Bucket], int | None], list[Bucket]]:
-    """Return how our own wrappers deal gradients to buckets there: on GPUs none goes by itself for its size."""
+    """Return the function that fills our own wrappers' buckets; on GPUs no gradient is sent alone for its size."""
     return partial(as_ours, alone=None if load.backend == "nccl" else OWN_ALONE)
 
 
 def _during(load: Load, compute: Compute, times: Times, cap: int | None) -> float:
-    """Send buckets of gradients, dealt by their own bytes, as what they are sent as."""
+    """Fill buckets by the gradients' own bytes, then send them in the communication type during the backward."""
     gradients = registered(load.model, load.recipe.gradient, compute.backward_s)
     made = own_buckets(load)(gradients, cap)
     sent = [Bucket(load.sent_bytes(each.nbytes), each.ready_s) for each in made]
@@ -172,7 +172,7 @@ def _zero12(load: Load, compute: Compute, times: Times) -> float:
 def _sharded(
     load: Load, compute: Compute, times: Times, all_gathers: Sequence[str], reduce_scatters: Sequence[str]
 ) -> float:
-    """Walk through the units: gathered one ahead, in forward and backward, their gradients reduce-scattered.
+    """Walk through the units in forward and backward: each is gathered one ahead, its gradients are reduce-scattered.
 
     forward    gather 1  gather 2  gather 3          one exchange at a time, in this order
                          unit 1    unit 2  unit 3
@@ -184,13 +184,13 @@ def _sharded(
     forward = _shares([sum(part.flops for part in unit) for unit in units], compute.forward_s)
     backward = _shares([sum(part.backward_flops for part in unit) for unit in units], compute.backward_s)
     count = len(units)
-    now = link = there = gathers[0]  # the first unit is there, and the link is free
+    now = link = there = gathers[0]  # the first unit is gathered, and the link is free
     for i in range(count):
         now = max(now, there)
         if i + 1 < count:
             link = there = max(link, now) + gathers[i + 1]
         now += forward[i]
-    there = now  # the last unit was not let go
+    there = now  # the last unit was not freed
     for i in reversed(range(count)):
         now = max(now, there)
         if i > 0:
@@ -205,7 +205,7 @@ def _shares(work: Sequence[int], seconds: float) -> list[float]:
 
 
 def _pipe(schedule: Schedule) -> Exposed:
-    """Return what a pipeline's messages cost: those of the ramps, and what a message takes beyond a micro-batch."""
+    """Return the cost of a pipeline's messages: those in the ramps, and any time that exceeds a micro-batch."""
 
     def exposed(load: Load, compute: Compute, times: Times) -> float:
         stages = cut(load.model, schedule, load.ranks)
@@ -222,7 +222,7 @@ def _pipe(schedule: Schedule) -> Exposed:
 
 
 def _tensor(load: Load, compute: Compute, times: Times) -> float:
-    """Four all-reduces a block of the residual stream, which nothing hides."""
+    """Count four all-reduces of the residual stream for each block; no computing hides them."""
     nbytes = load.batch * load.model.tokens * load.model.width * load.itemsize
     return BLOCK_ALL_REDUCES * load.model.blocks * times.of("all_reduce", nbytes)
 

@@ -23,7 +23,7 @@ from muster.collectives_bench.records import Result
 from muster.collectives_bench.results.rows import Row, rows_of
 from muster.jobs.basics.errors import RefusedError
 
-QUIET: Final = 0.10  # share of the cores that others took: launches below it are used alone where there are enough
+QUIET: Final = 0.10  # foreign load, as a share of the cores; if enough launches are below it, only those are used
 LEAST_QUIET: Final = 3  # launches
 
 
@@ -41,10 +41,10 @@ class Series:
 
 
 def fit(result: Result, *, name: str = "cluster", seed: int = 0) -> Profile:
-    """Fit everything that a result allows.
+    """Fit every curve and constant for which the result has enough measurements.
 
     Raises:
-        RefusedError: nothing was measured without error, or nothing at enough sizes.
+        RefusedError: every measurement failed, or no operation has enough sizes.
     """
     found = series_of(rows_of(result))
     if not found:
@@ -69,7 +69,7 @@ def fit(result: Result, *, name: str = "cluster", seed: int = 0) -> Profile:
 
 
 def series_of(rows: Iterable[Row]) -> list[Series]:
-    """Collect rows into series by size; only what was measured and right. Sizes that came out alike are one."""
+    """Collect correctly measured rows into series by size; requested sizes that gave the same size are merged."""
     found: dict[Key, dict[int, list[float]]] = {}
     for row in rows:
         if row.state != "ok" or not row.p50_us or row.world.ranks < 2:
@@ -85,7 +85,7 @@ def series_of(rows: Iterable[Row]) -> list[Series]:
 
 
 def launches_of(row: Row) -> list[float]:
-    """Return the medians of a row's launches in seconds: of the quiet ones, where they are enough."""
+    """Return the medians of a row's launches in seconds; only those of quiet launches if there are enough."""
     quiet = [
         took
         for took, foreign in zip(row.launch_medians_us, row.launch_foreign, strict=True)

@@ -1,21 +1,21 @@
-"""What an exchange costs, as counts that a fit multiplies with the constants of a cluster. Pure.
+"""The cost of an exchange as counts, which a fit multiplies with the constants of a cluster. Pure.
 
 The time of an exchange of S bytes between n ranks is modelled as
 
     t = base + max(links, hosts)
     links = steps * alpha + link_bytes * beta                                                      Hockney's model
-            + rank_bytes * epsilon + reduced_bytes * gamma + copied_bytes * delta                  a rank's own work
+            + rank_bytes * epsilon + reduced_bytes * gamma + copied_bytes * delta                  a rank's work
     hosts = host_messages * overhead + host_bytes / W + (host_reduced * gamma + host_copied * delta) / cores
 
-The ranks of a host share its cores: `hosts` is what they have to do together. What an algorithm contributes are the
-counts of `Cost`, which hold for all clusters. n ranks lie on k nodes, n / k on each, in order; a ring through them
-leaves and enters every node once, so its slowest link carries what one rank sends.
+The ranks of a host share its cores: `hosts` is their work together. An algorithm only gives the counts of `Cost`, which
+are the same on all clusters. n ranks are on k nodes, n / k on each, in order; a ring through them leaves and enters
+every node once, so its slowest link carries the bytes that one rank sends.
 
 Sources: Hockney, "The communication challenge for MPP" (1994): alpha + bytes * beta. Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH" (2005): trees, pairwise exchange. Patarasuk and Yuan,
-"Bandwidth optimal all-reduce" (2009): 2 (n - 1) / n * S a rank is the least, and the ring has it. NCCL's `tuning.cc`
-for rings. gloo's `allreduce.cc`, `reduce.cc` and `broadcast.cc`, and torch's `ProcessGroupGloo.cpp`, for what each of
-gloo's operations really does.
+"Bandwidth optimal all-reduce" (2009): 2 (n - 1) / n * S for each rank is the minimum, and the ring reaches it.
+NCCL's `tuning.cc` for rings. gloo's `allreduce.cc`, `reduce.cc` and `broadcast.cc`, and torch's `ProcessGroupGloo.cpp`,
+for the algorithms that gloo's operations really use.
 """
 
 from collections.abc import Callable
@@ -29,25 +29,25 @@ from muster.jobs.basics.words import unknown
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts of one exchange: of the longest chain through the links, of the busiest rank, of the busiest host."""
+    """Counts of one exchange, for the longest chain of messages, for the busiest rank and for the busiest host."""
 
     steps: float = 0.0  # messages, one after another
     link_bytes: float = 0.0  # through the busiest link, one way, one after another
-    rank_bytes: float = 0.0  # sent and received by the busiest rank: a ring's both ways at once cost its core both
+    rank_bytes: float = 0.0  # sent plus received by the busiest rank: its core does both directions' work
     host_messages: float = 0.0  # sent by the ranks of the busiest host
-    host_bytes: float = 0.0  # half of what those ranks send and receive: on one host, all bytes that are sent
+    host_bytes: float = 0.0  # half of the bytes that those ranks send and receive: on one host, all bytes that are sent
     reduced_bytes: float = 0.0  # summed by the busiest rank
-    copied_bytes: float = 0.0  # copied by the busiest rank, beyond what sending needs
+    copied_bytes: float = 0.0  # copied by the busiest rank, without the copies that sending needs
     host_reduced: float = 0.0  # bytes, summed by all ranks of the busiest host
     host_copied: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Return one after the other."""
+        """Return the counts of two exchanges, one after the other."""
         return Cost(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def _reducing(size: float, ranks_here: float) -> Cost:
-    """Return sums of `size` bytes on each of a host's ranks."""
+    """Return the counts of summing `size` bytes on each rank of a host."""
     return Cost(reduced_bytes=size, host_reduced=size * ranks_here)
 
 
@@ -85,7 +85,7 @@ def ring_all_reduce(size: float, n: int, k: int) -> Cost:
 
 
 def gloo_reduce(size: float, n: int, k: int) -> Cost:
-    """A ring reduce-scatter that goes on for all segments, then everybody's chunk to the root."""
+    """A ring reduce-scatter over all segments, then every rank sends its chunk to the root."""
     whole = Cost(n, size, 2 * size, n * n / k, size * n / k)
     return whole + _reducing((n - 1) / n * size, n / k) + direct(size, n, k)
 
@@ -97,16 +97,16 @@ def tree_broadcast(size: float, n: int, k: int) -> Cost:
 
 
 def gloo_broadcast(size: float, n: int, k: int) -> Cost:
-    """The same tree, but every rank sends to all its children at once: the one that has to go on gets it last.
+    """The same tree, but every rank sends to all its children at once, so that the child with most work gets it last.
 
-    S beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2 for n = 2^d, where rounds one after another would take d.
+    S beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2 for n = 2^d; rounds one after another would take d.
     """
     times = _at_once(0, n)
     return Cost(times, times * size, times * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def _at_once(rank: int, n: int) -> int:
-    """Return the buffers that pass one link after another below a rank; its children are rank + 2^i, 2^i > rank."""
+    """Count the buffers that pass links one after another below a rank; its children are rank + 2^i, 2^i > rank."""
     children = [rank + 2**i for i in range(rank.bit_length(), n.bit_length()) if rank + 2**i < n]
     return len(children) + max((_at_once(child, n) for child in children), default=0)
 
@@ -118,25 +118,25 @@ def tree_reduce(size: float, n: int, k: int) -> Cost:
 
 
 def chain_broadcast(size: float, n: int, k: int) -> Cost:
-    """(n - 1) alpha + S beta: through a ring in so many slices that the way of the first one does not count (NCCL)."""
+    """(n - 1) alpha + S beta: through a ring in so many slices that the first slice's way is negligible (NCCL)."""
     return Cost(n - 1, size, min(n - 1, 2) * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def direct(size: float, n: int, k: int) -> Cost:
     """(n - 1) alpha + (n - 1) / n S beta: every other rank and the root exchange a chunk, through the root's link."""
-    near = n // k  # ranks on the root's host: their chunks pass no link where there is one
+    near = n // k  # ranks on the root's host: their chunks pass no link between nodes
     remote = (n - near) / n * size if k > 1 else (n - 1) / n * size
     return Cost(n - 1, remote, (n - 1) / n * size, n - 1, (near - 1) / n * size + (n - near) / n * size / 2)
 
 
 def pairwise(size: float, n: int, k: int) -> Cost:
-    """(n - 1) alpha + (n - 1) / n S beta: in round i every rank exchanges a chunk with the rank i further on."""
+    """(n - 1) alpha + (n - 1) / n S beta: in round i every rank sends a chunk to the rank i places further."""
     near = n // k
     link = near * (n - near) / n * size if k > 1 else (n - 1) / n * size
     return Cost(n - 1, link, 2 * (n - 1) / n * size, (n - 1) * near, near * (n - 1) / n * size)
 
 
-# What each operation is without a library's peculiarities; libraries differ in the rows below.
+# The textbook algorithm of each operation; the rows below are where libraries differ.
 TEXTBOOK: Final[dict[str, Algorithm]] = {
     "all_reduce": ring_all_reduce,
     "all_gather": ring_all_gather,
@@ -149,7 +149,7 @@ TEXTBOOK: Final[dict[str, Algorithm]] = {
     # Alpha + S beta: every rank sends to the next, all at once; or one message.
     "send_recv": lambda size, n, k: Cost(1, size, 2 * size, n / k, size * n / k),
     "ping_pong": lambda size, n, k: Cost(1, size, size, 1, size if k == 1 else size / 2),
-    # ceil(log2 n) alpha: in round i every rank tells the rank 2^i further on.
+    # ceil(log2 n) alpha: in round i every rank sends a message to the rank 2^i places further.
     "barrier": lambda size, n, k: Cost(rounds(n), host_messages=rounds(n) * n / k),
     "ring_all_reduce": ring_all_reduce,
     "ring_reduce_scatter": ring_reduce_scatter,
@@ -158,18 +158,18 @@ TEXTBOOK: Final[dict[str, Algorithm]] = {
     "tree_reduce": tree_reduce,
     # A pairwise exchange, then (n - 1) sums of a chunk in the order of ranks.
     "exchange_reduce_scatter": lambda size, n, k: pairwise(size, n, k) + _reducing((n - 1) / n * size, n / k),
-    # 2 (n - 1) (alpha + S beta) + (n - 1) S gamma: all whole buffers to the root, and the mean back.
+    # 2 (n - 1) (alpha + S beta) + (n - 1) S gamma: the root receives every whole buffer and sends the mean back.
     "gather_scatter": lambda size, n, k: direct(n * size, n, k) + direct(n * size, n, k) + _reducing((n - 1) * size, 1),
 }
 LIBRARIES: Final[dict[str, dict[str, Algorithm]]] = {
     "gloo": {
         # A ring into a temporary, then a copy of all of it.
         "all_gather": lambda size, n, k: ring_all_gather(size, n, k) + _copying(size, n / k),
-        # An all_reduce of a copy of the input, then a copy of one chunk: what torch does.
+        # As torch does it: an all_reduce of a copy of the input, then a copy of one chunk.
         "reduce_scatter": lambda size, n, k: ring_all_reduce(size, n, k) + _copying(size + size / n, n / k),
         "broadcast": gloo_broadcast,
         "reduce": gloo_reduce,
-        # Everybody to the root, into a temporary, then a copy of all of it.
+        # Every rank sends to the root, into a temporary, then a copy of all of it.
         "gather": lambda size, n, k: direct(size, n, k) + _copying(size, 1),
     },
     "nccl": {
@@ -181,7 +181,7 @@ LIBRARIES: Final[dict[str, dict[str, Algorithm]]] = {
 
 
 def algorithm_of(operation: str, backend: str = "") -> Algorithm:
-    """Return the algorithm of a library's operation; the textbook's where `backend` is empty.
+    """Return the algorithm of a library's operation; the textbook's if `backend` is empty.
 
     Raises:
         UsageError: no such operation.
@@ -192,7 +192,7 @@ def algorithm_of(operation: str, backend: str = "") -> Algorithm:
 
 
 def cost(operation: str, nbytes: float, *, ranks: int, nodes: int = 1, backend: str = "") -> Cost:
-    """Return the counts of an operation on S = `nbytes` bytes; nothing where a rank is alone."""
+    """Return the counts of an operation on S = `nbytes` bytes; all 0 for a single rank."""
     if ranks <= 1:
         return Cost()
     return algorithm_of(operation, backend)(nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes)

@@ -1,7 +1,7 @@
-"""How wrong the model is on what it has not seen: sizes left out one at a time, and whole worlds. Pure but for numpy.
+"""The model's error on data left out of the fit: sizes, one at a time, and whole worlds. Pure, but uses numpy.
 
-A size is left out of the choice between line and points, too. The first and the last size of a curve are not left out:
-without them the others would have to be extrapolated, which a profile says of itself when it does it.
+A left-out size has no part in the choice between line and points, either. The first and the last size of a curve are
+not left out: without them the curve would have to extrapolate, and a profile reports extrapolations by itself.
 """
 
 import math
@@ -17,14 +17,14 @@ Samples = tuple[tuple[int, tuple[float, ...]], ...]  # bytes, a median of each l
 
 DRAWS: Final = 24  # of the launches, with replacement
 COVERAGE: Final = 0.90
-SHRINK: Final = 4.0  # sizes' worth of belief that a curve is as uncertain as all of them
+SHRINK: Final = 4.0  # weight of the spread of all curves against a curve's own spread, in sizes
 LEAST_SPREAD: Final = 0.01
-SIMPLER: Final = 1.02  # points must be better than the line by more than this
-ROUNDING: Final = 1e-9  # of errors of times that lie on a line exactly
+SIMPLER: Final = 1.02  # points are chosen only if the line's error is larger by this factor
+ROUNDING: Final = 1e-9  # errors below this are rounding: the times lie exactly on a line
 
 
 def errors_of(pairs: Sequence[Pair]) -> Errors | None:
-    """Sum up |predicted - measured| / measured; None of nothing."""
+    """Summarize |predicted - measured| / measured; None without pairs."""
     found = sorted(abs(predicted / measured - 1) for predicted, measured in pairs if measured > 0)
     if not found:
         return None
@@ -44,12 +44,12 @@ def mean_error(pairs: Sequence[Pair]) -> float:
 
 
 def fitted(points: Points, kind: Kind | None = None) -> Fitted:
-    """Fit a line to points, or points around it; without a kind the one that predicts left-out sizes better."""
+    """Fit a line to points, or points around it; without `kind`, use the kind that predicts left-out sizes better."""
     return drawn(kind or choose(points), line_of(points), points)
 
 
 def choose(points: Points) -> Kind:
-    """Say what predicts left-out sizes better; the line where that makes no difference."""
+    """Return the kind that predicts left-out sizes better; the line if both are equal."""
     if len(points) < LEAST_SIZES:
         return "line"
     line, around = (mean_error(sizes_left_out(points, kind)) for kind in ("line", "points"))
@@ -70,10 +70,10 @@ def medians(samples: Samples) -> Points:
 
 
 def residuals(samples: Samples, kind: Kind, seed: int) -> list[float]:
-    """Draw log(measured / predicted): launches drawn again, each size predicted from the others and compared.
+    """Return samples of log(measured / predicted): launches are resampled, and each size is predicted from the others.
 
-    Held-out sizes give the model's error, drawn launches the noise of both sides (Efron's bootstrap, 1979). Where no
-    size can be left out, it is the noise alone.
+    Left-out sizes show the model's error, resampled launches the noise of both sides (Efron's bootstrap, 1979). With
+    too few sizes to leave one out, the samples show the noise only.
     """
     draw, found = random.Random(seed), []
     for _ in range(DRAWS):
@@ -92,8 +92,8 @@ def _drawn(samples: Samples, draw: random.Random) -> Points:
 def intervals(curves: Sequence[Sequence[float]]) -> list[float]:
     """Return for every curve the factor h so that 90 % of residuals lie within 1 / h and h.
 
-    A curve has too few sizes for a quantile of its own: its spread, drawn to that of all, is multiplied by the quantile
-    of all residuals in units of their curves' spreads.
+    A curve has too few sizes for a quantile of its own. So its spread, shrunk towards that of all curves, is
+    multiplied by the quantile of all residuals, each in units of its curve's spread.
     """
     everything = [abs(each) for curve in curves for each in curve]
     if not everything:
@@ -114,7 +114,7 @@ def _log(spread: float) -> float:
 
 
 def quantiles(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Return the factors low and high that hold 90 % of measured / predicted, and 1."""
+    """Return the factors low and high that enclose 90 % of measured / predicted, and 1."""
     ratios = sorted(measured / predicted for predicted, measured in pairs)
     cut = (1 - COVERAGE) / 2 * (len(ratios) - 1)
     low, high = ratios[math.floor(cut)], ratios[math.ceil(len(ratios) - 1 - cut)]

@@ -1,4 +1,4 @@
-"""What a rank's memory and network are predicted for: a model, bytes of its elements, and how much of the batch. Pure.
+"""A rank's load, from which memory and network times are predicted: a model, element sizes, part of the batch. Pure.
 
 batch ─ shards (ranks, or more where sums are exact) ─ micro-batches of gradient accumulation ─ one forward
 """
@@ -10,8 +10,8 @@ from muster.collectives_bench.cost.buckets import TORCH_BUCKET
 from muster.jobs.models.anatomy import Anatomy
 
 Accumulate = Literal["local", "sharded"]
-COUNTER_BYTES: Final = 8  # of each batch norm: how many batches it has seen
-LEAST_STATISTICS: Final = 4  # bytes: batch norms stay in float32, whatever the weights are
+COUNTER_BYTES: Final = 8  # each batch norm's count of batches
+LEAST_STATISTICS: Final = 4  # bytes: batch norms stay in float32 with weights of any type
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ SIZES: Final = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Bytes a parameter: of itself, its gradient and its optimizer's states, of which `master` is a copy of itself."""
+    """Bytes for each parameter: its value, its gradient and its optimizer states; `master`, a copy, is one of them."""
 
     parameter: int
     gradient: int
@@ -44,7 +44,7 @@ class Recipe:
 
     @classmethod
     def of(cls, optimizer: str, *, momentum: bool, precision: str = "fp32") -> "Recipe":
-        """Return the recipe of a job: adamw has two states, momentum one; masters count as the optimizer's."""
+        """Return the recipe of a job: adamw has two states, momentum one; master weights count as states."""
         sizes = SIZES[precision]
         states = 2 if optimizer == "adamw" else int(momentum)
         return cls(sizes.weight, sizes.weight, states * sizes.state + sizes.master, sizes.master)
@@ -52,9 +52,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Split:
-    """How a job's ranks are split, where in more ways than one: the degrees, and what data-parallel ranks do.
+    """How ranks are split in several dimensions at once: the degrees, and the mode of the data-parallel ranks.
 
-    `stages` are the names of each stage's layers; without them stages have nearly equal work.
+    `stages` lists the names of each stage's layers; if empty, stages have nearly equal work.
     """
 
     data: int = 1
@@ -67,7 +67,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Load:
-    """What a rank holds it for: the model, and how much of the batch."""
+    """A rank's load: the model, its part of the batch, and the settings that change memory or traffic."""
 
     model: Anatomy
     recipe: Recipe
@@ -76,25 +76,25 @@ class Load:
     microbatches: int  # of a pipeline
     itemsize: int  # of activations
     backend: str = "gloo"
-    bucket_bytes: int | None = TORCH_BUCKET  # of modes with buckets but ddp; None: one holds all
-    sent: int | None = None  # bytes of a gradient's element as our own wrappers send it; None: as it is
-    shards: int | None = None  # virtual ranks, where sums are exact; None: one a rank
+    bucket_bytes: int | None = TORCH_BUCKET  # of modes with buckets except ddp; None: one bucket
+    sent: int | None = None  # bytes of a gradient's element as our own wrappers send it; None: unchanged
+    shards: int | None = None  # virtual ranks of exact sums; None: one for each rank
     accumulation: int = 1  # micro-batches of a shard
-    accumulate: Accumulate = "local"  # where sharded gradients add up: whole on the rank, or in its shard
+    accumulate: Accumulate = "local"  # sharded gradients are summed whole on the rank, or in its shard
     reshard: bool = True  # sharded parameters are freed after the forward, and gathered again
-    recompute: bool = False  # blocks are forwarded again in the backward; of pipelines whole stages
-    layerwise: bool = False  # of pipelines: layers are, one by one
-    sequence: bool = False  # where layers are split: tokens between them, too
-    split: Split | None = None  # of pipelines and split layers; None: all ranks are the mode's own
+    recompute: bool = False  # the forward is repeated in the backward, of each block or each pipeline stage
+    layerwise: bool = False  # in pipelines: of each layer instead
+    sequence: bool = False  # split layers: tokens between them are split, too
+    split: Split | None = None  # of pipelines and split layers; None: the mode uses all ranks
 
     @property
     def own_batch(self) -> int:
-        """The largest part of the batch that a data-parallel rank has."""
+        """The samples of the data-parallel rank with the largest part of the batch."""
         return -(-self.batch // self.ranks)
 
     @property
     def own_shards(self) -> int:
-        """The shards that a data-parallel rank forwards in turn."""
+        """How many shards a data-parallel rank processes one after another."""
         return 1 if self.shards is None else -(-self.shards // self.ranks)
 
     @property
@@ -103,18 +103,18 @@ class Load:
         return self.own_shards * self.accumulation > 1
 
     def at_once(self, ranks: int) -> int:
-        """Return the most samples of one forward where so many ranks share the batch."""
+        """Return the largest number of samples in one forward if `ranks` ranks share the batch."""
         shards = max(ranks, self.shards or 0)
         samples = -(-self.batch // shards)
         return -(-samples // self.accumulation)
 
     def sent_bytes(self, nbytes: int) -> int:
-        """Return what gradients of so many bytes are when our own wrappers send them."""
+        """Return the bytes that our own wrappers send for gradients of `nbytes` bytes."""
         return nbytes if self.sent is None else nbytes * self.sent // self.recipe.gradient
 
     @property
     def buffer_bytes(self) -> int:
-        """What batch norms record, and a made model's buffers."""
+        """Bytes of the batch norms' statistics and of a made model's buffers."""
         own = sum(part.buffer_bytes for part in self.model.parts)
         norms = sum(1 for part in self.model.parts if part.name.startswith("norm") and self.model.buffers)
         return self.model.buffers * max(LEAST_STATISTICS, self.recipe.parameter) + norms * COUNTER_BYTES + own

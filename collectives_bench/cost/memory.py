@@ -1,19 +1,19 @@
-"""What a rank's memory must hold in each mode, in bytes. Pure.
+"""The memory that a rank needs in each mode, in bytes. Pure.
 
     states          parameters, gradients, optimizer states; ZeRO shards the last (1), the last two (2), all (3)
     buffers         batch norm's statistics
-    communication   what gradients and parameters pass through: `collectives_bench/cost/passing.py`; of a pipeline
+    communication   buffers for gradients and parameters: `collectives_bench/cost/passing.py`; of a pipeline
                     messages, too
-    activations     what the forward keeps for the backward, and the two largest tensors at work
-    adding          where gradients of several backwards add up: the largest, before it is added to the sum
+    activations     tensors that the forward keeps for the backward, and the two largest temporary tensors
+    adding          if gradients of several backwards are summed: the largest one, before it is added
     stepping        float32 copies of 16-bit gradients, while the optimizer steps; activations are gone by then
 
 Mixed-precision Adam has 2 + 2 + 12 bytes a parameter (Rajbhandari et al. 2020): 16 P becomes 4 P + 12 P / N with
-ZeRO-1, 2 P + 14 P / N with 2, 16 P / N with 3; our zero3 keeps no 16-bit shard beside its master, 14 P / N. DeepSpeed's
-own estimator counts fp32 gradients too and says 18 where this says 16.
+ZeRO-1, 2 P + 14 P / N with 2, 16 P / N with 3; our zero3 keeps no 16-bit shard beside its master,
+so 14 P / N. DeepSpeed's own estimator also counts fp32 gradients, and gives 18 instead of 16.
 
-Not counted: the interpreter with torch (300 MB on a CPU), what the allocator keeps free, NCCL's channels, a
-convolution's scratch memory: oneDNN makes the gradient of a weight in an order of its own, and copies it.
+Not counted: the interpreter with torch (300 MB on a CPU), the allocator's free memory, NCCL's channels, a
+convolution's scratch memory: oneDNN computes a weight's gradient in its own layout, and copies it.
 """
 
 from collections.abc import Iterable
@@ -36,12 +36,12 @@ from muster.collectives_bench.sizes import size_text
 from muster.jobs.models.anatomy import Part, saved_bytes
 
 ALONE: Final = Split()
-FULL: Final = 4  # bytes of the numbers that 16-bit gradients are stepped in
+FULL: Final = 4  # bytes: the optimizer converts 16-bit gradients to float32
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the rank that needs most."""
+    """The memory of the rank that needs most, in bytes."""
 
     parameters: float
     gradients: float
@@ -60,14 +60,14 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it that is there at once."""
+        """The largest sum of parts that are in memory at the same time."""
         return self.states + self.buffers + max(self.communication + self.activations + self.adding, self.stepping)
 
 
 def states(elements: float, recipe: Recipe, *, zero: int = 0, ranks: int = 1, trained: float | None = None) -> Memory:
-    """Return the model states of a rank: P (p + g + o), of which ZeRO's stage says what is divided by the ranks.
+    """Return the model states of a rank: P (p + g + o); ZeRO's stage sets which terms are divided by the ranks.
 
-    `trained` elements have a gradient and an optimizer's states; None: all.
+    `trained` is the number of elements with a gradient and optimizer states; None: all.
     """
     learning = elements if trained is None else trained
     optimizer = learning * recipe.optimizer / (ranks if zero >= 1 else 1)
@@ -76,15 +76,15 @@ def states(elements: float, recipe: Recipe, *, zero: int = 0, ranks: int = 1, tr
 
 
 def memory_of(way: Way, load: Load) -> Memory | None:
-    """Return what the fullest rank of a mode holds; None where the model cannot be split like that."""
+    """Return the memory of a mode's fullest rank; None if the model cannot be split for this mode."""
     every = memories_of(way, load)
     return None if every is None else max(every, key=lambda memory: memory.total)
 
 
 def memories_of(way: Way, load: Load) -> list[Memory] | None:
-    """Return what ranks hold, one for each rank of a pipeline, of other modes one; None where that cannot be split.
+    """Return the memory of each rank of a pipeline, for other modes of one rank; None if the model cannot be split.
 
-    Pipelines beside each other, and split layers within their stages, are `load.split`.
+    `load.split` describes several pipelines, and split layers within their stages.
     """
     if way.family in ("pipe", "tensor"):
         alone = Split(pipe=load.ranks) if way.family == "pipe" else Split(tensor=load.ranks)
@@ -125,7 +125,7 @@ def masters_alone_text(memory: Memory) -> str | None:
 
 
 def _adding(load: Load, zero: int) -> float:
-    """Return the gradient that is made while the sum of those before is there, whole; not where parts of it are."""
+    """Return the bytes of a new gradient beside the whole sum of earlier ones; 0 if only shards of the sum are kept."""
     whole = zero < 2 or load.accumulate == "local"
     return max(load.gradient_sizes, default=0) if load.adds_up and whole else 0.0
 
@@ -135,12 +135,12 @@ def _stepping(load: Load, elements: float) -> float:
 
 
 def _working(parts: tuple[Part, ...], itemsize: int, split: Split = ALONE) -> float:
-    """Return the bytes of one sample's largest gradient of an activation, and of the one made from it."""
+    """Return the bytes of one sample's largest activation gradient and of the gradient computed from it."""
     return 2 * itemsize * max(part.outputs * handed_share(part, split) for part in parts)
 
 
 def _kept(load: Load, parts: Iterable[Part], split: Split = ALONE) -> tuple[float, float]:
-    """Return what parts keep of a sample until its backward, and what comes back while a block is forwarded again."""
+    """Return the bytes kept of a sample until its backward, and those restored while a block's forward is repeated."""
 
     def kept(some: Iterable[Part]) -> float:
         return sum(
@@ -162,7 +162,7 @@ def _kept(load: Load, parts: Iterable[Part], split: Split = ALONE) -> tuple[floa
 
 
 def _slice(way: Way, load: Load, split: Split, number: int, stage: Stage) -> Memory:
-    """Count a rank that has a stage of the layers, or a part of them."""
+    """Return the memory of a rank with one stage of the layers, or with a part of each layer."""
     count = way.microbatches(load.microbatches) if way.schedule else load.accumulation
     samples = -(-load.batch // split.data)
     micro = -(-samples // count)
@@ -184,12 +184,12 @@ def _slice(way: Way, load: Load, split: Split, number: int, stage: Stage) -> Mem
 
 
 def _kept_by_stage(load: Load, stage: Stage, split: Split) -> tuple[float, float]:
-    """Return what a stage keeps of a sample, and what comes back while it, or a layer of it, is forwarded again."""
+    """Return the bytes a stage keeps of a sample, and those restored while it or one of its layers is repeated."""
     share = load.itemsize * passed_share(load, split)
     whole = replace(load, recompute=False)
     if not (load.recompute or load.layerwise):
         return _kept(whole, stage.parts, split)[0] + share * stage.unkept, 0.0
-    if load.recompute:  # chunks are of nearly equal work
+    if load.recompute:  # chunks have nearly equal work
         return share * stage.received, _kept(whole, stage.parts, split)[0] / len(stage.outputs)
     layers = [tuple(parts) for _, parts in groupby(stage.parts, key=lambda part: part.layer)]
     between = sum(layer[-1].outputs for layer in layers) - sum(stage.outputs)
@@ -197,6 +197,6 @@ def _kept_by_stage(load: Load, stage: Stage, split: Split) -> tuple[float, float
 
 
 def _sums(load: Load, split: Split) -> float:
-    """Return what the backend allocates for one sample's sums of split layers."""
+    """Return the bytes that the backend allocates to sum split layers for one sample."""
     wide = load.model.tokens * load.model.width * load.itemsize
     return wide * hidden(load, "all_reduce") if split.tensor > 1 else 0.0

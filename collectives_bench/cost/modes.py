@@ -1,7 +1,7 @@
-"""The modes that can be predicted: every one of the design, those too whose code does not exist yet. A table. Pure.
+"""The table of all modes that can be predicted, including designed modes without code yet. Pure.
 
-Pipelines, with p stages, m micro-batches and v chunks a stage; F, B and W (weights' part of the backward) take equally
-long, so that a share of every rank's time is idle:
+Pipelines, with p stages, m micro-batches and v chunks a stage; F, B and W (the weights' part of the backward) take
+equally long. So every rank is idle for a share of its time:
 
     schedule       idle share                 micro-batches that stage i holds      messages on a boundary
     model          (p - 1) / p                1                                     1 each way
@@ -43,7 +43,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Way:
-    """A mode as the model of its cost sees it; `zero` is the stage of ZeRO (what is sharded: states, +grads, +all)."""
+    """A mode in the cost model; `zero` is the stage of ZeRO (1: states sharded, 2: and gradients, 3: everything)."""
 
     name: str
     family: Family
@@ -57,19 +57,19 @@ class Way:
         return self.name in MODES
 
     def microbatches(self, wanted: int) -> int:
-        """Return into how many micro-batches it cuts a batch."""
+        """Return the number of micro-batches into which it cuts a batch."""
         return 1 if self.schedule is None or not self.schedule.splits_batch else wanted
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of a pipeline has of a model."""
+    """The part of a model on one rank of a pipeline."""
 
     parts: tuple[Part, ...]
-    outputs: tuple[int, ...]  # elements of one sample that each of its chunks hands on
+    outputs: tuple[int, ...]  # elements of one sample that each of its chunks passes on
     sent: int = 0  # of those, elements that go to other ranks
-    received: int = 0  # elements of one sample that come from other ranks, to all of its chunks
-    unkept: int = 0  # of those, elements that no part counts among what it keeps
+    received: int = 0  # elements of one sample that all of its chunks receive from other ranks
+    unkept: int = 0  # received elements that no part counts as kept
 
     @property
     def elements(self) -> int:
@@ -78,7 +78,7 @@ class Stage:
 
     @property
     def flops(self) -> int:
-        """Work of forward and backward for one sample."""
+        """Floating-point operations of forward and backward for one sample."""
         return sum(part.flops + part.backward_flops for part in self.parts)
 
 
@@ -97,11 +97,11 @@ WAYS: Final[dict[str, Way]] = {
     way.name: way
     for way in (
         Way("single", "single", "one rank with the whole batch"),
-        Way("gather_scatter", "data", "gather and scatter of every gradient, by way of rank 0"),
-        Way("allreduce", "data", "one all-reduce a gradient, after the backward"),
+        Way("gather_scatter", "data", "gather and scatter of every gradient through rank 0"),
+        Way("allreduce", "data", "one all-reduce for each gradient, after the backward"),
         Way("flat", "data", "one all-reduce of all gradients, after the backward"),
-        Way("overlap", "data", "one all-reduce a gradient, during the backward"),
-        Way("bucketed", "data", "an all-reduce a bucket, during the backward"),
+        Way("overlap", "data", "one all-reduce for each gradient, during the backward"),
+        Way("bucketed", "data", "one all-reduce for each bucket, during the backward"),
         Way("ddp", "data", "PyTorch's DistributedDataParallel: buckets of 25 MB, the first of 1 MB"),
         Way("zero1", "data", "optimizer states sharded", zero=1),
         Way("zero2", "data", "and gradients", zero=2),
@@ -122,7 +122,7 @@ def ways(names: Sequence[str] | None = None) -> list[Way]:
     """Return modes by name, in the order of the table; all without names.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: no mode has that name.
     """
     for name in names or ():
         if name not in WAYS:
@@ -131,9 +131,9 @@ def ways(names: Sequence[str] | None = None) -> list[Way]:
 
 
 def cut(model: Anatomy, schedule: Schedule, stages: int, names: Sequence[Sequence[str]] = ()) -> list[Stage] | None:
-    """Cut a model between its layers into stages of nearly equal work; None where it has too few layers.
+    """Cut a model between its layers into stages of nearly equal work; None if it has too few layers.
 
-    `names` of the layers of every chunk are cuts that somebody has made. Returns what each rank has, by rank.
+    `names` lists the layers of every chunk if the cuts are given. Returns the stage of each rank.
     """
     layers = [parts for _, parts in model.layers()]
     count = stages * schedule.chunks
@@ -158,7 +158,7 @@ def cut(model: Anatomy, schedule: Schedule, stages: int, names: Sequence[Sequenc
 
 
 def _counts_its_input(model: Anatomy, part: Part) -> bool:
-    """True where what a part keeps has its input in it: of a GPT's layers all, of a VGG's the norms (`anatomy.py`)."""
+    """True if a part counts its input as kept: all of a GPT's layers, only the norms of a VGG (`anatomy.py`)."""
     if isinstance(part, CountedPart):
         return part.keeps_input
     return bool(model.width) or part.name.startswith("norm")
@@ -185,7 +185,7 @@ def _balanced(layers: Sequence[tuple[Part, ...]], count: int) -> list[tuple[Part
     before = [0]
     for each in work:
         before.append(before[-1] + each)
-    # best[k][j]: the least greatest work of the first j layers in k runs, and where the last run begins
+    # best[k][j]: for the first j layers in k runs, the smallest possible greatest work, and the last run's first layer
     best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else float("inf"), 0) for j in range(len(work) + 1)]]
     for k in range(1, count + 1):
         row = [(float("inf"), 0)] * (len(work) + 1)

@@ -1,9 +1,9 @@
-"""What data-parallel modes hold beside states and activations while gradients and parameters travel, in bytes. Pure.
+"""Buffers of data-parallel modes for gradients and parameters that are sent, in bytes. Pure.
 
-ranks' own modes   a copy on its way into a bucket, gradients in the type they are sent as, stacks at rank 0
-zero1, zero2       the shard of a bucket that is being summed; two buckets that gradients pass through (2)
-zero3, fsdp        the gathered unit at work, the one ahead, what lies around all units, and a unit's gradients
-gloo               what its calls allocate unseen, measured as a share of S (facts of `collectives_bench`):
+own modes          a copy on its way into a bucket, gradients in the communication type, stacks at rank 0
+zero1, zero2       the shard of a bucket that is being summed; in zero2 also two buckets of gradients
+zero3, fsdp        the unit at work, the one gathered ahead, parameters outside all units, and a unit's gradients
+gloo               hidden memory of its calls, measured as a share of S (facts of `collectives_bench`):
                    all_gather and gather 1.01, reduce_scatter 1.03, all_reduce 0.04; our rings three columns
 """
 
@@ -18,14 +18,14 @@ HIDDEN: Final[dict[str, dict[str, float]]] = {
 }
 PREFETCHED: Final = 1  # units gathered ahead of the one at work
 UNDER_WAY: Final = 2  # flat buckets of stages 2 and 3 that are being summed at once
-COLUMNS: Final = 3  # of a ring, under way at once
+COLUMNS: Final = 3  # columns of a ring that are under way at once
 COLUMN_BYTES: Final = 3 * 2**20  # at most
 
 
 def passing(mode: str, load: Load) -> float:
-    """Return what a mode holds on its fullest rank; exact sums keep the gradients of every shard apart until then.
+    """Return a mode's buffers on its fullest rank; exact sums keep the gradients of every shard separate until then.
 
-    Where there is nothing to average, as in a stage of pools, that is nothing.
+    Without gradients to average, as in a stage with only pooling layers, it is 0.
     """
     if not load.gradient_sizes:
         return 0.0
@@ -34,27 +34,27 @@ def passing(mode: str, load: Load) -> float:
 
 
 def hidden(load: Load, operation: str) -> float:
-    """Return what a call of the backend allocates unseen, as a share of its bytes."""
+    """Return the hidden memory of a backend's call, as a share of its bytes."""
     return HIDDEN.get(load.backend, {}).get(operation, 0.0)
 
 
 def _of_overlap(load: Load) -> float:
-    """Count a gradient on its way into the view that it becomes, and two under way."""
+    """Count one gradient while it is copied into its view, and two being sent."""
     whole, largest = sum(load.gradient_sizes), max(load.gradient_sizes)
     return _copied(load, largest) + whole * _message(load) + 2 * largest * hidden(load, "all_reduce")
 
 
 def _of_buckets(load: Load) -> float:
-    """Count gradients on their way into a bucket, and two buckets under way."""
+    """Count gradients while they are copied into a bucket, and two buckets being sent."""
     whole, largest = sum(load.gradient_sizes), max(load.gradient_sizes)
     coming = _copied(load, max(largest, _bucket(load)))
     return coming + whole * _message(load) + 2 * hidden(load, "all_reduce") * _bucket(load)
 
 
 def _copied(load: Load, together: int) -> float:
-    """Return what is there twice while it is copied: on a GPU nothing, but where gradients are cast all that is.
+    """Return the bytes that exist twice during a copy: 0 on a GPU, or all converted gradients if they change type.
 
-    On CPUs one gradient is copied at a time, and those of 4 MB are sent as they are.
+    On CPUs one gradient is copied at a time, and those of 4 MB or more are sent without a copy.
     """
     if load.backend == "nccl":
         return together if _message(load) else 0.0
@@ -62,44 +62,44 @@ def _copied(load: Load, together: int) -> float:
 
 
 def _message(load: Load) -> float:
-    """Return the copy of gradients in the type that they are sent as, in bytes for a byte of them."""
+    """Return the size of the gradients' copy in the communication type, as a share of their own size."""
     return 0.0 if load.sent in (None, load.recipe.gradient) else load.sent / load.recipe.gradient
 
 
 def _bucket(load: Load) -> int:
-    """Return the bytes of the largest bucket: a gradient that is larger has one of its own."""
+    """Return the bytes of the largest bucket; a gradient above the cap has a bucket of its own."""
     whole = sum(load.gradient_sizes)
     return whole if load.bucket_bytes is None else min(max(load.bucket_bytes, max(load.gradient_sizes)), whole)
 
 
 def _ring(load: Load, nbytes: float) -> float:
-    """Return what a ring of ours holds of a message; NCCL works in what it is given."""
+    """Return the buffers of our ring for a message; 0 with NCCL, which works in the given buffer."""
     return 0.0 if load.backend == "nccl" else COLUMNS * min(nbytes / load.ranks, COLUMN_BYTES)
 
 
 def _of_zero2(load: Load) -> float:
-    """Count gradients as autograd made them, and the flat buckets that they leave in."""
+    """Count gradients as autograd made them, and the flat buckets in which they are sent."""
     bucket, whole = _bucket(load), sum(load.gradient_sizes)
     made = whole if _adds_whole(load) else bucket
     return made + min(UNDER_WAY * bucket, whole) + _ring(load, bucket)
 
 
 def _adds_whole(load: Load) -> bool:
-    """True when the gradients of several backwards add up, whole, before they are shared out."""
+    """True when the gradients of several backwards are summed whole before they are sharded."""
     return load.adds_up and load.accumulate == "local"
 
 
 def _units(load: Load) -> tuple[int, list[int]]:
-    """Return the elements of what lies around all units, and of the units, the largest first."""
+    """Return the elements outside all units, and those of each unit, the largest first."""
     sizes = [sum(t.elements for part in unit for t in part.tensors) for unit in load.model.units()]
     around = sizes.pop(0) if load.model.blocks else 0
     return around, sorted(sizes, reverse=True)
 
 
 def _gathered(load: Load) -> float:
-    """Count gathered parameters: all around the units from forward to backward, a unit at work, and the one ahead.
+    """Count gathered parameters: those outside all units, the unit at work, and the one gathered ahead.
 
-    Where units are not freed after the forward all parameters are there when the backward begins.
+    If units are not freed after the forward, all parameters are in memory when the backward begins.
     """
     around, units = _units(load)
     elements = around + sum(units[: 1 + PREFETCHED]) if load.reshard else load.model.elements
@@ -107,7 +107,7 @@ def _gathered(load: Load) -> float:
 
 
 def _of_zero3(load: Load) -> float:
-    """Count gathered units, the gradients that one has made, and the flat ones of those under way."""
+    """Count gathered units, the gradients of one unit, and the flat gradients that are being sent."""
     around, units = _units(load)
     largest = [each * load.recipe.gradient for each in sorted((around, *units), reverse=True)]
     made = sum(load.gradient_sizes) if _adds_whole(load) else largest[0]
@@ -115,7 +115,7 @@ def _of_zero3(load: Load) -> float:
 
 
 def _of_fsdp(load: Load) -> float:
-    """Count gathered units, the gradients that one has made, and what the backend allocates for its collectives."""
+    """Count gathered units, the gradients of one unit, and the hidden memory of the backend's collectives."""
     around, units = _units(load)
     largest = max(around, units[0])
     made = sum(load.gradient_sizes) if _adds_whole(load) else largest * load.recipe.gradient
@@ -127,17 +127,17 @@ def _of_fsdp(load: Load) -> float:
 
 PASSED: Final[dict[str, Callable[[Load], float]]] = {
     "single": lambda load: 0.0,
-    # Rank 0: the stacked gradient, what it gathers, the mean, and the result.
+    # Rank 0: the stacked gradient, the gathered gradients, the mean, and the result.
     "gather_scatter": lambda load: max(load.gradient_sizes) * (3 + load.ranks * (1 + hidden(load, "gather"))),
     # The largest gradient's share, and its copy in another type.
     "allreduce": lambda load: (hidden(load, "all_reduce") + _message(load)) * max(load.gradient_sizes),
-    # The flat tensor that gradients are copied to when all are there.
+    # The flat tensor to which gradients are copied after the backward.
     "flat": lambda load: sum(load.gradient_sizes) * (1 + _message(load) + hidden(load, "all_reduce")),
     "overlap": _of_overlap,
     "bucketed": _of_buckets,
     # Two buckets under way; gradients are views of them.
     "ddp": lambda load: 2 * hidden(load, "all_reduce") * min(TORCH_BUCKET, sum(load.gradient_sizes)),
-    # The gradient that is copied into its bucket, buckets as they are sent, and what the ring holds of one.
+    # The gradient that is copied into its bucket, buckets in the communication type, and the ring's buffers for one.
     "zero1": lambda load: _copied(load, 0) + sum(load.gradient_sizes) * _message(load) + _ring(load, _bucket(load)),
     "zero2": _of_zero2,
     "zero3": _of_zero3,

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.constants import UNSURE, Constants
 from muster.collectives_bench.cost.curves import FAR, Curve
 from muster.collectives_bench.cost.formulas import cost
-from muster.collectives_bench.cost.second import UNSURE, Constants
 from muster.collectives_bench.sizes import size_text
 
 FAR_WORLD: Final = 2  # beyond this many times the largest measured world, a prediction is a guess
@@ -15,7 +15,7 @@ FAR_WORLD: Final = 2  # beyond this many times the largest measured world, a pre
 
 @dataclass(frozen=True)
 class Prediction:
-    """A time, the interval that should hold 90 % of what is measured, and what it rests on."""
+    """A predicted time, the interval that should contain 90 % of measurements, and the basis of the prediction."""
 
     seconds: float
     low_s: float
@@ -26,7 +26,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a prediction is wanted of."""
+    """The exchange to predict."""
 
     operation: str
     nbytes: float
@@ -37,12 +37,12 @@ class Asked:
 
 
 def nearest_type(curves: list[Curve], dtype: str | None) -> Curve:
-    """Return the curve of the wanted type, else fp32's; of several the most usual."""
+    """Return the curve of the requested type, or else of fp32; of several curves the most usual."""
     return min(curves, key=lambda each: (each.dtype != dtype, each.dtype != "fp32", *unusual(each)))
 
 
 def unusual(curve: Curve) -> tuple[bool, ...]:
-    """Order curves of one operation, type and world: gloo on the CPU, the usual place, calls that wait come first."""
+    """Return a sort key: gloo on the CPU, the usual place and calls that wait come first."""
     usual = OPERATIONS[curve.operation].places[0]
     return curve.backend == "gloo" and curve.device != "cpu", curve.place != usual, curve.call != "sync"
 
@@ -50,7 +50,7 @@ def unusual(curve: Curve) -> tuple[bool, ...]:
 def _of_type(measured: str, wanted: str | None) -> tuple[str, ...]:
     if wanted in (None, measured):
         return ()
-    return (f"{wanted} was not measured: the time is that of as many bytes of {measured}",)
+    return (f"{wanted} was not measured: the time is for the same number of bytes of {measured}",)
 
 
 def _far(nbytes: float, smallest: float, largest: float) -> tuple[str, ...]:
@@ -68,17 +68,17 @@ def _far_world(worlds: list[int], ranks: int) -> tuple[str, ...]:
 
 
 def from_curve(curve: Curve, asked: Asked) -> Prediction:
-    """Predict from what was measured of that operation in that world."""
+    """Predict from the measurements of that operation in that world."""
     seconds = curve.seconds(asked.nbytes)
     warnings = _of_type(curve.dtype, asked.dtype) + _far(asked.nbytes, curve.smallest, curve.largest)
     return Prediction(seconds, seconds * curve.low, seconds * curve.high, curve.how(asked.nbytes), warnings)
 
 
 def carried_over(constants: Constants, curves: list[Curve], asked: Asked) -> Prediction:
-    """Carry the curves of other worlds over by the formulas.
+    """Predict from the curves of other worlds, scaled by the formulas.
 
-    A measured world says how far the formulas are off there. Between two measured worlds that is straight in log n;
-    outside it is that of the nearest.
+    Each measured world gives the formulas' error there. Between two measured worlds the error is interpolated in log n;
+    beyond them the nearest world's error is used.
     """
     away = {}
     for each in (nearest_type(same, asked.dtype) for same in _by_world(curves)):
@@ -99,7 +99,7 @@ def carried_over(constants: Constants, curves: list[Curve], asked: Asked) -> Pre
 
 
 def _formula(constants: Constants, asked: Asked, ranks: int, nodes: int) -> float:
-    """Return the formulas' time; of an exchange without bytes whose messages seemed free, their number."""
+    """Return the formulas' time; if it is 0 because messages were fitted as free, the number of messages instead."""
     seconds = constants.of(asked.operation, asked.nbytes, ranks=ranks, nodes=nodes)
     return seconds or cost(asked.operation, asked.nbytes, ranks=ranks, nodes=nodes, backend=asked.backend).steps
 
@@ -112,7 +112,7 @@ def _by_world(curves: list[Curve]) -> list[list[Curve]]:
 
 
 def _between(away: dict[tuple[int, int], float], asked: Asked) -> float:
-    """Return log(measured / formula) for a world, from those of others, by (ranks, nodes)."""
+    """Return log(measured / formula) for a world, interpolated from the values of other worlds by (ranks, nodes)."""
     alike = [
         world for world in away if world[0] * asked.nodes == world[1] * asked.ranks or asked.nodes == world[1] == 1
     ]
@@ -129,7 +129,7 @@ def _between(away: dict[tuple[int, int], float], asked: Asked) -> float:
 
 
 def by_formula(constants: Constants, asked: Asked) -> Prediction:
-    """Predict an operation that was not measured at all."""
+    """Predict an operation without any measurement of it."""
     nodes = asked.nodes if constants.worlds or asked.nodes > 1 else asked.ranks  # given links: one for each rank
     seconds = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=nodes)
     if not constants.worlds:

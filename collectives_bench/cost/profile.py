@@ -1,9 +1,9 @@
-"""The profile of a cluster: a small JSON file that says what its exchanges cost, and predicts from it. Pure.
+"""The profile of a cluster: a small JSON file with the cost of its exchanges, and predictions from it. Pure.
 
     {"muster_profile": 2, "name": ..., "curves": [...], "constants": [...]}
 
-A prediction says how it was made: from the curve of that operation and world; from the curve of another world, carried
-over by the formulas; or by the formulas alone.
+Each prediction names its basis: the curve of that operation and world; the curve of another world, scaled by the
+formulas; or the formulas alone.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.constants import Constants
 from muster.collectives_bench.cost.curves import Curve, Errors
 from muster.collectives_bench.cost.predicting import (
     Asked,
@@ -23,7 +24,6 @@ from muster.collectives_bench.cost.predicting import (
     from_curve,
     nearest_type,
 )
-from muster.collectives_bench.cost.second import Constants
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.files import write_text
 from muster.jobs.basics.words import unknown
@@ -36,7 +36,7 @@ VERSION: Final = 2
 
 
 class Profile(Strict):
-    """What the exchanges of a cluster cost."""
+    """The measured cost of a cluster's exchanges: curves and constants."""
 
     muster_profile: Literal[2] = VERSION
     name: str
@@ -54,17 +54,17 @@ class Profile(Strict):
 
     @property
     def backends(self) -> list[str]:
-        """The backends that it knows, the one with most curves first."""
+        """The backends with curves, the one with most curves first."""
         names = [curve.backend for curve in self.curves] or [each.backend for each in self.constants]
         return sorted(set(names), key=lambda name: (-names.count(name), name))
 
     @property
     def is_given(self) -> bool:
-        """Whether it is of given links, without measurement."""
+        """Whether it describes given links, without measurement."""
         return not self.curves and not any(each.worlds for each in self.constants)
 
     def nodes_of(self, ranks: int) -> int:
-        """Return the nodes that so many ranks were measured on, or would be, with as many on each as were; else 1.
+        """Return the nodes on which `ranks` ranks were measured, or which the measured ranks per node imply; else 1.
 
         Given links have a node for each rank.
         """
@@ -92,7 +92,7 @@ class Profile(Strict):
     ) -> Prediction:
         """Predict the time of an operation on S = `nbytes` bytes between `ranks` ranks on `nodes` nodes.
 
-        `back_to_back` asks for that of one call behind another, where it was measured; else for a single call's.
+        `back_to_back` requests the time of calls that follow one another, if measured; otherwise a single call's.
 
         Raises:
             UsageError: an unknown operation, or a size or world that cannot be.
@@ -105,7 +105,7 @@ class Profile(Strict):
         asked = Asked(operation, nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes, backend, dtype)
         try:
             found = self._predict(asked, self._curves(asked, back_to_back))
-        except (ArithmeticError, ValueError):  # a fit makes no such numbers
+        except (ArithmeticError, ValueError):  # no fit gives such numbers
             found = None
         if found is None or not math.isfinite(found.seconds + found.low_s + found.high_s):
             raise RefusedError(f"profile {self.name}: its numbers make no time of {operation}; fit it again")
@@ -182,7 +182,7 @@ def link(rate_bits_s: float, latency_s: float = 0.0, *, name: str = "given link"
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Write a profile by rename, a curve a line; without the curves' own held-out errors: intervals say as much.
+    """Write a profile by rename, one curve for each line; without the curves' held-out errors, which intervals show.
 
     Raises:
         RunFolderError, StorageError: it cannot be written.

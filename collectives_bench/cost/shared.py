@@ -1,7 +1,8 @@
 """Fit the constants that operations and worlds share, so that they predict worlds that were not measured.
 
-Least squares of log(predicted / measured) over the logarithms of the constants, so that none becomes negative and all
-sizes count alike: Levenberg (1944) and Marquardt (1963), with Huber's weights (1964) against single bad points.
+Least squares of log(predicted / measured) over the logarithms of the constants, so that no constant becomes negative
+and all sizes have equal weight: Levenberg (1944) and Marquardt (1963), with Huber's weights (1964) against
+single bad points.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,9 @@ LINKS: Final = ("base_s", "alpha_s", "beta_s", "rank_s", "gamma_s", "delta_s")
 FIRST_CROWDING: Final = 0.1
 ITERATIONS: Final = 80
 HUBER: Final = 1.345
-FLOOR: Final = 0.02  # of log(predicted / measured): what no fit needs to be better than
+FLOOR: Final = 0.02  # of log(predicted / measured): a smaller error is no better
 STEP: Final = 1e-4
-NOTHING: Final = 1e-4  # a constant that never makes more than this share of a time is 0
+NOTHING: Final = 1e-4  # a constant whose share of every time is below this is set to 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Point:
 def fit_constants(
     points: Sequence[Point], *, backend: str, cores: int, form: Sequence[str] = NAMES
 ) -> dict[str, float]:
-    """Return the constants by name; those that `form` does not name are 0."""
+    """Return the constants by name; constants that `form` does not name are 0."""
     model = _Model(points, backend, cores)
     free = [NAMES.index(name) for name in form]
     found = [model.solve(start, free) for start in model.starts()]
@@ -72,14 +73,14 @@ class _Model:
         return np.asarray(x[0] + np.maximum(links, hosts * (1 + x[7] * self.crowd)))
 
     def shares(self, x: Array) -> Array:
-        """Return the largest share of a time that each constant makes; crowding's of the host's part."""
+        """Return each constant's largest share of any time; for crowding, its share of the host's part."""
         columns = (np.ones_like(self.link), self.steps, self.link, self.reduced, self.copied, self.messages, self.host)
         times = self.times(x)
         found = [float((column * x[i] / times).max()) for i, column in enumerate(columns)]
         return np.array([*found, float((self.crowd * x[7]).max()), float((self.rank * x[8] / times).max())])
 
     def starts(self) -> list[Array]:
-        """Return logarithms of constants to begin with: most of it in the links, in the ranks, or in the hosts."""
+        """Return starting logarithms of the constants: most of the time in the links, in the ranks, or in the hosts."""
         ones = self.steps >= 1
         alpha = float(np.min(self.seconds[ones] / self.steps[ones])) if ones.any() else float(self.seconds.min())
         big = self.link >= np.quantile(self.link, 0.75)
@@ -99,7 +100,7 @@ class _Model:
         return np.asarray(np.log(self.times(x) / self.seconds))
 
     def solve(self, start: Array, free: list[int]) -> tuple[Array, float]:
-        """Return the logarithms of the constants where the weighted squares are least, and their sum."""
+        """Return the logarithms of the constants with the smallest weighted sum of squares, and that sum."""
         logs, damping = start.copy(), 1e-2
         errors = self._errors(logs, free)
         for _ in range(ITERATIONS):

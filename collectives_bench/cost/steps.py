@@ -1,10 +1,10 @@
-"""What a training step takes in each mode, and which mode is best. Pure: a profile of the network and compute times in.
+"""The time of a training step in each mode, and the best mode. Pure: uses a network profile and compute times.
 
-    step = compute, with what a pipeline idles, + exposed communication
+    step = compute, with a pipeline's idle time, + exposed communication
 
-*Exposed* is what the backward does not hide. Without compute times nothing is hidden, and only communication and memory
-can be told. Every figure has an interval, that of the network's predictions taken together; what ranks that share cores
-take from one another, and from a collective that runs beside their backward, is not in it.
+*Exposed* communication is the part that the backward does not hide. Without compute times nothing counts as hidden, and
+only communication and memory are predicted. Every time has an interval, combined from those of the network's
+predictions. It does not include the slowdown of ranks that share cores, or of a collective beside their backward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from muster.jobs.basics.errors import RefusedError
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Profile
 
-USABLE: Final = 0.9  # of the memory: the rest is for what is not counted
+USABLE: Final = 0.9  # share of the memory; the rest is for memory that the model does not count
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Span:
     high_s: float
 
     def __add__(self, seconds: float) -> "Span":
-        """Return it later by a time that is known."""
+        """Return the span shifted by an exact time."""
         return Span(self.low_s + seconds, self.seconds + seconds, self.high_s + seconds)
 
     def overlaps(self, other: "Span") -> bool:
-        """True when neither is faster beyond doubt."""
+        """True when the intervals overlap, so that neither is certainly faster."""
         return self.low_s <= other.high_s and other.low_s <= self.high_s
 
 
 @dataclass(frozen=True)
 class Row:
-    """One mode's prediction; `exposed` is all of the communication where compute times are not known."""
+    """One mode's prediction; without compute times `exposed` is all of the communication."""
 
     way: Way
     compute_s: float | None
@@ -53,12 +53,12 @@ class Row:
 
     @property
     def step(self) -> Span | None:
-        """The whole step."""
+        """The time of the whole step; None if it is unknown."""
         return None if self.compute_s is None or self.exposed is None else self.exposed + self.compute_s
 
     @property
     def counts(self) -> bool:
-        """True when it can be compared and chosen."""
+        """True when the mode can be compared and chosen."""
         return self.fits and self.step is not None
 
 
@@ -71,7 +71,7 @@ class Ranking:
 
     @property
     def margin(self) -> float:
-        """By which share the runner-up is slower."""
+        """How much slower the runner-up is, as a share."""
         assert self.best.step is not None
         if self.runner_up is None:
             return 0.0
@@ -89,19 +89,19 @@ class Ranking:
 
 
 def predict(ways: Sequence[Way], load: Load, compute: Compute | None, network: "Profile", nodes: int) -> Iterator[Row]:
-    """Predict modes, each by itself.
+    """Predict each mode independently.
 
     Raises:
-        RefusedError: the profile does not know the backend at all.
+        RefusedError: the profile has no curves of the backend.
     """
     for way in ways:
         yield _row(way, load, compute, [Times(network, load, nodes, each) for each in ("low_s", "seconds", "high_s")])
 
 
 def rank(rows: Sequence[Row], *, built: bool = False) -> Ranking | None:
-    """Choose the fastest mode that fits, of all or of those that can be run; None where none does, or no step is known.
+    """Choose the fastest mode that fits; None if no mode fits or no step time is known.
 
-    `built` leaves out what is not built yet.
+    `built` considers only modes that have code.
     """
     counting = [row for row in rows if row.counts and (row.way.is_built or not built)]
     able = sorted(counting, key=lambda row: row.step.seconds if row.step else 0.0)
@@ -123,7 +123,7 @@ def _row(way: Way, load: Load, compute: Compute | None, times: Sequence[Times]) 
         return Row(way, None, None, None, False, (*notes, f"{load.model.name} {what}"))
     known = compute or NO_COMPUTE
     try:
-        # Whatever the mode, one rank has nobody to speak to.
+        # With one rank no mode communicates.
         ends = [0.0] * 3 if load.ranks == 1 else [EXPOSED[way.name](load, known, each) for each in times]
         exposed: Span | None = Span(*ends)
     except RefusedError as error:
@@ -135,7 +135,7 @@ def _row(way: Way, load: Load, compute: Compute | None, times: Sequence[Times]) 
 
 
 def _compute_s(way: Way, load: Load, compute: Compute) -> tuple[float, float]:
-    """Return the seconds of computing, idle times of a pipeline included, and the share of those."""
+    """Return the seconds of computing, including a pipeline's idle time, and the share that is idle."""
     passes = compute.forward_s + compute.backward_s
     if way.family == "single":
         return load.ranks * passes + compute.optimizer_s, 0.0
@@ -146,8 +146,8 @@ def _compute_s(way: Way, load: Load, compute: Compute) -> tuple[float, float]:
         idle = way.schedule.idle(load.ranks, way.microbatches(load.microbatches), way.schedule.chunks)
         whole_s = load.ranks * passes
         slowest_s = whole_s * max(stage.flops for stage in stages) / sum(stage.flops for stage in stages)
-        # The slowest stage never rests; the others' work shows only in the ramps, as much of it as stages that are
-        # equal would be idle: (m - 1) / m of the slowest and 1 / m of all, for GPipe and 1F1B.
+        # The slowest stage never waits. The work of the other stages counts only in the ramps, to the share that equal
+        # stages would be idle: (m - 1) / m of the slowest and 1 / m of all, for GPipe and 1F1B.
         shown = idle / (1 - idle) / (load.ranks - 1) if load.ranks > 1 else 0.0
         seconds = slowest_s + (whole_s - slowest_s) * shown
         update = compute.optimizer_s * max(stage.elements for stage in stages) / load.model.elements

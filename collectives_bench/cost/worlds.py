@@ -1,24 +1,24 @@
-"""The second stage: constants for each kind of world, tried on worlds that were left out."""
+"""The second stage of fitting: constants for each kind of world, tested on worlds that were left out."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.constants import UNSURE, Constants
 from muster.collectives_bench.cost.curves import Curve, Points, short
 from muster.collectives_bench.cost.heldout import Pair, errors_of, quantiles
 from muster.collectives_bench.cost.predicting import unusual
 from muster.collectives_bench.cost.profile import Profile
-from muster.collectives_bench.cost.second import UNSURE, Constants
 from muster.collectives_bench.cost.shared import LINKS, NAMES, Point, fit_constants
 from muster.collectives_bench.records import Header, World
 
-LEAST_WORLDS: Final = 3  # so that one can be left out, and the way from one world to another still be seen
+LEAST_WORLDS: Final = 3  # with one left out, two remain to show the change between worlds
 
 
 @dataclass(frozen=True)
 class Known:
-    """A curve, what was measured for it, and what its left-out sizes gave."""
+    """A curve, its measurements, and the results of leaving its sizes out."""
 
     curve: Curve
     measured: Points
@@ -31,17 +31,17 @@ class Known:
 
 
 def hosts_of(headers: Sequence[Header]) -> dict[World, int]:
-    """Return how many machines each world really had: pretend nodes share one."""
+    """Return the number of real machines of each world; pretend nodes share one."""
     return {header.world: len({facts.host for facts in header.hosts}) or header.world.nodes for header in headers}
 
 
 def cores_of(headers: Sequence[Header]) -> int:
-    """Return the cores of a host, the fewest of all; 1 where nothing says."""
+    """Return the number of cores of a host, the fewest of all hosts; 1 if unknown."""
     return min((facts.cores for header in headers for facts in header.hosts), default=1)
 
 
 def usual(known: Iterable[Known]) -> list[Known]:
-    """Return a curve for each operation, world, type and device: of single calls, in the usual place if it is there."""
+    """Return one curve for each operation, world, type and device: single calls, in the usual place if measured."""
     found: dict[tuple[object, ...], Known] = {}
     for each in sorted(known, key=lambda each: unusual(each.curve)):
         curve = each.curve
@@ -52,14 +52,14 @@ def usual(known: Iterable[Known]) -> list[Known]:
 
 @dataclass(frozen=True)
 class Shared:
-    """Fits the constants of each kind of world, and tries them on worlds left out."""
+    """Fits the constants of each kind of world, and tests them on left-out worlds."""
 
     known: list[Known]
     hosts: dict[World, int]
     cores: int
 
     def fitted(self) -> tuple[list[Constants], list[Pair]]:
-        """Return the constants, and what left-out worlds gave."""
+        """Return the constants, and the predictions of left-out worlds with their measurements."""
         found, pairs = [], []
         for group in self.groups():
             left_out = [pair for world in self.worlds_left_out(group).values() for pair in world]
@@ -78,17 +78,17 @@ class Shared:
         return list(groups.values())
 
     def worlds_left_out(self, group: Sequence[Known]) -> dict[tuple[int, int], list[Pair]]:
-        """Predict each world from the others; none of too few worlds."""
+        """Predict each world from the others; empty with too few worlds."""
         worlds = sorted({each.world for each in group})
         return {} if len(worlds) < LEAST_WORLDS else {world: self.world_left_out(group, world) for world in worlds}
 
     def names(self, group: Sequence[Known]) -> Sequence[str]:
-        """Name the constants that make sense: GPUs have links of their own, a rank alone on its host shares nothing."""
+        """Name the constants that apply: GPUs have links of their own, and a rank alone on its host shares no cores."""
         alone = all(each.curve.ranks == self._hosts(each.curve) for each in group)
         return LINKS if group[0].curve.backend == "nccl" or alone else NAMES
 
     def world_left_out(self, group: Sequence[Known], world: tuple[int, int]) -> list[Pair]:
-        """Predict every point of a world from the others; operations that those lack are left out."""
+        """Predict every point of a world from the other worlds; operations that were not measured there are skipped."""
         others = [each for each in group if each.world != world]
         rest = Profile(name="", curves=[each.curve for each in others], constants=[self.constants(others)])
         return [
@@ -107,7 +107,7 @@ class Shared:
         points = [
             Point(each.curve.operation, size, each.curve.ranks, 1 if one_host else each.curve.nodes, took)
             for each in group
-            if each.curve.operation != "ping_pong"  # of two ranks, whatever the world
+            if each.curve.operation != "ping_pong"  # between two ranks in a world of any size
             for size, took in each.measured
         ]
         values: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""What is left to measure, and what failures make of it. Pure; only rank 0's conductor has one.
+"""Which cells remain to be measured, and which are skipped after failures. Pure; used by rank 0's launch manager.
 
-After a failure of an operation the rest of it is skipped in that launch, and after failures in MOST_FAILURES launches
-everywhere. A launch whose ranks did not come to measure anything is tried a second time; when MOST_FAILURES launches
-have come to nothing like that, no other is begun. What is skipped gets its row all the same.
+After a failure of an operation its other cells are skipped in that launch, and after failures in MOST_FAILURES launches
+in all launches. A launch whose ranks did not start to measure is tried a second time. After MOST_FAILURES launches that
+measured nothing, no more launches begin. Skipped cells get rows, too.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from muster.collectives_bench.records import Cell
 from muster.collectives_bench.sizes import size_text
 
 MOST_FAILURES: Final = 2  # launches
-MOST_STARTS: Final = 2  # of a launch
+MOST_STARTS: Final = 2  # tries of a launch
 
 Skipped = tuple[int, str]  # the cell, and why
 
 
 class Agenda:
-    """The cells of one launch after another."""
+    """The remaining cells, launch after launch."""
 
     def __init__(self, cells: Sequence[Cell], seed: int) -> None:
         self.cells = list(cells)
@@ -28,14 +28,14 @@ class Agenda:
         self.left: list[int] = []
         self._starts = 0
         self._failed: dict[str, set[int]] = {}  # launches in which an operation failed
-        self._empty: list[str] = []  # why launches came to nothing
+        self._empty: list[str] = []  # why launches measured nothing
 
     def begin(self, launch: int) -> list[Skipped]:
-        """Begin a launch; return what it will not measure."""
+        """Begin a launch; return the cells that it will skip."""
         self.launch, self._starts = launch, 0
         self.left = order_of(self.cells, launch, self.seed)
         if len(self._empty) >= MOST_FAILURES:
-            return self._skip(self.left, f"skipped: no launch came to a start: {self._empty[-1]}")
+            return self._skip(self.left, f"skipped: no launch could start: {self._empty[-1]}")
         skipped = []
         for operation, launches in self._failed.items():
             if len(launches) >= MOST_FAILURES:
@@ -43,12 +43,12 @@ class Agenda:
         return skipped
 
     def done(self, cell: int) -> None:
-        """Note that a cell has its row in this launch."""
+        """Record that a cell has its row in this launch."""
         if cell in self.left:
             self.left.remove(cell)
 
     def failed(self, cell: int) -> list[Skipped]:
-        """Note that a cell failed, and has its row; return what is skipped because of it."""
+        """Record that a cell failed and has its row; return the cells skipped because of it."""
         self.done(cell)
         operation = self.cells[cell].operation
         self._failed.setdefault(operation, set()).add(self.launch)
@@ -56,7 +56,7 @@ class Agenda:
         return self._skip(self._of(operation), f"skipped: {operation} failed at {where} in this launch")
 
     def never_began(self, reason: str) -> list[Skipped]:
-        """Note that the players did not come to their first cell; return what is skipped because of it."""
+        """Record that the workers did not reach their first cell; return the cells skipped because of it."""
         self._starts += 1
         if self._starts < MOST_STARTS:
             return []
@@ -64,7 +64,7 @@ class Agenda:
         return self._skip(self.left, f"the launch did not start: {reason}")
 
     def never_will(self, reason: str) -> list[Skipped]:
-        """Note that nothing more can be measured in this launch; return what is skipped because of it."""
+        """Record that nothing more can be measured in this launch; return the cells skipped because of it."""
         return self._skip(self.left, f"never began: {reason}")
 
     def _of(self, operation: str) -> list[int]:

@@ -1,12 +1,13 @@
-"""What a measured operation is: buffers, one call of it, and whether the result is right.
+"""The measured operations as objects: their buffers, one call, and a check of the result.
 
-    call = prepare(...)          allocates
-    call.fill()                  new data, other than before, on every rank
-    call.run()                   one call; CUDA: put on the current stream
-    call.wrong()                 elements of this rank that are not what they should be
+    call = prepare(...)          allocate
+    call.fill()                  write new data, different from before, on every rank
+    call.run()                   one call; on CUDA it is enqueued on the current stream
+    call.wrong()                 number of wrong elements on this rank
 
-The classes here are the shapes that operations come in, with what each leaves where; `operations.py` adds what is
-called. In place, a sum grows with every call: check after a fill and one call.
+The classes here represent the data flow of operations; `operations.py` adds the functions to call. In place, a sum
+grows
+with every call, so check it after a fill and one call.
 """
 
 from abc import ABC, abstractmethod
@@ -21,15 +22,15 @@ from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.ranks.fills import DTYPES, UNWRITTEN, Pattern
 from muster.collectives_bench.records import Cell
 
-ROOT: Final = 0  # of operations that have one; a rank of the group
+ROOT: Final = 0  # the root of rooted operations; a rank of the group
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a call is to be: the cell, its elements, the ranks and the device."""
+    """The parameters of a call: the cell, its number of elements, the ranks and the device."""
 
     cell: Cell
-    count: int  # elements of S
+    count: int  # number of elements of S
     group: dist.ProcessGroup
     device: torch.device
 
@@ -40,70 +41,70 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return dist.get_world_size(self.group)
 
     @property
     def chunk(self) -> int:
-        """Return how many elements each rank's share of S has."""
+        """Return the number of elements in each rank's share of S."""
         return self.count // self.ranks
 
     def pattern(self) -> Pattern:
-        """Return the numbers to fill buffers with."""
+        """Return the pattern to fill buffers with."""
         summed = OPERATIONS[self.cell.operation].reduces
         return Pattern(self.cell.dtype, self.device, self.ranks if summed else 1)
 
     def buffer(self, count: int) -> Tensor:
-        """Allocate elements that nobody has written yet."""
+        """Allocate uninitialized elements, marked as unwritten."""
         return torch.full((count,), UNWRITTEN, dtype=DTYPES[self.cell.dtype], device=self.device)
 
 
 class Call(ABC):
-    """An operation with its buffers; `parts` is how many one-way times a call takes."""
+    """An operation with its buffers; `parts` is the number of one-way transfers in a call."""
 
     parts: ClassVar[int] = 1
 
     def __init__(self, setup: Setup) -> None:
         self.group, self.rank, self.ranks, self.chunk = setup.group, setup.rank, setup.ranks, setup.chunk
         self.pattern = setup.pattern()
-        self.number = 0  # of the fill: part of the data, so that nothing old passes for new
+        self.number = 0  # counts fills, and is part of the data, so that old data is detected
         self._later = setup.cell.call == "async"
 
     @property
     def buffers_bytes(self) -> int:
-        """How much memory the buffers take on this rank."""
+        """The bytes of the buffers on this rank."""
         return sum(each.nbytes for each in self.buffers())
 
     def run(self) -> None:
-        """Call the operation once, and wait for it as far as the backend lets a program wait."""
+        """Call the operation once, and wait for it as far as the backend supports that."""
         work = self.start(self._later)
         if work is not None:
             work.wait()
 
     def fill(self) -> None:
-        """Write new data; every rank must fill as often as the others."""
+        """Write new data; all ranks must fill equally often."""
         self.number += 1
         self.refill()
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:
-        """List what is allocated; none of them a view of another."""
+        """List the allocated tensors; none is a view of another."""
 
     @abstractmethod
     def refill(self) -> None:
-        """Write the data of this number."""
+        """Write the data for the current number."""
 
     def start(self, later: bool) -> Any:
-        """Call the operation (`operations.py` says how); `later` with async_op, returning what to wait for."""
+        """Call the operation (see `operations.py`); if `later`, with async_op, returning the object to wait for."""
         raise NotImplementedError
 
     @abstractmethod
     def wrong(self) -> int:
-        """Count the elements that are not what they should be after the last fill and one call."""
+        """Count the elements that are wrong after the last fill and one call."""
 
 
 class Overwritten(Call):
-    """One buffer of S, which the result replaces; what it is, is for the subclass to say."""
+    """One buffer of S, which the result replaces; subclasses define the result."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -124,21 +125,21 @@ class Summed(Overwritten):
 
 
 class SummedAtRoot(Overwritten):
-    """The root has the sum of all; what the others have is not said."""
+    """The root has the sum of all; the buffers of other ranks are undefined."""
 
     def wrong(self) -> int:
         return self.pattern.wrong_sum(self.buffer, self.number) if self.rank == ROOT else 0
 
 
 class FromRoot(Overwritten):
-    """Every rank has what the root had."""
+    """Every rank has the root's data."""
 
     def wrong(self) -> int:
         return self.pattern.wrong_of(self.buffer, ROOT, self.number)
 
 
 class TwoBuffers(Call):
-    """An input that stays as it was, and an output; in place one is part of the other."""
+    """An input that is not modified, and an output; in place, one is part of the other."""
 
     input: Tensor
     output: Tensor
@@ -161,7 +162,7 @@ class TwoBuffers(Call):
 
 
 class Gathered(TwoBuffers):
-    """The output is everybody's chunk, in the order of ranks; in place the input lies there already."""
+    """The output has all ranks' chunks in rank order; in place, the input is part of it already."""
 
     def __init__(self, setup: Setup, *, has_output: bool = True) -> None:
         super().__init__(setup)
@@ -178,14 +179,14 @@ class Gathered(TwoBuffers):
 
 
 class GatheredAtRoot(Gathered):
-    """The root's output is everybody's chunk; the others have none."""
+    """The root's output has all ranks' chunks; the others have no output."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, has_output=setup.rank == ROOT)
 
 
 class ReduceScattered(TwoBuffers):
-    """The output is this rank's chunk of the sum; in place it is where that chunk lies in the input."""
+    """The output is this rank's chunk of the sum; in place, it is at that chunk's position in the input."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -202,7 +203,7 @@ class ReduceScattered(TwoBuffers):
 
 
 class Scattered(TwoBuffers):
-    """The output is this rank's chunk of what the root has."""
+    """The output is this rank's chunk of the root's data."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -215,7 +216,7 @@ class Scattered(TwoBuffers):
 
 
 class Exchanged(TwoBuffers):
-    """Place j of the output is what rank j has at this rank's place."""
+    """Position j of the output has the data of rank j at this rank's position."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -228,7 +229,7 @@ class Exchanged(TwoBuffers):
 
 
 class FromPeer(TwoBuffers):
-    """The output is what one other rank has; a rank without a peer has nothing and does nothing."""
+    """The output has the data of one other rank; a rank without a peer does nothing."""
 
     def __init__(self, setup: Setup, peer: int | None) -> None:
         super().__init__(setup)

@@ -1,6 +1,6 @@
-"""Where the ranks of a benchmark meet, and what they agree on before anything is measured: backend and devices.
+"""The world of a benchmark: ranks meet and agree on backend and devices before anything is measured.
 
-Nothing here runs a torch operation or asks anything of CUDA that a later fork would remember.
+Nothing here runs a torch operation or initializes CUDA, because processes fork later.
 """
 
 import hashlib
@@ -38,17 +38,17 @@ NETWORK: Final = Path("/proc/self/ns/net")
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits: ranks with one `machine` share its cores and memory, with one `network` its interfaces."""
+    """Where a rank runs: ranks with equal `machine` share cores and memory, with equal `network` the interfaces."""
 
     host: str
     machine: str
     network: str
-    settings: str  # sha256: everybody must have been given the same
+    settings: str  # sha256; it must be the same on all ranks
 
 
 @dataclass(frozen=True)
 class Company:
-    """All ranks, seen from one of them; `store` is theirs alone."""
+    """All ranks, as seen by one of them; `store` is used by nobody else."""
 
     env: RankEnv
     store: Store
@@ -59,35 +59,35 @@ class Company:
 
     @property
     def prefix(self) -> str:
-        """What the keys of `store` begin with, for who dials it anew: `connect` has put the attempt's before ours."""
+        """The key prefix of `store`, for processes that open a new connection: `connect` adds the attempt's prefix."""
         return f"muster/attempt-{self.env.attempt}/{PREFIX}"
 
     def companions(self, rank: int) -> list[int]:
-        """List the ranks that share a machine's cores and memory with `rank`, itself among them."""
+        """List the ranks that share a machine's cores and memory with `rank`, including itself."""
         return [each for each, seat in enumerate(self.seats) if seat.machine == self.seats[rank].machine]
 
     def counts_the_wire(self, rank: int) -> bool:
-        """True for one rank of every network namespace: the one that reads the counters of its interfaces."""
+        """Return True for one rank per network namespace, which reads the counters of the interfaces."""
         return [seat.network for seat in self.seats].index(self.seats[rank].network) == rank
 
-    # What conductors say to each other ------------------------------------------------------------------------------
+    # Messages between launch managers -------------------------------------------------------------------------------
 
     def say(self, key: str, value: Any) -> None:
-        """Leave a value for all; errors as `hear`."""
+        """Publish a value for all ranks; errors as for `hear`."""
         with self._dialling():
             self.store.set(key, json.dumps(value))
 
     def has_been_said(self, key: str) -> bool:
-        """True when somebody has left a value; asks the store's process once. Errors as `hear`."""
+        """Return True if a value was published; queries the store once. Errors as for `hear`."""
         with self._dialling():
             found: bool = self.store.check([key])
         return found
 
     def hear(self, key: str, timeout_s: float) -> Any:
-        """Wait for a value.
+        """Wait for a published value and return it.
 
         Raises:
-            StartTimeoutError: nobody left one in time, or the store has gone.
+            StartTimeoutError: if there is none in time, or the store is gone.
         """
         whom = f"rank {rank}" if (rank := key.rpartition("/")[2]).isdecimal() else "rank 0"
         with self._dialling(whom):
@@ -95,10 +95,9 @@ class Company:
             return parse_json(self.store.get(key))
 
     def comes(self, key: str, timeout_s: float) -> bool:
-        """Wait for a value, at most so long; True when somebody has left it. Errors as `has_been_said`.
+        """Wait at most `timeout_s` for a value; return True if it was published. Errors as for `has_been_said`.
 
-        It asks again and again: a wait of the store's own that ends without the value complains on standard error, and
-        hears no signal meanwhile.
+        It polls, because a timeout of the store's own wait prints to standard error, and blocks signals meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         while not (found := self.has_been_said(key)) and time.monotonic() < deadline:
@@ -111,26 +110,26 @@ class Company:
             yield
         except dist.DistNetworkError as error:
             raise StartTimeoutError(
-                f"rank {self.env.rank}: the store at {self.env.master_addr}:{self.env.master_port} has gone, and its "
-                "process with it; look at the output of rank 0"
+                f"rank {self.env.rank}: the store at {self.env.master_addr}:{self.env.master_port} is gone, because "
+                "its "
+                "process ended; see the output of rank 0"
             ) from error
         except dist.DistStoreError as error:
             raise StartTimeoutError(
-                f"rank {self.env.rank} waited in vain for {whom}: its process has gone, or stands still; look at its "
-                "output"
+                f"rank {self.env.rank} waited in vain for {whom}: its process is gone, or hangs; see its output"
             ) from error
 
     def hear_all(self, key: str, timeout_s: float) -> list[Any]:
-        """Wait for the values that all ranks leave under KEY/RANK; errors as `hear`."""
+        """Wait for the values that all ranks publish under KEY/RANK; errors as for `hear`."""
         deadline = time.monotonic() + timeout_s
         ranks = range(self.env.world_size)
         return [self.hear(f"{key}/{rank}", max(deadline - time.monotonic(), 0.001)) for rank in ranks]
 
     def part(self, timeout_s: float) -> None:
-        """End: whoever hosts the store stays until all the others have come to their end too, or the time is over."""
+        """End: the rank that serves the store waits until all others have finished, or the time is over."""
         self.say(f"parted/{self.env.rank}", "")
         if self.env.rank == 0:
-            with suppress(StartTimeoutError):  # one that has died after its last word
+            with suppress(StartTimeoutError):  # a rank that died after its last message
                 self.hear_all("parted", timeout_s)
 
 
@@ -138,7 +137,7 @@ def check_torch(settings: BenchSettings) -> None:
     """Refuse a backend or a device that this build of torch lacks.
 
     Raises:
-        RefusedError: names it.
+        RefusedError: naming what is missing.
     """
     if settings.backend == "nccl" and not dist.is_nccl_available():
         raise RefusedError(
@@ -158,12 +157,12 @@ def assemble(env: RankEnv, settings: BenchSettings, timeout_s: float, arrived: C
     """Meet the other ranks; agree on backend and devices.
 
     Raises:
-        RefusedError: the backend, the devices or the settings do not fit together.
-        StartTimeoutError: a rank did not arrive in time.
+        RefusedError: if the backend, the devices or the settings do not fit together.
+        StartTimeoutError: if a rank did not arrive in time.
     """
     check_torch(settings)
     if settings.pairs and env.nodes < 2:
-        raise RefusedError(f"bench.pairs: needs 2 nodes or more, this job has {env.nodes}; set nodes: 2")
+        raise RefusedError(f"bench.pairs: needs 2 nodes or more, but this job has {env.nodes}; set nodes: 2")
     check_interfaces(os.environ.get(GLOO_INTERFACES, ""))
     if not env.agent_store and env.rank == 0:
         env = replace(env, agent_store=True)
@@ -194,7 +193,7 @@ def assemble(env: RankEnv, settings: BenchSettings, timeout_s: float, arrived: C
 
 
 def hosts_of(said: Sequence[Mapping[str, Any]]) -> list[HostFacts]:
-    """Read the facts of the nodes from what all ranks said; a rank that is pinned sees its own cores only."""
+    """Return the facts of the hosts from all ranks' messages. A pinned rank knows only its own cores, so merge them."""
     cores: dict[int, set[int]] = {}
     for each in said:
         cores.setdefault(each["node"], set()).update(each["cores"])
@@ -203,20 +202,20 @@ def hosts_of(said: Sequence[Mapping[str, Any]]) -> list[HostFacts]:
 
 
 def seat_of(settings: BenchSettings) -> Seat:
-    """Describe where this process sits."""
+    """Describe where this process runs."""
     try:
         machine = procfs.boot_id()
-    except OSError:  # a kernel that hides it
+    except OSError:  # a kernel that does not show it
         machine = socket.gethostname()
     digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()
     return Seat(socket.gethostname(), machine, f"{machine}/{NETWORK.readlink()}", digest)
 
 
 def device_of(settings: BenchSettings, rank: int, peers: list[Peer]) -> torch.device:
-    """Choose a rank's device: a GPU of its own where it was asked for, or where every rank can have one.
+    """Choose a rank's device: its own GPU if that was asked for, or if every rank can have one.
 
     Raises:
-        RefusedError: GPUs were asked for, and some rank cannot have one of its own.
+        RefusedError: if GPUs were asked for, and some rank cannot have its own.
     """
     asked = settings.device == "cuda" or settings.backend == "nccl"
     if settings.device == "cpu" or (settings.backend == "gloo" and not asked):
@@ -230,12 +229,12 @@ def device_of(settings: BenchSettings, rank: int, peers: list[Peer]) -> torch.de
 
 
 def host_store(env: RankEnv) -> None:
-    """Serve the store of ranks that no agent started, in a process that dies with this one.
+    """Serve the store for ranks without an agent, in a process that dies with this one.
 
-    In a process of its own, because the threads of a server would make every later fork of this process unsafe.
+    It is a separate process, because a server's threads would make every later fork of this process unsafe.
 
     Raises:
-        RefusedError: the port is taken.
+        RefusedError: if the port is taken.
     """
     listening = listen(env)
     parent = os.getpid()

@@ -1,6 +1,6 @@
-"""A start without an agent: `python -m muster.collectives_bench` by hand, under torchrun, srun or mpirun.
+"""Start a benchmark without an agent: `python -m muster.collectives_bench` by hand, under torchrun, srun or mpirun.
 
-Rank 0 serves the store, unless whoever started the ranks does, and writes the records to `--out`.
+Rank 0 serves the store, unless the launcher does, and writes the records to `--out`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NCCL_INTERFACES: Final = "NCCL_SOCKET_IFNAME"
 OUT: Final = "bench.jsonl"
 TRUTH: Final = {"true": True, "false": False}
 
-# Settings that have an option, by the type that a word on the command line becomes; lists are separated by commas.
+# Settings with a command line option, by the type of its value; lists are separated by commas.
 OPTIONS: Final[dict[str, Any]] = {
     "operation": list,
     "sizes": list,
@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Make the parser: one option for each setting of OPTIONS, described by the setting's own words."""
+    """Build the parser: one option for each setting in OPTIONS, with the setting's description."""
     parser = argparse.ArgumentParser(
         prog="python -m muster.collectives_bench",
-        description="Run one rank whose variables (RANK, WORLD_SIZE, ...) somebody else set: torchrun, srun, mpirun.",
+        description="Run one rank started by another launcher, such as torchrun, srun or mpirun.",
     )
     for name, kind in OPTIONS.items():
         words = BenchSettings.model_fields[name].description
@@ -82,25 +82,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def option_of(name: str) -> str:
-    """Spell the option of a setting."""
+    """Return the option of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def task_of(settings: BenchSettings, args: argparse.Namespace) -> Task:
-    """Find out which rank this is, and what its libraries are to use.
+    """Detect this process's rank, and the settings of its libraries.
 
     Raises:
-        RefusedError: the variables of a launcher contradict one another.
-        RefusedError: more ranks are needed than there are, or the file to write is there already.
+        RefusedError: if a launcher's variables contradict each other, more ranks are needed than there are, or the
+            output file exists already.
     """
     env = detect(os.environ, Flags()).env
     out = Path(args.out).absolute()
-    if env.rank == 0 and out.exists() and out.stat().st_size:  # records of two runs in one file would be taken for one
-        raise RefusedError(f"--out {args.out}: is there already; remove it, or name another file")
+    if env.rank == 0 and out.exists() and out.stat().st_size:  # records of two runs in one file would look like one run
+        raise RefusedError(f"--out {args.out}: exists already; remove it, or name another file")
     settings.check_world(env.world_size)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
     if GLOO_INTERFACES not in os.environ and (route := network.route_to(env.master_addr)):
-        os.environ[GLOO_INTERFACES] = route[0]  # gloo would go by the host's name
+        os.environ[GLOO_INTERFACES] = route[0]  # gloo's default depends on the host name
         os.environ.setdefault(NCCL_INTERFACES, f"={route[0]}")
     return Task(settings, env, out, "bench", args.start_timeout_s)
 

@@ -1,6 +1,7 @@
-"""This host, as far as it changes numbers. What a container or a kernel does not show stays empty; nothing is guessed.
+"""Facts about this host that affect measurements. Facts that a container or kernel hides stay empty; nothing is
+guessed.
 
-Interfaces are asked of the kernel by ioctl, not of /sys/class/net: that may show another network namespace than ours.
+Interfaces are queried by ioctl rather than /sys/class/net, which may show another network namespace.
 """
 
 import array
@@ -29,14 +30,14 @@ ETHTOOL_GSET: Final = 0x1  # <linux/ethtool.h>: struct ethtool_cmd
 ETHTOOL_GDRVINFO: Final = 0x3  # struct ethtool_drvinfo
 SETTINGS_BYTES: Final = 44
 DRIVER_BYTES: Final = 196
-PRETENDERS: Final = {"veth", "bridge", "tun", "bonding", "team", "dummy"}  # they name a speed that they do not have
+PRETENDERS: Final = {"veth", "bridge", "tun", "bonding", "team", "dummy"}  # these report a speed that they do not have
 UNKNOWN_SPEEDS: Final = {0, 0xFFFF, 0xFFFFFFFF}
 INTERFACE_VARIABLES: Final = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 TOLD: Final = re.compile(r"(NCCL|GLOO|OMP|TORCH|MALLOC)_\w+")
 
 
 def host_facts(env: RankEnv, environ: Mapping[str, str], *, backend: str = "gloo") -> HostFacts:
-    """Describe the host of this rank; reads files only, so that a process that has yet to fork may ask."""
+    """Describe the host of this rank. It only reads files, so that it can be called before a fork."""
     interface = interface_of(env, environ, backend)
     return HostFacts(
         node=env.node_rank,
@@ -57,7 +58,7 @@ def host_facts(env: RankEnv, environ: Mapping[str, str], *, backend: str = "gloo
 
 
 def interface_of(env: RankEnv, environ: Mapping[str, str], backend: str = "gloo") -> str:
-    """Return the interface that ranks speak through: the one they were told, or the one that leads to the master."""
+    """Return the interface that ranks use: the configured one, or the one that leads to the master."""
     for name in (INTERFACE_VARIABLES[backend], *INTERFACE_VARIABLES.values()):
         if told := _first_named(environ.get(name, "")):
             return told
@@ -66,7 +67,7 @@ def interface_of(env: RankEnv, environ: Mapping[str, str], backend: str = "gloo"
 
 
 def _first_named(words: str) -> str:
-    """Return the first interface of a list; NCCL takes beginnings of names, =NAME for a whole one, ^NAME for others."""
+    """Return the first interface of a list. NCCL accepts prefixes, =NAME for an exact name, ^NAME for all others."""
     if words.startswith("^"):
         return ""
     word = words.split(",")[0]
@@ -77,13 +78,13 @@ def _first_named(words: str) -> str:
 
 
 def mtu(interface: str) -> int | None:
-    """Return the largest packet of an interface of ours, in bytes; None where there is none such."""
+    """Return the MTU of an interface in bytes; None if there is no such interface."""
     reply = _ask(SIOCGIFMTU, struct.pack("16sQQQ", interface.encode(), 0, 0, 0))
     return struct.unpack_from("16si", reply)[1] if reply else None
 
 
 def speed_mbit(interface: str) -> int | None:
-    """Return the speed that a card negotiated; None for virtual ones, which have none, or name any."""
+    """Return the negotiated speed of a card; None for virtual interfaces, which report none or an arbitrary one."""
     driver = _ethtool(interface, ETHTOOL_GDRVINFO, DRIVER_BYTES)[4:36].rstrip(b"\0").decode(errors="replace")
     settings = _ethtool(interface, ETHTOOL_GSET, SETTINGS_BYTES)
     if driver in PRETENDERS or not settings:
@@ -103,12 +104,12 @@ def _ask(request: int, argument: bytes) -> bytes:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe.fileno(), request, argument)
-        except OSError:  # no such interface, or one that does not answer this
+        except OSError:  # no such interface, or it does not support this
             return b""
 
 
 def _governor() -> str:
-    """Return the governor of the cores that we may use; both where they differ."""
+    """Return the frequency governor of the usable cores; all of them if they differ."""
     cores = os.sched_getaffinity(0)
     found = {text_of(GOVERNORS / f"cpu{core}" / "cpufreq" / "scaling_governor") for core in cores}
     return ", ".join(sorted(found - {""}))

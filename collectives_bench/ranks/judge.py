@@ -1,10 +1,10 @@
-"""Who is to blame when a launch broke off: from what all conductors saw of their players. Pure.
+"""Find out which rank caused a launch to fail, from how all workers ended. Pure.
 
-one failed for a reason of its own      the earliest of them
-one stands still, stopped by a signal   that one
-some wait, or lost a peer, others say   of those the one that is behind: it was waited for
-nothing at all
-all the same                            the one that is behind, where one is; else nobody can tell
+one worker failed for a reason of its own     the earliest of these
+one worker hangs, stopped by a signal         that one
+some wait or lost a peer, others made         of the others, the one that is behind: the rest waited for it
+no report
+all are the same                              the one that is behind, if any; else it is unknown
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from muster.jobs.world.forked import Ended
 
 @dataclass(frozen=True)
 class Ending(Ended):
-    """How one rank's player ended, as its conductor saw it; conductors exchange it as JSON."""
+    """How one rank's worker ended, as seen by its launch manager; exchanged as JSON."""
 
     rank: int = 0
-    cell: int | None = None  # it was at
-    pair: tuple[int, int] | None = None  # of nodes, which it measured last
+    cell: int | None = None  # the cell it was at
+    pair: tuple[int, int] | None = None  # the pair of nodes that it measured last
 
     @property
     def is_cause(self) -> bool:
-        """True when it failed for a reason of its own."""
+        """True if it failed for a reason of its own."""
         return self.how in ("raised", "died") and not self.lost
 
 
 @dataclass(frozen=True)
 class Blame:
-    """What a row says of a failure; `rank` None: nobody can tell. `cell`: where it happened, as far as known."""
+    """The failure for a row; `rank` is None if unknown. `cell`: where it happened, if known."""
 
     rank: int | None
     state: Literal["failed", "timeout"]
@@ -39,7 +39,7 @@ class Blame:
 
 
 def judge(endings: Sequence[Ending], timeout_s: float) -> Blame:
-    """Find the culprit among the endings of all ranks, of which at least one is not `done`."""
+    """Find the culprit among the endings of all ranks, at least one of which is not `done`."""
     if causes := [each for each in endings if each.is_cause]:
         first = min(causes, key=lambda each: (each.time, each.rank))
         joined = ": " if first.how == "raised" else " "
@@ -52,7 +52,7 @@ def judge(endings: Sequence[Ending], timeout_s: float) -> Blame:
         return Blame(who.rank, "timeout", f"{late}: rank {who.rank} stands still, stopped by a signal", who.cell)
     if silent and victims:
         who = _behind(silent)
-        return Blame(who.rank, "timeout", f"{late}: rank {who.rank} did not come{_place(who)}", who.cell)
+        return Blame(who.rank, "timeout", f"{late}: rank {who.rank} did not arrive{_place(who)}", who.cell)
     left = silent or victims
     who = _behind(left)
     is_behind = any(each.beats > who.beats for each in endings)
@@ -66,9 +66,10 @@ def judge(endings: Sequence[Ending], timeout_s: float) -> Blame:
 
 
 def pair_culprit(endings: Sequence[Ending]) -> Ending | None:
-    """Return the ending that tells which pair of nodes failed; None where nobody was measuring one.
+    """Return the ending that shows which pair of nodes failed; None if no pair was being measured.
 
-    A cause or a stopped player tells it best. Who lost its partner comes before who only waited for the round to end.
+    A cause or a stopped worker is the best evidence. A worker that lost its partner counts before one that only waited
+    for the round to end.
     """
     met = [each for each in endings if each.pair is not None and each.how != "done"]
     for group in (

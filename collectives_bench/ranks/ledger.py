@@ -1,4 +1,7 @@
-"""The file of a benchmark: header first, blocks as they end, `end` when all is measured. Only rank 0 writes it."""
+"""The result file of a benchmark: header first, blocks as they end, `end` when all is measured.
+
+Only rank 0 writes it.
+"""
 
 import time
 from collections import Counter
@@ -39,7 +42,7 @@ class Ledger:
         self._failed_pairs: dict[tuple[int, int], dict[str, Any]] = {}
 
     def header(self, init_s: float | None = None) -> None:
-        """Write the first line, unless it stands."""
+        """Write the first line, unless it exists."""
         if self._has_header:
             return
         self._has_header = True
@@ -62,7 +65,7 @@ class Ledger:
         self._log.append([record])
 
     def fail(self, launch: int, cell: Cell, reason: str, *, state: State = "failed", rank: int | None = None) -> None:
-        """Write the block of a cell that could not be measured; or all pairs of a launch, where they are measured."""
+        """Write the block of a cell that could not be measured; for pairs, all pairs of a launch."""
         if self.settings.pairs:
             self.end_pairs(launch, reason, state)
             return
@@ -82,20 +85,20 @@ class Ledger:
     # Pairs: written when their launch is over, for until then they get more samples ----------------------------------
 
     def keep_pairs(self, records: Iterable[dict[str, Any]]) -> None:
-        """Keep what is known of some pairs, in place of what was."""
+        """Store the newest results of some pairs, replacing earlier ones."""
         self._pairs.update({tuple(record["nodes"]): record for record in records})
 
     def fail_pair(self, nodes: tuple[int, int], reason: str, state: State) -> None:
-        """Note that a pair of this launch failed."""
+        """Record that a pair of this launch failed."""
         self._failed_pairs[nodes] = {"state": state, "reason": reason}
 
     @property
     def failed_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Those of this launch."""
+        """The failed pairs of this launch."""
         return tuple(self._failed_pairs)
 
     def end_pairs(self, launch: int, reason: str = "", state: State = "failed") -> None:
-        """Write all pairs of a launch; those that were not measured in it for `reason`."""
+        """Write all pairs of a launch; `reason` is for those that were not measured."""
         for pair in combinations(range(self.company.world.nodes), 2):
             missing = pair_record(self.company, launch, pair, self.settings.pair_bytes, state=state, reason=reason)
             record = self._pairs.get(pair) or missing.model_dump(mode="json")
@@ -110,12 +113,12 @@ class Ledger:
 
     @property
     def bad(self) -> int:
-        """How many records are of something that failed or was wrong."""
+        """The number of records that failed or were wrong."""
         return sum(self.states[state] for state in BAD)
 
 
 def nccl_version() -> str:
-    """Return NCCL's version as it is written, such as 2.27.5; asks the library, not the GPU."""
+    """Return NCCL's version, such as 2.27.5; this queries the library, not the GPU."""
     if not dist.is_nccl_available():
         return ""
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]

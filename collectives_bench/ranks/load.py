@@ -1,6 +1,7 @@
-"""What else the hosts do while a block is measured (`jobs/machine/load.py`): all ranks tell, one keeps the history.
+"""The load on hosts by others while a block is measured (`jobs/machine/load.py`); one rank keeps the history.
 
-A short block is judged by the last WINDOW_S before its end, blocks before it included: the kernel counts in ticks.
+A short block is judged by the last WINDOW_S before its end, which may include earlier blocks, because the kernel counts
+in ticks.
 """
 
 from collections.abc import Sequence
@@ -13,17 +14,17 @@ WINDOW_S: Final = 0.3
 
 
 class History:
-    """The readings of all ranks over time; `machines` names the one of each rank, `hosts` how to call it."""
+    """The readings of all ranks over time; `machines` identifies each rank's machine, `hosts` has the names."""
 
     def __init__(self, machines: Sequence[str], hosts: Sequence[str]) -> None:
         self.machines = machines
         self.hosts = hosts
-        self._past: list[tuple[float, list[Reading]]] = []  # (seconds, one of each rank), oldest first
+        self._past: list[tuple[float, list[Reading]]] = []  # (seconds, one reading per rank), oldest first
 
     def add(self, now: float, readings: Sequence[Reading]) -> Load | None:
-        """Take the readings of all ranks at a time (seconds); return the load of the busiest host since WINDOW_S ago.
+        """Add the readings of all ranks at a time (seconds); return the busiest host's load in the last WINDOW_S.
 
-        None at the first reading, which only begins the count.
+        Return None for the first reading, which only begins the count.
         """
         self._past.append((now, list(readings)))
         while len(self._past) > 2 and now - self._past[1][0] >= WINDOW_S:

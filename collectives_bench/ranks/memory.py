@@ -1,8 +1,9 @@
-"""What a call needs beyond its buffers, measured; and the guard that refuses a size before it ends a host.
+"""Measure the memory of a call beyond its buffers, and refuse sizes that would exhaust a host.
 
-Libraries hide copies in a call: gloo's all_gather, gather at the root and reduce_scatter take another S while they run,
-and give it back. `hidden_bytes` measures that on one rank, `expected_hidden` knows it beforehand, and `refusal` holds
-what all ranks of a host will need against what is free there. Sizes are bytes; S is the catalog's.
+Libraries make hidden copies in a call: gloo's all_gather, gather at the root and reduce_scatter temporarily take
+another
+S. `hidden_bytes` measures that on one rank, `expected_hidden` predicts it, and `refusal` compares the need of all ranks
+of a host with its free memory. Sizes are bytes; S is the catalog's.
 """
 
 from collections.abc import Callable
@@ -17,31 +18,32 @@ from muster.collectives_bench.sizes import size_text
 from muster.ddp.primitives.columns import SEGMENT_BYTES, UNDER_WAY
 from muster.jobs.machine import free, resident
 
-# glibc's largest threshold for mapping: a smaller copy may lie in memory that the warm-up left to a thread's own arena.
+# glibc's largest threshold for mmap: a smaller copy may reuse free memory of a thread's own arena.
 LEAST_MEASURED: Final = 32 * 2**20
-RANK_SLACK: Final = 16 * 2**20  # of each rank: the stacks of a library's threads, its lists, the pieces of a check
-CUDA_SLACK: Final = 512 * 2**20  # of each GPU: the buffers that NCCL makes when ranks first meet in an operation
+RANK_SLACK: Final = 16 * 2**20  # per rank: thread stacks and lists of a library, pieces of a check
+CUDA_SLACK: Final = 512 * 2**20  # per GPU: NCCL's buffers for the first use of an operation
 
 Share = Callable[[int, int], float]  # (S, ranks) -> bytes
 
 
 def _two_segments(nbytes: int, ranks: int) -> float:
-    """Two segments of a chunk, one on its way while the other is summed (gloo/allreduce.cc, gloo/reduce.cc)."""
+    """Two segments of a chunk: one in transfer while the other is summed (gloo/allreduce.cc, gloo/reduce.cc)."""
     return 2 * min(nbytes / (2 * ranks), SEGMENT)
 
 
 def _columns(nbytes: int, ranks: int) -> float:
-    """Two columns under way, of each of which two messages are held (ddp/primitives)."""
+    """Two columns in transfer, with two messages each (ddp/primitives)."""
     return 2.0 * min(UNDER_WAY * SEGMENT_BYTES["cpu"][1], nbytes / ranks)
 
 
-# What gloo (torch 2.13) takes inside a call, on every rank, and our own building blocks with it: as the sources say
-# and as was measured. What is not named takes nothing worth counting.
+# Memory of gloo (torch 2.13) and of Muster's own operations inside a call, on every rank, according to the sources and
+# to
+# measurements. Operations that are not listed need nothing significant.
 HIDDEN: Final[dict[str, Share]] = {
     "all_reduce": _two_segments,
     "reduce": _two_segments,
-    "all_gather": lambda nbytes, ranks: nbytes,  # gathered into a flat copy first
-    "reduce_scatter": lambda nbytes, ranks: nbytes + _two_segments(nbytes, ranks),  # a clone that is all-reduced
+    "all_gather": lambda nbytes, ranks: nbytes,  # gathers into a flat copy first
+    "reduce_scatter": lambda nbytes, ranks: nbytes + _two_segments(nbytes, ranks),  # all-reduces a clone
     "ring_all_reduce": _columns,
     "ring_reduce_scatter": _columns,
     "tree_reduce": _columns,
@@ -52,7 +54,7 @@ HIDDEN_AT_ROOT: Final[dict[str, Share]] = {
     "gather": lambda nbytes, ranks: nbytes,
     "gather_scatter": lambda nbytes, ranks: nbytes * ranks,
 }
-# What the others of a rooted operation allocate: less than the root, of which the catalog tells.
+# Buffers of non-root ranks in a rooted operation; the catalog has those of the root.
 BUFFERS_OF_OTHERS: Final[dict[str, Share]] = {
     "gather": lambda nbytes, ranks: nbytes / ranks,
     "scatter": lambda nbytes, ranks: nbytes / ranks,
@@ -61,11 +63,11 @@ BUFFERS_OF_OTHERS: Final[dict[str, Share]] = {
 
 
 def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> int | None:
-    """Make one call and return the peak of memory during it beyond what was there before; None: cannot be measured.
+    """Make one call and return its memory peak beyond what was used before; None if it cannot be measured.
 
-    Every rank calls it at once, after a warm-up and with buffers that were written to. On the CPU that is VmHWM against
-    VmRSS, for an S of 32 MB or more; the kernel counts in batches of pages for each core, so machines of many cores err
-    by some MB. On a GPU it is what torch allocated and what others, NCCL foremost, took and kept.
+    All ranks call it together, after a warm-up and with buffers that were written to. On the CPU that is VmHWM minus
+    VmRSS, for S of 32 MB or more; the kernel counts in batches of pages per core, so with many cores the error is some
+    MB. On a GPU it is torch's allocations plus memory that others, mainly NCCL, took and kept.
     """
     if device.type == "cuda":
         return _hidden_on_cuda(run, device)
@@ -76,15 +78,15 @@ def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> 
 
 
 def expected_hidden(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
-    """Return what a call is known to take beyond its buffers on one rank, in bytes."""
+    """Return the known memory of a call beyond its buffers on one rank, in bytes."""
     if backend != "gloo":
-        return 0  # NCCL works in the buffers that it is given; what torch adds lies within the slack
+        return 0  # NCCL works in the given buffers; torch's additions are within the slack
     found = [table.get(cell.operation) for table in ((HIDDEN_AT_ROOT, HIDDEN) if root else (HIDDEN,))]
     return next((round(share(nbytes, ranks)) for share in found if share is not None), 0)
 
 
 def buffers_bytes(cell: Cell, nbytes: int, ranks: int, *, root: bool = True) -> int:
-    """Return what a rank allocates for a cell, in bytes; the root of a rooted operation holds more than the others."""
+    """Return the buffers of a rank for a cell, in bytes; the root of a rooted operation has more than others."""
     others = BUFFERS_OF_OTHERS.get(cell.operation)
     if others is not None and not root:
         return round(others(nbytes, ranks))
@@ -92,19 +94,19 @@ def buffers_bytes(cell: Cell, nbytes: int, ranks: int, *, root: bool = True) -> 
 
 
 def needed_bytes(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
-    """Return the peak of memory of one rank in a cell, in bytes: buffers, what the call hides, and some slack."""
+    """Return the memory peak of one rank in a cell, in bytes: buffers, hidden copies, and slack."""
     hidden = expected_hidden(cell, nbytes, ranks, backend=backend, root=root)
     return buffers_bytes(cell, nbytes, ranks, root=root) + hidden + RANK_SLACK
 
 
 def refusal(cell: Cell, nbytes: int, *, ranks: tuple[int, int], memory_share: float) -> str | None:
-    """Say why a cell would not fit into this host's memory; None where it fits.
+    """Return why a cell would not fit in this host's memory, or None.
 
-    `ranks` is how many there are, and how many of them share this host. Reads what is free now: the buffers of the last
-    cell must be gone on all ranks of the host.
+    `ranks` is the number of all ranks, and of those on this host. It reads the free memory, so the buffers of the last
+    cell must have been freed on all ranks of the host.
     """
     world, here = ranks
-    # Tensors of a GPU that gloo sends are copied to the host first, so they need there what others would.
+    # gloo copies a GPU's tensors to the host first, so they need host memory, too.
     other = needed_bytes(cell, nbytes, world, root=False)
     root = needed_bytes(cell, nbytes, world, root=True)
     needed = other * (here - 1) + max(root, other)
@@ -112,9 +114,10 @@ def refusal(cell: Cell, nbytes: int, *, ranks: tuple[int, int], memory_share: fl
 
 
 def gpu_refusal(cell: Cell, nbytes: int, *, ranks: int, memory_share: float) -> str | None:
-    """Say why a cell would not fit into the current GPU; None where it fits. Wakes CUDA: for players only."""
+    """Return why a cell would not fit in the current GPU, or None. Initializes CUDA, so only for workers."""
     free_bytes, _ = torch.cuda.mem_get_info()
-    free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch keeps it and would use it again
+    # torch keeps this memory and would reuse it
+    free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     needed = needed_bytes(cell, nbytes, ranks, backend="nccl") + CUDA_SLACK
     return _too_much(needed, free_bytes, memory_share, "this GPU")
 
@@ -124,13 +127,14 @@ def _too_much(needed: int, free_bytes: int, share: float, where: str) -> str | N
     if needed <= allowed:
         return None
     return (
-        f"needs {size_text(needed)} on {where}, {size_text(free_bytes)} are free and memory_share {share:g} lets it "
-        f"take {size_text(allowed)}; take smaller sizes, fewer ranks on a node, or a larger memory_share"
+        f"needs {size_text(needed)} on {where}, but {size_text(free_bytes)} are free and memory_share {share:g} lets "
+        "it "
+        f"use {size_text(allowed)}; use smaller sizes, fewer ranks on a node, or a larger memory_share"
     )
 
 
 def _hidden_on_cpu(run: Callable[[], None]) -> int | None:
-    resident.give_back()  # or a copy made again in what is free would not be seen
+    resident.give_back()  # otherwise a copy in free heap memory would not be seen
     if not resident.forget_peak():
         run()
         return None

@@ -1,9 +1,9 @@
-"""The clock for NCCL: calls are timed by events of the GPU, behind a busy-wait that hides what Python takes.
+"""The clock for NCCL: GPU events time calls, behind a busy-wait that hides Python's overhead.
 
     stream   | busy-wait ~2 ms | tiny all_reduce | event | call ... | event |
     Python   enqueues all of it while the GPU waits
 
-The tiny all_reduce starts all ranks' calls together: a rank's stream leaves it when the last rank's has come.
+The tiny all_reduce makes all ranks' calls start together: it ends on each stream once the last rank has arrived.
 Method of stas00's all_reduce_bench (ml-engineering).
 """
 
@@ -15,7 +15,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from muster.collectives_bench.ranks.sampling import Run, Voices
+from muster.collectives_bench.ranks.sampling import ControlGroup, Run
 
 BUSY_MS: Final = 2.0
 PROBE_CYCLES: Final = 1_000_000
@@ -28,27 +28,27 @@ class StreamClock:
 
     pause_s = 0.0025
 
-    def __init__(self, voices: Voices, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.voices = voices
+    def __init__(self, control_group: ControlGroup, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.control_group = control_group
         self.group = group
         self.device = device
         self.token = torch.zeros(1, device=device)
         self.cycles = 0
-        self._align()  # NCCL connects at the first call
+        self._align()  # NCCL connects in the first call
         torch.cuda.synchronize(device)
         self.cycles = self._cycles_of_busy_wait()
 
     def loop(self, run: Run, calls: int) -> float:
-        """Time calls that are queued back to back; return the microseconds of one."""
+        """Time calls that are queued back to back; return the microseconds per call."""
         begin, end = self._events()
         torch.cuda.synchronize(self.device)
-        self.voices.barrier()
+        self.control_group.barrier()
         self._align()
         begin.record()
         for _ in range(calls):
             run()
         end.record()
-        self.voices.beat()  # who waits for another rank has got this far, and that one has not
+        self.control_group.beat()  # distinguishes ranks that wait from the one they wait for
         end.synchronize()
         elapsed_ms: float = begin.elapsed_time(end)
         return elapsed_ms * US_PER_MS / calls
@@ -58,7 +58,7 @@ class StreamClock:
         took = []
         for _ in range(calls):
             torch.cuda.synchronize(self.device)
-            self.voices.beat()
+            self.control_group.beat()
             started = time.perf_counter()
             run()
             took.append((time.perf_counter() - started) * US)

@@ -1,4 +1,4 @@
-"""Every operation of `catalog.py`, ready to be called."""
+"""All operations of `catalog.py` as callable objects."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -44,7 +44,7 @@ class SendRecv(FromPeer):
 
 
 class PingPong(FromPeer):
-    """Rank 0 sends to rank 1, which answers when it has all; the others look on."""
+    """Rank 0 sends to rank 1, which replies once it has all; other ranks do nothing."""
 
     parts = 2
 
@@ -63,11 +63,11 @@ class PingPong(FromPeer):
 
 
 class Barrier(Call):
-    """barrier; there is nothing to be wrong."""
+    """barrier; it has no result to check."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        # NCCL's runs on a GPU, and guesses which if it is not told.
+        # NCCL's barrier runs on a GPU, and guesses which one unless told.
         self._devices = [setup.device.index] if dist.get_backend(setup.group) == "nccl" else None
 
     def buffers(self) -> list[Tensor]:
@@ -84,7 +84,7 @@ class Barrier(Call):
 
 
 class GatherScatter(Overwritten):
-    """The mean by way of the root, which gathers, adds in the order of ranks, divides, and scatters."""
+    """The mean computed on the root, which gathers, adds in rank order, divides, and scatters."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -110,7 +110,7 @@ class GatherScatter(Overwritten):
 
 
 def _of(shape: type[Call], start: Callable[[Any, bool], Any]) -> type[Call]:
-    """Return the calls of a shape that begin so; what `start` returns is waited for, if it is anything."""
+    """Return a Call class with this start function; if `start` returns an object, it is waited for."""
     return type(shape.__name__, (shape,), {"start": start})
 
 
@@ -139,7 +139,7 @@ CALLS: Final[dict[str, type[Call]]] = {
     "send_recv": SendRecv,
     "ping_pong": PingPong,
     "barrier": Barrier,
-    # Ours, so that a learner sees why the library's are faster, or are not.
+    # Muster's own, for comparison with the library's.
     "ring_all_reduce": _of(Summed, lambda c, _: primitives.ring_all_reduce(c.buffer, c.group)),
     "ring_reduce_scatter": _of(
         ReduceScattered, lambda c, _: primitives.ring_reduce_scatter(c.parts_of_input, c.output, c.group)
@@ -153,38 +153,38 @@ CALLS: Final[dict[str, type[Call]]] = {
     "gather_scatter": GatherScatter,
 }
 MESSAGES: Final = frozenset({"send_recv", "ping_pong"} | {name for name, each in OPERATIONS.items() if each.ours})
-COLLECTIVE: Final = "gather_scatter"  # the one of ours that the library's gather and scatter do
+COLLECTIVE: Final = "gather_scatter"  # Muster's operation that uses the library's gather and scatter
 
 
 def unsupported(cell: Cell, backend: str, device: torch.device | str) -> str | None:
-    """Say why a cell cannot be measured here, or None; ask before `prepare`."""
+    """Return why a cell cannot be measured here, or None. Call it before `prepare`."""
     kind = torch.device(device).type
     if backend == "nccl" and kind != "cuda":
-        return f"nccl moves tensors of GPUs only, these are on {kind}: set device: cuda, or backend: gloo"
+        return f"nccl supports only GPU tensors, but these are on {kind}: set device: cuda, or backend: gloo"
     if cell.call == "async" and cell.operation in MESSAGES:
         return (
             f"{cell.operation} is made of sends and receives, one after another, without an async_op: set calls: sync"
         )
     if backend == "gloo" and kind == "cuda" and cell.operation in MESSAGES - {COLLECTIVE}:
-        return f"{cell.operation}: gloo sends tensors of the CPU only from rank to rank: set backend: nccl"
+        return f"{cell.operation}: gloo's send and recv support only CPU tensors: set backend: nccl"
     if cell.operation == COLLECTIVE and cell.dtype == "int32":
-        return "gather_scatter takes a mean, which whole numbers have none of: measure fp32"
+        return "gather_scatter computes a mean, which integers cannot represent: measure fp32"
     if cell.place not in OPERATIONS[cell.operation].places:
-        return f"{cell.operation} has no form with its result {PLACES[cell.place]} its input: set places: default"
+        return f"{cell.operation} has no variant with its result {PLACES[cell.place]} its input: set places: default"
     return None
 
 
 def prepare(cell: Cell, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Call:
-    """Allocate the buffers of a cell, S being `nbytes` as `catalog.actual_bytes` has it.
+    """Allocate the buffers of a cell; `nbytes` is S as returned by `catalog.actual_bytes`.
 
-    All ranks of the group call it, in one order: NCCL meets here, for a first call must be everybody's.
+    All ranks of the group call it in the same order, because NCCL's first call must include all ranks.
 
     Raises:
-        ValueError: a sum over so many ranks is not exact in this type.
+        ValueError: if a sum over this many ranks is not exact in this dtype.
     """
     count, rest = divmod(nbytes, ITEMSIZES[cell.dtype])
     ranks = dist.get_world_size(group)
-    assert rest == 0, f"{nbytes} bytes are no whole number of {cell.dtype}"
+    assert rest == 0, f"{nbytes} bytes are not a multiple of the size of {cell.dtype}"
     assert count % (ranks if OPERATIONS[cell.operation].chunked else 1) == 0, f"{nbytes} bytes are not {ranks} chunks"
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device), group=group)

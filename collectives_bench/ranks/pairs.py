@@ -1,15 +1,14 @@
-"""Every pair of nodes, measured: latency, and bandwidth in either direction. One rank of each node plays, local rank 0.
+"""Measure every pair of nodes: latency, and bandwidth in both directions. Local rank 0 of each node takes part.
 
-    repetition   all rounds, in another order each time        so that what drifts is seen as spread
-    round        disjoint pairs, all at once                   no node is in two: on a switch they are apart
-    pair         8 bytes to and fro: latency = half the time
+    repetition   all rounds, in another order each time        so that drift shows as spread
+    round        disjoint pairs, all at once                   each node is in one pair, so switches do not mix them
+    pair         8 bytes back and forth: latency = half the time
                  n bytes several times there, then several times back, each answered by 8: one way = time - latency
 
-The first message of each way is not counted: it warms up what is warm later, and it takes what a shaped link lets pass
-for nothing after a pause.
-
-Who sends takes the time, so no clocks are compared. All ranks wait for each other between rounds: no wait is longer
-than a round. There they also tell each other their times, so that a node that goes takes only its round with it.
+The first message of each direction is not counted: it warms up, and uses up the burst that a shaped link allows after a
+pause. The sender takes the time, so no clocks are compared. All ranks wait for each other between rounds, so that no
+wait
+is longer than a round. There they also exchange their times, so that a node that fails loses only its current round.
 """
 
 import time
@@ -23,20 +22,20 @@ import torch
 import torch.distributed as dist
 
 from muster.collectives_bench.ranks.company import Company
-from muster.collectives_bench.ranks.sampling import Voices
+from muster.collectives_bench.ranks.sampling import ControlGroup
 from muster.collectives_bench.records import Pair, Timing
 from muster.collectives_bench.rounds import orders
 from muster.collectives_bench.settings import BenchSettings
 from muster.ddp.primitives import begin, wait
 
 REPETITIONS: Final = 3
-PINGS: Final = 20  # of a visit; after some that warm up
+PINGS: Final = 20  # per visit, after some for warming up
 WARM_PINGS: Final = 3
-LEAST_MESSAGES: Final = 2  # of a visit, each way
+LEAST_MESSAGES: Final = 2  # per visit, each way
 MOST_MESSAGES: Final = 30
 NOTE_BYTES: Final = 8
 US: Final = 1e6
-LEAST_US: Final = 0.01  # a time that is less than the latency is nothing but noise
+LEAST_US: Final = 0.01  # a time below the latency is only noise
 DIGITS: Final = 3
 
 Link = tuple[int, int]  # two nodes
@@ -44,12 +43,12 @@ Link = tuple[int, int]  # two nodes
 
 @dataclass(frozen=True)
 class PairGame:
-    """All pairs of nodes, as one rank plays them; `voices` is heard beside `group`, which is measured."""
+    """All pairs of nodes, measured by one rank; `group` is measured, `control_group` is not."""
 
     company: Company
     settings: BenchSettings
     group: dist.ProcessGroup
-    voices: Voices
+    control_group: ControlGroup
 
     def play(
         self,
@@ -58,32 +57,39 @@ class PairGame:
         without: Collection[Sequence[int]] = (),
         meets: Callable[[Link | None], None] = lambda _: None,
     ) -> Iterator[list[Pair]]:
-        """Measure every pair but those `without`; yield after each round its pairs, with all their samples so far.
+        """Measure every pair except `without`; after each round yield its pairs, with all their samples so far.
 
-        All ranks call it, and all get the same records. `meets` is told whom this rank measures next; None: it rests.
+        All ranks call it and get the same records. `meets` is called with this rank's next pair, or None if it rests.
 
         Raises:
-            RuntimeError: a pair could not be measured; it is named.
+            RuntimeError: if a pair could not be measured; the message names it.
         """
         env, settings = self.company.env, self.settings
-        told = [(round(node), round(local)) for node, local in self.voices.gather([env.node_rank, env.local_rank])]
-        players = {node: rank for rank, (node, local) in enumerate(told) if local == 0}
-        nodes = sorted(players)
+        told = [
+            (round(node), round(local)) for node, local in self.control_group.gather([env.node_rank, env.local_rank])
+        ]
+        rank_of_node = {node: rank for rank, (node, local) in enumerate(told) if local == 0}
+        nodes = sorted(rank_of_node)
         on_gpu = self.company.world.backend == "nccl"
-        if env.rank not in players.values():
+        if env.rank not in rank_of_node.values():
             settings = settings.model_copy(update={"pair_bytes": 1})  # it only waits
-        here = _Player(settings, self.group, self.voices, self.company.device if on_gpu else torch.device("cpu"))
+        here = _Player(settings, self.group, self.control_group, self.company.device if on_gpu else torch.device("cpu"))
         left_out = {tuple(pair) for pair in without}
         for once in orders(len(nodes), REPETITIONS, f"{settings.seed}/{launch}"):
             for seats in once:
                 pairs = [pair for pair in ((nodes[one], nodes[other]) for one, other in seats) if pair not in left_out]
-                mine = next((pair for pair in pairs if env.rank in (players[pair[0]], players[pair[1]])), None)
+                mine = next(
+                    (pair for pair in pairs if env.rank in (rank_of_node[pair[0]], rank_of_node[pair[1]])), None
+                )
                 meets(mine)
-                self.voices.barrier()
+                self.control_group.barrier()
                 if mine is not None:
-                    here.meet(mine, players, leads=env.rank == players[mine[0]])
-                heard = [_timings(each) for each in self.voices.told(_measured(here, mine))]
-                yield [self._record(launch, pair, heard[players[pair[0]]], heard[players[pair[1]]]) for pair in pairs]
+                    here.meet(mine, rank_of_node, leads=env.rank == rank_of_node[mine[0]])
+                heard = [_timings(each) for each in self.control_group.told(_measured(here, mine))]
+                yield [
+                    self._record(launch, pair, heard[rank_of_node[pair[0]]], heard[rank_of_node[pair[1]]])
+                    for pair in pairs
+                ]
 
     def _record(self, launch: int, pair: Link, first: Sequence[Timing | None], second: Sequence[Timing | None]) -> Pair:
         times = {"latency": first[0], "there": first[1], "back": second[1]}
@@ -91,7 +97,7 @@ class PairGame:
 
 
 def pair_record(company: Company, launch: int, pair: Link, nbytes: int, **found: Any) -> Pair:
-    """Return the record of two nodes in a launch, with what was found of them."""
+    """Return the record of two nodes in a launch, with its measurements."""
     names = {each.node: each.host for each in company.hosts}
     one, other = (names.get(node, f"node {node}") for node in pair)
     return Pair(
@@ -101,26 +107,26 @@ def pair_record(company: Company, launch: int, pair: Link, nbytes: int, **found:
 
 @dataclass
 class _Player:
-    """The rank that plays for its node, and what it has measured: microseconds, by the node at the other end."""
+    """The rank that measures for its node, and its times in microseconds, by the node at the other end."""
 
     settings: BenchSettings
     group: dist.ProcessGroup
-    voices: Voices
+    control_group: ControlGroup
     device: torch.device
     latency_us: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     sent_us: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        """Make the messages once: memory that is new costs time of its own."""
+        """Allocate the messages once, because new memory costs time."""
         self.note = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device=self.device)
         self.load = torch.zeros(self.settings.pair_bytes, dtype=torch.uint8, device=self.device)
         self.terms = torch.zeros(2, dtype=torch.float64, device=self.device)
 
-    def meet(self, nodes: tuple[int, int], players: dict[int, int], *, leads: bool) -> None:
-        """Measure one pair, as the first of the two or as the second."""
+    def meet(self, nodes: tuple[int, int], rank_of_node: dict[int, int], *, leads: bool) -> None:
+        """Measure one pair, as the first or the second of the two."""
         other = nodes[1] if leads else nodes[0]
         try:
-            self._visit(other, players[other], leads=leads)
+            self._visit(other, rank_of_node[other], leads=leads)
         except RuntimeError as error:
             raise RuntimeError(f"pair of nodes {nodes[0]} and {nodes[1]}: {error}") from error
 
@@ -139,7 +145,7 @@ class _Player:
             self._answer(self.load, peer)
             self._receive(self.terms, peer)
         messages, latency_us = self.terms.tolist()
-        # There its first message has gone already; back it has not.
+        # In this direction the first message has been sent already; in the other it has not.
         for uncounted, mine in ((0, leads), (1, not leads)):
             for number in range(uncounted + int(messages)):
                 if mine:
@@ -149,15 +155,15 @@ class _Player:
                     self._answer(self.load, peer)
 
     def _ask(self, message: torch.Tensor, peer: int) -> float:
-        """Send a message and wait for the answer; return the microseconds of both."""
-        self.voices.beat()
+        """Send a message and wait for the reply; return the microseconds of both."""
+        self.control_group.beat()
         started = time.perf_counter()
         self._send(message, peer)
         self._receive(self.note, peer)
         return (time.perf_counter() - started) * US
 
     def _answer(self, message: torch.Tensor, peer: int) -> None:
-        self.voices.beat()
+        self.control_group.beat()
         self._receive(message, peer)
         self._send(self.note, peer)
 
@@ -175,7 +181,7 @@ class _Player:
 
 
 def _measured(here: _Player, pair: Link | None) -> list[dict[str, Any] | None]:
-    """Return what a rank has measured with its partner of this round: latency, and what it sent."""
+    """Return a rank's measurements with its partner of this round: latency, and transfers."""
     found = []
     for measured in (here.latency_us, here.sent_us):
         samples = [each for node in pair or () for each in measured.get(node, ())]  # there are none with itself

@@ -1,4 +1,4 @@
-"""What a rank of a `bench:` job runs: hello, or a conductor of launches (`conductor.py`)."""
+"""Entry point of a rank of a `bench:` job: hello, or the launch manager (`launch_manager.py`)."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from muster.collectives_bench.plan import cells_of
 from muster.collectives_bench.ranks.company import assemble
-from muster.collectives_bench.ranks.conductor import Conductor
+from muster.collectives_bench.ranks.launch_manager import LaunchManager
 from muster.collectives_bench.ranks.ledger import Ledger
 from muster.collectives_bench.records import Cell
 from muster.collectives_bench.results.files import read_result
@@ -34,7 +34,7 @@ PAIRS: Final = Cell(operation="pairs", dtype="fp32", asked_bytes=0, place="out")
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure, as whom, and where the records go."""
+    """What to measure, the rank's environment, and the file for records."""
 
     settings: BenchSettings
     env: RankEnv
@@ -47,7 +47,7 @@ def run_rank(payload: dict[str, Any]) -> int:
     """Run one rank of a `bench:` job in a fork of the warm process; return the exit code."""
     show_stacks()
     settings = BenchSettings.model_validate(payload["job"]["settings"])
-    job = Job.model_validate({**payload["job"], "settings": settings})  # keys left unset have their defaults there
+    job = Job.model_validate({**payload["job"], "settings": settings})  # unset keys get their defaults
     if settings.is_hello:
         return run_operation(settings, job.start_timeout_s)
     env = ranks.read(os.environ)
@@ -70,7 +70,7 @@ def run_operation(settings: BenchSettings, start_timeout_s: float) -> int:
 
 
 def conduct(task: Task) -> int:
-    """Meet the other ranks and measure everything; return 0 if all that was measured is right."""
+    """Meet the other ranks and measure everything; return 0 if all measurements are right."""
 
     def work(reporter: Reporter) -> int:
         settings, env = task.settings, task.env
@@ -81,7 +81,7 @@ def conduct(task: Task) -> int:
         if env.rank == 0:
             make_own_folder(task.path.parent)
             ledger = Ledger(task.path, company, settings, name=task.name, say=complain)
-        Conductor(company, settings, cells, ledger).run()
+        LaunchManager(company, settings, cells, ledger).run()
         company.part(FAREWELL_S)
         if ledger is None:
             return 0
@@ -93,7 +93,7 @@ def conduct(task: Task) -> int:
 
 
 def hello(env: RankEnv) -> bool:
-    """Print where this rank is, sum all ranks over the network, and say whether the sum is n(n-1)/2."""
+    """Print where this rank runs, sum all ranks over the network, and return whether the sum is n(n-1)/2."""
     total = torch.tensor([float(env.rank)])
     started = time.perf_counter()
     dist.all_reduce(total)

@@ -1,8 +1,10 @@
-"""How one cell is timed: warm-up, samples one by one until they suffice, then a loop back to back.
+"""How one cell is timed: warm-up, single samples until they are precise enough, then a back-to-back loop.
 
-Every rank times its own calls; the time of a call is that of the slowest rank. Ranks tell each other their times over
-a gloo group of their own, batch by batch, so that all see the same numbers and stop at the same call. After
-Hoefler & Belli, "Scientific Benchmarking of Parallel Computing Systems" (SC'15), and ReproMPI (Hunold & Carpen-Amarie).
+Every rank times its own calls; the time of a call is that of the slowest rank. Ranks exchange their times over a
+separate
+gloo group, batch by batch, so that all see the same numbers and stop at the same call. After Hoefler & Belli,
+"Scientific
+Benchmarking of Parallel Computing Systems" (SC'15), and ReproMPI (Hunold & Carpen-Amarie).
 """
 
 import json
@@ -22,24 +24,24 @@ from muster.jobs.measuring import stats
 Run = Callable[[], None]
 
 WARM_UP_S: Final = 0.5
-AGREE: Final = 0.2  # two successive calls that differ by less than this are warm
+AGREE: Final = 0.2  # warm once two successive calls differ by less than this
 LEAST_WARM_UP: Final = 2
 BATCH_S: Final = 0.025
 MOST_IN_BATCH: Final = 50
-LATENCY_SHARE: Final = 0.7  # of block_s, warm-up included; the rest is for the loop back to back
+LATENCY_SHARE: Final = 0.7  # of block_s, including warm-up; the rest is for the back-to-back loop
 LEAST_BACK_TO_BACK: Final = 2
 MOST_BACK_TO_BACK: Final = 500
 US: Final = 1e6
 
 
 class TooSlowError(Exception):
-    """A call took longer than `timeout_s`; raised on every rank at the same call, so that all go on together."""
+    """A call took longer than `timeout_s`; raised on every rank at the same call, so that all continue together."""
 
 
 class Clock(Protocol):
-    """Times calls on one rank, in microseconds; `nccl.py` has the one for CUDA's streams.
+    """Times calls on one rank, in microseconds; `nccl.py` has the clock for CUDA streams.
 
-    `pause_s` is about what passes between two samples.
+    `pause_s` is roughly the time between two samples.
     """
 
     pause_s: float
@@ -48,28 +50,28 @@ class Clock(Protocol):
         """Time calls back to back after a barrier; return the time of one."""
 
     def host(self, run: Run, calls: int) -> float | None:
-        """Time until a call returns to Python; None where that is the time of the call itself."""
+        """Time until a call returns to Python; None if that is the time of the call itself."""
 
 
-class Voices:
-    """The gloo group over which the ranks tell each other numbers; never the one that is measured."""
+class ControlGroup:
+    """The control group: a gloo group over which ranks exchange numbers; it is never the measured one."""
 
     def __init__(self, group: dist.ProcessGroup, beat: Callable[[], None]) -> None:
         self.group = group
         self.size = group.size()
         self.beat = beat
-        # dist.barrier would go by the device that NCCL's group is bound to, on this group too.
+        # dist.barrier would use the device that NCCL's group is bound to, even on this group.
         self._on_cpu = BarrierOptions()
         self._on_cpu.device = torch.device("cpu")
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         self.beat()
         self.group.barrier(opts=self._on_cpu).wait()
         self.beat()
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, in rank order; all give equally many."""
+        """Return the numbers of every rank, in rank order; all pass the same count."""
         self.beat()
         own = torch.tensor(mine, dtype=torch.float64)  # (numbers,)
         everybody = [torch.empty_like(own) for _ in range(self.size)]
@@ -78,13 +80,13 @@ class Voices:
         return rows
 
     def largest(self, mine: float) -> float:
-        """Return the largest number of all ranks."""
+        """Return the maximum over all ranks."""
         return max(each[0] for each in self.gather([mine]))
 
     def told(self, mine: Any) -> list[Any]:
-        """Return what every rank tells, in rank order: any JSON value, for where no time is measured.
+        """Return the JSON values of all ranks, in rank order. Not for use while times are measured.
 
-        Not torch's gather of objects, which unpickles what the network sends.
+        torch's gather of objects is avoided, because it unpickles data from the network.
         """
         text = json.dumps(mine).encode()
         longest = int(self.largest(len(text)))
@@ -95,27 +97,27 @@ class Voices:
 
 
 class HostClock:
-    """The clock for gloo: a call is over when it returns, on a GPU when the device has nothing left to do."""
+    """The clock for gloo: a call is over when it returns; on a GPU, when the device is idle."""
 
     pause_s = 0.0002
 
-    def __init__(self, voices: Voices, device: torch.device) -> None:
-        self.voices = voices
+    def __init__(self, control_group: ControlGroup, device: torch.device) -> None:
+        self.control_group = control_group
         self.device = device
 
     def loop(self, run: Run, calls: int) -> float:
-        """Time calls back to back after a barrier; return the microseconds of one."""
+        """Time calls back to back after a barrier; return the microseconds per call."""
         self._settle()
-        self.voices.barrier()
+        self.control_group.barrier()
         started = time.perf_counter()
         for _ in range(calls):
             run()
-            self.voices.beat()
+            self.control_group.beat()
         self._settle()
         return (time.perf_counter() - started) * US / calls
 
     def host(self, run: Run, calls: int) -> float | None:
-        """Return None: calls return when they are done."""
+        """Return None, because calls return only when they are done."""
         return None
 
     def _settle(self) -> None:
@@ -125,7 +127,7 @@ class HostClock:
 
 @dataclass(frozen=True)
 class Samples:
-    """What a block's calls took, in microseconds; `by_rank` holds each rank's own times of the same calls."""
+    """The times of a block's calls, in microseconds; `by_rank` has each rank's own times of the same calls."""
 
     slowest: list[float]
     by_rank: list[list[float]]
@@ -145,21 +147,21 @@ class Samples:
 
 
 class Sampler:
-    """Times the calls of one cell after another; `parts`: how many one-way times a call takes."""
+    """Times the calls of one cell after another; `parts` is the number of one-way transfers in a call."""
 
-    def __init__(self, clock: Clock, voices: Voices, settings: BenchSettings) -> None:
+    def __init__(self, clock: Clock, control_group: ControlGroup, settings: BenchSettings) -> None:
         self.clock = clock
-        self.voices = voices
+        self.control_group = control_group
         self.settings = settings
         self._began = time.perf_counter()
 
     def first(self, run: Run) -> float:
-        """Make the very first call, from which on the block's time is counted; return its time on the slowest rank."""
+        """Make the first call, which starts the block's time budget; return its time on the slowest rank."""
         self._began = time.perf_counter()
         return self._one(run)
 
     def warm_up(self, run: Run, first_us: float) -> int:
-        """Call until two calls in a row took about as long; return how many were made, the first one included."""
+        """Call until two successive calls take about the same time; return the number of calls, including the first."""
         before, spent_us, calls = first_us, first_us, 1
         while True:
             now = self._one(run)
@@ -170,19 +172,19 @@ class Sampler:
             before = now
 
     def latency(self, run: Run) -> Samples:
-        """Take samples until their interval is narrow enough or the time is over, and always `least_samples`.
+        """Take samples until their interval is narrow enough or the time is over, but at least `least_samples`.
 
         Raises:
-            TooSlowError: one took longer than `timeout_s`; so do `first` and `warm_up`.
+            TooSlowError: if one took longer than `timeout_s`; so do `first` and `warm_up`.
         """
         settings = self.settings
-        by_rank: list[list[float]] = [[] for _ in range(self.voices.size)]
+        by_rank: list[list[float]] = [[] for _ in range(self.control_group.size)]
         slowest: list[float] = []
         count = settings.least_samples
         while count > 0:
             mine = [self.clock.loop(run, 1) for _ in range(count)]
-            gathered = self.voices.gather([*mine, time.perf_counter() - self._began])
-            spent_s = max(each.pop() for each in gathered)  # everybody must come to the same end
+            gathered = self.control_group.gather([*mine, time.perf_counter() - self._began])
+            spent_s = max(each.pop() for each in gathered)  # all ranks must decide the same
             for known, new in zip(by_rank, gathered, strict=True):
                 known += new
             slowest += [self._in_time(max(each)) for each in zip(*gathered, strict=True)]
@@ -198,15 +200,17 @@ class Sampler:
         """Return the time of a call in a loop without pauses, in microseconds."""
         budget_us = (1 - LATENCY_SHARE) * self.settings.block_s * US
         calls = max(LEAST_BACK_TO_BACK, min(MOST_BACK_TO_BACK, int(budget_us / max(each_us, 1.0))))
-        return self.voices.largest(self.clock.loop(run, calls))
+        return self.control_group.largest(self.clock.loop(run, calls))
 
     def host(self, run: Run) -> float | None:
-        """Return the time until a call returns to Python on the slowest rank, in microseconds; None: the call's own."""
+        """Return the microseconds until a call returns to Python on the slowest rank; None: the time of the call
+        itself.
+        """
         mine = self.clock.host(run, MOST_IN_BATCH)
-        return None if mine is None else self.voices.largest(mine)
+        return None if mine is None else self.control_group.largest(mine)
 
     def _one(self, run: Run) -> float:
-        return self._in_time(self.voices.largest(self.clock.loop(run, 1)))
+        return self._in_time(self.control_group.largest(self.clock.loop(run, 1)))
 
     def _in_time(self, slowest_us: float) -> float:
         if slowest_us > self.settings.timeout_s * US:

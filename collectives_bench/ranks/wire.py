@@ -1,12 +1,13 @@
-"""Bytes that the interfaces sent during calls, beside the bytes that the formulas say: what does a library really move?
+"""Count the bytes that network interfaces send during calls, to compare a library with the formulas.
 
-    window       barrier, read, barrier, k calls, barrier, read        payload = bytes - headers x packets - sent again
+    window       barrier, read, barrier, k calls, barrier, read        payload = bytes - headers x packets -
+        retransmitted
     a call       (smallest of some windows - smallest of some windows without calls) / k
 
-Counters are those of this process's network namespace, where all ranks of a host share one loopback: one rank of each
-namespace reads, and what they read is added up. Whatever else a host sends can only add, hence the smallest windows,
-those first in which nothing was sent again; an acknowledgement is headers alone and counts as nothing. What passes the
-interfaces by (shared memory, NVLink, RDMA) is not seen, so this is for gloo.
+Counters are those of this process's network namespace, in which all ranks of a host share one loopback. One rank per
+namespace reads them, and the results are summed. Other traffic can only add, so the smallest window counts, preferably
+one without retransmission; an acknowledgement has only headers and counts as 0. Traffic that bypasses the interfaces
+(shared memory, NVLink, RDMA) is not seen, so this is for gloo.
 """
 
 import math
@@ -25,22 +26,22 @@ COUNTERS: Final = Path("/proc/self/net/dev")
 PROTOCOLS: Final = Path("/proc/self/net/snmp")
 TIMESTAMPS: Final = Path("/proc/sys/net/ipv4/tcp_timestamps")
 LOOPBACK: Final = "lo"
-SENT_BYTES, SENT_PACKETS = 8, 9  # of a line of /proc/net/dev, after the name
-ETHERNET, IP, TCP, STAMP = 14, 20, 20, 12  # bytes of headers; the loopback has an Ethernet header too
+SENT_BYTES, SENT_PACKETS = 8, 9  # columns of a line of /proc/net/dev, after the name
+ETHERNET, IP, TCP, STAMP = 14, 20, 20, 12  # bytes of headers; the loopback has an Ethernet header, too
 
-WINDOW_BYTES: Final = 8 * 2**20  # a window moves that much at least, so that a stray packet is nothing
+WINDOW_BYTES: Final = 8 * 2**20  # a window moves at least this much, so that a stray packet does not matter
 MOST_CALLS: Final = 64
-AGREE: Final = 0.003  # the two smallest windows differ by no more than that, or there is another one
+AGREE: Final = 0.003  # windows are added until the two smallest differ by no more than this
 MOST_WINDOWS: Final = 8
-MOST_LARGE_WINDOWS: Final = 3  # of calls that move more than LARGE bytes: a stray packet is nothing there
+MOST_LARGE_WINDOWS: Final = 3  # for calls of more than LARGE bytes, where a stray packet does not matter
 LARGE: Final = 2**30
 
 
 class WireCounter:
-    """Payload that some interfaces of this network namespace send. Every packet that is counted has one header.
+    """Payload sent by some interfaces of this network namespace. Every counted packet has one header.
 
-    That holds for packets of 64 KB too, which a card cuts later: they are counted before they are cut, or else every
-    piece is counted with a header of its own.
+    That is also true for packets of 64 KB that a card splits later: either they are counted before they are split, or
+    every piece is counted with its own header.
     """
 
     def __init__(self, interfaces: Iterable[str]) -> None:
@@ -51,20 +52,20 @@ class WireCounter:
         self._begin = (0, 0, 0)
 
     def start(self) -> None:
-        """Begin to count."""
+        """Begin counting."""
         self._begin = self._read()
 
     def sent(self) -> float:
-        """Return the bytes of payload since `start`; what TCP sent again over a card is left out."""
+        """Return the bytes of payload since `start`, without TCP retransmissions over a card."""
         sent, packets, again = (now - then for now, then in zip(self._read(), self._begin, strict=True))
         return max(0.0, float(sent - packets * self.header_bytes - again * self._segment))
 
     def sent_again(self) -> int:
-        """Return the segments since `start` that were sent again and are in `sent`: a loopback's, of any size."""
+        """Return the retransmitted segments since `start` that `sent` includes: those on loopback, of any size."""
         return 0 if self._segment else self._read()[-1] - self._begin[-1]
 
     def _read(self) -> tuple[int, int, int]:
-        """Return bytes, packets, and segments that were sent again."""
+        """Return bytes, packets, and retransmitted segments."""
         sent = packets = 0
         for line in COUNTERS.read_text(encoding="utf-8", errors="replace").splitlines():
             name, colon, rest = line.partition(":")
@@ -76,16 +77,16 @@ class WireCounter:
 
 
 def interfaces_of(interface: str, *, alone: bool) -> list[str]:
-    """Return the interfaces that carry what ranks send: the loopback where they share a host, and the one to others.
+    """Return the interfaces that carry the ranks' traffic: loopback if ranks share a host, and the one to other hosts.
 
-    What one host sends to an address of its own takes the loopback, whatever interface has that address; `alone`: all
-    ranks share one network namespace.
+    Traffic from a host to its own addresses uses loopback, whichever interface has the address. `alone`: all ranks
+    share one network namespace.
     """
     return [LOOPBACK] if alone or not interface else sorted({LOOPBACK, interface})
 
 
 def header_bytes() -> int:
-    """Return the headers of a TCP segment in bytes: 66 on IPv4, with the time stamps that Linux sends by default."""
+    """Return the header bytes of a TCP segment: 66 on IPv4, with Linux's default time stamps."""
     try:
         stamped = TIMESTAMPS.read_text(encoding="ascii").strip() != "0"
     except OSError:
@@ -96,17 +97,18 @@ def header_bytes() -> int:
 def audit(
     run: Callable[[], None], cell: Cell, nbytes: int, *, counter: WireCounter | None, control: dist.ProcessGroup
 ) -> Wire:
-    """Count what all ranks send in one call; all ranks call it together, after a warm-up.
+    """Count the bytes that all ranks send in one call; all ranks call it together, after a warm-up.
 
-    `counter` is None on ranks that share a network namespace with a lower one; rank 0 has one. `control` is a gloo
-    group of all ranks, whose own messages are counted off.
+    `counter` is None on ranks that share a network namespace with a lower rank; rank 0 has one. `control` is a gloo
+    group
+    of all ranks; its own messages are subtracted.
     """
     ranks = control.size()
     known = known_wire(cell, nbytes, ranks)
     calls = calls_of(known)
     idle = min(_window(run, 0, counter, control) for _ in range(2)).payload
     windows = [_window(run, calls, counter, control) for _ in range(2)]
-    # The sums are the same on every rank, and so is what follows from them. Where there is no payload, all is noise.
+    # The sums are the same on every rank, so all ranks decide the same. Without payload, everything is noise.
     most = 0 if not known else MOST_WINDOWS if known <= LARGE else MOST_LARGE_WINDOWS
     while len(windows) < most and not _agree(windows, idle):
         windows.append(_window(run, calls, counter, control))
@@ -120,12 +122,12 @@ def audit(
 
 
 def calls_of(known_bytes: float) -> int:
-    """Return how many calls a window has, from the bytes of one."""
+    """Return the number of calls per window, from the bytes of one call."""
     return max(1, min(MOST_CALLS, math.ceil(WINDOW_BYTES / max(known_bytes, 1.0))))
 
 
 class _Window(NamedTuple):
-    """What all namespaces sent in one window; the better of two is the one with less that was sent again."""
+    """The traffic of all namespaces in one window; of two windows, the one with less retransmission is better."""
 
     sent_again: float  # segments
     payload: float  # bytes
@@ -137,11 +139,11 @@ def _agree(windows: list[_Window], idle: float) -> bool:
 
 
 def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, control: dist.ProcessGroup) -> _Window:
-    """Make one window; all ranks get the same."""
+    """Run one window; all ranks get the same result."""
     dist.barrier(control)
     if counter is not None:
         counter.start()
-    dist.barrier(control)  # nobody calls before all have begun to count
+    dist.barrier(control)  # no rank calls before all have begun to count
     for _ in range(calls):
         run()
     dist.barrier(control)
@@ -152,7 +154,7 @@ def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, co
 
 
 def _sent_again() -> int:
-    """Return the segments that TCP has sent again in this namespace; they have the size of full ones, nearly all."""
+    """Return the segments that TCP has retransmitted in this namespace; nearly all of them are full-sized."""
     lines = [line.split() for line in PROTOCOLS.read_text(encoding="ascii").splitlines() if line.startswith("Tcp:")]
     names, values = lines[0], lines[1]
     return int(values[names.index("RetransSegs")])

@@ -1,4 +1,4 @@
-"""What calls cost beside time, as text: the bytes that interfaces sent, against the formulas, and hidden memory."""
+"""The bytes that interfaces sent, compared with the formulas, and the hidden memory of calls, as text."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -39,7 +39,7 @@ HELD: Final[tuple[Column, ...]] = (
 def lines(rows: "Sequence[Row]") -> list[str]:
     """Return one line for each row whose bytes were counted, under a heading for each world.
 
-    `known` is what this library's algorithm sends, `best` what the best one would; `off` is sent against known.
+    `known` is the bytes of this library's algorithm, `best` those of the best one; `off` compares sent with known.
     """
     found = []
     counted = [(row, row.wire) for row in rows if row.wire is not None and row.nbytes]
@@ -53,11 +53,11 @@ def lines(rows: "Sequence[Row]") -> list[str]:
 
 
 def memory(rows: "Sequence[Row]") -> list[str]:
-    """Return what calls needed beside our buffers, of each operation at its largest size; nothing where unknown."""
+    """Return the memory of calls beside our buffers, for each operation at its largest size; nothing if unknown."""
     largest: dict[tuple[World, str, str, str], Row] = {}
     for row in rows:
         if row.hidden_bytes is not None and row.nbytes:
-            largest[row.world, row.cell.operation, row.cell.dtype, row.cell.way] = row  # rows come by size
+            largest[row.world, row.cell.operation, row.cell.dtype, row.cell.way] = row  # rows are in order of size
     if not largest:
         return []
     head = ["#", "# memory of a rank, the largest, over S", *headings(HELD, "")]

@@ -1,8 +1,8 @@
-"""The environment explained: what of it changes the numbers of a result, with an estimate of what it costs.
+"""Explain which parts of the environment change a result's numbers, with an estimate of their cost.
 
-What hosts say of themselves is judged here, what the numbers themselves say in `symptoms.py`. A cost is measured in the
-result where it holds both sides of it (two runs that differ in their congestion control, worlds that fit on the cores
-and that do not, blocks with and without foreign load); otherwise it is one that was seen elsewhere, and says so.
+This module judges the facts that hosts record; `symptoms.py` judges the numbers themselves. A cost is measured in the
+result if it contains both sides (runs with different congestion control, worlds with and without enough cores, blocks
+with and without foreign load). Otherwise the cost is one measured elsewhere, and the finding says so.
 """
 
 import re
@@ -20,16 +20,16 @@ from muster.jobs.measuring.compare import Verdict, comparison
 # Loopback of a 2-core machine, kernel 6.18, gloo, 100 MB, against reno.
 BBR_ALL_REDUCE: Final = 1.35
 BBR_SEND: Final = 2.2
-STALL_S: Final = 4.5  # a resolver gives a name server up after 5 s
-SLOW_LINK: Final = 0.5  # of an interface's speed, reached at best
+STALL_S: Final = 4.5  # a resolver stops waiting for a name server after 5 s
+SLOW_LINK: Final = 0.5  # share of an interface's speed; a lower best speed is reported
 LARGE_BYTES: Final = 4 * 2**20
 FAST_MBIT: Final = 10_000
 HEADERS_BYTES: Final = 66  # Ethernet, IP and TCP with time stamps, of every packet
 VIRTUAL: Final = re.compile(r"docker|veth|br-|virbr|cni|flannel|cali|tun|tap|wg|zt|tailscale")
-# What changes results, whatever its value is good for.
+# Variables that change results, whatever their value.
 VARIABLES: Final[dict[str, str]] = {
-    "NCCL_P2P_DISABLE": "GPUs of one host speak through its memory, not over NVLink or PCIe",
-    "NCCL_SHM_DISABLE": "ranks of one host speak over the network",
+    "NCCL_P2P_DISABLE": "GPUs of one host communicate through its memory, not over NVLink or PCIe",
+    "NCCL_SHM_DISABLE": "ranks of one host communicate over the network",
     "NCCL_IB_DISABLE": "InfiniBand and RoCE are not used",
     "NCCL_NET_GDR_LEVEL": "which transfers go from the network card to the GPU directly",
     "NCCL_NVLS_ENABLE": "sums in the NVLink switch: up to 1.3x on 8 GPUs, nothing on 4 or fewer",
@@ -40,14 +40,14 @@ VARIABLES: Final[dict[str, str]] = {
     "NCCL_BUFFSIZE": "the size of its buffers is not NCCL's choice",
     "NCCL_DEBUG": "messages are written while it runs, many at INFO and TRACE",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL compares the arguments of every call on all ranks first",
-    "TORCH_NCCL_BLOCKING_WAIT": "calls return to Python when they are done",
-    "MALLOC_MMAP_THRESHOLD_": "when memory is mapped anew for each call: from 32 MB on it doubles an all_gather",
+    "TORCH_NCCL_BLOCKING_WAIT": "calls return to Python only when they have finished",
+    "MALLOC_MMAP_THRESHOLD_": "calls map new memory from this size on; from 32 MB on it doubles an all_gather's time",
 }
 HARMLESS: Final = {"NCCL_DEBUG": ("", "WARN", "VERSION"), "TORCH_DISTRIBUTED_DEBUG": ("", "OFF", "INFO")}
 
 
 def findings(result: Result) -> list[Finding]:
-    """Return what was found, what hosts say first; empty if nothing is known to be in the way."""
+    """Return the findings, those from host facts first; empty if no known cause applies."""
     rows = rows_of(result)
     found = [finding for check in CHECKS for finding in check(result, rows)]
     found += [finding for symptom in SYMPTOMS for finding in symptom(result, rows)]
@@ -69,12 +69,12 @@ def _over_tcp(result: Result) -> list[Header]:
 
 
 def _between_nodes(result: Result) -> list[Header]:
-    """Return the runs over several machines; pretend nodes are on one."""
+    """Return the runs over several machines; pretend nodes share one machine."""
     return [header for header in result.headers if len({host.host for host in header.hosts}) > 1]
 
 
 def congestion_control(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name TCP's congestion control where it is bbr, or differs; its cost between two runs, where there are two."""
+    """Report TCP's congestion control if it is bbr or differs; its cost if two runs can be compared."""
     hosts = _hosts(_over_tcp(result))
     names = sorted({host.congestion_control for host in hosts} - {""})
     slow = [host for host in hosts if _is_bbr(host.congestion_control)]
@@ -84,7 +84,7 @@ def congestion_control(result: Result, rows: Sequence[Row]) -> Iterator[Finding]
         yield Finding(
             f"TCP's congestion control is {one} in one run and {other} in another",
             f"{ratio:.2f}x as long with {one}, over all rows measured with both",
-            f"{verdict.verdict}, measured here" if told else f"not to be told from noise here: {verdict.why}",
+            f"{verdict.verdict}, measured here" if told else f"cannot be distinguished from noise here: {verdict.why}",
             f"set it for all: sysctl -w net.ipv4.tcp_congestion_control={other if ratio > 1 else one}"
             if told
             else "let runs of both take turns, with more launches",
@@ -95,7 +95,7 @@ def congestion_control(result: Result, rows: Sequence[Row]) -> Iterator[Finding]
         yield Finding(
             f"TCP's congestion control differs between hosts: {', '.join(names)}",
             _names(hosts),
-            "a host's own setting holds for what it sends, so some links may be slower than others; not measured here",
+            "a host's setting applies to the data it sends, so some links may be slower than others; not measured here",
             f"set it alike: sysctl -w net.ipv4.tcp_congestion_control={min(names, key=_is_bbr)}",
         )
     elif slow:
@@ -115,7 +115,7 @@ def _is_bbr(name: str) -> bool:
 
 
 def _measured_control(result: Result) -> tuple[str, str, Verdict[Row], float] | None:
-    """Compare runs that differ in congestion control: two names, and how the first does against the second."""
+    """Compare runs that differ in congestion control: return two names, and the first's result against the second."""
     blocks: dict[str, list[Block]] = {}
     for header in result.headers:
         controls = {host.congestion_control for host in header.hosts}
@@ -141,13 +141,13 @@ def _blocks_of(header: Header, result: Result) -> list[Block]:
 
 
 def interface(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name an interface between nodes that is none to the network, or that its link's speed does not explain."""
+    """Report an interface between nodes that does not lead to the network, or whose speed does not fit its link."""
     headers = _between_nodes(result)
     hosts = _hosts(headers)
     advice = "name the right one: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (ip -br addr lists them)"
     if odd := [host for host in hosts if host.interface == "lo" or VIRTUAL.match(host.interface)]:
         yield Finding(
-            f"nodes speak through {odd[0].interface}, which leads to no other machine or takes a detour",
+            f"nodes communicate through {odd[0].interface}, which does not lead to other machines or takes a detour",
             f"on {_names(odd)}",
             "seen elsewhere: 94x (24.2 s for 0.26 s, pytorch/gloo 335); not measured here",
             advice,
@@ -158,7 +158,7 @@ def interface(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
         yield Finding(
             f"links differ: {min(speeds)} and {max(speeds)} Mbit/s",
             f"the slowest on {_names(slow)}, {slow[0].interface}",
-            f"up to {max(speeds) / min(speeds):.3g}x, for the slowest link sets the pace of a ring",
+            f"up to {max(speeds) / min(speeds):.3g}x, because the slowest link limits a ring",
             f"look at its cable and switch port; or {advice}",
             factor=max(speeds) / min(speeds),
         )
@@ -175,7 +175,7 @@ def _unused_speed(
     link = speed_mbit / 8e3  # GB/s
     if best and link and best < SLOW_LINK * link:
         yield Finding(
-            f"the link is not used: {best:.3g} GB/s at best of {link:.3g}",
+            f"the link is not fully used: {best:.3g} GB/s at best of {link:.3g}",
             f"{hosts[0].interface} says {speed_mbit} Mbit/s",
             f"up to {link / best:.1f}x, measured here",
             "one TCP stream may not fill it: look at congestion control, mtu and the CPU; or another interface is used",
@@ -186,13 +186,13 @@ def _unused_speed(
         yield Finding(
             f"numbers beyond the link: {best:.3g} GB/s over {link:.3g}",
             f"{hosts[0].interface} says {speed_mbit} Mbit/s",
-            "the traffic takes another way than the one named here",
+            "the traffic takes another route than the interface named here",
             "set GLOO_SOCKET_IFNAME, and count with --wire",
         )
 
 
 def packets(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name a small or an uneven mtu between nodes."""
+    """Report a small mtu between nodes, or one that differs."""
     hosts = [host for host in _hosts(_between_nodes(result)) if host.mtu]
     sizes = sorted({host.mtu for host in hosts if host.mtu})
     if len(sizes) > 1:
@@ -216,7 +216,7 @@ def packets(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def governor(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name hosts whose cores are told to save power."""
+    """Report hosts whose cores are set to save power."""
     if saving := [host for host in _hosts(result.headers) if "powersave" in host.governor]:
         yield Finding(
             "cores save power: the governor is powersave",
@@ -227,7 +227,7 @@ def governor(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def stall_at_start(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name a start that waited for a name server."""
+    """Report a start that waited for a name server."""
     stalls = [header for header in result.headers if header.init_s is not None and header.init_s >= STALL_S]
     gloo = [header.init_s for header in stalls if header.init_s is not None and header.world.backend == "gloo"]
     if gloo:
@@ -236,7 +236,7 @@ def stall_at_start(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
             f"init_process_group took {seconds:.1f} s",
             f"in {len(gloo)} of {counted(len(result.headers), 'run')}; 0.04 s is usual, a name server's time-out 5 s",
             f"{seconds:.1f} s at every start, measured here; no row holds it",
-            "c10d looks names up of IPv4 addresses in IPv6 form, which /etc/hosts does not answer: set RES_OPTIONS="
+            "c10d looks up names for IPv4 addresses in IPv6 form, which /etc/hosts does not contain: set RES_OPTIONS="
             "'timeout:1 attempts:1' in the job's env:, or these options in /etc/resolv.conf",
             seconds=seconds,
             measured=True,
@@ -244,7 +244,7 @@ def stall_at_start(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def variables(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name what is set in the environment and changes results, and what is not the same everywhere."""
+    """Report environment variables that change results, and those that differ between hosts."""
     hosts = _hosts(result.headers)
     for name in sorted({name for host in hosts for name in host.environment}):
         values = sorted({host.environment.get(name, "") for host in hosts})
@@ -252,7 +252,7 @@ def variables(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
             yield Finding(
                 f"{name} is not the same on all hosts",
                 ", ".join(value or "unset" for value in values),
-                "ranks that differ in it may hang, or give other results; not measured here",
+                "ranks with different values may hang or give different results; not measured here",
                 "set it alike, in the job's env: section",
             )
         elif name in VARIABLES and values[0] not in HARMLESS.get(name, ("",)):

@@ -1,6 +1,6 @@
-"""Read what runs have measured, and write it for others to read.
+"""Read the records of runs, and write results as JSON or CSV.
 
-result.json     {"muster_bench": 1, "headers": [...], "blocks": [...], "pairs": [...]}, a record a line as well
+result.json     {"muster_bench": 1, "headers": [...], "blocks": [...], "pairs": [...]}, one record on each line
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ FORMAT: Final[Format[Any, Result]] = Format(
 
 
 def read_result(paths: Sequence[Path]) -> Result:
-    """Read runs or files and return all that they hold as one; what two of them hold is taken once.
+    """Read runs or files and merge them into one result; a record that several of them contain is taken once.
 
     Errors as `jobs.measuring.recorded.Format.read`.
     """
@@ -62,7 +62,7 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as CSV; what was not measured is empty. Errors as `recorded.write`."""
+    """Write rows as CSV; values that were not measured are empty. Errors as `recorded.write`."""
     write_table(COLUMNS, ([value(row) for value in COLUMNS.values()] for row in rows), path)
 
 

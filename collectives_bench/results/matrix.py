@@ -1,4 +1,4 @@
-"""Pairs of nodes as text: bandwidth from each node to each other, latency between them, hosts behind the numbers."""
+"""Pairs of nodes as text: bandwidth and latency from each node to each other, and the host of each number."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -8,7 +8,7 @@ from muster.collectives_bench.records import Pair, Timing
 from muster.collectives_bench.results.table import number
 from muster.collectives_bench.sizes import size_text
 
-MOST_NODES: Final = 16  # of a matrix; of more only the ends of the list are told
+MOST_NODES: Final = 16  # nodes in a matrix; with more nodes only the first and last of the list are shown
 ENDS: Final = 5
 WIDTH: Final = 8
 
@@ -16,7 +16,7 @@ Value = dict[tuple[int, int], float]
 
 
 def lines(pairs: Sequence[Pair]) -> list[str]:
-    """Return both matrices of the pairs of one world, the hosts, and what failed; nothing for no pairs."""
+    """Return both matrices of the pairs of one world, the hosts, and the failed pairs; nothing without pairs."""
     if not pairs:
         return []
     hosts = dict(

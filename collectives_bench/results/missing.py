@@ -1,4 +1,4 @@
-"""What a result should hold and does not: blocks that were asked for and not measured, for the job was broken off."""
+"""Blocks that a result should contain but does not, because the job stopped before they were measured."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from muster.jobs.basics.words import counted
 
 MOST_BLOCKS: Final = 1_000_000
 
-NOT_REPEATED = ("refused", "unsupported")  # one such block says it of all launches
+NOT_REPEATED = ("refused", "unsupported")  # one such block stands for all launches
 
 Key = tuple[World, int, Cell | None]
 
 
 @dataclass(frozen=True)
 class Missing:
-    """How many of the blocks (or pairs) that were asked for are there, and how many rows have none at all."""
+    """How many of the requested blocks (or pairs) were measured, and how many rows have no block at all."""
 
     asked: int
     found: int
@@ -26,7 +26,7 @@ class Missing:
 
     @property
     def text(self) -> str:
-        """Say it in one line; empty where nothing is missing."""
+        """Return one line about the missing blocks; empty if nothing is missing."""
         if self.found >= self.asked:
             return ""
         rows = f"; {counted(self.never_begun, 'row')} never begun" if self.never_begun else ""
@@ -34,10 +34,10 @@ class Missing:
 
 
 def missing(result: Result) -> Missing:
-    """Hold a result against the settings in its headers.
+    """Compare a result with the settings in its headers.
 
     Raises:
-        JobFileError: they ask for more than any run would.
+        JobFileError: the settings request more blocks than any run would have.
     """
     asked: Counter[Key] = Counter()
     for header in result.headers:
@@ -45,7 +45,7 @@ def missing(result: Result) -> Missing:
         cells = [] if settings.pairs else cells_of(settings, world.ranks)
         if settings.launches * max(len(cells), 1) > MOST_BLOCKS:
             raise JobFileError(
-                f"header of {header.name}: asks for more than {MOST_BLOCKS:,} blocks; the file is damaged"
+                f"header of {header.name}: requests more than {MOST_BLOCKS:,} blocks; the file is damaged"
             )
         for launch in range(settings.launches):
             if settings.pairs:

@@ -22,7 +22,7 @@ MOST_TICKS: Final = 7
 
 
 def plot(rows: "Sequence[Row]", path: Path) -> None:
-    """Draw rows into a file.
+    """Draw rows as a plot and write it to a file.
 
     Raises:
         NothingToPlotError: no row has a size and a time.
@@ -53,7 +53,7 @@ def plot(rows: "Sequence[Row]", path: Path) -> None:
 
 
 def way_of(row: "Row") -> str:
-    """Name a line: the operation, with its place where it can have two, and async."""
+    """Name a line: the operation, in or out of place if it supports both, and async."""
     cell = row.cell
     words = [cell.operation]
     words += [cell.place] if len(OPERATIONS[cell.operation].places) > 1 else []
@@ -88,13 +88,13 @@ def _point(row: "Row", what: str) -> tuple[int, float, float, float] | None:
     low, high = row.low_us or row.p50_us, row.high_us or row.p50_us
     if what == "time":
         return (row.nbytes, row.p50_us, low, high) if row.p50_us > 0 else None
-    if not row.busbw:  # of one rank alone it is 0: nothing crosses a link
+    if not row.busbw:  # 0 for one rank alone, as nothing crosses a link
         return None
     return row.nbytes, row.busbw, row.busbw * row.p50_us / high, row.busbw * row.p50_us / low
 
 
 def _name_values(panel: Any) -> None:
-    """Name one value of a decade, or 1, 2 and 5 of each where the axis shows less than two."""
+    """Label one value for each decade, or 1, 2 and 5 of each if the axis spans less than two decades."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = panel.get_ylim()
@@ -108,7 +108,7 @@ def _plain(value: float) -> str:
 
 
 def _name_sizes(panel: Any, sizes: Sequence[int]) -> None:
-    """Name sizes that were measured below the axis, not powers that were not; no more than fit."""
+    """Label the axis with measured sizes instead of powers, and no more of them than fit."""
     least = math.log2(sizes[-1] / sizes[0]) / MOST_TICKS
     chosen = [sizes[-1]]
     for size in reversed(sizes[1:-1]):
@@ -120,7 +120,7 @@ def _name_sizes(panel: Any, sizes: Sequence[int]) -> None:
 
 
 def _legend(figure: Any, panels: Any, ways: Sequence[str], *, confidence: float) -> None:
-    """Name the lines once, beside all panels."""
+    """Draw one legend for all panels beside them."""
     handles: dict[str, Any] = {}
     for panel in panels.flat:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):

@@ -1,4 +1,4 @@
-"""All that a result says, as text: what was measured where, the rows, pairs and slow links, bytes, causes, a verdict.
+"""The report of a result as text: the measured worlds, rows, pairs and slow links, bytes, causes and the verdict.
 
 Rank 0 prints it at the end of a `bench:` job, `muster bench` and `muster bench show` for one run or several.
 """
@@ -14,7 +14,7 @@ from muster.collectives_bench.results.slow import slow
 
 
 def report_lines(result: Result, unmeasured: Sequence[str] = ()) -> list[str]:
-    """Return the whole report, one world after another; `unmeasured` names worlds that should be in it and are not."""
+    """Return the whole report, one world after another; `unmeasured` names worlds missing from it."""
     rows, unfinished = rows_of(result), missing(result).text
     lines: list[str] = []
     for world in _worlds(result, rows):
@@ -48,7 +48,7 @@ def _worlds(result: Result, rows: Sequence[Row]) -> list[World]:
 
 
 def verdict(result: Result, rows: Sequence[Row], unmeasured: Sequence[str] = ()) -> str:
-    """Return FAILED where something was wrong or nothing has a time, UNFINISHED where something is missing, or OK."""
+    """Return FAILED if a value was wrong or no row has a time, UNFINISHED if blocks are missing, or otherwise OK."""
     if any(pair.state in table.BAD_STATES for pair in result.pairs) or table.is_failed(rows):
         return "FAILED"
     if not result.pairs and not any(row.is_measured for row in rows):

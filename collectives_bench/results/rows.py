@@ -12,15 +12,15 @@ from muster.jobs.measuring.launches import Launch, MeasuredRow, over_launches
 from muster.jobs.measuring.stats import quantile, spread
 
 STEAL_LIMIT: Final = 0.02
-SPREAD_LIMIT: Final = 0.30  # (slowest - quickest launch) / median: twice what is usual on a shared machine
+SPREAD_LIMIT: Final = 0.30  # (slowest - quickest launch) / median: twice the usual value on a shared machine
 FIRST_CALL_LIMIT: Final = 5.0  # times the median; nine of ten cells were below it on a loopback
-LATE_MARGIN: Final = 0.10  # of the call's time, behind the next latest rank
-LATE_CHANCE: Final = 0.07  # of one and the same rank being the last in every launch, were all alike
+LATE_MARGIN: Final = 0.10  # after the second last rank, as a share of the call's time
+LATE_CHANCE: Final = 0.07  # chance that one rank is last in every launch if all ranks are equally fast
 
 # From best to worst; a wrong result that nobody sees is worse than a failure that everybody sees.
 STATES: Final[tuple[State, ...]] = ("ok", "unsupported", "refused", "timeout", "failed", "wrong")
 
-# Operations in which all ranks do the same: in the others some rank is last by its part, which is no fault of its.
+# Operations in which all ranks do the same. In the others, some rank is last because of its role.
 SYMMETRIC: Final = frozenset(
     name
     for name in OPERATIONS
@@ -60,7 +60,7 @@ class Row(MeasuredRow):
 
     @property
     def key(self) -> tuple[World, Cell]:
-        """What two results have in common if they measured the same thing."""
+        """The key that is equal in two results if they measured the same cell in the same world."""
         return self.world, self.cell
 
     @property
@@ -74,7 +74,7 @@ class Row(MeasuredRow):
         return f"{cell}, {self.world.text}" if in_full else cell
 
     def unlike(self, other: MeasuredRow) -> str:
-        """Say which sizes were used, where they differ."""
+        """Return both sizes as text if they differ."""
         assert isinstance(other, Row)
         return "" if self.nbytes == other.nbytes else f"{self.nbytes} bytes before, {other.nbytes} after"
 
@@ -101,13 +101,13 @@ def _row(blocks: Sequence[Block]) -> Row:
     wrong = _wrong(blocks)
     row = Row(first.world, first.cell, first.nbytes, state=state, reason=reason, tried=len(blocks), wrong=wrong)
     measured = [block for block in blocks if block.state == "ok" and block.latency is not None]
-    # Nothing but wrong results: their times are shown all the same, beside the verdict.
+    # All results are wrong: their times are shown beside the verdict nevertheless.
     measured = measured or [block for block in blocks if block.state == "wrong" and block.latency is not None]
     return _with_numbers(row, measured) if measured else row
 
 
 def _worst(blocks: Sequence[Block]) -> tuple[State, str]:
-    """Return the worst state with its earliest reason; how many launches it befell, where not all."""
+    """Return the worst state with its earliest reason, and in how many launches it occurred if not in all."""
     state = max((block.state for block in blocks), key=STATES.index)
     if state == "ok":
         return state, ""
@@ -124,12 +124,12 @@ def _wrong(blocks: Sequence[Block]) -> int | None:
 
 
 def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
-    """Fill in what was measured; the blocks are in the order of time."""
+    """Fill in the measured numbers; the blocks are in order of time."""
     timings = [block.latency for block in blocks if block.latency is not None]
     measured = over_launches([_launch(block, timing) for block, timing in zip(blocks, timings, strict=True)])
     p50_us = measured["p50_us"]
     cvs = [spread(block.samples_us) for block in blocks if len(block.samples_us) > 1]
-    # GB/s: bytes a microsecond / 1000.
+    # GB/s: bytes per microsecond / 1000.
     algbw = row.nbytes / p50_us / 1e3 if row.nbytes and p50_us > 0 else None
     factor = OPERATIONS[row.cell.operation].bus_factor(row.world.ranks)
     memories = [block.memory for block in blocks if block.memory is not None]
@@ -171,15 +171,15 @@ def _middle(blocks: Iterable[Block], value: Callable[[Block], float | None]) -> 
 
 
 def _wire(blocks: Sequence[Block]) -> Wire | None:
-    """Return the middle one by bytes a call (of an even number, the lower): bytes hardly differ between launches."""
+    """Return the block with the median bytes per call (the lower of two); bytes hardly differ between launches."""
     found = sorted((block.wire for block in blocks if block.wire is not None), key=lambda wire: wire.sent_bytes)
     return found[(len(found) - 1) // 2] if found else None
 
 
 def _late_rank(blocks: Sequence[Block]) -> int | None:
-    """Name the rank that is the last in every launch, by a margin, where all ranks do the same; None if there is none.
+    """Return the rank that is last in every launch, by a margin, if all ranks do the same; None without one.
 
-    n ranks that are all alike have one and the same as the last of L launches with a chance of n^(1 - L).
+    If n ranks are equally fast, the chance that one rank is last in all L launches is n^(1 - L).
     """
     found = [block.lateness for block in blocks if block.lateness and len(block.lateness) == block.world.ranks > 1]
     if not found or blocks[0].cell.operation not in SYMMETRIC:

@@ -1,17 +1,17 @@
-"""Which nodes and links are slow, from the times of all pairs; with the evidence, or a plain "cannot be told". Pure.
+"""Find slow nodes and links from the times of all pairs, with the evidence, or say that they cannot be told. Pure.
 
-Every directed link a → b has a time. A healthy network has one level; what is slow is slow by a ratio:
+Every directed link a → b has a time. A healthy network has one level; slow parts are slower by a ratio:
 
     log time(a → b) = level + max(sends(a), receives(b), link(a → b))        all three >= 0, nearly all of them 0
 
-The maximum, not the sum: a message is as fast as the slowest part of its way. So
+The maximum and not the sum, because a message is as fast as the slowest part of its route. So
 
-    level        the median of what no culprit explains, found step by step from the fast quarter of all links
-    sends(a)     the level of a's fastest links out: a slow node is slow to everybody
-    link(a → b)  what is left when both nodes are accounted for
+    level        the median of links that no culprit explains, found iteratively from the fastest quarter of all links
+    sends(a)     the level of a's fastest outgoing links, since a slow node is slow to all others
+    link(a → b)  the slowness that neither node explains
 
-A culprit is named when it is slow by THRESHOLD, by several times the noise, and in nearly every launch. What is slow
-enough and does not repeat so is no culprit but a reason to measure again.
+A culprit is named if it is slow by THRESHOLD, by several times the noise, and in nearly every launch. A part that is
+slow enough but not in nearly every launch is only a reason to measure again.
 """
 
 import math
@@ -26,13 +26,13 @@ from muster.jobs.measuring.stats import median_interval, quantile
 THRESHOLD: Final = math.log(1.15)  # time, slower by 15 %
 SURE: Final = THRESHOLD / 3  # the low end of a culprit's interval
 TIMES_NOISE: Final = 2.5
-NOISY: Final = THRESHOLD / 2  # noise above it hides a culprit of the threshold's size
-FAST_SHARE: Final = 0.25  # of all links: the first guess of the level
-NODE_SHARE: Final = 0.2  # of a node's links may be fast by chance though the node is slow
+NOISY: Final = THRESHOLD / 2  # more noise hides a culprit of the threshold's size
+FAST_SHARE: Final = 0.25  # share of all links for the first estimate of the level
+NODE_SHARE: Final = 0.2  # share of a slow node's links that may be fast by chance
 STEPS: Final = 10
 # Half the range of so few medians, times this, is an interval of about 90 %; of five and more it is one already.
 WIDENED: Final = {1: 0.0, 2: 3.0, 3: 1.6, 4: 1.2}
-MANY: Final = 0.34  # of all pairs; so many slow ones are no single links
+MANY: Final = 0.34  # share of all pairs; from here on slow pairs are not reported as single links
 
 Direction = Literal["both", "sends", "receives"]
 Link = tuple[int, int]
@@ -53,7 +53,7 @@ class Slow:
 
     @property
     def line(self) -> str:
-        """Say it in one line, with the evidence."""
+        """Return the culprit in one line, with the evidence."""
         share = 1 - 1 / self.ratio
         evidence = f"{self.gb_per_s:.3g} GB/s where the others have {self.healthy_gb_per_s:.3g}: {share:.0%} less"
         sure = f" ({max(0.0, 1 - 1 / self.low):.0%} at the low end of its interval)"
@@ -68,18 +68,18 @@ class Slow:
 
 @dataclass(frozen=True)
 class Findings:
-    """What all pairs together say. `undecided` is why some or all of it cannot be told; "" where it can."""
+    """The result of all pairs. `undecided` is the reason why some or all of it cannot be told; "" if it can."""
 
     slow: tuple[Slow, ...]
     noise: float  # relative: half the width of a link's interval, the median over links
     undecided: str
 
     def lines(self) -> list[str]:
-        """Say it: the culprits, then what cannot be told; or that nothing is slow."""
+        """Return the culprits, then what cannot be decided, or a line that nothing is slow."""
         found = [each.line for each in self.slow]
         if self.undecided:
             return [*found, f"undecided: {self.undecided}"]
-        return found or [f"no slow node, no slow link (what is 15 % slower would show; noise ±{self.noise:.1%})"]
+        return found or [f"no slow node, no slow link (one that is 15 % slower would show; noise ±{self.noise:.1%})"]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ def slow(pairs: Iterable[Pair]) -> Findings:
         return _two(seen, hosts, noise)
     model = _Model(seen)
     culprits, doubtful = _judge(model, noise)
-    if noise > NOISY and len({pair.launch for pair in good}) == 1:  # nothing has repeated: chance slows links so too
+    if (
+        noise > NOISY and len({pair.launch for pair in good}) == 1
+    ):  # without a second launch, chance can look like a slow link
         culprits, doubtful = [], [*culprits, *doubtful]
     nbytes = good[0].nbytes
     named = tuple(_named(each, hosts, model.level, nbytes) for each in culprits)
@@ -112,7 +114,7 @@ def slow(pairs: Iterable[Pair]) -> Findings:
 
 @dataclass(frozen=True)
 class _Effect:
-    """How much slower than the level something is, as a log ratio, and the low end of it."""
+    """How much slower than the level a part is, as a log ratio, and the interval's low end."""
 
     nodes: tuple[int, ...]
     direction: Direction
@@ -121,13 +123,13 @@ class _Effect:
 
 
 class _Model:
-    """The level of a network, and what every node adds to it."""
+    """The level of a network, and the time that each node adds to it."""
 
     def __init__(self, seen: Mapping[Link, _Seen]) -> None:
         self.seen = seen
         self.nodes = sorted({node for link in seen for node in link})
         self.level = quantile([each.mid for each in seen.values()], FAST_SHARE)
-        for _ in range(STEPS):  # it has settled after two or three
+        for _ in range(STEPS):  # it converges after two or three
             explained = self._slow_links()
             rest = [each.mid for link, each in seen.items() if link not in explained]
             if not rest or (settled := median(rest)) == self.level:
@@ -135,7 +137,7 @@ class _Model:
             self.level = settled
 
     def side(self, node: int, direction: Direction) -> _Effect:
-        """Return what a node adds to all that it sends, or receives."""
+        """Return the time that a node adds to all that it sends or receives."""
         end = 0 if direction == "sends" else 1
         links = [each for link, each in self.seen.items() if link[end] == node]
         return _Effect(
@@ -146,7 +148,7 @@ class _Model:
         )
 
     def _slow_links(self) -> set[Link]:
-        """List the links that a slow end explains, or that are slow themselves, as far as the level is known by now."""
+        """List the links with a slow end, and those slow themselves, by the current estimate of the level."""
         sends = {node for node in self.nodes if self.side(node, "sends").mid >= THRESHOLD}
         receives = {node for node in self.nodes if self.side(node, "receives").mid >= THRESHOLD}
         return {
@@ -157,7 +159,7 @@ class _Model:
 
 
 def _judge(model: _Model, noise: float) -> tuple[list[_Effect], list[_Effect]]:
-    """Return the culprits, and what is slow enough but not sure; a link is judged beyond what its ends explain."""
+    """Return the sure culprits and the doubtful ones; a link is judged beyond what its ends explain."""
     sure: list[_Effect] = []
     doubtful: list[_Effect] = []
     floor: dict[tuple[int, Direction], float] = {}
@@ -177,7 +179,7 @@ def _judge(model: _Model, noise: float) -> tuple[list[_Effect], list[_Effect]]:
 
 
 def _merged(sides: Sequence[_Effect]) -> list[_Effect]:
-    """Make one effect of two directions that are both slow; leave those that are not slow out."""
+    """Merge two slow directions into one effect, and drop effects that are not slow."""
     large = [side for side in sides if side.mid >= THRESHOLD]
     if len(large) < 2:
         return large
@@ -195,29 +197,29 @@ def _sort_out(effects: Iterable[_Effect], noise: float, sure: list[_Effect], dou
 def _summary(
     named: tuple[Slow, ...], doubtful: Sequence[_Effect], model: _Model, hosts: Mapping[int, str], noise: float
 ) -> Findings:
-    """Add what cannot be told; links by the dozen are told as one thing."""
+    """Add what cannot be decided; many slow links are reported together."""
     count = len(model.nodes) * (len(model.nodes) - 1) / 2
     links = [each for each in named if each.kind == "link"]
     if len(links) > MANY * count and len(links) > 2:
         groups = " | ".join(", ".join(hosts[node] for node in group) for group in _groups(model.nodes, links))
-        text = f"{len(links)} of {count:.0f} pairs are slow: no single links; fast among themselves are {groups}"
+        text = f"{len(links)} of {count:.0f} pairs are slow, too many for single links; fast groups are {groups}"
         return Findings(tuple(each for each in named if each.kind == "node"), noise, text)
     reasons = []
     if fast := sorted(link for link, each in model.seen.items() if each.high <= model.level - THRESHOLD):
         first = " → ".join(hosts[node] for node in fast[0])
         reasons.append(f"{first} is faster than most links: these are near each other, or most of the others are slow")
-    if doubtful and noise <= NOISY:  # else everybody is a suspect
+    if doubtful and noise <= NOISY:  # otherwise every node is a suspect
         suspects = ", ".join(" - ".join(hosts[node] for node in each.nodes) for each in doubtful[:4])
         reasons.append(f"{suspects} seem{'s' if len(doubtful) == 1 else ''} slow, but not in every launch")
     if noise > NOISY:
-        reasons.append(f"the times of one link differ by ±{noise:.0%}, which hides what is less than 15 % slower")
+        reasons.append(f"the times of one link differ by ±{noise:.0%}, which hides slowdowns of less than 15 %")
     if reasons:
         reasons.append("measure again on quiet hosts, or with more launches")
     return Findings(named, noise, "; ".join(reasons))
 
 
 def _groups(nodes: Sequence[int], slow_links: Iterable[Slow]) -> list[list[int]]:
-    """Return the nodes that fast links join, as groups."""
+    """Return groups of nodes that are joined by fast links."""
     cut = {each.nodes for each in slow_links}
     groups: list[list[int]] = []
     for node in nodes:
@@ -228,19 +230,19 @@ def _groups(nodes: Sequence[int], slow_links: Iterable[Slow]) -> list[list[int]]
 
 
 def _two(seen: Mapping[Link, _Seen], hosts: Mapping[int, str], noise: float) -> Findings:
-    """With two nodes there is nothing to compare with but the other direction."""
+    """Compare the two directions, the only comparison that two nodes allow."""
     (one, other), (there, back) = sorted(hosts), [seen[link] for link in sorted(seen)]
-    text = "two nodes have one link: whether it is slow, or one of them, only a third node could tell; add one"
+    text = "with two nodes it cannot be told whether the link or a node is slow; add a third node"
     slower, faster, ends = (there, back, (one, other)) if there.mid > back.mid else (back, there, (other, one))
     if slower.mid - faster.mid >= THRESHOLD and slower.low > faster.high:
         ratio = math.exp(slower.mid - faster.mid)
         way = f"{hosts[ends[0]]} → {hosts[ends[1]]} takes {ratio:.2f} x the time of the way back"
-        text = f"{way}: what the first sends or the second receives is slow; {text}"
+        text = f"{way}: the first sends slowly or the second receives slowly; {text}"
     return Findings((), noise, text)
 
 
 def _names(pairs: Iterable[Pair]) -> dict[int, str]:
-    """Call nodes by their hosts, where that tells them apart."""
+    """Name nodes by their hosts, if the names are unique."""
     hosts = {node: host for pair in pairs for node, host in zip(pair.nodes, pair.hosts, strict=True)}
     return hosts if len(set(hosts.values())) == len(hosts) else {node: f"node {node}" for node in hosts}
 
@@ -261,19 +263,21 @@ def _joined(launches: Sequence[Timing]) -> _Seen:
     low, high = median_interval(medians)
     mid = median(medians)
     if len(launches) in WIDENED:
-        within = median(math.log(each.p50_us / each.low_us) for each in launches)  # what is late now and then is above
+        within = median(
+            math.log(each.p50_us / each.low_us) for each in launches
+        )  # occasional delays are above the median
         half = max(WIDENED[len(launches)] * (high - low) / 2, within / math.sqrt(len(launches)))
         low, high = mid - half, mid + half
     return _Seen(mid, low, high)
 
 
 def _lower(values: Sequence[float]) -> float:
-    """Return the smallest but those few that chance may have made fast."""
+    """Return the smallest value after the few that may be fast by chance."""
     return sorted(values)[math.floor((len(values) - 1) * NODE_SHARE)]
 
 
 def _named(effect: _Effect, hosts: Mapping[int, str], level: float, nbytes: int) -> Slow:
-    healthy = nbytes / math.exp(level) / 1e3  # bytes a microsecond -> GB/s
+    healthy = nbytes / math.exp(level) / 1e3  # bytes per microsecond -> GB/s
     return Slow(
         kind="node" if len(effect.nodes) == 1 else "link",
         nodes=effect.nodes,

@@ -1,4 +1,4 @@
-"""What the numbers themselves say of the environment: too few cores, other people's work, a late rank, first calls."""
+"""Problems of the environment that the numbers show: too few cores, foreign load, a late rank, slow first calls."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +14,17 @@ from muster.jobs.measuring.compare import FOREIGN_LIMIT
 from muster.jobs.measuring.stats import quantile
 
 SMALL_BYTES: Final = 2**20
-LOADED: Final = 0.30  # foreign load that has been seen to cost a median of 1.24x
-FIRST_CALL_SHARE: Final = 3.0  # times the median: from here on a first call is worth a line
+LOADED: Final = 0.30  # foreign load above this has cost a median of 1.24x
+FIRST_CALL_SHARE: Final = 3.0  # times the median: a slower first call is reported
 LEAST_LATE_ROWS: Final = 2
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, on what evidence, what it costs, and what to do.
+    """A problem with its evidence, its cost, and advice.
 
-    `factor` is how many times as long calls take for it, `seconds` what it costs once. `measured`: in this result;
-    otherwise the cost was seen elsewhere, as `cost` says.
+    `factor` is how many times longer calls take because of it, `seconds` its cost once. `measured` is true if the cost
+    was measured in this result; otherwise it was seen elsewhere, and `cost` says so.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """All of it in one line."""
+        """The whole finding in one line."""
         return f"{self.what} ({self.evidence}): {self.cost}; {self.advice}"
 
 
@@ -47,7 +47,7 @@ def log_mean(ratios: Sequence[float]) -> float:
 
 
 def too_few_cores(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name hosts with more ranks than cores; the cost beside a world of the same result that fits."""
+    """Report hosts with more ranks than cores; the cost is relative to a world of the same result with enough cores."""
     crowded = [(header, host) for header in result.headers for host in header.hosts if host.ranks > host.cores > 0]
     for world in dict.fromkeys(header.world for header, _ in crowded):
         host = next(host for header, host in crowded if header.world == world)
@@ -79,7 +79,7 @@ def too_few_cores(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _fitting(headers: Sequence[Header], crowded: World) -> list[World]:
-    """List the worlds like a crowded one whose ranks have a core each, largest first."""
+    """List worlds like a crowded one in which every rank has a core, the largest first."""
     alike = {
         header.world
         for header in headers
@@ -92,7 +92,7 @@ def _fitting(headers: Sequence[Header], crowded: World) -> list[World]:
 
 
 def _cost_of_crowd(rows: Sequence[Row], fits: World, crowded: World) -> tuple[Cell, float, float] | None:
-    """Return the largest small all_reduce (else any operation) of both worlds, with both times."""
+    """Return the largest all_reduce of small size (or else any operation) in both worlds, with both times."""
     times = {(row.world, row.cell): row.p50_us for row in rows if row.p50_us and row.nbytes <= SMALL_BYTES}
     both = [cell for world, cell in times if world == fits and (crowded, cell) in times]
     if not both:
@@ -102,7 +102,7 @@ def _cost_of_crowd(rows: Sequence[Row], fits: World, crowded: World) -> tuple[Ce
 
 
 def foreign_load(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name other people's work on the hosts; its cost by blocks of one cell with it and without."""
+    """Report foreign load on the hosts; its cost is from blocks of one cell with and without it."""
     loaded = [block for block in result.blocks if block.load and block.load.foreign > FOREIGN_LIMIT]
     if not loaded:
         return
@@ -118,14 +118,14 @@ def foreign_load(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
         f"{len(loaded)} of {counted(len(result.blocks), 'block')}, up to {max(shares):.0%} of a host's time"
         + (f", on {', '.join(hosts[:3])}" if hosts else ""),
         cost,
-        "measure when nobody else is there (top shows who is); such rows are flagged",
+        "measure when no other programs run (top shows them); such rows are flagged",
         factor=log_mean(ratios) if ratios else None,
         measured=bool(ratios),
     )
 
 
 def _loaded_against_quiet(blocks: Sequence[Block]) -> list[float]:
-    """Return, of cells with launches of both kinds, how many times as long the loaded ones took."""
+    """Return the ratios of loaded to quiet launches, for cells that have both."""
     times: dict[tuple[World, Cell], tuple[list[float], list[float]]] = {}
     for block in blocks:
         if block.load is None or block.latency is None or block.latency.p50_us <= 0:
@@ -139,12 +139,12 @@ def _loaded_against_quiet(blocks: Sequence[Block]) -> list[float]:
 
 
 def steal(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name a machine below that took the time of virtual cores."""
+    """Report that the machine below used the time of virtual cores."""
     stolen = [block for block in result.blocks if block.load and block.load.steal > STEAL_LIMIT]
     if stolen:
         most = max(block.load.steal for block in stolen if block.load)
         yield Finding(
-            "the machine below gave its cores to others (steal)",
+            "the physical machine gave its cores to other virtual machines (steal)",
             f"{len(stolen)} of {counted(len(result.blocks), 'block')}, up to {most:.0%}",
             f"up to {1 / (1 - min(most, 0.99)):.2f}x, by arithmetic",
             "ask for a dedicated machine, or measure at another time",
@@ -153,7 +153,7 @@ def steal(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def late_rank(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Name a rank that the others wait for in most rows of a world."""
+    """Report a rank for which the others wait in most rows of a world."""
     for world in dict.fromkeys(row.world for row in rows):
         able = [row for row in rows if row.world == world and row.is_measured and row.cell.operation in SYMMETRIC]
         for rank in sorted({row.late_rank for row in able if row.late_rank is not None}):
@@ -172,7 +172,7 @@ def late_rank(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _cost_of_late(blocks: Sequence[Block], row: Row) -> float:
-    """Return how many times as long the last rank took as the last but one."""
+    """Return the ratio of the last rank's time to the second last's."""
     ordered = [
         sorted(block.lateness)
         for block in blocks
@@ -190,7 +190,7 @@ def _where(result: Result, world: World, rank: int) -> str:
 
 
 def first_calls(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Say what first calls cost, where it is much: page faults, connections, TCP that has yet to learn the link."""
+    """Report the cost of first calls if it is high: page faults, connections, TCP's slow start."""
     pairs = [(row.first_us, row.p50_us) for row in rows if row.first_us is not None and row.p50_us]
     if not pairs:
         return
@@ -202,8 +202,8 @@ def first_calls(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
         "first calls are slow",
         f"{median(factors):.1f}x the median of later ones, {quantile(factors, 0.9):.1f}x in a tenth of the rows, "
         f"{max(factors):.1f}x at most",
-        f"{seconds:.3g} s for the first call of every row, measured here; no row's time holds it",
-        "a job pays it once for each operation and size: leave the first steps out when you time one",
+        f"{seconds:.3g} s for the first call of every row, measured here; the rows' times do not include it",
+        "a job pays it once for each operation and size: when you time a job, leave out the first steps",
         seconds=seconds,
         measured=True,
     )

@@ -5,8 +5,8 @@
     #        (B)  (elements)                              (us)  (%)    (us)      (us) (GB/s)  (GB/s)
          1048576      262144    fp32     -  in              …
 
-The time is the median over launches of each launch's median; +- is half of its interval over launches, whose
-confidence the footer says; b2b is the time of a call among calls back to back. GB/s is 1e9 bytes a second.
+The time is the median over launches of each launch's median; +- is half of its interval over launches, with the
+confidence in the footer; b2b is the time of one of several calls back to back. GB/s is 1e9 bytes per second.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from muster.collectives_bench.results.rows import Row
 
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter", "tree_broadcast", "tree_reduce", "gather_scatter")
-BAD_STATES: Final = ("wrong", "failed", "timeout")  # what turns the verdict; refused and unsupported are no failures
-MOST_FLAGGED: Final = 5  # rows that the footer names
+BAD_STATES: Final = (
+    "wrong",
+    "failed",
+    "timeout",
+)  # states that make the verdict FAILED; refused and unsupported do not
+MOST_FLAGGED: Final = 5  # rows listed in the footer
 
 
 def number(value: float | None, width: int = 0) -> str:
-    """Write a measured value with three digits or four, never in powers of ten; None is `-`."""
+    """Write a measured value with three or four digits, never as a power of ten; None is `-`."""
     if value is None:
         return "-".rjust(width)
     size = abs(value)
@@ -67,7 +71,7 @@ NUMBERS: Final[tuple[Column, ...]] = (
 
 
 def header(header: Header) -> list[str]:
-    """Return the lines that say what was measured where: versions, world, settings, one line for each host."""
+    """Return the header lines: versions, world, settings, and one line for each host."""
     world, settings = header.world, header.settings
     nccl = f" · nccl {header.nccl}" if header.nccl else ""
     lines = [f"# {header.name}: {world.text} · torch {header.torch}{nccl} · {utc(header.time)}"]
@@ -91,7 +95,7 @@ def lines(rows: "Iterable[Row]") -> list[str]:
 
 
 def footer(rows: "Sequence[Row]") -> list[str]:
-    """Return what is to be said of all rows: wrong values, rows that failed, the worst of those with flags."""
+    """Return the summary of all rows: wrong values, failed rows, and the worst of the rows with flags."""
     checked = [row for row in rows if row.wrong is not None]
     wrong = sum(row.wrong or 0 for row in checked)
     found = [f"# wrong values: {wrong} in {counted(len(checked), 'checked row')}"]
@@ -111,7 +115,7 @@ def footer(rows: "Sequence[Row]") -> list[str]:
 
 
 def is_failed(rows: "Sequence[Row]") -> bool:
-    """Say whether something was wrong: a value, a crash or a stall."""
+    """Say whether any row had a wrong value, a crash or a stall."""
     return any(row.state in BAD_STATES or row.wrong for row in rows)
 
 

@@ -1,14 +1,15 @@
-"""What a user can get wrong, as exceptions that carry their exit code.
+"""Errors of users, as exceptions with their exit codes.
 
-A message is one line that says where, what was found, what was wanted and what to do. Only the command line
-prints it, without a traceback. `assert` is for our own bugs.
+A message is one line: where, what was found, what was expected, and what to do. Only the command line prints it,
+without
+a traceback. `assert` is for bugs in Muster.
 """
 
 from muster.jobs.basics import exits
 
 
 class MusterError(Exception):
-    """The root: never raised itself."""
+    """Base class; not raised itself."""
 
     exit_code: int = 1
 
@@ -20,7 +21,7 @@ class UsageError(MusterError):
 
 
 class JobFileError(MusterError):
-    """The job file or the site file is wrong; may hold several lines, one per mistake."""
+    """The job file or the site file is wrong. The message may have several lines, one per mistake."""
 
     exit_code = exits.BAD_JOB
 
@@ -32,7 +33,7 @@ class UnreachableError(MusterError):
 
 
 class RunFolderError(MusterError):
-    """The run folder cannot be made, read or written."""
+    """The run folder cannot be created, read or written."""
 
     exit_code = exits.RUN_FOLDER
 
@@ -50,25 +51,25 @@ class StorageError(MusterError):
 
 
 class RefusedError(MusterError):
-    """Job, hosts, data and machine are each well-formed but do not fit together."""
+    """Job, hosts, data and machine are each valid, but do not fit together."""
 
     exit_code = exits.REFUSED
 
 
 class StartTimeoutError(MusterError):
-    """A node or a rank did not arrive before the start time-out."""
+    """A node or a rank did not arrive before the start timeout."""
 
     exit_code = exits.TIMEOUT
 
 
 class NoCheckpointError(MusterError):
-    """There is no checkpoint that could be used."""
+    """There is no usable checkpoint."""
 
     exit_code = exits.NO_CHECKPOINT
 
 
 class BadCheckpointError(NoCheckpointError):
-    """A checkpoint is torn, changed, or not one of ours; it is not used."""
+    """A checkpoint is incomplete or damaged, or Muster did not write it. It is not used."""
 
 
 class StoppedError(MusterError):

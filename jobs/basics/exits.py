@@ -1,7 +1,7 @@
-"""Exit codes of Muster: one table, used by the command line, the supervisor, the agents and the ranks.
+"""Exit codes of Muster: one table for the command line, the supervisor, the agents and the ranks.
 
-Codes 64-78 follow BSD's sysexits where a meaning fits. A verdict's `class` (its `name` here) is the truth;
-the number is what a shell sees.
+Codes 64-78 follow BSD's sysexits where a meaning fits. The `class` of a verdict (`name` here) is authoritative; the
+number is for the shell.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Exit:
-    """One row: the code a shell sees, the class a verdict carries, and what it means."""
+    """One row: the exit code, the class in verdicts, and the meaning."""
 
     code: int
     name: str
@@ -41,7 +41,7 @@ TABLE: Final[tuple[Exit, ...]] = (
     Exit(BAD_JOB, "bad-job", "the job file is wrong"),
     Exit(NO_CHECKPOINT, "no-checkpoint", "no usable checkpoint"),
     Exit(UNREACHABLE, "unreachable", "a node cannot be reached, or its agent is gone"),
-    Exit(NOT_FOUND, "not-found", "there is no such run, or nothing of the kind was recorded in it"),
+    Exit(NOT_FOUND, "not-found", "there is no such run, or it has no such record"),
     Exit(RUN_FOLDER, "run-folder", "the run folder, or a file in it, cannot be read or written"),
     Exit(STORAGE, "storage", "storage is failing or full"),
     Exit(REQUEUE, "requeue", "drained with a commit; requeue me"),

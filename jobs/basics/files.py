@@ -1,6 +1,6 @@
-"""How files of a run are written and read: whole ones by rename, logs by appending whole lines.
+"""Read and write the files of a run: whole files by rename, logs by appending whole lines.
 
-What is read may be half written, torn by a full disk, or not there yet: none of that is an error to a reader.
+Readers accept files that are half written, damaged by a full disk, or missing.
 """
 
 import fcntl
@@ -21,15 +21,15 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def mode_in(folder: Path) -> int:
-    """Return the mode of a new file of a run: its group may read it if the group may read its folder, others never."""
+    """Return the mode of a new file of a run: readable by the group if the folder is, never by others."""
     return 0o600 | folder.stat().st_mode & 0o040
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder in a folder of a run, for those who may read the one above.
+    """Create a folder in a run, readable by those who may read its parent.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: if it cannot be created.
     """
     above = path.parent.stat().st_mode
     path.mkdir(mode=0o700)
@@ -38,15 +38,15 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file under a temporary name, then rename it into place; errors as `write_bytes`."""
+    """Write a whole file under a temporary name, then rename it into place; errors as for `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
-    """Write a whole file under a temporary name, then rename it into place; without a mode, the umask decides.
+    """Write a whole file under a temporary name, then rename it into place. Without a mode, the umask applies.
 
     Raises:
-        RunFolderError, StorageError: as `folder_error` says.
+        RunFolderError, StorageError: as for `folder_error`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
@@ -62,12 +62,12 @@ def write_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Write a whole file that only this user may read; errors as `write_bytes`."""
+    """Write a whole file that only this user may read; errors as for `write_bytes`."""
     write_bytes(path, text.encode(), mode=0o600)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON into a folder of a run, by rename; errors as `write_bytes`."""
+    """Write a value as indented JSON to a run folder, by rename; errors as for `write_bytes`."""
     try:
         mode = mode_in(path.parent)
     except OSError as error:
@@ -76,10 +76,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def open_log(path: Path) -> int:
-    """Open a log of a run for appending, and make it if it is not there; a link is not followed.
+    """Open a log of a run for appending; create it if it does not exist. Links are not followed.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: if it cannot be opened.
     """
     try:
         return os.open(path, _APPEND)
@@ -91,7 +91,7 @@ def open_log(path: Path) -> int:
 
 
 def reserve(path: Path, size: int) -> None:
-    """Make a file of `size` bytes that have their place on the disk; errors as `folder_error`."""
+    """Create a file with `size` bytes allocated on disk; errors as for `folder_error`."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -103,15 +103,15 @@ def reserve(path: Path, size: int) -> None:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one record as one line; errors as `append_lines`."""
+    """Append one record as one line; errors as for `append_lines`."""
     append_lines(path, [record])
 
 
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append records as JSON lines with one write, so that a reader never sees half of one among whole ones.
+    """Append records as JSON lines with one write, so that a reader sees either all or none of a line.
 
     Raises:
-        RunFolderError, StorageError: as `folder_error` says; the lines before stay whole.
+        RunFolderError, StorageError: as for `folder_error`; earlier lines stay intact.
     """
     if not records:
         return
@@ -120,7 +120,7 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
         descriptor = open_log(path)
         try:
             written = os.write(descriptor, data)
-            if written != len(data):  # half a row would spoil the one after it; nobody else writes this file
+            if written != len(data):  # half a row would damage the next one; this file has only one writer
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
         finally:
             os.close(descriptor)
@@ -131,22 +131,22 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log of a run one at a time, whatever its size; a missing file yields nothing.
+    """Yield the records of a log one at a time, so that its size does not matter. A missing file yields nothing.
 
-    An unfinished last line, a line of over `LONGEST_LINE_BYTES` and a line that is no JSON object are skipped.
+    An unfinished last line, a line longer than `LONGEST_LINE_BYTES`, and a line that is not a JSON object are skipped.
 
     Raises:
-        RunFolderError: it cannot be read, or belongs to another user.
+        RunFolderError: if it cannot be read, or belongs to another user.
     """
     try:
         with open_file(path) as file:
             while line := file.readline(LONGEST_LINE_BYTES):
                 if not line.endswith(b"\n"):
-                    while line and not line.endswith(b"\n"):  # the rest of a line that is too long
+                    while line and not line.endswith(b"\n"):  # skip the rest of a line that is too long
                         line = file.readline(LONGEST_LINE_BYTES)
-                elif line.lstrip().startswith(b"{"):  # else it is no record, and errors take time
-                    with suppress(ValueError):  # torn by a full disk: the lines around it still count
-                        yield parse_json(line)  # what begins so is an object, or no JSON
+                elif line.lstrip().startswith(b"{"):  # a quick test that avoids slow exceptions
+                    with suppress(ValueError):  # damaged by a full disk: other lines still count
+                        yield parse_json(line)  # text that begins with { is an object or invalid
     except FileNotFoundError:
         return
     except OSError as error:
@@ -154,10 +154,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def locked(descriptor: int, wait_s: float) -> bool:
-    """Lock an open file or folder until it is closed; return False if another process holds it for all of `wait_s`.
+    """Lock an open file or folder until it is closed; return False if another process holds the lock for `wait_s`.
 
     Raises:
-        OSError: the file system has no locks.
+        OSError: if the file system does not support locks.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -171,12 +171,12 @@ def locked(descriptor: int, wait_s: float) -> bool:
 
 
 def expanded(path: str) -> Path:
-    """Return a path whose `~` is the home folder; that of an unknown user stays."""
+    """Return a path with `~` replaced by the home folder. The `~` of an unknown user stays."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 (pathlib raises)
 
 
 def folder_error(path: Path, error: OSError) -> MusterError:
-    """Turn a failed write into the error that says what to do."""
+    """Convert an OSError of a write to an error that says what to do."""
     import errno
 
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):

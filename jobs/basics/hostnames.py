@@ -1,6 +1,6 @@
-"""What hosts and users may be called: one grammar, without letters that a shell, ssh or a terminal takes for more.
+"""Valid names of hosts and users: one grammar, without characters that are special to a shell, ssh or a terminal.
 
-Names come from hosts files, node lists, manifests, the site file and the command line. They end up in commands of ssh
+Names come from hosts files, node lists, manifests, the site file and the command line. They are used in commands of ssh
 and pdsh, and in commands that messages print for the user to paste.
 """
 
@@ -22,7 +22,7 @@ _HOP: Final = re.compile(r"(?:ssh://)?(?:([^@]*)@)?(?:\[([^][]*)\]|([^][:]*)|([^
 
 
 def is_numeric(name: str) -> bool:
-    """True for an IPv4 or IPv6 address; one of a link may name its interface."""
+    """Return True for an IPv4 or IPv6 address. A link-local address may name its interface."""
     address, percent, zone = name.partition("%")
     try:
         ipaddress.ip_address(address)
@@ -32,7 +32,7 @@ def is_numeric(name: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """Return a host name that ssh, Slurm and a hosts file can all carry.
+    """Check that a host name is valid for ssh, Slurm and hosts files; return it.
 
     Raises:
         UsageError: if it is not a host name or an address.
@@ -40,25 +40,25 @@ def check_name(name: str) -> str:
     if is_numeric(name):
         return name
     if _NUMBERS.fullmatch(name):
-        raise UsageError(f"{name!r} is no address; wanted four numbers of at most 255, such as 10.10.1.1")
+        raise UsageError(f"{name!r} is not an address; expected four numbers of at most 255, such as 10.10.1.1")
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no host name; wanted letters, digits, dots, - and _, such as node0")
+        raise UsageError(f"{name!r} is not a host name; expected letters, digits, dots, - and _, such as node0")
     return name
 
 
 def check_user(user: str) -> str:
-    """Return a user name that can stand before an @.
+    """Check that a user name is valid before an @; return it.
 
     Raises:
         UsageError: if it is not a user name.
     """
     if not _USER.fullmatch(user):
-        raise UsageError(f"{user!r} is no user name; wanted letters, digits, dots, - and _, such as alice")
+        raise UsageError(f"{user!r} is not a user name; expected letters, digits, dots, - and _, such as alice")
     return user
 
 
 def check_jump(jump: str) -> str:
-    """Return the hosts to go through, as `ssh -J` takes them: [USER@]HOST[:PORT], several with commas.
+    """Check jump hosts in the form of `ssh -J`: [USER@]HOST[:PORT], separated by commas; return them.
 
     Raises:
         UsageError: if one of them is malformed.
@@ -66,7 +66,9 @@ def check_jump(jump: str) -> str:
     for hop in jump.split(","):
         match = _HOP.fullmatch(hop)
         if match is None or not 1 <= int(match[5] or 1) <= MAX_PORT:
-            raise UsageError(f"{hop!r} is no jump host; wanted [USER@]HOST[:PORT], such as alice@gate:2222 or [::1]:22")
+            raise UsageError(
+                f"{hop!r} is not a jump host; expected [USER@]HOST[:PORT], such as alice@gate:2222 or [::1]:22"
+            )
         if match[1] is not None:
             check_user(match[1])
         check_name(next(name for name in match.groups()[1:4] if name is not None))
@@ -74,7 +76,7 @@ def check_jump(jump: str) -> str:
 
 
 def check_network(given: str) -> str:
-    """Return the name of an interface, or a network as a CIDR.
+    """Check that a text is the name of an interface or a network in CIDR notation; return it.
 
     Raises:
         UsageError: if it is neither.
@@ -86,5 +88,7 @@ def check_network(given: str) -> str:
     except ValueError:
         pass
     if is_numeric(given) or not _INTERFACE.fullmatch(given):
-        raise UsageError(f"{given!r} is no interface and no network; wanted a name such as eth1, or 10.10.1.0/24")
+        raise UsageError(
+            f"{given!r} is neither an interface nor a network; expected a name such as eth1, or 10.10.1.0/24"
+        )
     return given

@@ -1,10 +1,10 @@
-"""Who else can change a run: the rules for folders, as `jobs/basics/reading.py` has them for files.
+"""Ownership rules for run folders: refuse those that other users could change. For files see `jobs/basics/reading.py`.
 
-check_folder     a run folder belongs to this user or root, and not everybody may write in it
-check_parents    nobody can exchange it for another folder, as in a world-writable folder without the sticky bit
-made_by_us       a folder that was just made is ours, and closed to others
-private_folder   make a folder for this user alone, on a machine that others use too
-looking          within it, runs that a colleague shares (`share: group` in the site file) may be read as well
+check_folder     a run folder belongs to this user or root, and is not writable by everybody
+check_parents    nobody can replace it with another folder, as in a world-writable folder without the sticky bit
+made_by_us       a new folder belongs to this user, and is closed to others
+private_folder   create a folder for this user only, on a machine with other users
+looking          a context in which runs shared by a colleague (`share: group` in the site file) may be read
 """
 
 import os
@@ -32,7 +32,7 @@ _warned: set[str] = set()
 
 @contextmanager
 def looking(shares: Callable[[], bool]) -> Iterator[None]:
-    """Let a command that only shows runs also read those of colleagues; `shares` says whether this user wants that."""
+    """Let a command that only shows runs also read those of colleagues, if `shares` says that this user wants that."""
     token = _shares.set(shares)
     try:
         with trusting():
@@ -42,11 +42,11 @@ def looking(shares: Callable[[], bool]) -> Iterator[None]:
 
 
 def check_folder(path: Path, *, warn: bool = True) -> None:
-    """Refuse a run folder that somebody else could have written.
+    """Refuse a run folder that another user could have written.
 
     Raises:
-        UntrustedError: it belongs to another user, is a link of another user's, or everybody may write in it.
-        RunFolderError: it is no folder, or cannot be opened.
+        UntrustedError: if it, or a link to it, belongs to another user, or everybody may write in it.
+        RunFolderError: if it is not a folder, or cannot be opened.
     """
     try:
         link = path.lstat()
@@ -75,8 +75,8 @@ def check_parents(path: Path, *, warn: bool = True) -> None:
     """Refuse a folder that any user could rename and replace with another one.
 
     Raises:
-        UntrustedError: a folder above it is world-writable and has no sticky bit.
-        RunFolderError: a folder above it cannot be examined.
+        UntrustedError: if a folder above it is world-writable and has no sticky bit.
+        RunFolderError: if a folder above it cannot be examined.
     """
     parents = Path(os.path.realpath(path)).parents
     try:
@@ -97,11 +97,11 @@ def check_parents(path: Path, *, warn: bool = True) -> None:
 
 
 def made_by_us(path: Path, *, shared: bool = False) -> None:
-    """Close a folder that was just made; with `shared` its group may read it. It is removed if that does not work.
+    """Restrict the permissions of a new folder; with `shared` its group may read it. On failure the folder is removed.
 
     Raises:
-        RunFolderError: the file system says that it belongs to another user, or that others may write in it.
-        OSError: its mode cannot be changed.
+        RunFolderError: if the file system assigns it to another user, or lets others write in it.
+        OSError: if its mode cannot be changed.
     """
     status = path.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -115,11 +115,11 @@ def made_by_us(path: Path, *, shared: bool = False) -> None:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder for this user alone, or check the one that is there, and every folder on the way to it.
+    """Create a folder for this user only, or check the existing one, and every folder above it.
 
     Raises:
-        UntrustedError: one of them belongs to another user, or others may exchange or write what is in it.
-        OSError: it cannot be made.
+        UntrustedError: if one of them belongs to another user, or others may replace it or write in it.
+        OSError: if it cannot be created.
     """
     real = Path(os.path.realpath(path))
     here, within = Path("/"), os.open("/", _FOLDER)
@@ -139,23 +139,23 @@ def private_folder(path: Path) -> None:
 
 
 def warn_once(text: str, kind: str) -> None:
-    """Warn on standard error, once per kind of warning in the life of this process."""
+    """Warn on standard error, once per process for each kind of warning."""
     if kind not in _warned:
         _warned.add(kind)
         print(f"muster: warning: {text}", file=sys.stderr)
 
 
 def _enter(within: int, name: str) -> int:
-    """Open a folder in an open folder, and never a link; make it if it is not there."""
+    """Open a folder within an open folder, but never a link; create it if it does not exist."""
     with suppress(FileNotFoundError):
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=within)
-    with suppress(FileExistsError):  # another process of ours was faster; anybody else's will be refused
+    with suppress(FileExistsError):  # another process was faster; if it is not ours, the folder is refused
         os.mkdir(name, ALONE, dir_fd=within)
     return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=within)
 
 
 def _is_shared(status: os.stat_result) -> bool:
-    """Return whether the owner lets a group read it that both he and this user are in, and this user wants to look."""
+    """Return True if the folder is readable by a group of both its owner and this user, and this user wants to look."""
     shares = _shares.get()
     if shares is None or status.st_mode & 0o072 != 0o050 or status.st_gid not in (os.getegid(), *os.getgroups()):
         return False

@@ -1,4 +1,4 @@
-"""Paths in a folder as a table: a class that has a `path` names each of them in one line."""
+"""Descriptors that define the paths in a folder as a table: each path of a class with a `path` is one line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Folder(Protocol):
-    """What has paths below its own."""
+    """An object with a `path`."""
 
     @property
     def path(self) -> Path:
@@ -15,7 +15,7 @@ class Folder(Protocol):
 
 
 class At:
-    """A path by its name in the folder: after `job = At("job.yaml")`, `run.job` is `run.path / "job.yaml"`."""
+    """A path with a fixed name: after `job = At("job.yaml")`, `run.job` is `run.path / "job.yaml"`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -25,7 +25,7 @@ class At:
 
 
 class Each:
-    """Paths that a number or a word tells apart: after `out = Each("rank-{:05d}.out")`, `attempt.out(3)` is one."""
+    """Paths that differ in a number or word: after `out = Each("rank-{:05d}.out")`, call `attempt.out(3)`."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern

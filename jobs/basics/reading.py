@@ -1,16 +1,16 @@
-"""Read files that somebody else may have written: only files of a trusted owner, and never more than a bound.
+"""Read untrusted files safely: only files of a trusted owner, and never more than a limit.
 
-    open_file     a regular file of a trusted owner; a link as the last part of the path is not followed
-    target_of     where a link of a trusted owner points
+    open_file     open a regular file of a trusted owner; a link as the last part of the path is not followed
+    target_of     the target of a link of a trusted owner
     read_bytes    a whole file of at most `most` bytes
     read_rest     the rest of an open file
     read_end      the last bytes of a file of any size
-    parse_json    text to a value of bounded depth and size, with numbers of bounded length
+    parse_json    text to a value of limited depth and size, with numbers of limited length
     read_json     both
-    Lines         bytes as they come from a pipe or a socket, as whole lines
+    Lines         bytes from a pipe or a socket, as whole lines
 
-Trusted owners are this user and root. `trusting` adds another one while a command only looks at a run (`share: group`).
-With `owned=False` a file is one that the user names on the command line: whoever owns it, a link or a pipe.
+Trusted owners are this user and root. `trusting` adds others while a command only shows a run (`share: group`).
+`owned=False` is for a file that the user names on the command line: any owner, a link or a pipe.
 """
 
 import errno
@@ -31,15 +31,15 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import RunFolderError
 
 MOST_BYTES: Final = 1 << 24  # a record of 100,000 ranks fits
-SETTINGS_BYTES: Final = 1 << 20  # job, site and hosts files are written by hand, and YAML takes a second a megabyte
+SETTINGS_BYTES: Final = 1 << 20  # job, site and hosts files are handwritten, and YAML takes a second per megabyte
 LONGEST_LINE_BYTES: Final = 1 << 22
 DEEPEST: Final = 64  # levels of lists and objects
-MOST_VALUES: Final = 1 << 20  # a parsed value takes up to 100 bytes
-MOST_DIGITS: Final = 400  # no float needs more, and int() takes quadratic time
+MOST_VALUES: Final = 1 << 20  # a parsed value takes up to 100 bytes of memory
+MOST_DIGITS: Final = 400  # no float needs more, and int() is quadratic
 CHUNK_BYTES: Final = 1 << 20
 
 LATEST_S: Final = 253_402_300_799  # 9999-12-31, the last day that `datetime` knows
-LARGEST: Final = 1e60  # of what is measured: a sum of squares stays finite
+LARGEST: Final = 1e60  # limit for measurements, so that a sum of squares stays finite
 _STRINGS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _BRACKETS: Final = re.compile(r"[\[\]{}]")
 _STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -47,14 +47,14 @@ _extra_owners: ContextVar[frozenset[int]] = ContextVar("_extra_owners", default=
 
 
 class UntrustedError(RunFolderError):
-    """A file or folder belongs to another user; nothing of it was used."""
+    """A file or folder belongs to another user and was not used."""
 
     exit_code = exits.UNTRUSTED
 
 
 @contextmanager
 def trusting(*owners: int) -> Iterator[None]:
-    """Also read files of these users, for commands that only show what they read; `trust` adds others meanwhile."""
+    """Also trust files of these users within the block, for commands that only show; `trust` adds more users."""
     token = _extra_owners.set(frozenset(owners))
     try:
         yield
@@ -63,12 +63,12 @@ def trusting(*owners: int) -> Iterator[None]:
 
 
 def trust(owner: int) -> None:
-    """Also read files of one other user, until the end of the `trusting` block."""
+    """Also trust files of another user, until the end of the `trusting` block."""
     _extra_owners.set(_extra_owners.get() | {owner})
 
 
 def is_trusted(owner: int) -> bool:
-    """Return whether files of this user id are read."""
+    """Return True if files of this user id may be read."""
     return owner in (os.geteuid(), 0) or owner in _extra_owners.get()
 
 
@@ -81,7 +81,7 @@ def check_owner(path: Path, status: os.stat_result) -> None:
     if not is_trusted(status.st_uid):
         raise UntrustedError(
             f"{path}: belongs to user {status.st_uid}, expected {os.geteuid()} (you) or root; "
-            "it was not used: choose another folder with --runs DIR"
+            "it was not used; choose another folder with --runs DIR"
         )
 
 
@@ -90,7 +90,7 @@ def open_file(path: Path, *, owned: bool = True) -> IO[bytes]:
 
     Raises:
         OSError: if it cannot be opened.
-        UntrustedError: if `owned`, and it belongs to another user, is a link or is no regular file.
+        UntrustedError: if `owned`, and it belongs to another user, is a link or is not a regular file.
     """
     if not owned:
         return path.open("rb")
@@ -99,11 +99,11 @@ def open_file(path: Path, *, owned: bool = True) -> IO[bytes]:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise UntrustedError(f"{path}: is a link, expected a file; it was not used: remove it") from error
+        raise UntrustedError(f"{path}: is a link, expected a file; it was not used; remove it") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise UntrustedError(f"{path}: is not a regular file; it was not used: remove it")
+            raise UntrustedError(f"{path}: is not a regular file; it was not used; remove it")
         check_owner(path, status)
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -112,7 +112,7 @@ def open_file(path: Path, *, owned: bool = True) -> IO[bytes]:
 
 
 def target_of(path: Path) -> Path:
-    """Return where a link that a trusted owner has made points, or `path` itself if it is no link.
+    """Return the target of a link, or `path` itself if it is not a link.
 
     Raises:
         UntrustedError: if the link belongs to another user.
@@ -161,18 +161,18 @@ def read_rest(read: Callable[[int], bytes], most: int) -> bytes:
 
 
 def read_end(path: Path, most: int, *, owned: bool = True) -> bytes:
-    """Read at most the last `most` bytes of a file; errors as `open_file`."""
+    """Read at most the last `most` bytes of a file; errors as for `open_file`."""
     with open_file(path, owned=owned) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - most))
         return file.read(most)
 
 
 def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VALUES, largest: float = math.inf) -> Any:
-    """Parse JSON of bounded depth.
+    """Parse JSON of limited depth and size.
 
     Raises:
-        ValueError: if it is not JSON, nested deeper than `deepest`, or has over `most` values, a number of over 400
-            digits or one beyond `largest`.
+        ValueError: if it is not JSON, is nested deeper than `deepest`, has more than `most` values, or has a number of
+            more than 400 digits or beyond `largest`.
     """
     text = data if isinstance(data, str) else data.decode()
     brackets = text.count("[") + text.count("{")
@@ -186,19 +186,19 @@ def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VA
 
 
 def read_json(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> Any:
-    """Read a JSON file; errors as `read_bytes` and `parse_json`."""
+    """Read a JSON file; errors as for `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path, most, owned=owned))
 
 
 class Lines:
-    """Bytes as they come, as whole lines; of one without an end at most `longest` bytes are kept."""
+    """Splits a byte stream into lines. At most `longest` bytes of an unfinished line are kept."""
 
     def __init__(self, longest: int | None = None) -> None:
         self._longest = longest
         self._held = b""
 
     def of(self, data: bytes) -> list[bytes]:
-        """Return the lines that these bytes end, without their newlines."""
+        """Add bytes; return the lines that are now complete, without their newlines."""
         *whole, rest = (self._held + data).split(b"\n")
         self._held = rest[: self._longest]
         return whole
@@ -213,12 +213,12 @@ def _number(kind: type[int] | type[float], largest: float, digits: str) -> int |
 
 
 def _has_long_number(text: str) -> bool:
-    """Return whether a number may have over MOST_DIGITS digits: it then fills a block of half as many."""
+    """Return True if a number may have more than MOST_DIGITS digits, because it fills a block of half as many."""
     block = MOST_DIGITS // 2
     return any(text[begin : begin + block].isdigit() for begin in range(0, len(text), block))
 
 
 def _is_deeper(text: str, deepest: int) -> bool:
-    """Return whether lists and objects are nested deeper than so many levels; brackets within strings do not count."""
+    """Return True if lists and objects are nested deeper than `deepest` levels; brackets in strings do not count."""
     steps = map(_STEPS.__getitem__, _BRACKETS.findall(_STRINGS.sub("", text)))
     return any(depth > deepest for depth in accumulate(steps))

@@ -1,4 +1,4 @@
-"""A log of rows whose disk may be full for a while: what it does not take is kept, and written when it does again."""
+"""A log of rows that survives a full disk: rows that could not be written are kept and written later."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any, Final
 from muster.jobs.basics.errors import StorageError
 from muster.jobs.basics.files import append_lines
 
-MOST_KEPT: Final = 10_000  # rows; of more the oldest are given up
+MOST_KEPT: Final = 10_000  # rows; the oldest are dropped
 
 
 class RowLog:
-    """Appends rows to one file. `patient`: a full or failing disk is said once, and not raised."""
+    """Appends rows to one file. `patient`: a full or failing disk is reported once instead of raising."""
 
     def __init__(self, path: Path, *, patient: bool, say: Callable[[str], None]) -> None:
         self.path = path
@@ -21,11 +21,11 @@ class RowLog:
         self._is_full = False
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write rows, and before them those that were kept.
+        """Write rows, after those that were kept.
 
         Raises:
-            StorageError: the disk is full or failing, and the log is not patient.
-            RunFolderError: it cannot be written for another reason.
+            StorageError: if the disk is full or failing, and the log is not patient.
+            RunFolderError: if it cannot be written for another reason.
         """
         self.kept += rows
         try:
@@ -35,16 +35,16 @@ class RowLog:
                 raise
             if not self._is_full:
                 self._is_full = True
-                self.say(f"{error}; its rows are kept until the disk takes them again")
+                self.say(f"{error}; rows are kept in memory until the disk has space again")
             del self.kept[:-MOST_KEPT]
             return
         if self._is_full:
             self._is_full = False
-            self.say(f"{self.path}: {len(self.kept)} rows that the disk had not taken are written now")
+            self.say(f"{self.path}: {len(self.kept)} rows that were kept in memory are now written")
         self.kept.clear()
 
     def give_out(self) -> None:
-        """Write what was kept, or as many of the newest rows as the disk takes."""
+        """Write the kept rows at the end: all of them, or as many of the newest as fit on the disk."""
         while self.kept:
             self.append([])
             del self.kept[: (len(self.kept) + 1) // 2]

@@ -1,7 +1,7 @@
-"""Sections of a job file, checked by pydantic or plain: both have the keys as attributes.
+"""Sections of a job file, checked by pydantic or plain. Both kinds have the keys as attributes.
 
-A rank's Python needs torch alone, so a rank holds plain sections (`jobs/spec/plain.py`). The functions here return for
-both kinds what attributes do not say.
+A rank's Python needs only torch, so a rank uses plain sections (`jobs/spec/plain.py`). The functions here work on both
+kinds.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,14 +31,14 @@ def given(section: Any) -> frozenset[str]:
 
 
 def values(section: Any) -> dict[str, Any]:
-    """Return all keys with their values as JSON has them; sections within become mappings, too."""
+    """Return all keys with their values as in JSON; nested sections become mappings."""
     if not isinstance(section, PlainSection):
         return _dumped(section)
     return {key: values(value) if isinstance(value, PlainSection) else value for key, value in _own(section).items()}
 
 
 def changed(section: Any) -> dict[str, Any]:
-    """Return the keys whose value is not the default, as `values` does, and of sections within the same."""
+    """Return the keys whose value is not the default, in the form of `values`; nested sections are treated alike."""
     if not isinstance(section, PlainSection):
         return _dumped(section, exclude_defaults=True)
     own = {key: value for key, value in _own(section).items() if key in section._changed}

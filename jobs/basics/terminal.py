@@ -1,14 +1,15 @@
-r"""Text for a terminal: what others wrote may change how it looks, and not what the terminal does.
+r"""Make untrusted text safe to print: it may use colours, but cannot control the terminal.
 
-    printable(text)    no control character but tab and newline, and none that hides or reorders text
-    shown(text)        also colours (SGR sequences), closed at the end of each line
+    printable(text)    no control characters except tab and newline, and none that hide or reorder text
+    shown(text)        also colours (SGR sequences), reset at the end of each line
     rank_line(text)    also carriage return and erase-line, with which a rank redraws a progress bar
-    last_state(line)   what a terminal shows of such a line in the end
+    last_state(line)   what a terminal finally shows of such a line
 
-All else is written as an escape: \x1b, \u202e. Above ASCII the escapes are those of JSON, so JSON stays JSON. Text that
-goes to a pipe or a file is treated alike, because a terminal often follows (`less -R`, `cat`).
+All other control characters are escaped: \x1b, \u202e. Above ASCII the escapes are those of JSON, so JSON stays JSON.
+Output to a pipe or a file is escaped too, because it often ends up in a terminal (`less -R`, `cat`).
 
-`guard()` sends everything that is printed through `shown`. `raw(stream)` goes past it, for our own cursor movements.
+`guard()` passes everything that is printed through `shown`. `raw(stream)` bypasses it, for Muster's own cursor
+movements.
 """
 
 import re
@@ -35,39 +36,39 @@ _ERASE: Final = r"\x1b\[[0-2]?K"
 
 
 def printable(text: str) -> str:
-    """Escape every character that a terminal obeys, hides or reorders."""
+    """Escape every character that controls a terminal, or hides or reorders text."""
     return text if _is_plain(text) else _special().sub(lambda match: _escaped(match[0]), text)
 
 
 def shown(text: str) -> str:
-    """Escape all but colours, and close these at the end of each line."""
+    """Escape everything but colours, and reset these at the end of each line."""
     return text if _is_plain(text) else _lines(text, redrawn=False)
 
 
 def rank_line(text: str) -> str:
-    """Escape all but colours and what redraws a line: carriage return and erase-line."""
+    """Escape everything but colours, carriage return and erase-line."""
     return text if _is_plain(text) else _lines(text, redrawn=True)
 
 
 def last_state(line: str) -> str:
-    r"""Return what a terminal shows of a line in the end: of a progress bar redrawn after `\r`, its last state."""
+    r"""Return what a terminal finally shows of a line: the last state of a progress bar redrawn with `\r`."""
     if _is_plain(line):
         return line
     return shown(re.sub(_ERASE, "", line.rstrip("\r").rpartition("\r")[2].replace("\0", "")))
 
 
 def guard() -> None:
-    """Let standard output and error print only what `shown` lets pass, until this process ends."""
+    """Pass everything printed on standard output and error through `shown`, until this process ends."""
     sys.stdout, sys.stderr = _guarded(sys.stdout), _guarded(sys.stderr)
 
 
 def raw(stream: TextIO) -> TextIO:
-    """Return the stream behind a guarded one: what is written to it must be ours, or escaped already."""
+    """Return the stream behind a guarded one. Text written to it must be Muster's own, or already escaped."""
     return stream.stream if isinstance(stream, _Guarded) else stream
 
 
 class _Guarded:
-    """A text stream that writes what `shown` lets pass; the stream behind it does all else."""
+    """A text stream that passes text through `shown`, and delegates everything else to the stream behind it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -89,12 +90,12 @@ def _guarded(stream: TextIO) -> TextIO:
 
 
 def _is_plain(text: str) -> bool:
-    return text.isascii() and text.isprintable()  # Python calls some characters printable that hide text
+    return text.isascii() and text.isprintable()  # isprintable() is true for some characters that hide text
 
 
 @cache
 def _special() -> re.Pattern[str]:
-    """Match a colour, what redraws a line, or one character to escape; compiled for text that is not plain only."""
+    """Match a colour, a redraw, or one character to escape. Compiled only when text is not plain."""
     return re.compile(rf"({_COLOUR})|({_ERASE}|\r)|[{_HIDDEN}]", re.ASCII)
 
 
@@ -102,7 +103,7 @@ def _lines(text: str, *, redrawn: bool) -> str:
     def replaced(match: re.Match[str]) -> str:
         return match[0] if match[1] or (match[2] and redrawn) else _escaped(match[0])
 
-    # A line may end in \r\n, as those of ssh do.
+    # A line may end in \r\n, as lines from ssh do.
     lines = [line.rstrip("\r") for line in text.split("\n")] if "\r" in text else [text]
     safe = _special().sub(replaced, "\n".join(lines))
     return "\n".join(map(_closed, safe.split("\n"))) if "\x1b" in safe else safe
@@ -129,11 +130,11 @@ def _escape(character: str) -> str:
 
 
 def warn(text: str) -> None:
-    """Say something on standard error, which may lie on the very disk that it is about."""
+    """Print a warning on standard error, which may be on the full disk that the warning is about."""
     with suppress(OSError):
         print(f"muster: warning: {text}", file=sys.stderr, flush=True)
 
 
 def terminal_columns() -> int:
-    """Return how wide the terminal behind standard output is; what is no terminal takes lines of any length."""
+    """Return the width of the terminal behind standard output; without a terminal, lines may have any length."""
     return shutil.get_terminal_size((sys.maxsize, 0)).columns

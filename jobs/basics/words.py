@@ -1,16 +1,16 @@
-"""Words of our messages that depend on a number, or on what else there is."""
+"""Words for messages: plurals, and suggestions for misspelt names."""
 
 from collections.abc import Iterable
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number with its noun, with an s unless the number is 1: 1 rank, 2 epochs, 0 processes, 3 batches."""
+    """Write a number with its noun, in the plural unless the number is 1: 1 rank, 2 epochs, 0 processes, 3 batches."""
     plural = noun + ("es" if noun.endswith(("s", "tch")) else "s")
     return f"{number} {noun if number == 1 else plural}"
 
 
 def unknown(what: str, name: str, valid: tuple[str, ...]) -> str:
-    """Say that a name is not in a table, with the nearest one that is."""
+    """Say that a name is not in a table, with the nearest name that is."""
     return f"unknown {what} {name!r}{did_you_mean(name, valid)} (valid: {', '.join(valid)})"
 
 
@@ -21,14 +21,14 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return the nearest valid name, whatever its capitals; "" where none is near."""
+    """Return the nearest valid name, ignoring case; "" if none is near."""
     import difflib
 
     if "," in name:
-        return ""  # several names at once: to propose one of them would be a guess
+        return ""  # several names: any suggestion would be a guess
     plain, by_plain = name.lower(), {each.lower(): each for each in valid}
     near = difflib.get_close_matches(plain, by_plain, n=3)
-    # Two letters swapped are the commonest slip, and difflib counts them as two: modle is model, not mode.
+    # Swapped letters are the most common typo, but difflib counts two edits: modle should give model, not mode.
     near.sort(key=lambda candidate: sorted(candidate) != sorted(plain))
     return by_plain[near[0]] if near else ""
 

@@ -1,4 +1,4 @@
-"""Which checkpoint the next attempt begins from: the newest good one of the run's lineage."""
+"""Choose the checkpoint for the next attempt: the newest valid one in the run's lineage."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from muster.jobs.runfolder.rundir import RunDir
 
 @dataclass(frozen=True)
 class Chosen:
-    """A checkpoint that was read as a whole and is good."""
+    """A checkpoint that was verified, byte by byte unless the check was shallow."""
 
     folder: CheckpointDir
     manifest: Manifest
@@ -31,20 +31,24 @@ def newest_good(
     deep: bool = True,
     mark: bool = True,
 ) -> Chosen | None:
-    """Choose the checkpoint to go on from; None when a run has none that is good.
+    """Choose the checkpoint to continue from; None if the run has no valid one.
 
-    First what all writers had saved is committed. Then the lineage is followed; each candidate is read as a whole; a
-    bad one is put aside as `bad-...`, said in one line, and the one before it is tried. One that cannot be read at the
-    moment is left where it is. `step` takes the newest of that step in the lineage, `name` exactly that folder.
+    First, checkpoints that all writers have saved are committed. Then the candidates of the lineage are verified in
+    turn. A bad one is renamed to `bad-...` and reported in one line, and the one before it is tried. A candidate that
+    is unreadable at the moment stays where it is.
+
+    Args:
+        step: choose the newest checkpoint of this step in the lineage.
+        name: choose exactly this folder.
 
     Raises:
-        NoCheckpointError: there is none of that step or name.
-        BadCheckpointError: the one asked for is bad; the folder of checkpoints is a link.
-        StorageError: the folder of checkpoints cannot be read.
+        NoCheckpointError: if there is no valid checkpoint of that step or no committed one of that name.
+        BadCheckpointError: if the named checkpoint is bad, or the checkpoint folder is a link.
+        StorageError: if the checkpoint folder cannot be read.
     """
     try:
         roll_forward(run, say=say)
-    except MusterError as error:  # a full disk must not hide what is committed already
+    except MusterError as error:  # a full disk must not hide checkpoints that are committed already
         say(f"cannot commit what is pending: {error}")
     for folder in _asked_for(run, step, name, say):
         try:
@@ -59,7 +63,7 @@ def newest_good(
                 raise
             continue
         except StorageError as error:
-            say(f"{folder.name} cannot be read at the moment and is left alone: {error}")
+            say(f"{folder.name} is unreadable at the moment and was left alone: {error}")
             continue
         if mark and deep:
             _mark(folder, manifest, say)
@@ -70,10 +74,11 @@ def newest_good(
 
 
 def has_commits(run: RunDir) -> bool:
-    """True when a run has committed checkpoints, good, bad or not to be read at the moment; half a save is none.
+    """Return True if a run has committed checkpoints: valid, bad or unreadable. Unfinished saves do not count.
 
     Raises:
-        BadCheckpointError, StorageError: the folder of checkpoints is a link, or cannot be read.
+        BadCheckpointError: if the checkpoint folder is a link.
+        StorageError: if it cannot be read.
     """
     return any(
         name.startswith("bad-") or (step_and_attempt(name) is not None and _is_committed(run.checkpoints / name))
@@ -86,20 +91,20 @@ def _is_committed(path: Path) -> bool:
         CheckpointDir(path).manifest.lstat()
     except FileNotFoundError:
         return False
-    except OSError:  # who knows; what is there is not to be passed over
+    except OSError:  # unknown: count it rather than ignore a checkpoint
         return True
     return True
 
 
 def quarantine(folder: CheckpointDir, error: BadCheckpointError, *, say: disk.Say) -> None:
-    """Put a bad checkpoint aside, so that nobody tries it again; it is kept for who wants to look."""
+    """Rename a bad checkpoint, so that it is not tried again but can still be inspected."""
     try:
         folder.path.rename(folder.bad)
         disk.sync_folder(folder.path.parent)
     except (OSError, MusterError) as problem:
-        say(f"{folder.name} is bad ({error}); it cannot be put aside: {problem}")
+        say(f"{folder.name} is bad ({error}); it could not be renamed: {problem}")
     else:
-        say(f"{folder.name} is bad and was put aside as {folder.bad.name}: {error}")
+        say(f"{folder.name} is bad and was renamed to {folder.bad.name}: {error}")
 
 
 def _asked_for(run: RunDir, step: int | None, name: str | None, say: disk.Say) -> list[CheckpointDir]:
@@ -123,4 +128,4 @@ def _mark(folder: CheckpointDir, manifest: Manifest, say: disk.Say) -> None:
         if not is_verified(folder, manifest):
             mark_verified(folder, manifest)
     except MusterError as error:
-        say(f"{folder.name} is good, but that cannot be noted: {error}")
+        say(f"{folder.name} is valid, but could not be marked as verified: {error}")

@@ -1,7 +1,7 @@
-"""The commit of a checkpoint: all `.ok` there, the attempt still the newest, then one rename.
+"""Commit a checkpoint: wait for every writer's `.ok`, check that no newer attempt has begun, then rename one file.
 
-No collective and no process group: the files are the votes. Who commits is rank 0's writer, or, when it died after the
-last `.ok`, the supervisor (`roll_forward`); both write the same bytes.
+There is no collective and no process group: the `.ok` files are the votes. The writer of rank 0 commits. If it died
+after the last `.ok`, the supervisor commits (`roll_forward`). Both write the same bytes.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ DEADLINE_S: Final = 600.0
 
 
 class FencedError(MusterError):
-    """A newer attempt has begun: what this one saves no longer counts."""
+    """A newer attempt has begun, so checkpoints of this attempt no longer count."""
 
     exit_code = exits.INFRASTRUCTURE
 
@@ -42,11 +42,11 @@ class IncompleteError(MusterError):
 
 
 def begin(run: RunDir, step: int, attempt: int) -> CheckpointDir:
-    """Make the folder of a checkpoint; that another writer has made it is fine.
+    """Create the folder of a checkpoint. Another writer may have created it already.
 
     Raises:
-        FencedError: a newer attempt has begun.
-        StorageError, RunFolderError: it cannot be made.
+        FencedError: if a newer attempt has begun.
+        StorageError, RunFolderError: if it cannot be created.
     """
     check_fence(run, attempt)
     folder = run.checkpoint(step, attempt)
@@ -59,18 +59,18 @@ def begin(run: RunDir, step: int, attempt: int) -> CheckpointDir:
 
 
 def check_fence(run: RunDir, attempt: int) -> None:
-    """Check that no attempt newer than this one has begun.
+    """Check that no newer attempt has begun.
 
     Raises:
-        FencedError: one has.
-        StorageError: the run folder cannot be read.
+        FencedError: if a newer attempt has begun.
+        StorageError: if the run folder cannot be read.
     """
     try:
         newest = max(run.attempt_numbers(), default=attempt)
     except OSError as error:
         raise disk.read_error(run.path, error) from error
     if newest > attempt:
-        raise FencedError(f"{run.path}: attempt {newest} has begun; attempt {attempt} commits nothing any more")
+        raise FencedError(f"{run.path}: attempt {newest} has begun; attempt {attempt} can no longer commit")
 
 
 def commit(
@@ -79,10 +79,10 @@ def commit(
     """Wait for every writer's `.ok`, then commit.
 
     Raises:
-        FencedError: a newer attempt has begun.
-        IncompleteError: a writer was not there at the deadline.
-        BadCheckpointError: the shards are not what their `.ok` say, or make no checkpoint together.
-        StorageError, RunFolderError: the commit cannot be written.
+        FencedError: if a newer attempt has begun.
+        IncompleteError: if a writer has not finished at the deadline.
+        BadCheckpointError: if the shards do not match their `.ok` files, or do not form a checkpoint.
+        StorageError, RunFolderError: if the commit cannot be written.
     """
     _, attempt = identity(folder)
     check_fence(run, attempt)
@@ -91,18 +91,18 @@ def commit(
     check_fence(run, attempt)
     _write(folder, manifest)
     disk.sync_folder(run.checkpoints)
-    check_fence(run, attempt)  # begun meanwhile: that attempt chose without this checkpoint, so it is no success
+    check_fence(run, attempt)  # an attempt that began meanwhile chose without this checkpoint: report no success
     return manifest
 
 
 def roll_forward(run: RunDir, *, say: disk.Say = lambda _: None) -> list[str]:
-    """Commit what only its commit is missing from, in the attempts that the run stands on; return the names.
+    """Commit the checkpoints of the lineage that lack only their commit; return their names.
 
-    A committer that still lives does the same, with the same bytes: both succeed. What cannot be committed is said
-    and left as it is.
+    If the original committer is still alive, it writes the same bytes, and both succeed. Checkpoints that cannot be
+    committed are reported and left as they are.
 
     Raises:
-        StorageError, RunFolderError: the commit cannot be written.
+        StorageError, RunFolderError: if the commit cannot be written.
     """
     done = []
     for folder in candidates(run, say=say):
@@ -116,7 +116,7 @@ def roll_forward(run: RunDir, *, say: disk.Say = lambda _: None) -> list[str]:
                 continue
             manifest = manifest_of(folder, [records[writer] for writer in range(writers)])
         except FileNotFoundError:
-            continue  # it was moved away meanwhile
+            continue  # the folder was moved away meanwhile
         except BadCheckpointError as error:
             say(f"{folder.name} is not committed: {error}")
             continue
@@ -128,12 +128,12 @@ def roll_forward(run: RunDir, *, say: disk.Say = lambda _: None) -> list[str]:
 
 
 def abandon(folder: CheckpointDir) -> None:
-    """Delete a checkpoint that will not be committed, and so give its room back; a committed one stays.
+    """Delete a checkpoint that will not be committed, to free its disk space. A committed one is kept.
 
-    For the leader of a save that a writer could not finish. Writers that still write find their folder gone.
+    The leader of a save calls this when a writer could not finish. The other writers find their folder gone.
 
     Raises:
-        StorageError, RunFolderError: it cannot be moved or deleted.
+        StorageError, RunFolderError: if it cannot be moved or deleted.
     """
     with disk.writing(folder.path), contextlib.suppress(FileNotFoundError):
         if disk.is_there(folder.path, folder.manifest.name):
@@ -144,7 +144,7 @@ def abandon(folder: CheckpointDir) -> None:
 
 
 def _wait(folder: CheckpointDir, writers: int, deadline_s: float, poll_s: float) -> list[ShardRecord]:
-    """Wait until all writers are done; ask less and less often, for each question goes to the storage's server."""
+    """Wait until all writers are done, polling ever less often, because each poll goes to the storage server."""
     end_s = time.monotonic() + deadline_s
     records: dict[int, ShardRecord] = {}
     while True:
@@ -152,7 +152,7 @@ def _wait(folder: CheckpointDir, writers: int, deadline_s: float, poll_s: float)
         try:
             records |= _collect(folder, missing, writers)
         except FileNotFoundError as error:
-            raise RunFolderError(f"{folder.path}: is gone; this checkpoint is not committed") from error
+            raise RunFolderError(f"{folder.path}: is gone; this checkpoint was not committed") from error
         if len(records) == writers:
             return [records[writer] for writer in range(writers)]
         left_s = end_s - time.monotonic()
@@ -165,7 +165,7 @@ def _wait(folder: CheckpointDir, writers: int, deadline_s: float, poll_s: float)
 
 
 def _collect(folder: CheckpointDir, wanted: Iterable[int], writers: int | None = None) -> dict[int, ShardRecord]:
-    """Read the `.ok` files that are there; check that their shards have the sizes they say."""
+    """Read the `.ok` files that exist, and check that their shards have the recorded sizes."""
     records = {}
     with disk.opened_folder(folder.path) as within:
         names = disk.names_in(within, folder.path)
@@ -174,7 +174,7 @@ def _collect(folder: CheckpointDir, wanted: Iterable[int], writers: int | None =
                 continue
             record = read_ok(folder, within, writer)
             if writers is not None and record.writers != writers:
-                raise BadCheckpointError(f"{folder.ok(writer)}: one of {record.writers} writers, wanted {writers}")
+                raise BadCheckpointError(f"{folder.ok(writer)}: lists {record.writers} writers, expected {writers}")
             _check_size(folder, within, record)
             records[writer] = record
     return records
@@ -201,7 +201,7 @@ def _is_pending(folder: CheckpointDir) -> bool:
 
 
 def _write(folder: CheckpointDir, manifest: Manifest) -> None:
-    """Put the manifest in its place; one that is there already must be the same."""
+    """Write the manifest. If there is one already, it must be the same."""
     name = folder.manifest.name
     with disk.writing(folder.path):
         there = disk.is_there(folder.path, name)
@@ -215,7 +215,7 @@ def _write(folder: CheckpointDir, manifest: Manifest) -> None:
 
 
 def _make(path: Path) -> bool:
-    """Make a folder; say whether it was not there. A link in its place is refused."""
+    """Create a folder; return True if it did not exist. A link in its place is refused."""
     try:
         make_folder(path)
         return True

@@ -1,4 +1,4 @@
-"""Whether the parts of a tensor cover it: every element once. Decided by arithmetic, never by walking elements."""
+"""Check by arithmetic that the parts of a tensor cover each element exactly once, without visiting elements."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -6,34 +6,35 @@ from typing import Final
 from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint.pieces import Piece, Range
 
-MAX_COMPARISONS: Final = 1_000_000  # pairs of boxes that are compared; thousands of columns stay far below
+MAX_COMPARISONS: Final = 1_000_000  # pairs of boxes to compare; thousands of columns need far fewer
 
 
 def check_coverage(name: str, pieces: Sequence[Piece], where: object) -> None:
-    """Check that pieces of one tensor hold each of its elements once.
+    """Check that the pieces of one tensor hold each of its elements exactly once.
 
-    Their elements add up to the tensor's and no two overlap: then nothing is missing.
+    If the element counts add up to the tensor's and no two pieces overlap, nothing is missing.
 
     Raises:
-        BadCheckpointError: an element is held twice or by nobody, or flat ranges are mixed with boxes that are not.
+        BadCheckpointError: if an element is missing or held twice, or flat ranges are mixed with boxes that are not
+            flat.
     """
     wanted, found = pieces[0].tensor_elements, sum(piece.elements for piece in pieces)
     if found != wanted:
-        raise BadCheckpointError(f"{where}: {name:.80}: its parts hold {found} elements of {wanted}")
+        raise BadCheckpointError(f"{where}: {name:.80}: its parts hold {found} of {wanted} elements")
     if wanted == 0 or len(pieces) == 1:
         return
     if any(piece.elements == 0 for piece in pieces):
-        raise BadCheckpointError(f"{where}: {name:.80}: a part holds nothing")
+        raise BadCheckpointError(f"{where}: {name:.80}: a part is empty")
     if (flat := _as_flat(pieces)) is not None:
         _check_flat(name, flat, where)
     elif all(piece.flat is None for piece in pieces):
         _check_boxes(name, [_box_of(piece) for piece in pieces], where)
     else:
-        raise BadCheckpointError(f"{where}: {name:.80}: flat ranges are mixed with boxes that are none")
+        raise BadCheckpointError(f"{where}: {name:.80}: flat ranges are mixed with boxes that are not flat")
 
 
 def _as_flat(pieces: Sequence[Piece]) -> list[Range] | None:
-    """Return pieces as flat ranges, where each is one run."""
+    """Return the pieces as flat ranges if each is one contiguous run, else None."""
     runs = [piece.runs() for piece in pieces]
     return [each[0] for each in runs] if all(len(each) == 1 for each in runs) else None
 
@@ -43,13 +44,16 @@ def _check_flat(name: str, ranges: list[Range], where: object) -> None:
     for start, stop in sorted(ranges):
         if start != at:
             raise BadCheckpointError(
-                f"{where}: {name:.80}: elements {min(at, start)} to {max(at, start)} are not right"
+                f"{where}: {name:.80}: elements {min(at, start)} to {max(at, start)} are missing or held twice"
             )
         at = stop
 
 
 def _check_boxes(name: str, boxes: list[tuple[Range, ...]], where: object) -> None:
-    """Compare the boxes that meet in their first uneven dimension; a sweep along it keeps them few."""
+    """Check that no two boxes overlap, by a sweep along the dimension with the most distinct ranges.
+
+    The sweep compares only boxes that overlap in that dimension.
+    """
     axis = max(range(len(boxes[0])), key=lambda each: len({box[each] for box in boxes}))
     active: list[tuple[Range, ...]] = []
     comparisons = 0

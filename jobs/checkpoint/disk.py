@@ -1,8 +1,8 @@
-"""Files of a checkpoint folder, by name inside an open folder: nothing outside it is opened, written or followed.
+"""Read and write files of a checkpoint folder by name, relative to the open folder, so that nothing outside is touched.
 
-What is written gets a temporary name, is synced, and renamed in the same folder, which is synced too. What is read is a
-regular file, never a link, a pipe or a device. Opening is the only question asked whether something is there: on NFS
-the answer of `stat` may be a minute old.
+Writing uses a temporary name, then fsync, a rename within the folder, and fsync of the folder. Reading accepts only
+regular files: no links, pipes or devices. To test whether a file exists, it is opened: on NFS the result of `stat` may
+be a minute old.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ _NO_LINK: Final = os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Iterator[int]:
-    """Open a folder, never a link to one, for the names in it.
+    """Open a folder, but never a link to one, and yield its descriptor.
 
     Raises:
-        FileNotFoundError: it is not there.
-        BadCheckpointError: it is something else, or belongs to another user.
-        StorageError: it cannot be read.
+        FileNotFoundError: if it does not exist.
+        BadCheckpointError: if it is not a folder, or belongs to another user.
+        StorageError: if it cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
@@ -45,19 +45,19 @@ def opened_folder(path: Path) -> Iterator[int]:
         raise read_error(path, error) from error
     try:
         if not is_trusted(owner := os.fstat(descriptor).st_uid):
-            raise BadCheckpointError(f"{path}: belongs to user {owner}; it was not used")
+            raise BadCheckpointError(f"{path}: belongs to user {owner}, so it was not used")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def open_regular(folder: int, name: str, where: object, *, patience_s: float = 0.0) -> int:
-    """Open a regular file of a folder for reading; one that is not there yet is waited for.
+    """Open a regular file of a folder for reading; wait up to `patience_s` for it to appear.
 
     Raises:
-        FileNotFoundError: it is not there.
-        BadCheckpointError: it is a link, a pipe, a device or a folder, or belongs to another user.
-        StorageError: it cannot be read.
+        FileNotFoundError: if it does not exist.
+        BadCheckpointError: if it is a link, a pipe, a device or a folder, or belongs to another user.
+        StorageError: if it cannot be read.
     """
     end_s = time.monotonic() + patience_s
     while True:
@@ -67,12 +67,12 @@ def open_regular(folder: int, name: str, where: object, *, patience_s: float = 0
         except OSError as error:
             if error.errno in NOT_THERE and time.monotonic() < end_s:
                 time.sleep(POLL_S)
-                names_in(folder, where)  # makes an NFS client ask its server again
+                names_in(folder, where)  # makes an NFS client query its server again
                 continue
             if error.errno == errno.ENOENT:
                 raise
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
-                raise BadCheckpointError(f"{where}: a link or a device, where a file was wanted") from error
+                raise BadCheckpointError(f"{where}: a link or a device, expected a file") from error
             raise read_error(where, error) from error
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -80,28 +80,28 @@ def open_regular(folder: int, name: str, where: object, *, patience_s: float = 0
         raise BadCheckpointError(f"{where}: not a regular file")
     if not is_trusted(status.st_uid):
         os.close(descriptor)
-        raise BadCheckpointError(f"{where}: belongs to user {status.st_uid}; it was not used")
+        raise BadCheckpointError(f"{where}: belongs to user {status.st_uid}, so it was not used")
     return descriptor
 
 
 def read_small(folder: int, name: str, where: object, limit: int, *, patience_s: float = 0.0) -> bytes:
-    """Read a whole file of at most `limit` bytes; errors as `open_regular`."""
+    """Read a whole file of at most `limit` bytes; errors as for `open_regular`."""
     descriptor = open_regular(folder, name, where, patience_s=patience_s)
     try:
         size = os.fstat(descriptor).st_size
         if size > limit:
-            raise BadCheckpointError(f"{where}: {size} bytes, of at most {limit}")
+            raise BadCheckpointError(f"{where}: {size} bytes, expected at most {limit}")
         return b"".join(chunks_of(descriptor, size, where))
     finally:
         os.close(descriptor)
 
 
 def chunks_of(descriptor: int, size: int, where: object, *, chunk_bytes: int = 4 << 20) -> Iterator[bytes]:
-    """Yield the first `size` bytes of a file.
+    """Yield the first `size` bytes of a file in chunks.
 
     Raises:
-        BadCheckpointError: the file is shorter.
-        StorageError: it cannot be read.
+        BadCheckpointError: if the file is shorter.
+        StorageError: if it cannot be read.
     """
     at = 0
     while at < size:
@@ -111,7 +111,7 @@ def chunks_of(descriptor: int, size: int, where: object, *, chunk_bytes: int = 4
 
 
 def pread(descriptor: int, count: int, at: int, where: object) -> bytes:
-    """Read exactly `count` bytes at an offset; errors as `chunks_of`."""
+    """Read exactly `count` bytes at an offset; errors as for `chunks_of`."""
     parts = []
     while count > 0:
         try:
@@ -119,7 +119,7 @@ def pread(descriptor: int, count: int, at: int, where: object) -> bytes:
         except OSError as error:
             raise read_error(where, error) from error
         if not part:
-            raise BadCheckpointError(f"{where}: ends at byte {at}: it was cut short")
+            raise BadCheckpointError(f"{where}: is truncated at byte {at}")
         parts.append(part)
         at += len(part)
         count -= len(part)
@@ -127,13 +127,13 @@ def pread(descriptor: int, count: int, at: int, where: object) -> bytes:
 
 
 def write_file(folder: Path, name: str, chunks: Iterable[memoryview | bytes], *, reserve: int = 0) -> None:
-    """Write a file of a folder: temporary name, every write checked, synced, renamed, the folder synced.
+    """Write a file of a folder durably: temporary name, checked writes, fsync, rename, fsync of the folder.
 
-    `reserve` bytes are claimed first, so that a full disk shows before anything else. On an error nothing is left.
+    `reserve` bytes are allocated first, so that a full disk is detected early. On an error, no file is left behind.
 
     Raises:
-        StorageError: the disk is full or failing.
-        RunFolderError: the folder cannot be written.
+        StorageError: if the disk is full or failing.
+        RunFolderError: if the folder cannot be written.
     """
     path, temporary = folder / name, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
     with writing(path):
@@ -143,7 +143,7 @@ def write_file(folder: Path, name: str, chunks: Iterable[memoryview | bytes], *,
                 ours = _write_temporary(within, temporary, chunks, reserve)
                 _rename(within, temporary, name, ours)
             except BaseException:
-                with contextlib.suppress(OSError):  # what is left of it is in nobody's way; the first error counts
+                with contextlib.suppress(OSError):  # a leftover does no harm, and the first error counts
                     os.unlink(temporary, dir_fd=within)
                 raise
             os.fsync(within)
@@ -152,10 +152,10 @@ def write_file(folder: Path, name: str, chunks: Iterable[memoryview | bytes], *,
 
 
 def names_in(folder: int, where: object) -> set[str]:
-    """Return the names in an open folder, as its server has them now, where an open of one may be answered from memory.
+    """List the names in an open folder. On NFS this queries the server, while an open may be answered from a cache.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: if it cannot be read.
     """
     try:
         return set(os.listdir(folder))
@@ -164,13 +164,13 @@ def names_in(folder: int, where: object) -> set[str]:
 
 
 def is_there(folder: Path, name: str) -> bool:
-    """Say whether a folder holds a name; errors as `opened_folder` and `names_in`."""
+    """Return True if a folder contains a name; errors as for `opened_folder` and `names_in`."""
     with opened_folder(folder) as within:
         return name in names_in(within, folder)
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable; errors as `write_file`."""
+    """Make the names in a folder durable; errors as for `write_file`."""
     with writing(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -181,7 +181,7 @@ def sync_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failed write into the error that says what to do."""
+    """Convert an OSError of a write to an error that says what to do."""
     try:
         yield
     except OSError as error:
@@ -191,17 +191,17 @@ def writing(path: Path) -> Iterator[None]:
 def write_error(path: object, error: OSError) -> MusterError:
     """Return the error of a failed write."""
     if error.errno in FAILING:
-        return StorageError(f"{path}: cannot be written: {error.strerror}; free some space, or mend the disk")
-    return RunFolderError(f"{path}: cannot be written: {error.strerror}; look at the folder's owner and rights")
+        return StorageError(f"{path}: cannot be written: {error.strerror}; free some space, or repair the disk")
+    return RunFolderError(f"{path}: cannot be written: {error.strerror}; check the owner and permissions of the folder")
 
 
 def read_error(path: object, error: OSError) -> MusterError:
     """Return the error of a failed read."""
-    return StorageError(f"{path}: cannot be read: {error.strerror}; look at the disk, or at the file's rights")
+    return StorageError(f"{path}: cannot be read: {error.strerror}; check the disk and the permissions of the file")
 
 
 def _write_temporary(within: int, name: str, chunks: Iterable[memoryview | bytes], reserve: int) -> tuple[int, int]:
-    """Write and sync a new file; return its identity."""
+    """Write and fsync a new file; return its device and inode."""
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o644, dir_fd=within)
     try:
         if reserve:
@@ -210,7 +210,7 @@ def _write_temporary(within: int, name: str, chunks: Iterable[memoryview | bytes
             view = memoryview(chunk)
             while view:
                 view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)  # here NFS says that the disk is full
+        os.fsync(descriptor)  # NFS reports a full disk here
         status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
@@ -218,7 +218,7 @@ def _write_temporary(within: int, name: str, chunks: Iterable[memoryview | bytes
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Claim the room for a file; where that cannot be, look whether there is any."""
+    """Allocate the space for a file; if the file system cannot, check that there is enough free space."""
     try:
         linux.fallocate(descriptor, 0, size)
         return
@@ -231,7 +231,7 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _rename(within: int, source: str, target: str, ours: tuple[int, int]) -> None:
-    """Rename inside a folder; a lost answer of NFS makes the second try fail although the first one did it."""
+    """Rename within a folder. On NFS a reply can be lost, and the retry then fails although the rename was done."""
     try:
         os.rename(source, target, src_dir_fd=within, dst_dir_fd=within)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A checkpoint as one safetensors file of plain names, which plain PyTorch loads."""
+"""Export a checkpoint as one safetensors file that plain PyTorch loads."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,21 +17,21 @@ CHUNK_BYTES: Final = 16 << 20
 
 
 def export(folder: CheckpointDir, manifest: Manifest, path: Path) -> int:
-    """Write parameters and buffers into one file, put together from all shards; return how many names it has.
+    """Write parameters and buffers, assembled from all shards, into one file; return the number of names in it.
 
     Raises:
-        NoCheckpointError: the checkpoint holds none.
-        BadCheckpointError: a shard is gone, or ends too early.
-        StorageError, RunFolderError: the file cannot be written; nothing is left of it.
+        NoCheckpointError: if the checkpoint has no parameters and buffers.
+        BadCheckpointError: if a shard is missing or truncated.
+        StorageError, RunFolderError: if the file cannot be written; no partial file is left behind.
     """
     pieces = [manifest.piece(name) for name in sorted(manifest.tensors) if name.startswith(PREFIX)]
     if not pieces:
-        raise NoCheckpointError(f"{folder.path}: it holds no parameters and buffers ({PREFIX}...) to export")
+        raise NoCheckpointError(f"{folder.path}: has no parameters or buffers ({PREFIX}...) to export")
     entries = [(piece.name.removeprefix(PREFIX), piece) for piece in pieces]
     entries += [(name, manifest.piece(PREFIX + of)) for name, of in aliases(manifest).items()]
     entries.sort(key=lambda entry: -entry[1].item_bytes)  # wide elements first, so that each is aligned
     pieces = [piece for _, piece in entries]
-    metadata = {"format": "pt", "step": str(manifest.step)}  # equal weights make equal files
+    metadata = {"format": "pt", "step": str(manifest.step)}  # nothing else, so that equal weights give equal files
     header, _ = header_of(entries, metadata)
     size = len(header) + sum(piece.nbytes for piece in pieces)
     with Reader(folder, manifest) as reader:
@@ -40,19 +40,19 @@ def export(folder: CheckpointDir, manifest: Manifest, path: Path) -> int:
 
 
 def aliases(manifest: Manifest) -> dict[str, str]:
-    """Return the other names of tied tensors, {name: the name that it is saved under}, as the manifest has them.
+    """Return the other names of tied tensors in the manifest, as {other name: saved name}.
 
-    A model whose head is its embedding has one tensor and two names; plain PyTorch wants both when it loads.
+    A model that ties its head to its embedding has one tensor with two names. Plain PyTorch needs both to load it.
 
     Raises:
-        BadCheckpointError: a name stands for no tensor, or for two.
+        BadCheckpointError: if an alias refers to no tensor, or is itself the name of a tensor.
     """
     told = manifest.meta.get("aliases", {})
     if not isinstance(told, dict):
-        raise BadCheckpointError(f"step {manifest.step}: meta.aliases is {type(told).__name__}, and must be an object")
+        raise BadCheckpointError(f"step {manifest.step}: meta.aliases is {type(told).__name__}, expected an object")
     for name, of in told.items():
         if not isinstance(of, str) or PREFIX + of not in manifest.tensors or PREFIX + name in manifest.tensors:
-            raise BadCheckpointError(f"step {manifest.step}: meta.aliases: {name!r} cannot be another name of {of!r}")
+            raise BadCheckpointError(f"step {manifest.step}: meta.aliases: {name!r} cannot be an alias of {of!r}")
     return told
 
 

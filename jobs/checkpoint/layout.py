@@ -1,9 +1,9 @@
-"""The safetensors layout: eight bytes of header length, a JSON header, raw bytes. Any safetensors library opens it.
+"""The safetensors layout: eight bytes of header length, a JSON header, raw bytes. Any safetensors library can read it.
 
     {"__metadata__": {str: str}, "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
 
-The header is padded with spaces to eight bytes, and tensors with wide elements stand first, so that each is aligned.
-What is read is what that says and nothing else: the bytes belong to the tensors, all of them, each to one.
+The header is padded with spaces to a multiple of eight bytes. Tensors with wide elements come first, so that each is
+aligned. Reading checks that every byte after the header belongs to exactly one tensor.
 """
 
 import json
@@ -23,7 +23,7 @@ METADATA: Final = "__metadata__"
 
 @dataclass(frozen=True)
 class Part:
-    """A piece that is stored: by which writer, so in which shard, and where in the file it begins."""
+    """A stored piece: the writer, which determines the shard, and the offset in that file."""
 
     piece: Piece
     writer: int
@@ -31,12 +31,12 @@ class Part:
 
     @property
     def end(self) -> int:
-        """Where it ends in the file."""
+        """The offset of its end in the file."""
         return self.offset + self.piece.nbytes
 
     @property
     def range_record(self) -> dict[str, Any]:
-        """Its range and its place, as JSON; no range: the whole tensor."""
+        """Its offset and range as JSON. Without a range it is the whole tensor."""
         record: dict[str, Any] = {"offset": self.offset}
         if self.piece.is_whole:
             return record
@@ -47,17 +47,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself; `tensors`: key to type, shape, first and last byte in the file."""
+    """The header of a file; `tensors` maps a key to dtype, shape, first byte and end byte in the file."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...], int, int]]
     metadata: Mapping[str, str]
 
 
 def header_of(pieces: Sequence[tuple[str, Piece]], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Return a header, with its length before it, and each piece's offset in the file; pieces stand in this order.
+    """Return the header, preceded by its length, and the offset of each piece in the file. The order is kept.
 
     Raises:
-        ValueError: two pieces have one key.
+        ValueError: if two pieces have the same key, or the header is too large.
     """
     entries: dict[str, Any] = {METADATA: dict(metadata)}
     ends = [0]
@@ -69,7 +69,7 @@ def header_of(pieces: Sequence[tuple[str, Piece]], metadata: Mapping[str, str]) 
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {len(text)} bytes, of at most {MAX_HEADER_BYTES}; use more writers")
+        raise ValueError(f"the header has {len(text)} bytes, expected at most {MAX_HEADER_BYTES}; use more writers")
     begin = LENGTH_BYTES + len(text)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text, [begin + start for start in ends[:-1]]
 
@@ -78,8 +78,8 @@ def read_header(descriptor: int, size: int, where: object) -> Header:
     """Read and check the header of a file of `size` bytes.
 
     Raises:
-        BadCheckpointError: it is not one that a safetensors library would take, or does not fit the file.
-        StorageError: it cannot be read.
+        BadCheckpointError: if a safetensors library would reject the header, or it does not fit the file.
+        StorageError: if it cannot be read.
     """
     if size < LENGTH_BYTES:
         raise BadCheckpointError(f"{where}: {size} bytes are too few for a header")
@@ -96,23 +96,25 @@ def read_header(descriptor: int, size: int, where: object) -> Header:
 
 
 def check_tiling(spans: list[tuple[int, int, str]], begin: int, size: int, where: object) -> None:
-    """Check that the bytes from `begin` to the end of the file belong to the spans, each byte to one.
+    """Check that each byte from `begin` to the end of the file belongs to exactly one span.
 
     Raises:
-        BadCheckpointError: there is a gap, an overlap, or a span outside.
+        BadCheckpointError: if there is a gap, an overlap, or a span outside the file.
     """
     at = begin
     for start, end, key in sorted(spans):
         if start != at:
-            raise BadCheckpointError(f"{where}: {key!r:.80}: begins at byte {start}, wanted {at}: a gap or an overlap")
+            raise BadCheckpointError(
+                f"{where}: {key!r:.80}: begins at byte {start}, expected {at}: a gap or an overlap"
+            )
         at = end
     if at != size:
-        raise BadCheckpointError(f"{where}: its tensors end at byte {at}, the file has {size}")
+        raise BadCheckpointError(f"{where}: its tensors end at byte {at}, but the file has {size} bytes")
 
 
 def _entry(key: str, value: Any, begin: int, where: object) -> tuple[str, tuple[int, ...], int, int]:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise BadCheckpointError(f"{where}: {key!r:.80}: wanted dtype, shape and data_offsets")
+        raise BadCheckpointError(f"{where}: {key!r:.80}: expected dtype, shape and data_offsets")
     shape, offsets = value["shape"], value["data_offsets"]
     try:
         piece = Piece(key, value["dtype"], as_tuple(shape))
@@ -127,11 +129,11 @@ def _entry(key: str, value: Any, begin: int, where: object) -> tuple[str, tuple[
 
 
 def as_tuple(value: object) -> tuple[Any, ...]:
-    """Return a JSON list as a tuple.
+    """Convert a JSON list to a tuple.
 
     Raises:
-        ValueError: it is not a list.
+        ValueError: if the value is not a list.
     """
     if not isinstance(value, list):
-        raise ValueError(f"a list was wanted, got {type(value).__name__}")
+        raise ValueError(f"expected a list, got {type(value).__name__}")
     return tuple(value)

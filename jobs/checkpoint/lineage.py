@@ -1,8 +1,8 @@
-"""Which checkpoints a run stands on: those of its newest attempt, then what that one began from, and so on back.
+"""The lineage of a run: the checkpoints of its newest attempt, then those of the attempt it resumed from, and so on.
 
-An attempt that began from step 400 leaves a step 5000 of the one before behind it: that branch was given up, and its
-higher number never wins. `attempt-NNN/resume.json` says what an attempt began from. An attempt without one has decided
-nothing yet, and the one before it stands.
+If an attempt resumed from step 400, then step 5000 of the attempt before it is an abandoned branch, and its higher
+number does not win. `attempt-NNN/resume.json` records the checkpoint an attempt resumed from. An attempt without this
+file has not chosen yet, so the attempt before it counts.
 """
 
 from dataclasses import dataclass
@@ -19,24 +19,24 @@ MAX_RESUME_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Reach:
-    """An attempt that the run stands on, and the last of its steps that still counts; None: all of them."""
+    """An attempt of the lineage, and the last of its steps that counts (None: all of them)."""
 
     attempt: int
     up_to: int | None
 
 
 def lineage(run: RunDir, *, say: disk.Say) -> list[Reach]:
-    """List the attempts that a run stands on, newest first.
+    """List the attempts of the lineage, newest first.
 
     Raises:
-        StorageError: the run folder cannot be read.
+        StorageError: if the run folder cannot be read.
     """
     attempts = sorted({*run.attempt_numbers(), *(attempt for _, attempt in _present(run))}, reverse=True)
     reaches: list[Reach] = []
-    parent: Beginning | None = None  # what the last attempt that said so began from
+    parent: Beginning | None = None  # the checkpoint that the last attempt with a resume.json resumed from
     for attempt in attempts:
         if parent is not None and attempt > parent.attempt:
-            continue  # a branch that was given up
+            continue  # an abandoned branch
         reaches.append(Reach(attempt, None if parent is None or attempt < parent.attempt else parent.step))
         begun = began_from(run, attempt, say=say)
         if begun is not None and begun.name is None:
@@ -47,7 +47,7 @@ def lineage(run: RunDir, *, say: disk.Say) -> list[Reach]:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What an attempt began from: a checkpoint's name, or None for the beginning of the training."""
+    """The checkpoint that an attempt resumed from; `name` is None if it started training from scratch."""
 
     name: str | None
     step: int = 0
@@ -55,7 +55,7 @@ class Beginning:
 
 
 def began_from(run: RunDir, attempt: int, *, say: disk.Say) -> Beginning | None:
-    """Read what an attempt began from; None when it has not said, or not in words that can be understood."""
+    """Read the checkpoint that an attempt resumed from; None if there is no usable record."""
     path = run.attempt(attempt).resume
     try:
         with disk.opened_folder(path.parent) as within:
@@ -64,19 +64,19 @@ def began_from(run: RunDir, attempt: int, *, say: disk.Say) -> Beginning | None:
     except FileNotFoundError:
         return None
     except (BadCheckpointError, KeyError) as error:
-        say(f"{path} says nothing of use ({error}); going by the attempt before it")
+        say(f"{path} is unusable ({error}); using the attempt before it")
         return None
     if name is None:
         return Beginning(None)
     found = step_and_attempt(name) if isinstance(name, str) else None
     if found is None or found[1] >= attempt:
-        say(f"{path} names no earlier checkpoint ({name!r:.80}); going by the attempt before it")
+        say(f"{path} names no earlier checkpoint ({name!r:.80}); using the attempt before it")
         return None
     return Beginning(name, *found)
 
 
 def candidates(run: RunDir, *, say: disk.Say) -> list[CheckpointDir]:
-    """List the checkpoint folders of a run's lineage, the one to try first at the front, committed or not."""
+    """List the checkpoint folders of the lineage, committed or not, in the order in which to try them."""
     present = _present(run)
     found = []
     for reach in lineage(run, say=say):
@@ -87,11 +87,11 @@ def candidates(run: RunDir, *, say: disk.Say) -> list[CheckpointDir]:
 
 
 def folder_names(run: RunDir) -> set[str]:
-    """List the names in the folder of checkpoints; none when it is not there.
+    """List the names in the checkpoint folder; empty if it does not exist.
 
     Raises:
-        BadCheckpointError: the folder of checkpoints is a link, or no folder.
-        StorageError: it cannot be read.
+        BadCheckpointError: if the checkpoint folder is a link or not a folder.
+        StorageError: if it cannot be read.
     """
     try:
         with disk.opened_folder(run.checkpoints) as within:

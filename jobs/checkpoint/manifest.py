@@ -1,12 +1,12 @@
-"""MANIFEST.json: the commit, and the truth about what a checkpoint holds and where.
+"""MANIFEST.json: commits a checkpoint, and lists all its tensors with their location.
 
     {"version": 1, "step": 50, "attempt": 0, "meta": {...},
      "files": [{"file": "shard-00000.safetensors", "bytes": 4096, "sha256": "..."}, ...],
      "tensors": {"model/fc.weight": {"dtype": "F32", "shape": [10, 4],
                                      "parts": [{"file": 0, "offset": 512, "box": [[0, 5], [0, 4]]}, ...]}, ...}}
 
-It follows from the `.ok` files alone, so whoever commits writes the same bytes. Reading it proves: every tensor is
-covered once, by parts that lie inside their files and fill them.
+It is derived only from the `.ok` files, so every committer writes the same bytes. Reading it checks that the parts of
+each tensor cover it exactly once, and that the parts lie inside their files and fill them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _HEX: Final = frozenset("0123456789abcdef")
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A shard as the commit saw it."""
+    """The size and hash of a shard at the time of the commit."""
 
     file: str
     bytes: int
@@ -39,7 +39,7 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor: its type, its global shape, and its parts."""
+    """A logical tensor: its dtype, its global shape, and its parts."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,13 +47,13 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
+        """The bytes of all parts."""
         return sum(part.piece.nbytes for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint; `tensors` by name, `meta` whatever its saver says of it."""
+    """One checkpoint: `tensors` by name, and `meta`, any JSON of the saver."""
 
     step: int
     attempt: int
@@ -63,31 +63,31 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shards."""
+        """The bytes of all shards."""
         return sum(each.bytes for each in self.files)
 
     @cached_property
     def encoded(self) -> bytes:
-        """The bytes of the file."""
+        """The bytes of MANIFEST.json."""
         return sealed.seal(self._body())
 
     @cached_property
     def sha256(self) -> str:
-        """The hash that the file carries: two checkpoints with one hash hold the same."""
+        """The hash in the file. Two checkpoints with the same hash have the same contents."""
         return sealed.sha256_of(self.encoded)
 
     def piece(self, name: str) -> Piece:
-        """Return a whole tensor.
+        """Return a tensor as a piece that covers all of it.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: if there is no tensor of that name.
         """
         tensor = self.tensors[name]
         return whole(name, tensor.dtype, tensor.shape)
 
     @cached_property
     def parts(self) -> list[list[Part]]:
-        """What each shard holds."""
+        """The parts in each shard."""
         found: list[list[Part]] = [[] for _ in self.files]
         for tensor in self.tensors.values():
             for part in tensor.parts:
@@ -113,10 +113,10 @@ class Manifest:
 
 
 def manifest_of(folder: CheckpointDir, records: Sequence[ShardRecord]) -> Manifest:
-    """Make the manifest of shards, one record per writer, in order.
+    """Build the manifest from the records of all writers, in order.
 
     Raises:
-        BadCheckpointError: together they are no checkpoint: a tensor has a hole, an overlap, or two shapes.
+        BadCheckpointError: if a tensor has a gap, an overlap, or two shapes.
     """
     step, attempt = identity(folder)
     tensors: dict[str, StoredTensor] = {}
@@ -127,21 +127,21 @@ def manifest_of(folder: CheckpointDir, records: Sequence[ShardRecord]) -> Manife
     for name, stored in sorted(parts.items()):
         first = stored[0].piece
         if any((part.piece.dtype, part.piece.shape) != (first.dtype, first.shape) for part in stored):
-            raise BadCheckpointError(f"{folder.path}: {name}: its writers do not agree on its type and shape")
+            raise BadCheckpointError(f"{folder.path}: {name}: its writers disagree on its dtype and shape")
         tensors[name] = StoredTensor(first.dtype, first.shape, tuple(stored))
     files = tuple(ShardFile(each.file, each.bytes, each.sha256) for each in records)
-    # Through its own bytes: what is committed is what a reader will take, and holds what JSON holds.
+    # Encode and parse: what is committed is then exactly what readers get, with values as JSON stores them.
     made = Manifest(step, attempt, files, tensors, dict(records[0].meta or {}))
     return parse_manifest(folder, made.encoded)
 
 
 def read_manifest(folder: CheckpointDir, *, patience_s: float = 0.0) -> Manifest:
-    """Read a manifest strictly; one that is not there yet, as another node sees it, is waited for.
+    """Read and validate a manifest; wait up to `patience_s` for it to become visible on this node.
 
     Raises:
-        FileNotFoundError: there is none: the checkpoint does not exist.
-        BadCheckpointError: it is damaged, or describes what cannot be; the message says what.
-        StorageError: it cannot be read.
+        FileNotFoundError: if there is no manifest, so the checkpoint does not exist.
+        BadCheckpointError: if it is damaged or inconsistent; the message gives the reason.
+        StorageError: if it cannot be read.
     """
     with disk.opened_folder(folder.path) as within:
         path = folder.manifest
@@ -150,20 +150,22 @@ def read_manifest(folder: CheckpointDir, *, patience_s: float = 0.0) -> Manifest
 
 
 def parse_manifest(folder: CheckpointDir, data: bytes) -> Manifest:
-    """Check every value of a manifest's bytes.
+    """Parse the bytes of a manifest and check every value.
 
     Raises:
-        BadCheckpointError: as `read_manifest`.
+        BadCheckpointError: as for `read_manifest`.
     """
     where = folder.manifest
     body = sealed.unseal(data, where)
     if type(body.get("version")) is not int or body["version"] != VERSION:
-        raise BadCheckpointError(f"{where}: version {body.get('version')!r:.40}, wanted {VERSION}")
+        raise BadCheckpointError(f"{where}: version {body.get('version')!r:.40}, expected {VERSION}")
     if body.keys() != _KEYS:
-        raise BadCheckpointError(f"{where}: wanted the keys {', '.join(sorted(_KEYS))}")
+        raise BadCheckpointError(f"{where}: expected the keys {', '.join(sorted(_KEYS))}")
     for key, value in zip(("step", "attempt"), identity(folder), strict=True):
         if type(body[key]) is not int or body[key] != value:
-            raise BadCheckpointError(f"{where}: {key} {body[key]!r:.40} in a folder of {value}: of another generation")
+            raise BadCheckpointError(
+                f"{where}: {key} {body[key]!r:.40} in a folder of {value}: it belongs to another checkpoint"
+            )
     if not isinstance(body["meta"], dict):
         raise BadCheckpointError(f"{where}: meta must be an object")
     files = _files(folder, body["files"])
@@ -173,7 +175,7 @@ def parse_manifest(folder: CheckpointDir, data: bytes) -> Manifest:
         check_coverage(name, [part.piece for part in tensor.parts], where)
     _check_files(manifest, where)
     if manifest.encoded != data:
-        raise BadCheckpointError(f"{where}: not spelt as we spell it")
+        raise BadCheckpointError(f"{where}: its JSON is not in the form that Muster writes")
     return manifest
 
 
@@ -187,9 +189,9 @@ def _files(folder: CheckpointDir, given: Any) -> tuple[ShardFile, ...]:
             raise BadCheckpointError(f"{where}: a file has file, bytes and sha256")
         name, size, digest = each["file"], each["bytes"], each["sha256"]
         if name != folder.shard(writer).name:
-            raise BadCheckpointError(f"{where}: file {name!r:.80}, wanted {folder.shard(writer).name}")
+            raise BadCheckpointError(f"{where}: file {name!r:.80}, expected {folder.shard(writer).name}")
         if type(size) is not int or not LENGTH_BYTES + 2 <= size <= 8 * MAX_ELEMENTS:
-            raise BadCheckpointError(f"{where}: {name}: {size!r:.40} bytes cannot be")
+            raise BadCheckpointError(f"{where}: {name}: {size!r:.40} bytes is not a valid size")
         if not isinstance(digest, str) or len(digest) != 64 or not _HEX.issuperset(digest):
             raise BadCheckpointError(f"{where}: {name}: sha256 must be 64 hexadecimal digits")
         files.append(ShardFile(name, size, digest))
@@ -211,14 +213,14 @@ def _tensors(given: Any, writers: int, where: object) -> dict[str, StoredTensor]
                 raise BadCheckpointError(f"{where}: {name!r:.80}: a part has file, offset, and box or flat")
             writer = record.get("file")
             if type(writer) is not int or not 0 <= writer < writers:
-                raise BadCheckpointError(f"{where}: {name!r:.80}: file {writer!r:.40} of {writers}")
+                raise BadCheckpointError(f"{where}: {name!r:.80}: no file {writer!r:.40} among {writers}")
             parts.append(read_part(record, name, each["dtype"], each["shape"], writer, where))
         tensors[name] = StoredTensor(parts[0].piece.dtype, parts[0].piece.shape, tuple(parts))
     return tensors
 
 
 def _check_files(manifest: Manifest, where: object) -> None:
-    """Check that the parts fill their files, behind a header."""
+    """Check that the parts fill their files, apart from the header."""
     for parts, file in zip(manifest.parts, manifest.files, strict=True):
         spans = [(part.offset, part.end, part.piece.key) for part in parts]
         begin = min(spans)[0] if spans else file.bytes

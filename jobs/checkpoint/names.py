@@ -1,4 +1,4 @@
-"""The names of checkpoint folders, read back: only the exact spelling of `jobs/runfolder/rundir.py` counts."""
+"""Parse the names of checkpoint folders. Only the exact form written by `jobs/runfolder/rundir.py` is accepted."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ _NAME = re.compile(r"step-([0-9]{8,15})\.a([0-9]{3,9})")
 
 
 def step_and_attempt(name: str) -> tuple[int, int] | None:
-    """Return the steps done and the attempt that a folder's name says; None for any other name."""
+    """Return the step and the attempt in a folder name; None for any other name."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -20,12 +20,12 @@ def step_and_attempt(name: str) -> tuple[int, int] | None:
 
 
 def identity(folder: CheckpointDir) -> tuple[int, int]:
-    """Return the steps done and the attempt of a checkpoint's folder.
+    """Return the step and the attempt of a checkpoint folder.
 
     Raises:
-        BadCheckpointError: it is not called as one of ours.
+        BadCheckpointError: if its name does not have Muster's form.
     """
     found = step_and_attempt(folder.name)
     if found is None:
-        raise BadCheckpointError(f"{folder.path}: not a checkpoint of ours by its name (step-00000050.a000)")
+        raise BadCheckpointError(f"{folder.path}: not a checkpoint folder; expected a name like step-00000050.a000")
     return found

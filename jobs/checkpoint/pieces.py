@@ -1,11 +1,11 @@
-"""A piece: the part of one logical tensor that somebody holds, without a word about ranks.
+"""A piece: a part of one logical tensor, independent of ranks.
 
-A tensor has a name, a type and a global shape; a part of it is a box (a range per dimension: tensor parallel, pipeline)
-or a flat range of its row-major elements (ZeRO). Whoever saves and whoever loads say which parts they hold, and
-`runs()` is what both come down to: ranges of row-major elements, in order.
+A tensor has a name, a dtype and a global shape. A piece is a box (a range per dimension: tensor parallel, pipeline) or
+a flat range of row-major elements (ZeRO). Savers and loaders each name the pieces they hold. `runs()` converts both
+kinds to a common form: ascending ranges of row-major elements.
 
-Names are `model/<name>` for parameters and buffers, `optimizer/<name>/<key>` for the optimizer's state; layer numbers
-in them are global. Types are spelt as safetensors spells them.
+Names are `model/<name>` for parameters and buffers, `optimizer/<name>/<key>` for optimizer state, with global layer
+numbers. Dtypes have their names in safetensors.
 """
 
 import bisect
@@ -38,15 +38,15 @@ ITEM_BYTES: Final = {
 }
 MAX_NAME: Final = 1024
 MAX_DIMENSIONS: Final = 32
-MAX_ELEMENTS: Final = 2**52  # products of what a stranger wrote stay far below what 64 bits hold
+MAX_ELEMENTS: Final = 2**52  # keeps products of untrusted sizes far below 64 bits
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one tensor: `box`, a [start, stop) per dimension, or `flat`, one of row-major elements, or all of it.
+    """A part of one tensor: a `box` of [start, stop) per dimension, a `flat` range of row-major elements, or all of it.
 
     Raises:
-        ValueError: the name, type, shape or range cannot be; the message says which.
+        ValueError: if the name, dtype, shape or range is invalid; the message says which.
     """
 
     name: str
@@ -69,39 +69,39 @@ class Piece:
 
     @cached_property
     def tensor_elements(self) -> int:
-        """Elements of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @cached_property
     def extent(self) -> tuple[int, ...]:
-        """The shape of the part: of a flat range, one dimension."""
+        """The shape of the piece; one dimension for a flat range."""
         if self.flat is not None:
             return (self.flat[1] - self.flat[0],)
         return self.shape if self.box is None else tuple(stop - start for start, stop in self.box)
 
     @cached_property
     def elements(self) -> int:
-        """Elements of the part."""
+        """The number of elements of the piece."""
         return math.prod(self.extent)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
+        """The bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part."""
+        """The bytes of the piece."""
         return self.elements * self.item_bytes
 
     @property
     def is_whole(self) -> bool:
-        """True when the part is the tensor, in its own shape."""
+        """True if the piece covers the whole tensor, in its own shape."""
         return self.flat is None and self.extent == self.shape
 
     @property
     def key(self) -> str:
-        """The name in a shard: the tensor's own when the piece is whole, else with its range behind it."""
+        """The name in a shard: the name of the tensor, followed by the range if the piece is not whole."""
         if self.is_whole:
             return self.name
         if self.flat is not None:
@@ -109,13 +109,13 @@ class Piece:
         return f"{self.name}[{','.join(f'{start}:{stop}' for start, stop in self.box or ())}]"
 
     def runs(self) -> "Runs":
-        """Return the part as ranges of the tensor's row-major elements, ascending; the part's own order is theirs."""
+        """Return the piece as ascending ranges of the tensor's row-major elements, in the piece's own order."""
         if self.elements == 0:
             return Runs(0, 0, ())
         if self.flat is not None:
             return Runs(self.flat[0], self.elements, ())
         box = self.box if self.box is not None else tuple((0, size) for size in self.shape)
-        # From the last dimension on, as long as they are whole: one run spans them all, and the dimension before.
+        # Trailing dimensions that the box covers fully form one run, together with the dimension before them.
         inner, first = 1, len(box)
         while first > 0 and inner == math.prod(self.shape[first:]):
             first -= 1
@@ -130,13 +130,13 @@ class Piece:
 
 
 def whole(name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
-    """Return the piece that is all of a tensor."""
+    """Return the piece that covers a whole tensor."""
     return Piece(name, dtype, tuple(shape))
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Ranges of equal length, ascending, computed where asked for: a column of a huge matrix has a run per row."""
+    """Ascending ranges of equal length, computed on demand: a column of a huge matrix has one run per row."""
 
     start: int
     length: int
@@ -144,7 +144,7 @@ class Runs:
 
     @cached_property
     def count(self) -> int:
-        """How many there are."""
+        """The number of ranges."""
         return math.prod(count for count, _ in self.outer) if self.length else 0
 
     def __len__(self) -> int:
@@ -167,9 +167,9 @@ class Runs:
             yield start, start + self.length
 
     def first_after(self, element: int, begin: int = 0) -> int:
-        """Return the index, from `begin` on, of the first run that holds an element or lies behind it."""
+        """Return the index, at least `begin`, of the first run that contains an element or begins after it."""
         if begin < self.count and self[begin][1] > element:
-            return begin  # the one that a reader who walks in order asks for
+            return begin  # the usual case: the reader walks in order
         return bisect.bisect_right(range(self.count), element, begin, key=lambda index: self[index][1])
 
 
@@ -177,7 +177,7 @@ def _check_tensor(name: object, dtype: object, shape: tuple[object, ...]) -> Non
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable() or name == "__metadata__":
         raise ValueError(f"a tensor's name is 1 to {MAX_NAME} printable characters, got {name!r:.80}")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise ValueError(f"{name}: an unknown type {dtype!r:.40}; known: {', '.join(ITEM_BYTES)}")
+        raise ValueError(f"{name}: unknown dtype {dtype!r:.40}; known: {', '.join(ITEM_BYTES)}")
     if not isinstance(shape, tuple) or len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"{name}: a shape has at most {MAX_DIMENSIONS} dimensions")
     elements = 1

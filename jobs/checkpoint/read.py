@@ -1,4 +1,4 @@
-"""Reading parts of a checkpoint, split in any way, whatever the split it was saved in."""
+"""Read pieces of a checkpoint. The split may differ from the one that was saved."""
 
 import os
 from collections.abc import Iterator
@@ -12,17 +12,17 @@ from muster.jobs.checkpoint.manifest import Manifest
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
-DIRECT_BYTES: Final = 64 << 10  # runs from this size on are read where they belong, shorter ones in windows
+DIRECT_BYTES: Final = 64 << 10  # runs of at least this size are read into place, shorter ones through a window
 WINDOW_BYTES: Final = 1 << 20
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer, Self  # the Python of a user's program need not have it
+    from typing_extensions import Buffer, Self  # may be missing from the Python of a user's program
 
 Run = tuple[int, int, int]  # byte in the file, byte in the buffer, bytes
 
 
 class Reader:
-    """Reads pieces of one committed checkpoint; a context manager, for it keeps its shards open."""
+    """Reads pieces of one committed checkpoint. A context manager, because it keeps its shards open."""
 
     def __init__(self, folder: CheckpointDir, manifest: Manifest, *, patience_s: float = 0.0) -> None:
         self._folder = folder
@@ -49,31 +49,31 @@ class Reader:
         return sorted(self._manifest.tensors)
 
     def piece(self, name: str) -> Piece:
-        """Return the whole of a tensor.
+        """Return a tensor as a piece that covers all of it.
 
         Raises:
-            RefusedError: the checkpoint has no such tensor.
+            RefusedError: if the checkpoint has no such tensor.
         """
         if name not in self._manifest.tensors:
-            raise RefusedError(f"{self._folder.path}: it holds no tensor {name}; was the model changed?")
+            raise RefusedError(f"{self._folder.path}: has no tensor {name}; did the model change?")
         return self._manifest.piece(name)
 
     def read_into(self, piece: Piece, buffer: "Buffer") -> None:
         """Fill a buffer with a piece of a stored tensor.
 
         Raises:
-            RefusedError: the checkpoint has no such tensor, or one of another type or shape.
-            BadCheckpointError: a shard is gone, or ends too early.
-            StorageError: it cannot be read.
-            ValueError: the buffer does not fit the piece.
+            RefusedError: if the checkpoint has no such tensor, or its dtype or shape differs.
+            BadCheckpointError: if a shard is missing or truncated.
+            StorageError: if it cannot be read.
+            ValueError: if the buffer does not fit the piece.
         """
         stored = self.piece(piece.name)
         if (stored.dtype, stored.shape) != (piece.dtype, piece.shape):
             found, wanted = f"{stored.dtype} {list(stored.shape)}", f"{piece.dtype} {list(piece.shape)}"
-            raise RefusedError(f"{self._folder.path}: {piece.name} is {found}, the job wants {wanted}")
+            raise RefusedError(f"{self._folder.path}: {piece.name} is {found}, but the job needs {wanted}")
         view = memoryview(buffer)
         if view.readonly or not view.c_contiguous or view.nbytes != piece.nbytes:
-            raise ValueError(f"{piece.key}: a writable, contiguous buffer of {piece.nbytes} bytes is needed")
+            raise ValueError(f"{piece.key}: expected a writable, contiguous buffer of {piece.nbytes} bytes")
         if not piece.nbytes:
             return
         for part in self._manifest.tensors[piece.name].parts:
@@ -82,7 +82,7 @@ class Reader:
                 self._read(part.writer, first, runs, view.cast("B"))
 
     def _read(self, writer: int, first: Run, rest: Iterator[Run], view: memoryview) -> None:
-        """Read runs: long ones into their place, short ones many at a time."""
+        """Read runs: long ones directly into place, short ones through a window that spans many of them."""
         path, descriptor = self._folder.shard(writer), self._shard(writer)
         window, begin = memoryview(b""), 0
         run: Run | None = first
@@ -107,12 +107,12 @@ class Reader:
                 raise BadCheckpointError(f"{path}: missing") from error
             self._open[writer] = descriptor
             if (size := os.fstat(descriptor).st_size) != wanted.bytes:
-                raise BadCheckpointError(f"{path}: {size} bytes, saved were {wanted.bytes}")
+                raise BadCheckpointError(f"{path}: {size} bytes, but {wanted.bytes} were saved")
         return self._open[writer]
 
 
 def shared_runs(part: Part, wanted: Piece) -> Iterator[Run]:
-    """Yield what a stored part and a wanted piece share, ascending: both are ranges of row-major elements."""
+    """Yield the ranges that a stored part and a wanted piece have in common, ascending in row-major order."""
     stored_runs, wanted_runs, item = part.piece.runs(), wanted.runs(), wanted.item_bytes
     if not len(stored_runs) or not len(wanted_runs):
         return
@@ -133,7 +133,7 @@ def shared_runs(part: Part, wanted: Piece) -> Iterator[Run]:
 
 
 def joined(runs: Iterator[Run]) -> Iterator[Run]:
-    """Join neighbours that follow one another in the file and in the buffer."""
+    """Merge consecutive runs that are contiguous in both the file and the buffer."""
     held = next(runs, None)
     if held is None:
         return
@@ -153,5 +153,5 @@ def _read_direct(descriptor: int, view: memoryview, at: int, where: object) -> N
         except OSError as error:
             raise disk.read_error(where, error) from error
         if not count:
-            raise BadCheckpointError(f"{where}: ends at byte {at}: it was cut short")
+            raise BadCheckpointError(f"{where}: is truncated at byte {at}")
         view, at = view[count:], at + count

@@ -1,4 +1,4 @@
-"""Which checkpoints go: after a commit and a full read, never below two that are known to be good."""
+"""Delete old checkpoints after a commit, but always keep at least two that were verified byte by byte."""
 
 import contextlib
 import shutil
@@ -23,7 +23,7 @@ State = Literal["verified", "committed", "unfinished", "bad", "trash"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint folder as retention sees it; `abandoned`: of a branch that the run has given up."""
+    """A checkpoint folder for the retention plan. `abandoned`: it is not in the lineage of the run."""
 
     name: str
     step: int
@@ -33,11 +33,11 @@ class Entry:
 
 
 def plan(checkpoints: Sequence[Entry], keep: int, protect: Collection[str] = ()) -> list[str]:
-    """Choose what to delete, oldest first; pure.
+    """Choose the checkpoints to delete, oldest first. Pure.
 
-    Kept are the newest `keep` verified ones, at least two, in the order of the lineage, and whatever is newer than
-    the oldest of them. With fewer than that nothing that is committed or bad goes; the newest bad one stays for whoever
-    wants to know what happened to it. `trash-` always goes.
+    The newest `keep` verified checkpoints of the lineage (at least two) and everything newer than the oldest of them
+    are kept. If there are fewer, nothing committed or bad is deleted. The newest bad checkpoint is kept for inspection.
+    `trash-` folders are always deleted.
     """
     ordered = sorted(checkpoints, key=lambda each: (each.attempt, each.step))
     good = [each for each in ordered if each.state == "verified" and not each.abandoned]
@@ -58,12 +58,13 @@ def plan(checkpoints: Sequence[Entry], keep: int, protect: Collection[str] = ())
 
 
 def retain(run: RunDir, keep: int, protect: Collection[str] = (), *, say: disk.Say = lambda _: None) -> list[str]:
-    """Read the newest commits again where that was not done yet, then delete what is not kept; return the names.
+    """Verify the newest commits that are not verified yet, then delete the rest; return the deleted names.
 
-    What the newest attempts began from stays as well. Called by one process of a run, after a commit.
+    The checkpoint that the newest attempt resumed from is kept as well. One process of a run calls this, after a
+    commit.
 
     Raises:
-        StorageError, RunFolderError: a folder cannot be read, moved or deleted; what is kept is untouched.
+        StorageError, RunFolderError: if a folder cannot be read, moved or deleted; kept checkpoints are untouched.
     """
     entries = survey(run, keep, say=say)
     gone = plan(entries, keep, {*protect, *_beginnings(run, say=say)})
@@ -73,7 +74,7 @@ def retain(run: RunDir, keep: int, protect: Collection[str] = (), *, say: disk.S
 
 
 def survey(run: RunDir, keep: int, *, say: disk.Say) -> list[Entry]:
-    """List the checkpoint folders, and read those again whose goodness the plan depends on."""
+    """List the checkpoint folders, and verify those that the plan depends on."""
     wanted, good = max(keep, LEAST), 0
     lineage = candidates(run, say=say)
     for folder in lineage:
@@ -93,7 +94,7 @@ def survey(run: RunDir, keep: int, *, say: disk.Say) -> list[Entry]:
 
 
 def _is_good(folder: CheckpointDir, say: disk.Say) -> bool:
-    """Say whether a checkpoint is known to be good; read it as a whole where nobody has."""
+    """Return True if a checkpoint is valid; verify it if that was not done yet."""
     try:
         manifest = read_manifest(folder)
         if not is_verified(folder, manifest):
@@ -110,7 +111,7 @@ def _state(run: RunDir, name: str) -> State | None:
     folder = CheckpointDir(run.checkpoints / name)
     try:
         if not stat.S_ISDIR(folder.path.lstat().st_mode):
-            return None  # a file or a link: not made by us, not touched
+            return None  # a file or a link: Muster did not create it and does not touch it
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -125,11 +126,11 @@ def _state(run: RunDir, name: str) -> State | None:
     except FileNotFoundError:
         return "unfinished"
     except BadCheckpointError:
-        return None  # looked at, and put aside, when its turn to be loaded comes
+        return None  # it is examined, and renamed if bad, when it is about to be loaded
 
 
 def _beginnings(run: RunDir, *, say: disk.Say) -> set[str]:
-    """Name what the newest attempt that began from a checkpoint began from."""
+    """Return the name of the checkpoint that the newest resumed attempt began with, as a set."""
     for attempt in reversed(run.attempt_numbers()):
         begun = began_from(run, attempt, say=say)
         if begun is not None:
@@ -138,11 +139,11 @@ def _beginnings(run: RunDir, *, say: disk.Say) -> set[str]:
 
 
 def _delete(run: RunDir, name: str) -> None:
-    """Rename, so that nobody takes it for whole, then delete; what a crash leaves of it goes next time."""
+    """Rename a checkpoint to trash, so that nobody loads it, then delete it. After a crash the next call deletes it."""
     trash = run.checkpoints / (name if name.startswith("trash-") else f"trash-{name.removeprefix('bad-')}")
     with disk.writing(run.checkpoints / name):
         if name != trash.name:
-            with contextlib.suppress(FileNotFoundError):  # another process of ours was faster
+            with contextlib.suppress(FileNotFoundError):  # another Muster process was faster
                 (run.checkpoints / name).rename(trash)
                 disk.sync_folder(run.checkpoints)
         with contextlib.suppress(FileNotFoundError):

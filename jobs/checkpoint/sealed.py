@@ -1,9 +1,9 @@
-"""Small JSON files that carry the sha256 of their own bytes: one changed bit anywhere, and they are refused.
+"""Small JSON files that contain the SHA-256 of their own body, so that any changed bit is detected.
 
     {"body":{...},"sha256":"..."}
 
-The hash is that of the body's bytes as they stand there, so it is checked before anything is parsed. It says that
-nothing was damaged, not who wrote it: what is inside is read as strictly as anything from a stranger.
+The hash covers the bytes of the body as stored, so it is checked before anything is parsed. It detects damage but does
+not prove who wrote the file, so the contents are validated like any untrusted input.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any, Final
 from muster.jobs.basics.errors import BadCheckpointError
 
 MAX_BYTES: Final = 64 << 20
-MAX_VALUES: Final = 4_000_000  # a parsed value costs about 20 times its text
+MAX_VALUES: Final = 4_000_000  # a parsed value takes about 20 times the memory of its text
 MAX_DEPTH: Final = 64
 MAX_DIGITS: Final = 19
 _BEGIN: Final = b'{"body":'
@@ -25,10 +25,10 @@ _TAIL: Final = len(_MIDDLE) + 64 + len(_END)
 
 
 def seal(body: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a sealed file; numbers that are not finite become null."""
+    """Return the bytes of a sealed file. Non-finite numbers become null."""
     try:
         data = _dump(body)
-    except (ValueError, TypeError):  # rare, and the other way takes longer: NaN, or a mapping that is no dict
+    except (ValueError, TypeError):  # NaN, or a mapping other than a dict: rare, and slower to encode
         data = _dump(_finite(body))
     return _BEGIN + data + _MIDDLE + hashlib.sha256(data).hexdigest().encode() + _END
 
@@ -38,7 +38,7 @@ def _dump(body: Mapping[str, Any]) -> bytes:
 
 
 def sha256_of(data: bytes) -> str:
-    """Return the hash that sealed bytes carry."""
+    """Return the hash stored in sealed bytes."""
     return data[-len(_END) - 64 : -len(_END)].decode("ascii", errors="replace")
 
 
@@ -46,24 +46,24 @@ def unseal(data: bytes, where: object) -> dict[str, Any]:
     """Return the body of a sealed file.
 
     Raises:
-        BadCheckpointError: its bytes are not what was written, or nothing of ours.
+        BadCheckpointError: if the file is damaged or Muster did not write it.
     """
     body = data[len(_BEGIN) : -_TAIL]
     if not data.startswith(_BEGIN) or len(data) < len(_BEGIN) + _TAIL or not data.endswith(_END):
-        raise BadCheckpointError(f"{where}: not a file of ours, or cut short")
+        raise BadCheckpointError(f"{where}: not written by Muster, or truncated")
     if data[-_TAIL : -_TAIL + len(_MIDDLE)] != _MIDDLE or hashlib.sha256(body).hexdigest() != sha256_of(data):
-        raise BadCheckpointError(f"{where}: its bytes do not have the sha256 that it carries: it was damaged")
+        raise BadCheckpointError(f"{where}: damaged: its bytes do not match its own sha256")
     return parse(body, where)
 
 
 def parse(data: bytes, where: object, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """Parse a JSON object strictly: bounded in size, depth and digits, no key twice, no NaN.
+    """Parse a JSON object strictly: limits on size, depth and digits, no duplicate keys, no NaN.
 
     Raises:
-        BadCheckpointError: it is not that.
+        BadCheckpointError: if the data violates one of these rules.
     """
     if len(data) > max_bytes or sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise BadCheckpointError(f"{where}: larger than any of ours")
+        raise BadCheckpointError(f"{where}: larger than any file that Muster writes")
     try:
         value = json.loads(
             data.decode("utf-8"),
@@ -73,18 +73,18 @@ def parse(data: bytes, where: object, *, max_bytes: int = MAX_BYTES) -> dict[str
             parse_constant=_real,
         )
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise BadCheckpointError(f"{where}: not the JSON that it should be: {error!s:.120}") from error
+        raise BadCheckpointError(f"{where}: invalid JSON: {error!s:.120}") from error
     if not isinstance(value, dict):
-        raise BadCheckpointError(f"{where}: a JSON object was wanted, got {type(value).__name__}")
+        raise BadCheckpointError(f"{where}: expected a JSON object, got {type(value).__name__}")
     if _is_deep(value):
-        raise BadCheckpointError(f"{where}: nested deeper than any of ours")
+        raise BadCheckpointError(f"{where}: nested deeper than any file that Muster writes")
     return value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("duplicate key")
     return found
 
 
@@ -97,12 +97,12 @@ def _bounded(digits: str) -> int:
 def _real(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"a number that is not finite: {text:.40}")
+        raise ValueError(f"non-finite number: {text:.40}")
     return value
 
 
 def _is_deep(value: object) -> bool:
-    """Say whether a value nests deeper than MAX_DEPTH, without recursion."""
+    """Return True if a value is nested deeper than MAX_DEPTH, without recursion."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

@@ -1,4 +1,4 @@
-"""A shard: what one writer saves, a safetensors file, and the `.ok` beside it that says so."""
+"""A shard: the safetensors file of one writer, and the `.ok` file that marks it as complete."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ _KEYS: Final = {"file", "bytes", "sha256", "step", "attempt", "writer", "writers
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a writer has written; writer 0's carries `meta`, the JSON that belongs to the whole checkpoint."""
+    """The record of a written shard. Writer 0's has `meta`, the JSON of the whole checkpoint."""
 
     file: str
     bytes: int
@@ -36,7 +36,7 @@ class ShardRecord:
     meta: Mapping[str, Any] | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the record as JSON."""
         return {
             **{key: getattr(self, key) for key in _KEYS - {"tensors"}},
             "tensors": [
@@ -54,14 +54,14 @@ def write_shard(
     *,
     meta: Mapping[str, Any] | None = None,
 ) -> ShardRecord:
-    """Write the shard of one writer, then its `.ok`; both are on the disk when this returns.
+    """Write the shard of one writer, then its `.ok`. Both are durable when this returns.
 
-    A piece without elements, of a tensor that has some, is left out. Nothing that is there is written again.
+    Empty pieces of nonempty tensors are skipped. Existing files are never overwritten.
 
     Raises:
-        StorageError: the disk is full or failing; nothing new is left but, at worst, a whole shard without `.ok`.
-        RunFolderError: the folder cannot be written, or this writer has already written.
-        ValueError: a buffer does not fit its piece, or a piece is given twice.
+        StorageError: if the disk is full or failing; at worst, a complete shard without `.ok` is left behind.
+        RunFolderError: if the folder cannot be written, or this writer has already written.
+        ValueError: if a buffer does not fit its piece, or a piece is given twice.
     """
     step, attempt = identity(folder)
     if not 0 <= writer < writers <= MAX_WRITERS:
@@ -70,7 +70,7 @@ def write_shard(
     with disk.writing(folder.path):
         there = [each for each in (path, ok) if disk.is_there(folder.path, each.name)]
     if there:
-        raise RunFolderError(f"{there[0]}: is there already; nothing is written twice: save under a new attempt")
+        raise RunFolderError(f"{there[0]}: exists already and is never overwritten; save under a new attempt")
     kept = [(piece, _bytes_of(piece, data)) for piece, data in pieces if piece.elements or not piece.tensor_elements]
     kept.sort(key=lambda each: -each[0].item_bytes)  # stable: wide elements first, so that each is aligned
     ordered = [piece for piece, _ in kept]
@@ -94,25 +94,25 @@ def write_shard(
 
 
 def read_ok(folder: CheckpointDir, within: int, writer: int) -> ShardRecord:
-    """Read the `.ok` of a writer, from its open folder.
+    """Read the `.ok` of a writer from the open folder `within`.
 
     Raises:
-        FileNotFoundError: it is not there yet.
-        BadCheckpointError: it is damaged, or speaks of another shard.
-        StorageError: it cannot be read.
+        FileNotFoundError: if it does not exist yet.
+        BadCheckpointError: if it is damaged or describes another shard.
+        StorageError: if it cannot be read.
     """
     path = folder.ok(writer)
     body = sealed.unseal(disk.read_small(within, path.name, path, sealed.MAX_BYTES), path)
     if body.keys() != _KEYS:
-        raise BadCheckpointError(f"{path}: wanted the keys {', '.join(sorted(_KEYS))}")
+        raise BadCheckpointError(f"{path}: expected the keys {', '.join(sorted(_KEYS))}")
     step, attempt = identity(folder)
     wanted = {"file": folder.shard(writer).name, "step": step, "attempt": attempt, "writer": writer}
     for key, value in wanted.items():
         if body[key] != value or type(body[key]) is not type(value):
-            raise BadCheckpointError(f"{path}: {key} is {body[key]!r:.60}, wanted {value!r}")
+            raise BadCheckpointError(f"{path}: {key} is {body[key]!r:.60}, expected {value!r}")
     size, writers, meta = body["bytes"], body["writers"], body["meta"]
     if type(size) is not int or type(writers) is not int or not writer < writers <= MAX_WRITERS:
-        raise BadCheckpointError(f"{path}: bytes or writers are no such numbers")
+        raise BadCheckpointError(f"{path}: bytes or writers are not valid numbers")
     if not isinstance(meta, dict) and (meta is not None or writer == 0):
         raise BadCheckpointError(f"{path}: meta must be an object")
     if not isinstance(body["sha256"], str) or not isinstance(body["tensors"], list):
@@ -122,16 +122,16 @@ def read_ok(folder: CheckpointDir, within: int, writer: int) -> ShardRecord:
 
 
 def read_part(record: Any, name: Any, dtype: Any, shape: Any, writer: int, where: object) -> Part:
-    """Read a stored piece's range and offset.
+    """Read the range and offset of a stored piece.
 
     Raises:
-        BadCheckpointError: it cannot be.
+        BadCheckpointError: if they are invalid.
     """
     try:
         box = record.get("box")
         ranges = None if box is None else tuple(as_tuple(each) for each in as_tuple(box))
         flat = None if record.get("flat") is None else as_tuple(record["flat"])
-        piece = Piece(name, dtype, as_tuple(shape), ranges, flat)  # it checks what it is given
+        piece = Piece(name, dtype, as_tuple(shape), ranges, flat)  # checks its arguments
     except ValueError as error:
         raise BadCheckpointError(f"{where}: {error!s:.200}") from error
     offset = record.get("offset")
@@ -156,7 +156,7 @@ def _bytes_of(piece: Piece, data: "Buffer") -> memoryview:
 
 
 def _parts_text(pieces: Sequence[Piece]) -> str:
-    """Return name, global shape and range of each part that is not a whole tensor, for who has this file only."""
+    """Return name, global shape and range of each partial tensor as JSON, so that the file describes itself."""
     partial = {
         piece.key: {"name": piece.name, "shape": piece.shape, "box": piece.box, "flat": piece.flat}
         for piece in pieces

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was saved: every size, every header, every byte."""
+"""Verify that a checkpoint is unchanged since it was saved: every size, every header, every byte."""
 
 import hashlib
 import os
@@ -16,12 +16,12 @@ MAX_THREADS: Final = 8
 
 
 def verify(folder: CheckpointDir, *, deep: bool = True) -> Manifest:
-    """Check a committed checkpoint; `deep` reads every byte and compares its sha256 with the manifest's.
+    """Check a committed checkpoint; `deep` also reads every byte and compares the SHA-256 with the manifest's.
 
     Raises:
-        FileNotFoundError: it was never committed.
-        BadCheckpointError: something is not as it was saved; the message names the file.
-        StorageError: it cannot be read.
+        FileNotFoundError: if it was never committed.
+        BadCheckpointError: if something changed since the save; the message names the file.
+        StorageError: if it cannot be read.
     """
     manifest = read_manifest(folder)
     with disk.opened_folder(folder.path) as within:
@@ -30,24 +30,24 @@ def verify(folder: CheckpointDir, *, deep: bool = True) -> Manifest:
             _check_shard(folder, within, manifest, writer, deep=deep)
 
         threads = min(MAX_THREADS, os.cpu_count() or 1, len(manifest.files))
-        with ThreadPoolExecutor(threads) as pool:  # hashing leaves the interpreter's lock
+        with ThreadPoolExecutor(threads) as pool:  # hashing releases the GIL
             for _ in pool.map(check, range(len(manifest.files))):
                 pass
     return manifest
 
 
 def mark_verified(folder: CheckpointDir, manifest: Manifest) -> None:
-    """Write VERIFIED.json: this manifest's files were read again and were right.
+    """Write VERIFIED.json: all files of this manifest were read again and are correct.
 
     Raises:
-        StorageError, RunFolderError: it cannot be written.
+        StorageError, RunFolderError: if it cannot be written.
     """
     body = {"manifest": manifest.sha256, "time": time.time()}
     disk.write_file(folder.path, folder.verified.name, [sealed.seal(body)])
 
 
 def is_verified(folder: CheckpointDir, manifest: Manifest) -> bool:
-    """Say whether a checkpoint is marked as verified; a damaged mark is none."""
+    """Return True if a checkpoint is marked as verified. A damaged mark does not count."""
     path = folder.verified
     try:
         with disk.opened_folder(folder.path) as within:
@@ -66,26 +66,28 @@ def _check_shard(folder: CheckpointDir, within: int, manifest: Manifest, writer:
     try:
         size = os.fstat(descriptor).st_size
         if size != wanted.bytes:
-            raise BadCheckpointError(f"{path}: {size} bytes, saved were {wanted.bytes}")
+            raise BadCheckpointError(f"{path}: {size} bytes, but {wanted.bytes} were saved")
         if deep:
             digest = hashlib.sha256()
             for chunk in disk.chunks_of(descriptor, size, path):
                 digest.update(chunk)
             if digest.hexdigest() != wanted.sha256:
-                raise BadCheckpointError(f"{path}: its sha256 is not the saved one: a bit or more has changed")
+                raise BadCheckpointError(f"{path}: damaged: its sha256 differs from the saved one")
         _check_header(manifest, writer, descriptor, size, path)
     finally:
         os.close(descriptor)
 
 
 def _check_header(manifest: Manifest, writer: int, descriptor: int, size: int, where: object) -> None:
-    """Check that a shard says of itself what the manifest says of it."""
+    """Check that the header of a shard agrees with the manifest."""
     header = read_header(descriptor, size, where)
     for key, wanted in (("step", manifest.step), ("attempt", manifest.attempt)):
         if header.metadata.get(key) != str(wanted):
             found = header.metadata.get(key)
-            raise BadCheckpointError(f"{where}: of {key} {found!r:.40}, wanted {wanted}: of another generation")
+            raise BadCheckpointError(
+                f"{where}: {key} {found!r:.40}, expected {wanted}: it belongs to another checkpoint"
+            )
     parts = manifest.parts[writer]
     wanted_tensors = {each.piece.key: (each.piece.dtype, each.piece.extent, each.offset, each.end) for each in parts}
     if header.tensors != wanted_tensors or len(wanted_tensors) != len(parts):
-        raise BadCheckpointError(f"{where}: its header does not hold the tensors that the manifest names")
+        raise BadCheckpointError(f"{where}: its header does not match the tensors in the manifest")

@@ -1,20 +1,20 @@
-"""The writer process: writes a rank's part of a checkpoint beside the training, and for rank 0 commits the whole.
+"""The writer process: writes a rank's part of a checkpoint while training continues; rank 0's also commits.
 
     python -I boot.py jobs.checkpoint.writer --fd SOCKET --parent PID
 
-From the rank, each with two descriptors attached - the shared memory that holds the tensors, and the order's text:
+Messages from the rank. "save" has two descriptors attached: the shared memory with the tensors, and the order's text.
 
-    {"do": "save"}                     the text is an `Order`: what to save, where it lies in the memory, and where to
-    {"do": "give_up", "step": n}       another rank's part will not come: do not wait for it
+    {"do": "save"}                     the text is an `Order`: what to save, where it is in the memory, and where to
+    {"do": "give_up", "step": n}       another rank's part will not come: stop waiting for it
 
-To the rank:
+Messages to the rank:
 
-    {"did": "shard", "step": n, "bytes": b}                         its part is on the disk
-    {"did": "commit", "step": n, "checkpoint": name, "bytes": b}    only writer 0: the checkpoint exists
-    {"did": "all", "step": n}                  writer 0: it was read again and is right, and old ones are deleted
+    {"did": "shard", "step": n, "bytes": b}                         its part is on disk
+    {"did": "commit", "step": n, "checkpoint": name, "bytes": b}    writer 0 only: the checkpoint exists
+    {"did": "all", "step": n}                  done; for writer 0: verified, and old checkpoints are deleted
     {"did": "nothing", "step": n, "kind": "StorageError", "message": "..."}
 
-It imports no torch, starts in a fraction of a second, gives way to the training, and dies with its rank.
+It imports no torch, starts in a fraction of a second, runs at low priority, and dies with its rank.
 """
 
 import argparse
@@ -43,14 +43,14 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 
 NICE: Final = 10
-LISTEN_S: Final = 0.5  # how often a commit that waits looks whether it should give up
+LISTEN_S: Final = 0.5  # how often a waiting commit checks whether to give up
 POLL_S: Final = 0.02
 MESSAGE_BYTES: Final = 1 << 12
 
 
 @dataclass(frozen=True)
 class Order:
-    """What to save: `pieces` with their offsets in the shared memory; see the module's head."""
+    """A save order: `pieces` with their offsets in the shared memory. See the module docstring."""
 
     run: str
     step: int
@@ -59,18 +59,19 @@ class Order:
     writers: int
     pieces: list[tuple[Piece, int]]
     meta: Mapping[str, Any] | None
-    wait_s: float  # for the other writers
+    wait_s: float  # how long to wait for the other writers
     keep: int
-    protect: str | None  # a checkpoint that is not deleted however old: the one that this attempt began from
+    # A checkpoint that must not be deleted, however old: the one that this attempt resumed from.
+    protect: str | None
 
     def text(self) -> str:
-        """Spell it as JSON."""
+        """Encode the order as JSON."""
         pieces = [[each.name, each.dtype, each.shape, each.box, each.flat, offset] for each, offset in self.pieces]
         return json.dumps({**self.__dict__, "pieces": pieces})
 
     @classmethod
     def read(cls, text: bytes) -> "Order":
-        """Read what `text` wrote."""
+        """Decode an order that `text` encoded."""
         record = json.loads(text)
         pieces = [
             (Piece(name, dtype, tuple(shape), box and tuple(map(tuple, box)), flat and tuple(flat)), offset)
@@ -84,10 +85,10 @@ class Writer:
 
     def __init__(self, rank: socket.socket) -> None:
         self.rank = rank
-        self.given_up = -1  # the step of the newest save that should not wait
+        self.given_up = -1  # the step of the newest save that must not wait for other writers
 
     def serve(self) -> None:
-        """Do what the rank orders until it is gone."""
+        """Execute the rank's orders until the rank is gone."""
         self.rank.setblocking(True)
         while True:
             data, descriptors, _, _ = socket.recv_fds(self.rank, MESSAGE_BYTES, 2)
@@ -106,19 +107,19 @@ class Writer:
             self._write_and_commit(order, contents(memory))
         except MusterError as error:
             self._say("nothing", order, kind=type(error).__name__, message=str(error))
-        except Exception as error:  # a fault of ours costs this save; the training, and the next save, go on
+        except Exception as error:  # a bug here costs only this save; training and later saves continue
             traceback.print_exc()
             self._say("nothing", order, kind=type(error).__name__, message=f"{type(error).__name__}: {error}")
 
     def _write_and_commit(self, order: Order, memory: mmap.mmap) -> None:
         folder = begin(RunDir(Path(order.run)), order.step, order.attempt)
-        if not folder.ok(order.writer).exists():  # at the end of a training a save may be tried twice
+        if not folder.ok(order.writer).exists():  # at the end of training a save may be tried twice
             data = memoryview(memory)
             pieces = [(piece, data[offset : offset + piece.nbytes]) for piece, offset in order.pieces]
             try:
                 write_shard(folder, order.writer, order.writers, pieces, meta=order.meta)
             except StorageError:
-                if order.writer == 0:  # it cannot be committed any more: others' shards fill the disk for nothing
+                if order.writer == 0:  # it can no longer be committed: other shards would only fill the disk
                     abandon(folder)
                 raise
         self._say("shard", order, bytes=sum(piece.nbytes for piece, _ in order.pieces))
@@ -136,7 +137,7 @@ class Writer:
                 break
             except IncompleteError:
                 if time.monotonic() >= deadline or self._is_given_up(order.step):
-                    abandon(folder)  # what others have written of it fills the disk for nothing
+                    abandon(folder)  # the shards of other writers would only fill the disk
                     raise
             except StorageError:
                 abandon(folder)
@@ -147,7 +148,7 @@ class Writer:
 
     def _is_given_up(self, step: int) -> bool:
         with contextlib.suppress(BlockingIOError):
-            # The rank sends one order at a time: while one is being done, this is all it can say.
+            # The rank sends one order at a time, so only a "give_up" can arrive while one is being executed.
             for line in self.rank.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT).splitlines():
                 self.given_up = json.loads(line)["step"]
         return self.given_up >= step
@@ -158,7 +159,7 @@ class Writer:
 
 
 def contents(descriptor: int) -> mmap.mmap:
-    """Map a file for reading; takes the descriptor over."""
+    """Map a file for reading; closes the descriptor."""
     try:
         return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     finally:
@@ -166,15 +167,15 @@ def contents(descriptor: int) -> mmap.mmap:
 
 
 def main() -> None:
-    """Serve one rank."""
+    """Run the writer for one rank."""
     parser = argparse.ArgumentParser(description="internal: started by a rank that saves checkpoints")
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the rank")
     parser.add_argument("--parent", type=int, required=True, help="the rank's process id")
     args = parser.parse_args()
     linux.die_with_parent(args.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to answer: this process ends with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles Ctrl-C; this process ends with it
     os.nice(NICE)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the rank has gone, and nobody is left to tell
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the rank is gone
         Writer(socket.socket(fileno=args.fd)).serve()
     sys.exit(0)
 

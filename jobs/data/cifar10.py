@@ -1,8 +1,8 @@
-"""CIFAR-10 (Krizhevsky 2009): its python-version archive made into two flat files, torch-free and numpy-free.
+"""Convert the python-version archive of CIFAR-10 (Krizhevsky 2009) to two flat files, without torch and numpy.
 
-The archive holds pickles, and a pickle may name any function to be called. Ours calls only those of `_ALLOWED`,
-which stand in for the four that an array of numpy is made of; any other name is refused before anything is called.
-No file is written to a path that the archive names.
+The archive contains pickles, and a pickle may call any function that it names. This reader calls only those in
+`_ALLOWED`, which replace the four functions needed for a numpy array. Any other name is refused before anything is
+called. No file is written to a path that the archive names.
 """
 
 import codecs
@@ -39,12 +39,12 @@ LARGEST_MEMBER_BYTES: Final = 2**26  # a batch of 10,000 images is 31 MB
 def prepare_cifar10(
     root: Path, *, url: str = CIFAR10_URL, md5: str = CIFAR10_MD5, progress: Progress = lambda done, total: None
 ) -> Cifar10Files:
-    """Download, check and convert CIFAR-10, unless it is there; return its files.
+    """Download, check and convert CIFAR-10, unless that was done before; return its files.
 
     Raises:
-        UnreachableError, UsageError: as `download` says.
-        RefusedError: the archive has another checksum or another content.
-        StorageError: it cannot be written, or another process is preparing it.
+        UnreachableError, UsageError: as for `download`.
+        RefusedError: if the archive has another checksum or other contents.
+        StorageError: if it cannot be written, or another process is preparing it.
     """
     try:
         return cifar10_files(root)
@@ -76,7 +76,7 @@ def _convert(archive: Path, folder: Path, facts: dict[str, Any]) -> None:
 
 
 def _read_members(archive: Path) -> dict[str, dict[Any, Any]]:
-    """Read the batches by the last part of their names; whatever else the archive holds is passed over."""
+    """Read the batches, found by the last part of their names; ignore everything else in the archive."""
     wanted = {*TRAIN_BATCHES, TEST_BATCH, META}
     found: dict[str, dict[Any, Any]] = {}
     try:
@@ -101,7 +101,7 @@ def read_batch(file: IO[bytes], where: str) -> dict[Any, Any]:
     """Read one pickled batch; Python 2's strings become bytes.
 
     Raises:
-        RefusedError: it asks for a function that no batch needs, or is not a batch.
+        RefusedError: if it names a function that no batch needs, or is not a batch.
     """
     try:
         batch = _BatchUnpickler(io.BytesIO(file.read()), where).load()
@@ -110,13 +110,13 @@ def read_batch(file: IO[bytes], where: str) -> dict[Any, Any]:
     except Exception as error:  # a hostile or damaged pickle may raise anything
         raise RefusedError(f"{where}: not a batch of CIFAR-10: {error}") from error
     if not isinstance(batch, dict):
-        raise RefusedError(f"{where}: not a batch of CIFAR-10: found {type(batch).__name__}, wanted a table")
+        raise RefusedError(f"{where}: not a batch of CIFAR-10: found {type(batch).__name__}, expected a table")
     return batch
 
 
 @dataclass
 class _DType:
-    """Stands in for numpy.dtype: one byte, no sign, is all that a batch needs."""
+    """A substitute for numpy.dtype: unsigned bytes only, which is all that a batch needs."""
 
     code: Any
     align: Any = False
@@ -124,11 +124,11 @@ class _DType:
 
     def __setstate__(self, state: Any) -> None:
         if self.code not in ("u1", b"u1"):
-            raise ValueError(f"found an array of type {self.code!r}, wanted u1")
+            raise ValueError(f"found an array of type {self.code!r}, expected u1")
 
 
 class _Array:
-    """Stands in for numpy.ndarray: a shape and its bytes, by columns when `by_columns`."""
+    """A substitute for numpy.ndarray: a shape and its bytes, in column order if `by_columns`."""
 
     shape: tuple[int, ...] = ()
     by_columns: bool = False
@@ -141,14 +141,14 @@ class _Array:
 
 
 def _reconstruct(kind: Any, shape: Any, code: Any) -> _Array:
-    """Stand in for numpy's maker of empty arrays."""
+    """A substitute for numpy's constructor of empty arrays."""
     return _Array()
 
 
 def _encode(text: Any, encoding: Any = "") -> bytes:
-    """Stand in for codecs.encode, by which Python 3 writes bytes in protocol 2."""
+    """A substitute for codecs.encode, with which Python 3 writes bytes in protocol 2."""
     if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
-        raise ValueError(f"found text in {encoding!r}, wanted latin1")
+        raise ValueError(f"found text in {encoding!r}, expected latin1")
     return codecs.latin_1_encode(text)[0]
 
 
@@ -171,8 +171,8 @@ class _BatchUnpickler(pickle.Unpickler):
             return _ALLOWED[module, name]
         except KeyError:
             raise RefusedError(
-                f"{self.where}: the pickle asks for {module}.{name}, which no batch of CIFAR-10 needs; "
-                "nothing was run: do not trust this file"
+                f"{self.where}: the pickle names {module}.{name}, which no batch of CIFAR-10 needs; "
+                "it was not run; do not trust this file"
             ) from None
 
 
@@ -180,17 +180,17 @@ def _rows(batch: dict[Any, Any], where: str) -> bytes:
     """Return rows of label and pixels.
 
     Raises:
-        RefusedError: labels and images are missing or do not belong together.
+        RefusedError: if labels or images are missing, or do not match.
     """
     labels, array = batch.get(b"labels", batch.get("labels")), batch.get(b"data", batch.get("data"))
     if not isinstance(labels, list) or not isinstance(array, _Array):
-        raise RefusedError(f"{where}: not a batch of CIFAR-10: labels and data are wanted, found {list(batch)!r:.80}")
+        raise RefusedError(f"{where}: not a batch of CIFAR-10: expected labels and data, found {list(batch)!r:.80}")
     samples = len(labels)
     if array.shape != (samples, PIXELS) or len(array.data) != samples * PIXELS:
-        raise RefusedError(f"{where}: {samples} labels, but data is {array.shape}; wanted ({samples}, {PIXELS})")
+        raise RefusedError(f"{where}: {samples} labels, but data is {array.shape}; expected ({samples}, {PIXELS})")
     if not all(isinstance(label, int) and 0 <= label < CLASSES for label in labels):
         raise RefusedError(f"{where}: labels must be 0..{CLASSES - 1}")
-    # Row i by columns is every samples-th byte from i; by rows it is one piece.
+    # In column order, row i is every samples-th byte from i; in row order it is one slice.
     pieces = [
         slice(i, None, samples) if array.by_columns else slice(i * PIXELS, (i + 1) * PIXELS) for i in range(samples)
     ]

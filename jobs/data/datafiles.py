@@ -1,12 +1,12 @@
-"""Where data lives on a machine, and how it gets there: torch-free.
+"""Where data sets are stored on a machine, and how they are prepared. Torch-free.
 
     MUSTER_DATA, else $XDG_CACHE_HOME/muster, else ~/.cache/muster
       cifar10/          train.u8  test.u8   rows of 1 label byte and 3072 pixels, planar RGB
                         meta.json           samples, names of the labels, sha256 of both; written last
-      python-source/    python-3.11.7.u8    the standard library's *.py files, one after the other
+      python-source/    python-3.11.7.u8    the standard library's *.py files, concatenated
                         python-3.11.7.json  sha256, bytes, files, version; written last
 
-Files are written under a temporary name and renamed; one process at a time prepares a set.
+Files are written under a temporary name and renamed. Only one process at a time prepares a set.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ NOT_SOURCE: Final = frozenset(
 
 @dataclass(frozen=True)
 class DataFile:
-    """A prepared file; `sha256` is what its sidecar says."""
+    """A prepared file; `sha256` is the value in its sidecar."""
 
     path: Path
     bytes: int
@@ -57,7 +57,7 @@ class Cifar10Files:
 
 
 def data_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder that holds data on this machine, made or not."""
+    """Return the folder for data on this machine, which may not exist."""
     if given := environ.get(DATA_VARIABLE):
         return expanded(given).absolute()
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -68,7 +68,7 @@ def cifar10_files(root: Path) -> Cifar10Files:
     """Return the files of a prepared CIFAR-10.
 
     Raises:
-        RefusedError: it is not there.
+        RefusedError: if it does not exist.
     """
     folder = root / "cifar10"
     files = Cifar10Files(folder / "train.u8", folder / "test.u8", folder / "meta.json")
@@ -78,10 +78,10 @@ def cifar10_files(root: Path) -> Cifar10Files:
 
 
 def text_file(given: str) -> Path:
-    """Return the path of a user's text, which is there, readable and not empty.
+    """Return the path of a user's text, after checking that it exists, is readable and is not empty.
 
     Raises:
-        RefusedError: it is not.
+        RefusedError: if one of these is false.
     """
     path = expanded(given).absolute()
     if not path.is_file():
@@ -95,11 +95,11 @@ def text_file(given: str) -> Path:
 
 
 def prepare_python_source(root: Path, library: Path | None = None) -> DataFile:
-    """Write this Python's standard library source into one file, unless it is there; return it.
+    """Write this Python's standard library source to one file, unless that was done before; return it.
 
     Raises:
-        RefusedError: the library's source is not installed.
-        StorageError: the file cannot be written.
+        RefusedError: if the library's source is not installed.
+        StorageError: if the file cannot be written.
     """
     library = library or Path(sysconfig.get_path("stdlib"))
     folder, name = root / "python-source", f"python-{python_version()}"
@@ -122,14 +122,14 @@ def prepare_python_source(root: Path, library: Path | None = None) -> DataFile:
 
 
 def python_sources(library: Path) -> Iterator[Path]:
-    """Yield the library's own *.py files by relative path, without tests, tools, and files that belong to a machine.
+    """Yield the library's own *.py files by relative path, without tests, tools, and machine-specific files.
 
-    _sysconfigdata*, config-* and sitecustomize.py are written when Python is built or installed: two machines with
-    the same library would differ in them.
+    _sysconfigdata*, config-* and sitecustomize.py are written when Python is built or installed, so they differ between
+    machines with the same library.
     """
     found: list[Path] = []
     for folder, folders, names in os.walk(library):
-        folders[:] = set(folders) - NOT_SOURCE  # not even looked into
+        folders[:] = set(folders) - NOT_SOURCE  # do not descend into these
         found += (Path(folder, name).relative_to(library) for name in names if name.endswith(".py"))
     for path in sorted(found, key=Path.as_posix):
         of_machine = path.name == "sitecustomize.py" or path.parts[0].startswith(("_sysconfigdata", "config-"))
@@ -138,7 +138,7 @@ def python_sources(library: Path) -> Iterator[Path]:
 
 
 def sha256_of(*paths: Path) -> str:
-    """Return the sha256 of the files' bytes, one file after the other, in hex."""
+    """Return the SHA-256 of the concatenated files, in hex."""
     digest = hashlib.sha256()
     buffer = bytearray(CHUNK_BYTES)
     for path in paths:
@@ -152,7 +152,7 @@ def write_facts(path: Path, facts: dict[str, Any]) -> None:
     """Write a sidecar as JSON, by rename.
 
     Raises:
-        StorageError: it cannot be written.
+        StorageError: if it cannot be written.
     """
     with written(path) as temporary:
         temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -160,10 +160,10 @@ def write_facts(path: Path, facts: dict[str, Any]) -> None:
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Lend a temporary name beside `path`; rename it into place when all went well, else remove it.
+    """Yield a temporary name beside `path`; rename it to `path` on success, else remove it.
 
     Raises:
-        StorageError: the disk is full or the folder cannot be written.
+        StorageError: if the disk is full or the folder cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -177,10 +177,10 @@ def written(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
-    """Make a folder and hold its lock; the kernel lets go of it when the holder dies.
+    """Create a folder and hold its lock; the kernel releases it if the holder dies.
 
     Raises:
-        StorageError: the folder cannot be written, or another process holds the lock for all of `wait_s`.
+        StorageError: if the folder cannot be written, or another process holds the lock for all of `wait_s`.
     """
     lock = folder / ".lock"
     try:
@@ -190,7 +190,7 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
         raise storage_error(lock, error) from error
     try:
         held = True
-        with suppress(OSError):  # a file system without locks: the renames keep files whole, only work is done twice
+        with suppress(OSError):  # a file system without locks: work may be done twice, but renames keep files whole
             held = lock_file(descriptor, wait_s)
         if not held:
             raise StorageError(f"{lock}: another process is preparing this data; wait until it has ended")
@@ -200,7 +200,7 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """Turn a failed write below the data folder into the error that says what to do."""
+    """Convert a failed write to the data folder to an error that says what to do."""
     return StorageError(
         f"{path}: cannot write here: {error.strerror or error}; free some space, or set {DATA_VARIABLE} to a folder "
         "on another disk"

@@ -1,6 +1,6 @@
-"""One file over HTTP, resumed where it stopped and checked by its md5: torch-free.
+"""Download one file over HTTP, resumable and checked by its MD5. Torch-free.
 
-The bytes gather in NAME.part; only a file with the right checksum gets its name.
+Bytes are collected in NAME.part; only a file with the right checksum is renamed to NAME.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ TRIES_WITHOUT_PROGRESS: Final = 3
 SCHEMES: Final = ("https://", "http://", "file://")
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes on disk and the bytes in all, where the server says."""
+"""Called with the bytes on disk and the total, if the server sends it."""
 
 
 def download(url: str, path: Path, md5: str, progress: Progress = lambda done, total: None) -> None:
-    """Fetch `url` into `path`, going on from `path`.part when there is one.
+    """Download `url` to `path`; continue `path`.part if it exists.
 
     Raises:
-        UsageError: the URL cannot be understood.
-        UnreachableError: the server cannot be reached or keeps breaking off; what came is kept.
-        RefusedError: the file has another checksum; what came is removed.
-        StorageError: the disk is full or the folder cannot be written.
+        UsageError: if the URL is invalid.
+        UnreachableError: if the server cannot be reached or keeps closing the connection; partial data is kept.
+        RefusedError: if the file has another checksum; it is removed.
+        StorageError: if the disk is full or the folder cannot be written.
     """
     if not url.startswith(SCHEMES):
         raise UsageError(f"--url: {url!r} must start with one of {', '.join(SCHEMES)}")
@@ -40,19 +40,19 @@ def download(url: str, path: Path, md5: str, progress: Progress = lambda done, t
         best = max(best, _size(part))
         if failures == TRIES_WITHOUT_PROGRESS:
             kept = f" ({_size(part)} bytes are kept)" if _size(part) else ""
-            raise UnreachableError(f"{url}: {reason}; check the network and run this again to go on{kept}")
+            raise UnreachableError(f"{url}: {reason}; check the network, then run this again to continue{kept}")
     found = md5_of(part)
     if found != md5:
         part.unlink()
         raise RefusedError(
-            f"{url}: the file has md5 {found}, wanted {md5}; it was removed: run this again, or give another --url or "
-            "--md5"
+            f"{url}: the file has md5 {found}, expected {md5}; it was removed: run this again, or give another "
+            "--url or --md5"
         )
     part.replace(path)
 
 
 def md5_of(path: Path) -> str:
-    """Return the md5 of a file in hex: a check against damage, not against an attacker."""
+    """Return the MD5 of a file in hex: a check against damage, not against an attacker."""
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -61,7 +61,7 @@ def md5_of(path: Path) -> str:
 
 
 def _fetch(url: str, part: Path, progress: Progress) -> str | None:
-    """Ask once for what is missing and append it; return why it is not all here, None when it is."""
+    """Request the missing bytes once and append them; return why bytes are still missing, or None if they are not."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
@@ -70,8 +70,8 @@ def _fetch(url: str, part: Path, progress: Progress) -> str | None:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and have:
-            return None  # all of it is here, or too much: the checksum knows
-        return f"the server answers {error.code} {error.reason}"
+            return None  # complete or too long: the checksum will decide
+        return f"the server answered {error.code} {error.reason}"
     except urllib.error.URLError as error:
         return _reason(error.reason)
     except (OSError, http.client.HTTPException) as error:
@@ -79,7 +79,7 @@ def _fetch(url: str, part: Path, progress: Progress) -> str | None:
 
 
 def _append(response: Any, part: Path, have: int, progress: Progress) -> str | None:
-    """Write an answer behind the first `have` bytes, or from the start when the server sends it from there."""
+    """Write a response after the first `have` bytes, or from the start if the server sends all of the file."""
     start = have if response.status == http.client.PARTIAL_CONTENT and _range_starts_at(response, have) else 0
     length = response.headers.get("Content-Length") or ""
     total = start + int(length) if length.isdecimal() else None
@@ -107,7 +107,7 @@ def _write(file: Any, chunk: bytes) -> int:
 
 
 def _range_starts_at(response: Any, start: int) -> bool:
-    """Check that the server sends what was asked for: `Content-Range: bytes START-END/TOTAL`."""
+    """Check that the server sends the requested range: `Content-Range: bytes START-END/TOTAL`."""
     return bool(response.headers.get("Content-Range", "").strip().startswith(f"bytes {start}-"))
 
 

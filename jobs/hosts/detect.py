@@ -1,8 +1,9 @@
-"""Detect this process's rank when somebody else started it: flags, torchrun, mpirun, srun, or nobody.
+"""Detect this process's rank if another program started it: flags, torchrun, mpirun, srun, or none.
 
-The order is one that is safe when launchers are nested. Explicit flags come first. RANK and WORLD_SIZE are meant
-for us. mpirun inside a Slurm job leaves SLURM_PROCID=0 on every rank, so MPI comes before Slurm; and Slurm counts
-only inside a step that srun made, because a batch script sees SLURM_PROCID=0 too. What is left is a world of one.
+The order is safe for nested launchers. Explicit flags come first. RANK and WORLD_SIZE are always meant for this
+process.
+mpirun inside a Slurm job leaves SLURM_PROCID=0 on every rank, so MPI comes before Slurm. Slurm's variables count only
+inside a step that srun created, because a batch script has SLURM_PROCID=0 too. Otherwise the world has one rank.
 """
 
 import ipaddress
@@ -41,7 +42,7 @@ VARIABLES: Final = tuple(
 
 @dataclass(frozen=True)
 class Flags:
-    """What the command line says of this rank; `ranks_per_node` is the job's. `rank` counts over all nodes."""
+    """The command line flags about this rank, and the job's `ranks_per_node`. `rank` counts over all nodes."""
 
     master_ip: str | None = None
     master_port: int | None = None
@@ -53,7 +54,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Detected:
-    """The rank, who started it (`flags`, `muster`, `torchrun`, `slurm`, ..., `local`), and each field's origin."""
+    """The rank, its launcher (`flags`, `muster`, `torchrun`, `slurm`, ..., `local`), and the origin of each field."""
 
     env: RankEnv
     launcher: str
@@ -64,7 +65,7 @@ def numeric_address(name: str) -> str:
     """Resolve a host name to a numeric address, IPv4 before IPv6.
 
     Raises:
-        OSError: the name is not known.
+        OSError: if the name is unknown.
     """
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     addresses = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
@@ -72,11 +73,11 @@ def numeric_address(name: str) -> str:
 
 
 def detect(environ: Mapping[str, str], flags: Flags, resolve: Callable[[str], str] = numeric_address) -> Detected:
-    """Find out which rank of which world this process is, and where its world meets.
+    """Determine the rank of this process, its world, and the master address.
 
     Raises:
-        UsageError: flags are given by half, or are out of range.
-        RefusedError: the variables of a launcher contradict one another, or no master address is known.
+        UsageError: if flags are incomplete or out of range.
+        RefusedError: if a launcher's variables contradict each other, or no master address is known.
     """
     found = (
         _from_flags(flags)
@@ -93,7 +94,7 @@ def detect(environ: Mapping[str, str], flags: Flags, resolve: Callable[[str], st
         found.env,
         master_addr=master_addr,
         master_port=master_port,
-        # The agent's store is where the agent put it; elsewhere rank 0 hosts one of its own.
+        # The agent's store is at the agent's address. With another address, rank 0 serves a store itself.
         agent_store=found.env.agent_store and not overridden,
     )
     defaults = dict.fromkeys(ranks.VARIABLES, "default")
@@ -103,7 +104,7 @@ def detect(environ: Mapping[str, str], flags: Flags, resolve: Callable[[str], st
 
 
 def seen(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that detection looks at, used or not."""
+    """Return the variables that detection examines, used or not."""
     return {name: environ[name] for name in VARIABLES if name in environ}
 
 
@@ -148,7 +149,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Found | None:
 
 
 def _alone(environ: Mapping[str, str], flags: Flags) -> Found:
-    """Be a world of one, unless something says that there were to be more."""
+    """Return a world of one rank, unless flags or variables suggest that there should be more."""
     if flags.master_ip is not None:
         raise UsageError("--master-ip: given without --rank and --num-nodes; give all of them or none")
     half = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
@@ -176,7 +177,7 @@ def _check_range(found: Found) -> None:
 def _master_addr(
     found: Found, environ: Mapping[str, str], flags: Flags, resolve: Callable[[str], str]
 ) -> tuple[str, str]:
-    """Return the address where the world meets, and what told it."""
+    """Return the master address and its origin."""
     env = found.env
     if flags.master_ip is not None:
         return _resolved(flags.master_ip, "--master-ip", env, resolve)
@@ -188,13 +189,13 @@ def _master_addr(
         address, origin = _resolved(found.first_node, found.first_node_origin, env, resolve)
         if env.node_rank and ipaddress.ip_address(address).is_loopback:
             raise RefusedError(
-                f"environment: {origin}: resolves to {address} on this node, which is another; "
-                "pass --master-ip with the address that all nodes reach it by"
+                f"environment: {origin}: resolves to {address} on this node, which is not node 0; "
+                "pass --master-ip with the address at which all nodes reach it"
             )
         return address, origin
     raise RefusedError(
-        f"environment: {env.world_size} ranks on {env.nodes} nodes, started by {found.launcher}, and no address "
-        "where they can meet; pass --master-ip (node 0's address), or set MASTER_ADDR"
+        f"environment: {env.world_size} ranks on {env.nodes} nodes, started by {found.launcher}, have no master "
+        "address; pass --master-ip (node 0's address), or set MASTER_ADDR"
     )
 
 

@@ -1,16 +1,17 @@
-"""Where a job runs, as the user says it: hosts files, node lists, and which of the hosts are wanted.
+"""The hosts of a job: parse hosts files and node lists, and select the wanted hosts.
 
-A hosts file has one host a line, or several alike; these are all understood, and may be mixed:
+A hosts file has one host per line, or several similar ones. These formats are understood, and may be mixed:
 
     worker-0 slots=4                    DeepSpeed's
     node0 slots=2 max_slots=4           Open MPI's
     node1:4                             MPICH's: four slots; ssh's port is port=
     n[01-16] slots=8                    a node list
-    alice@node2                         who logs in
-    node3 address=10.10.1.4 ssh=pc7.example.org port=2222 user=alice       ours
+    alice@node2                         the user to log in as
+    node3 address=10.10.1.4 ssh=pc7.example.org port=2222 user=alice       Muster's
 
-`address` is the number its peers reach it by, `ssh` the name ssh is given where that is another one. What stands
-behind a # is a comment. A host stands there once: one that would repeat it for more slots says slots=N.
+`address` is the numeric address at which its peers reach it. `ssh` is the name for ssh, if it differs. Text after # is
+a
+comment. A host may be listed only once; several slots are given by slots=N.
 """
 
 import re
@@ -27,37 +28,38 @@ from muster.jobs.hosts.nodelist import MAX_NAMES, expand, fold
 from muster.jobs.hosts.placement import Host, Login
 
 KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
-MAX_BARE_SLOTS: Final = 1024  # behind a colon more than that is somebody's ssh port
+MAX_BARE_SLOTS: Final = 1024  # a larger number after a colon is probably an ssh port
 MAX_MISTAKES: Final = 10
-MOST_READ: Final = 1000  # mistakes
+MOST_READ: Final = 1000  # stop after this many mistakes
 
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
 
 
 @dataclass(frozen=True)
 class HostSet:
-    """The hosts of one command, where they came from, and what the commands that reach them need."""
+    """The hosts of one command, their origin, and settings for the commands that reach them."""
 
     hosts: tuple[Host, ...]
     origin: str  # for messages: "hostfile hosts.txt", "-w n[1-4]", "manifest m.xml", "box four"
     ssh_options: tuple[str, ...] = ()  # such as ("-F", "/.../ssh_config")
-    environment: Mapping[str, str] = field(default_factory=dict)  # for client commands here, such as SLURM_CONF
+    # for client commands on this machine, such as SLURM_CONF
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_hostfile(path: Path) -> list[Host]:
     """Read a hosts file.
 
     Raises:
-        JobFileError: it cannot be read, is empty, or has wrong lines; one line of the message for each.
+        JobFileError: if it cannot be read, is empty, or has wrong lines; the message has one line for each.
     """
     return parse_hostfile(read_text(path, "a hosts file"), str(path))
 
 
 def parse_hostfile(text: str, name: str) -> list[Host]:
-    """Read the text of a hosts file; `name` is what messages call it.
+    """Parse the text of a hosts file; `name` is its name in messages.
 
     Raises:
-        JobFileError: it is empty, or has wrong lines; one line of the message for each.
+        JobFileError: if it is empty, or has wrong lines; the message has one line for each.
     """
     hosts: list[Host] = []
     mistakes: list[str] = []
@@ -75,7 +77,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
             twice = next((host.name for host in found if host.name in lines), None)
             if twice is not None:
                 raise UsageError(
-                    f"{twice} stands in line {lines[twice]} already; name it once, with slots=N for several ranks"
+                    f"{twice} is already in line {lines[twice]}; list it once, with slots=N for several ranks"
                 )
         except UsageError as error:
             mistakes.append(f"{name}:{number}: {error}")
@@ -87,20 +89,20 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     if mistakes:
         raise JobFileError(_listed(mistakes, text, name))
     if not hosts:
-        raise JobFileError(f"{name}: names no host; wanted one a line, such as: node0 slots=4")
+        raise JobFileError(f"{name}: names no host; expected one per line, such as: node0 slots=4")
     return hosts
 
 
 def _listed(mistakes: Sequence[str], text: str, name: str) -> str:
-    """Write the first mistakes; a file that is wrong all over is another kind of file."""
+    """Format the first mistakes. If the file is XML, say so instead."""
     if text.lstrip().startswith("<"):
-        return f"{name}: is XML, wanted a hosts file; a CloudLab manifest is given with --manifest"
+        return f"{name}: is XML, expected a hosts file; give a CloudLab manifest with --manifest"
     more, least = len(mistakes) - MAX_MISTAKES, "at least " * (len(mistakes) == MOST_READ)
     return "\n".join([*mistakes[:MAX_MISTAKES], *([f"{name}: and {least}{more} more wrong lines"] if more > 0 else [])])
 
 
 def hostfile_text(hosts: Iterable[Host]) -> str:
-    """Write hosts as a hosts file that reads back as the same hosts."""
+    """Write hosts as a hosts file that parses to the same hosts."""
     return "".join(f"{_line_of(host)}\n" for host in hosts)
 
 
@@ -108,7 +110,7 @@ def from_nodelist(text: str) -> list[Host]:
     """Return the hosts of a node list such as `n[01-16],alice@login`.
 
     Raises:
-        UsageError: it is no node list, or a name in it is no host name or comes twice.
+        UsageError: if it is not a node list, or a name in it is invalid or repeated.
     """
     words = expand(text)
     try:
@@ -117,19 +119,19 @@ def from_nodelist(text: str) -> list[Host]:
         raise UsageError(f"node list: {error}") from error
     seen: set[str] = set()
     for host in hosts:
-        if host.name in seen:  # the list itself has no repeats: n1,alice@n1
-            raise UsageError(f"node list {text!r}: {host.name} comes twice, in two spellings; name it once")
+        if host.name in seen:  # such as n1,alice@n1; `expand` has removed plain repeats
+            raise UsageError(f"node list {text!r}: {host.name} is listed twice, in two spellings; list it once")
         seen.add(host.name)
     return hosts
 
 
 def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """Return the hosts that are wanted, in their own order; first `include` chooses, then `exclude` leaves out.
+    """Return the wanted hosts in their own order: those in `include`, without those in `exclude`.
 
-    Both are node lists; DeepSpeed's `host1@host2` is understood.
+    Both are node lists. DeepSpeed's `host1@host2` is understood.
 
     Raises:
-        UsageError: one names a host that is not there, or none is left.
+        UsageError: if a list names an unknown host, or no host is left.
     """
     chosen = list(hosts)
     if include is not None:
@@ -140,28 +142,28 @@ def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> l
         chosen = [host for host in chosen if host.name not in unwanted]
     if not chosen and hosts:
         given = " and ".join(name for name, value in (("--include", include), ("--exclude", exclude)) if value)
-        raise UsageError(f"{given}: no host is left of {_short(hosts)}; leave out fewer")
+        raise UsageError(f"{given}: no host of {_short(hosts)} is left; exclude fewer")
     return chosen
 
 
 def read_text(path: Path, wanted: str, most: int = SETTINGS_BYTES) -> str:
-    """Return the text of a file of the user's.
+    """Return the text of a user's file.
 
     Raises:
-        JobFileError: it is not there, cannot be read, is larger than `most` bytes or not text; `wanted` says what it
-            should be.
+        JobFileError: if it does not exist, cannot be read, is larger than `most` bytes or is not text; the message says
+            that `wanted` was expected.
     """
     try:
         return read_bytes(path, most, owned=False).decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise JobFileError(f"{path}: no such file; wanted {wanted}") from error
+        raise JobFileError(f"{path}: no such file; expected {wanted}") from error
     except OSError as error:
         reason = (error.strerror or "unknown reason").lower()
-        raise JobFileError(f"{path}: cannot be read: {reason}; wanted {wanted}") from error
+        raise JobFileError(f"{path}: cannot be read: {reason}; expected {wanted}") from error
     except UnicodeDecodeError as error:
-        raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted {wanted}") from error
+        raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; expected {wanted}") from error
     except ValueError as error:
-        raise JobFileError(f"{error}; wanted {wanted}") from error
+        raise JobFileError(f"{error}; expected {wanted}") from error
 
 
 def _hosts_of_line(names: Sequence[str], words: Sequence[str]) -> list[Host]:
@@ -175,11 +177,11 @@ def _hosts_of_line(names: Sequence[str], words: Sequence[str]) -> list[Host]:
         raise UsageError(f"max_slots must be at least slots ({slots}), got {most}")
     port = _number(values, "port", most=MAX_PORT)
     if (address := values.get("address", "")) and not is_numeric(address):
-        raise UsageError(f"address must be a number such as 10.10.1.1, got {address!r}; names go to ssh=")
+        raise UsageError(f"address must be numeric, such as 10.10.1.1, got {address!r}; use ssh= for names")
     hosts = []
     for user, name, bare in named:
         if bare is not None and slots is not None:
-            raise UsageError(f"slots are given twice: :{bare} and slots={slots}; keep one")
+            raise UsageError(f"slots is given twice: :{bare} and slots={slots}; keep one")
         if user is not None and "user" in values:
             raise UsageError(f"the user is given twice: {user}@ and user={values['user']}; keep one")
         hosts.append(_host(values.get("user", user), name, slots or bare, address, values.get("ssh"), port))
@@ -201,33 +203,33 @@ def _host(
 
 
 def _user_name_slots(word: str) -> tuple[str | None, str, int | None]:
-    """Take `alice@node0:4` apart."""
+    """Split `alice@node0:4` into user, name and slots."""
     user, at, rest = word.rpartition("@")
     if at:
         check_user(user)
-    if is_numeric(rest):  # an IPv6 address has colons of its own
+    if is_numeric(rest):  # an IPv6 address contains colons
         return user or None, rest, None
     name, colon, count = rest.partition(":")
     check_name(name)
     if not colon:
         return user or None, name, None
     if not count.isdecimal() or not count.isascii() or len(count) > 9 or int(count) < 1:
-        raise UsageError(f"{word!r}: behind the colon must be a number of slots, as in node0:4, got {count!r}")
+        raise UsageError(f"{word!r}: expected a number of slots after the colon, as in node0:4, got {count!r}")
     if int(count) > MAX_BARE_SLOTS:
         raise UsageError(
-            f"{word!r}: {count} behind the colon would be slots; for ssh's port write port={count}, else slots={count}"
+            f"{word!r}: {count} after the colon means slots; for ssh's port write port={count}, else slots={count}"
         )
     return user or None, name, int(count)
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:
-    """Read `key=value` words."""
+    """Parse `key=value` words."""
     values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         key = key.replace("-", "_")
         if not equals:
-            raise UsageError(f"{word!r} is not key=value; wanted one host a line, then any of {'=, '.join(KEYS)}=")
+            raise UsageError(f"{word!r} is not key=value; expected one host per line, then any of {'=, '.join(KEYS)}=")
         if key not in KEYS:
             raise UsageError(f"{key}: unknown key" + (did_you_mean(key, KEYS) or f"; valid here: {', '.join(KEYS)}"))
         if key in values:
@@ -262,17 +264,17 @@ def _line_of(host: Host) -> str:
 
 
 def _among(hosts: Sequence[Host], text: str, option: str) -> set[str]:
-    """Return the names of a node list, all of which must be hosts."""
+    """Return the names of a node list; all of them must be hosts."""
     names = [host.name for host in hosts]
     found: set[str] = set()
     for part in text.split("@"):
         name, colon, _ = part.partition(":")
         if colon and not is_numeric(part):
-            raise UsageError(f"{option}: {part!r} picks slots of a host; Muster takes whole hosts, so write {name}")
+            raise UsageError(f"{option}: {part!r} selects slots of a host; Muster uses whole hosts, so write {name}")
         found |= set(expand(part))
     if unknown := sorted(found - set(names)):
         near = did_you_mean(unknown[0], names) or ";"
-        raise UsageError(f"{option}: {unknown[0]!r} is none of the hosts{near} they are {_short(hosts)}")
+        raise UsageError(f"{option}: {unknown[0]!r} is not one of the hosts{near} they are {_short(hosts)}")
     return found
 
 

@@ -1,9 +1,9 @@
-"""Node lists as Slurm and pdsh write them: `rack[1-2]n[08-11]-ib,login` and back.
+"""Parse and write node lists in the notation of Slurm and pdsh: `rack[1-2]n[08-11]-ib,login`.
 
-A list is names in order without repeats: a name that comes again is left out, and the first place counts. In a name
-with several brackets the last one counts fastest. Padding is kept: `n[08-11]` is n08 n09 n10 n11.
+A list has names in order without repeats; only the first occurrence of a name counts. In a name with several brackets
+the last one varies fastest. Padding is kept: `n[08-11]` is n08 n09 n10 n11.
 
-`fold` never reorders, so only names that follow one another share a bracket: b1,a1,a2 is `b1,a[1-2]`.
+`fold` never reorders, so only consecutive names share a bracket: b1,a1,a2 is `b1,a[1-2]`.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import Final
 from muster.jobs.basics.errors import UsageError
 
 MAX_NAMES: Final = 100_000
-MAX_DIGITS: Final = 18  # longer runs of digits are text: nobody counts hosts that far
+MAX_DIGITS: Final = 18  # longer runs of digits are text
 
 _FORBIDDEN: Final = re.compile(r"[\s,\[\]]")
 _TERM: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
@@ -28,14 +28,14 @@ def expand(text: str, most: int = MAX_NAMES) -> list[str]:
     """List the names of a node list in order, each once.
 
     Raises:
-        UsageError: the text is empty or malformed, or stands for more than `most` names.
+        UsageError: if the text is empty or malformed, or expands to more than `most` names.
     """
     if not text.strip():
-        raise UsageError("node list: is empty; wanted names such as n01,n02 or n[01-16]")
+        raise UsageError("node list: is empty; expected names such as n01,n02 or n[01-16]")
     names: dict[str, None] = {}
     total = 0
     for term in _terms(text):
-        # A term alternates text and brackets: even parts are text, odd ones what stands between brackets.
+        # A term alternates text and brackets: even parts are text, odd parts are the contents of brackets.
         parts = _BRACKET.split(term)
         choices = [_Choices(part, text) for part in parts[1::2]]
         total += prod(choice.count for choice in choices)
@@ -51,23 +51,23 @@ def fold(names: Iterable[str]) -> str:
     """Write names as a short node list that expands to the same names in the same order, each once.
 
     Raises:
-        UsageError: a name is empty or holds a space, a comma or a bracket.
+        UsageError: if a name is empty or contains a space, a comma or a bracket.
     """
     ordered = list(dict.fromkeys(names))
     for name in ordered:
         if not name or _FORBIDDEN.search(name):
-            raise UsageError(f"node list: {name!r} is not a name; wanted no spaces, commas or brackets")
-    # A term is what `re.split` makes of a name: text at even places, numbers at odd ones; here each number is a list.
+            raise UsageError(f"node list: {name!r} is not a name; expected no spaces, commas or brackets")
+    # A term is a name split by `re.split`: text at even positions, numbers at odd ones; each number becomes a list.
     terms = [[[part] for part in _FIELDS.split(name)] for name in ordered]
-    # Neighbours that differ in one field alone become one term. Fields go from the last to the first, so that
-    # those before it are still single numbers, and the last bracket counts fastest, as in `expand`.
+    # Adjacent terms that differ in one field only are merged. Fields are processed from the last to the first, so that
+    # earlier ones are still single numbers, and the last bracket varies fastest, as in `expand`.
     for field in range(max((len(term) for term in terms), default=0) - 2, 0, -2):
         terms = list(_merge(terms, field))
     return ",".join("".join(_spell(part) if place % 2 else part[0] for place, part in enumerate(t)) for t in terms)
 
 
 def _merge(terms: list[list[list[str]]], field: int) -> Iterator[list[list[str]]]:
-    """Join neighbouring terms that are alike but for one field."""
+    """Merge adjacent terms that differ in one field only."""
     for _, group in groupby(terms, key=lambda term: (len(term), term[:field], term[field + 1 :])):
         alike = list(group)
         if field < len(alike[0]):
@@ -77,7 +77,7 @@ def _merge(terms: list[list[list[str]]], field: int) -> Iterator[list[list[str]]
 
 
 def _spell(numbers: Sequence[str]) -> str:
-    """Write one field: a number as it is, several as a bracket of ranges."""
+    """Write one field: a single number as it is, several as a bracket of ranges."""
     if len(numbers) == 1:
         return numbers[0]
     ranges: list[list[str]] = []
@@ -90,7 +90,7 @@ def _spell(numbers: Sequence[str]) -> str:
 
 
 class _Choices:
-    """What one bracket stands for, counted before it is listed."""
+    """The values of one bracket, which can be counted before they are listed."""
 
     def __init__(self, inside: str, text: str) -> None:
         self.ranges = [_range(item.strip(), text) for item in inside.split(",")]
@@ -107,7 +107,7 @@ def _range(item: str, text: str) -> tuple[int, int, int]:
         raise _bad(text, f"[{item}] is not a number or a range such as 08-11")
     first, last = match[1], match[2] or match[1]
     if int(last) < int(first):
-        raise _bad(text, f"[{item}] runs backwards; write [{last}-{first}]")
+        raise _bad(text, f"[{item}] is reversed; write [{last}-{first}]")
     if len(last) < len(first) or (last.startswith("0") and len(last) > len(first)):
         raise _bad(text, f"[{item}] starts and ends with different widths; write [{first}-{last.zfill(len(first))}]")
     return int(first), int(last), len(first)
@@ -117,7 +117,7 @@ def _terms(text: str) -> Iterator[str]:
     """Split at the commas outside brackets.
 
     Raises:
-        UsageError: brackets do not pair, a name is missing between commas, or one holds a space.
+        UsageError: if brackets do not match, a name is missing between commas, or a name contains a space.
     """
     position = 0
     while True:
@@ -125,7 +125,7 @@ def _terms(text: str) -> Iterator[str]:
         term = match.group().strip() if match else ""
         end = match.end() if match else position
         if end < len(text) and text[end] != ",":
-            raise _bad(text, f"the bracket at character {end + 1} has no partner, or stands inside another")
+            raise _bad(text, f"the bracket at character {end + 1} is unmatched, or inside another bracket")
         if not term:
             raise _bad(text, f"no name before character {end + 1}; remove the comma")
         if re.search(r"\s", _BRACKET.sub("", term)):

@@ -1,10 +1,10 @@
-"""Placement: which ranks run on which host. Pure: no network, no files, no torch.
+"""Placement: assign ranks to hosts. Pure: no network, no files, no torch.
 
     place(job, hosts)      hosts n01 (4 slots), n02 (2 slots); ranks_per_node: slots
         node 0  n01  ranks 0-3      master: n01's address
         node 1  n02  ranks 4-5
 
-Node order is host order; each node holds one block of ranks.
+Nodes are in the order of hosts. Each node has one block of ranks.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ from muster.jobs.basics.words import counted
 from muster.jobs.hosts.ranks import RankEnv
 
 if TYPE_CHECKING:
-    from muster.jobs.spec.job import Job  # the Python of a user's program need not have pydantic
+    from muster.jobs.spec.job import Job  # pydantic may be missing from the Python of a user's program
 
 VERSION: Final = 1
 LOOPBACK: Final = "127.0.0.1"
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Login:
-    """How ssh reaches a host, where its name alone does not say it.
+    """How ssh reaches a host, if its name alone is not enough.
 
     Raises:
         UsageError: if `target` is not a host name, or `user` not a user name.
     """
 
-    target: str  # what ssh is given: a name, an alias of ssh's own configuration, or an address
+    target: str  # ssh's argument: a name, an alias in ssh's configuration, or an address
     user: str | None = None
     port: int | None = None
 
@@ -47,12 +47,12 @@ class Login:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine that can hold a node: its name, the address its peers use, and how many ranks it has room for."""
+    """A machine that can be a node: its name, the address its peers use, and its number of slots for ranks."""
 
     name: str
-    address: str  # numeric; "": learnt when its agent answers
+    address: str  # numeric; "": known once its agent answers
     slots: int | None = None
-    login: Login | None = None  # None: ssh is given the name
+    login: Login | None = None  # None: ssh uses the name
 
 
 @dataclass(frozen=True)
@@ -73,15 +73,15 @@ class NodePlacement:
 
 @dataclass(frozen=True)
 class Placement:
-    """All nodes of one attempt, and the address where their ranks meet."""
+    """All nodes of one attempt, and the master address, where their ranks meet."""
 
     nodes: tuple[NodePlacement, ...]
     world_size: int
-    master_addr: str  # "": learnt when node 0's agent answers
+    master_addr: str  # "": known once node 0's agent answers
 
     @property
     def one_host(self) -> bool:
-        """True when the ranks meet on loopback: one node, or pretend nodes of one machine."""
+        """True if the ranks meet on loopback: one node, or pretend nodes on one machine."""
         return self.master_addr.startswith("127.") or self.master_addr == "::1"
 
     def node_of(self, rank: int) -> NodePlacement:
@@ -91,7 +91,7 @@ class Placement:
         return self.nodes[bisect_right(self.nodes, rank, key=lambda node: node.first_rank) - 1]
 
     def meeting_at(self, master_addr: str) -> "Placement":
-        """Return this placement with the address where the ranks meet, now that it is known."""
+        """Return this placement with its master address, once it is known."""
         return replace(self, master_addr=master_addr)
 
     def rank_env(
@@ -104,7 +104,7 @@ class Placement:
         run_dir: str = "",
         agent_store: bool = False,
     ) -> RankEnv:
-        """Return what one rank is told of its world."""
+        """Return the environment of one rank."""
         node = self.node_of(rank)
         return RankEnv(
             rank=rank,
@@ -132,22 +132,22 @@ class Placement:
 
     @classmethod
     def from_json(cls, value: Any) -> "Placement":
-        """Rebuild what `to_json` returned; the value may come from a file, so it is not trusted.
+        """Rebuild a placement from the result of `to_json`. The value is validated, because it may come from a file.
 
         Raises:
-            RunFolderError: it is another version, or is not a placement.
+            RunFolderError: if it has another version, or is not a placement.
         """
         if not isinstance(value, dict) or value.get("version") != VERSION:
             version = value.get("version") if isinstance(value, dict) else None
-            raise RunFolderError(f"placement: version {version!r} was found; this Muster reads version {VERSION}")
+            raise RunFolderError(f"placement: found version {version!r}; this Muster reads version {VERSION}")
         try:
             nodes = tuple(_node(**node) for node in value["nodes"])
             placement = cls(nodes, value["world_size"], value["master_addr"])
         except (KeyError, TypeError, ValueError) as error:
-            raise RunFolderError(f"placement: is damaged: {error}; start the run anew") from error
+            raise RunFolderError(f"placement: is damaged: {error}; start a new run") from error
         firsts = [sum(node.ranks for node in nodes[:index]) for index in range(len(nodes) + 1)]
         if [*(node.first_rank for node in nodes), placement.world_size] != firsts:
-            raise RunFolderError(f"placement: is damaged: its nodes do not hold ranks 0 to {placement.world_size} - 1")
+            raise RunFolderError(f"placement: is damaged: its nodes do not have ranks 0 to {placement.world_size} - 1")
         return placement
 
 
@@ -158,10 +158,10 @@ def _node(node_rank: int, host: str, address: str, first_rank: int, ranks: int) 
 
 
 def place(job: "Job", hosts: Sequence[Host]) -> Placement:
-    """Lay a job's ranks on the first `job.nodes` hosts, block by block.
+    """Assign a job's ranks to the first `job.nodes` hosts, block by block.
 
     Raises:
-        RefusedError: too few hosts or slots, or an address where the ranks could not meet.
+        RefusedError: if there are too few hosts or slots, or the ranks could not meet at the master address.
     """
     if len(hosts) < job.nodes:
         raise RefusedError(
@@ -196,7 +196,7 @@ def _ranks_on(host: Host, job: "Job") -> int:
 
 
 def _master(hosts: Sequence[Host]) -> str:
-    """Return the address of node 0, where all ranks meet; "" where only its agent can tell."""
+    """Return the master address, that of node 0; "" if only its agent can determine it."""
     master = hosts[0]
     if not master.address:
         return LOOPBACK if len(hosts) == 1 else ""
@@ -204,25 +204,25 @@ def _master(hosts: Sequence[Host]) -> str:
         address = ipaddress.ip_address(master.address)
     except ValueError:
         if len(hosts) > 1:
-            # A name may mean another address on each node (Debian's 127.0.1.1 for its own): a number means one.
+            # On each node a name may resolve to another address (Debian's 127.0.1.1 for itself); a number cannot.
             raise RefusedError(
                 f"host {master.name}: the address {master.address!r} is not numeric, and {len(hosts)} nodes must "
-                "meet there; give the address that the other nodes reach it by, such as 10.10.1.1"
+                "meet there; give the address at which the other nodes reach it, such as 10.10.1.1"
             ) from None
-        return LOOPBACK  # one node: its ranks meet inside it
+        return LOOPBACK  # one node: its ranks meet on loopback
     others = [host for host in hosts if host.address != master.address]
     if others and (address.is_loopback or address.is_unspecified):
         raise RefusedError(
             f"host {master.name}: host {others[0].name} cannot reach the master address {master.address}; "
-            "give the address that the other nodes reach it by, such as 10.10.1.1"
+            "give the address at which the other nodes reach it, such as 10.10.1.1"
         )
     return master.address
 
 
 def divide(items: Sequence[T], parts: int) -> list[tuple[T, ...]]:
-    """Share items among parts that live on one machine: contiguous, sizes differing by one, larger ones first.
+    """Divide items among parts on one machine: contiguous, sizes differ by at most one, larger ones first.
 
-    When there are fewer items than parts they are dealt in turn, so that each part has one, shared with others.
+    If there are fewer items than parts, items are assigned round robin, so that each part has one.
     """
     count = len(items)
     if 0 < count < parts:
@@ -232,9 +232,9 @@ def divide(items: Sequence[T], parts: int) -> list[tuple[T, ...]]:
 
 
 def pin(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """Give each rank its own cores, contiguous and fair; with more ranks than cores every rank may use all of them.
+    """Assign cores to ranks, contiguous and fair. With more ranks than cores, every rank may use all cores.
 
-    Sharing single cores would tie two busy ranks to one core while another idles; the kernel moves free ones.
+    Pinning two busy ranks to one core could leave another core idle; unpinned, the kernel balances them.
     """
     if ranks > len(cores):
         return [tuple(cores)] * ranks

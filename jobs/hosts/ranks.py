@@ -1,14 +1,14 @@
-"""The rank environment: the one module that writes, reads and detects rank variables.
+"""The rank environment: the only module that writes and reads the variables of a rank.
 
-The names are torchrun's, so that any program that runs under torchrun runs under Muster; what is ours alone
-starts with MUSTER_:
+The names are torchrun's, so that any program that runs under torchrun runs under Muster. Muster's own names start with
+MUSTER_:
 
     MUSTER_RUN_ID, MUSTER_RUN_DIR    the run
     MUSTER_STATUS_FD                 the pipe for reports (jobs/node/reports.py), as fd:inode
-    MUSTER_PAGE                      the page shared with the keeper (jobs/node/page.py), as fd:inode; of a program
-    MUSTER_FILES                     a folder for a program's own files, the same in all attempts
-    MUSTER_SESSION                   what `muster.session()` needs to know of the job, as JSON
-    MUSTER_STOP_FILE                 written before SIGTERM: why a program should stop, and until when
+    MUSTER_PAGE                      for programs: the page shared with the rank parent (jobs/node/page.py), as fd:inode
+    MUSTER_FILES                     a folder for a program's own files, shared by all attempts
+    MUSTER_SESSION                   the settings of the job that `muster.session()` needs, as JSON
+    MUSTER_STOP_FILE                 written before SIGTERM: why a program should stop, and the deadline
 """
 
 import os
@@ -29,7 +29,7 @@ PAGE: Final = "MUSTER_PAGE"
 FILES: Final = "MUSTER_FILES"
 SESSION: Final = "MUSTER_SESSION"
 
-# The fields of RankEnv and torchrun's variables for them, and ours.
+# The fields of RankEnv with their variables: torchrun's, and Muster's own.
 VARIABLES: Final[Mapping[str, str]] = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",
@@ -50,7 +50,7 @@ THROUGH_A_LAUNCHER: Final = "start this through muster, torchrun, srun or mpirun
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Where one rank stands in its world, and where its world meets."""
+    """The position of one rank in its world, and the master address and port."""
 
     rank: int
     world_size: int
@@ -66,7 +66,7 @@ class RankEnv:
     agent_store: bool = False
 
     def variables(self) -> dict[str, str]:
-        """Spell this rank out as environment variables, torchrun's names first."""
+        """Return this rank as environment variables, torchrun's names first."""
         given = {name: str(getattr(self, field)) for field, name in VARIABLES.items()}
         others = {
             "ROLE_RANK": given["RANK"],
@@ -88,15 +88,15 @@ OF_A_RANK: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_di
 
 
 def descriptor_text(descriptor: int) -> str:
-    """Spell an open descriptor as `fd:inode`, for a variable that `inherited` reads."""
+    """Format an open descriptor as `fd:inode`, for a variable that `inherited` reads."""
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
 
 
 def inherited(environ: Mapping[str, str], name: str) -> int | None:
-    """Return the descriptor that a variable names as `fd:inode`.
+    """Return the descriptor that a variable gives as `fd:inode`.
 
-    Return None if the variable is not set, or if the descriptor is closed or another file by now: in a process that
-    some other program has started, the number may mean anything.
+    Return None if the variable is not set, or if the descriptor is closed or refers to another file. In a process
+    started by another program, the number may refer to anything.
     """
     number, _, inode = environ.get(name, "").partition(":")
     if not (number.isdecimal() and inode.isdecimal()):
@@ -110,10 +110,10 @@ def inherited(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def read(environ: Mapping[str, str]) -> RankEnv:
-    """Read the variables that `RankEnv.variables` or torchrun wrote.
+    """Read the variables written by `RankEnv.variables` or torchrun.
 
     Raises:
-        RefusedError: a variable is missing or is not a number.
+        RefusedError: if a variable is missing or is not a number.
     """
     rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     local_world_size = number(environ, "LOCAL_WORLD_SIZE", 1)
@@ -137,7 +137,7 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
     """Read a variable that must be a whole number.
 
     Raises:
-        RefusedError: it is missing, without a default, or is something else.
+        RefusedError: if it is missing and has no default, or is not a whole number.
     """
     text = environ.get(name)
     if text is None:

@@ -1,4 +1,4 @@
-"""How much memory is free: of the host, and within the control groups that this process is in. Bytes."""
+"""The free memory, in bytes, of the host and of the control groups of this process."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from muster.jobs.machine.procfs import text_of
 MEMORY_INFO: Final = Path("/proc/meminfo")
 OWN_GROUPS: Final = Path("/proc/self/cgroup")
 GROUPS: Final = Path("/sys/fs/cgroup")
-# version 2, and version 1: limit, usage, and what of the usage the kernel would drop first
+# version 2, and version 1: limit, usage, and the part of the usage that the kernel would reclaim first
 FILES: Final = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -18,30 +18,30 @@ FILES: Final = (
 
 
 def free_bytes() -> int:
-    """Return what processes of ours may still take: MemAvailable, or less where a control group is nearer its limit."""
+    """Return how much memory processes of this user can still allocate: MemAvailable, or less in a control group."""
     return min([host_bytes("MemAvailable"), *(left for _, left in _groups())])
 
 
 def all_bytes() -> int:
-    """Return the memory that processes of ours may have in all: the host's, or the least limit of a control group."""
+    """Return the total memory for this process and its children: the host's, or the lowest control group limit."""
     return min([host_bytes("MemTotal"), *(limit for limit, _ in _groups())])
 
 
 def host_bytes(name: str) -> int:
-    """Return an account of /proc/meminfo; 0 where there is none of this name."""
+    """Return an entry of /proc/meminfo in bytes; 0 if there is none of this name."""
     match = re.search(rf"^{name}:\s*(\d+) kB", text_of(MEMORY_INFO), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """Yield the limit of each memory group that has one, and what is left below it."""
+    """Yield, for each memory control group with a limit, the limit and what is left of it."""
     return filter(None, map(_limit_and_left, own_groups("memory")))
 
 
 def _limit_and_left(folder: Path) -> tuple[int, int] | None:
-    """Return what `_groups` yields of one group.
+    """Return the limit of one group, and what is left of it.
 
-    Files that nobody has touched lately count as left: the kernel drops them before it refuses memory.
+    Inactive file pages count as free, because the kernel drops them before it refuses memory.
     """
     for limit_name, usage_name, cache_name in FILES:
         limit, usage = text_of(folder / limit_name), text_of(folder / usage_name)
@@ -52,7 +52,7 @@ def _limit_and_left(folder: Path) -> tuple[int, int] | None:
 
 
 def own_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of our control groups, from our own up to the root; a container shows its own as that root."""
+    """Yield the folders of this process's control groups up to the root. In a container its own group is the root."""
     for line in text_of(OWN_GROUPS).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -1,4 +1,4 @@
-"""What this machine calls its processor and its GPUs, from files alone; what they do not show stays empty."""
+"""The names of the processor and the GPUs, read from files only; empty if not shown there."""
 
 import platform
 import re
@@ -9,19 +9,19 @@ from muster.jobs.machine.procfs import text_of
 
 CPU_INFO: Final = Path("/proc/cpuinfo")
 NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
-# x86 says "model name"; others "cpu model" (MIPS), "cpu" (POWER), "Hardware" or nothing (ARM).
+# x86 has "model name"; others have "cpu model" (MIPS), "cpu" (POWER), "Hardware" or nothing (ARM).
 CPU_NAMES: Final = ("model name", "cpu model", "cpu", "Hardware")
 
 
 def cpu_name() -> str:
-    """Return what the processor calls itself, or at least what kind it is."""
+    """Return the name of the processor, or at least its architecture."""
     lines = text_of(CPU_INFO).splitlines()
     told = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
     return next((told[name] for name in CPU_NAMES if told.get(name)), platform.machine())
 
 
 def driver_gpus() -> list[str]:
-    """Name the GPUs that the driver lists, without a word to CUDA."""
+    """Return the names of the GPUs that the driver lists, without initializing CUDA."""
     try:
         folders = sorted(NVIDIA.iterdir())
     except OSError:

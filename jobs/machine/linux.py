@@ -1,9 +1,9 @@
-"""Linux calls which Python does not offer: for trees of processes, the disk space of files, files in memory.
+"""Linux calls that Python lacks: for process trees, disk space of files, and files in memory.
 
-`prctl(2)`: PR_SET_PDEATHSIG sends this process a signal when its parent dies; PR_SET_CHILD_SUBREAPER makes orphans
-of this process's descendants its own children, so that nothing escapes by double fork or setsid.
-`fallocate(2)`: claims blocks of a file, or gives them back.
-`memfd_create(2)`: a Python that was built for an old C library, as conda's often are, lacks it and its constants.
+`prctl(2)`: PR_SET_PDEATHSIG sends this process a signal when its parent dies; PR_SET_CHILD_SUBREAPER makes orphaned
+descendants its children, so that no process escapes by a double fork or setsid.
+`fallocate(2)`: allocates blocks of a file, or frees them.
+`memfd_create(2)`: missing, with its constants, from a Python built for an old C library, as conda's often are.
 """
 
 import ctypes
@@ -26,19 +26,19 @@ F_SEALS_OF_SIZE: Final = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel kill this process when `parent`, which forked it, dies or has died; `number` 0 undoes it."""
+    """Have the kernel kill this process when `parent`, which forked it, dies or has died; `number` 0 cancels that."""
     checked(LIBC.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl: ")
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants' orphans."""
+    """Make orphaned descendants children of this process."""
     checked(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl: ")
 
 
 def all_children() -> dict[int, list[int]]:
-    """Return the children of every process of this machine, without zombies."""
+    """Return the children of every process on this machine, without zombies."""
     children: dict[int, list[int]] = {}
     for pid in procfs.pids():
         fields = procfs.stat(pid)
@@ -48,9 +48,9 @@ def all_children() -> dict[int, list[int]]:
 
 
 def descendants(root: int, leave: Iterable[int] = (), children: Mapping[int, Sequence[int]] | None = None) -> list[int]:
-    """List all processes below `root`, children before their own, without the trees of `leave`. Zombies count not.
+    """List all descendants of `root`, parents before their children, without zombies and the trees of `leave`.
 
-    `children` are those of `all_children`, for a caller that asks for several processes at once.
+    `children` is the result of `all_children`, for callers that query several processes.
     """
     children = all_children() if children is None else children
     found: list[int] = []
@@ -65,7 +65,7 @@ def descendants(root: int, leave: Iterable[int] = (), children: Mapping[int, Seq
 
 
 def signal_name(number: int) -> str:
-    """Name a signal; the real-time ones between the first and the last have no name of their own."""
+    """Return the name of a signal. Real-time signals are named relative to SIGRTMIN."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -73,13 +73,13 @@ def signal_name(number: int) -> str:
 
 
 def signal_number(name: str) -> int:
-    """Return the number of a signal that `signal_name` named."""
+    """Return the number of a signal from its `signal_name`."""
     base, _, offset = name.partition("+")
     return signal.Signals[base] + int(offset or 0)
 
 
 def kill_quietly(pid: int, number: int, *, group: bool = False) -> None:
-    """Signal a process or its group; one that is gone already is what was wanted."""
+    """Signal a process or its group; do nothing if it is gone."""
     try:
         if group:
             os.killpg(pid, number)
@@ -90,18 +90,18 @@ def kill_quietly(pid: int, number: int, *, group: bool = False) -> None:
 
 
 def fallocate(descriptor: int, offset: int, length: int, mode: int = 0) -> None:
-    """Claim disk space for a part of a file, by the kernel's own call: the C library's writes to each block instead.
+    """Allocate disk space for a part of a file. The C library's fallback, which writes to each block, is avoided.
 
-    With PUNCH_HOLE give it back: the part then reads as zero bytes, and the file keeps its size.
+    With PUNCH_HOLE, free it instead: the part then reads as zero bytes, and the file keeps its size.
 
     Raises:
-        OSError: the file system cannot, or is full.
+        OSError: if the file system does not support it, or is full.
     """
     checked(LIBC.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length)))
 
 
 def memory_file(name: str, size: int | None = None) -> int:
-    """Make a file without a path, in memory; return its descriptor. With a `size`, nobody can change that."""
+    """Create a file in memory without a path; return its descriptor. With a `size`, the size is sealed."""
     sealable = 0 if size is None else MFD_ALLOW_SEALING
     descriptor = checked(LIBC.memfd_create(name.encode(), MFD_CLOEXEC | sealable), "memfd_create: ")
     if size is not None:
@@ -111,10 +111,10 @@ def memory_file(name: str, size: int | None = None) -> int:
 
 
 def checked(code: int, what: str = "") -> int:
-    """Return what a call of the C library returned.
+    """Check the result of a C library call; return it.
 
     Raises:
-        OSError: it returned -1; `what` is put before the reason.
+        OSError: if it is -1; `what` is put before the reason.
     """
     if code == -1:
         number = ctypes.get_errno()
@@ -123,12 +123,12 @@ def checked(code: int, what: str = "") -> int:
 
 
 def signs_of_life(pid: int) -> tuple[bool, int]:
-    """Say whether a process waits for a processor or a disk, and how often it has been scheduled (proc(5), status)."""
+    """Return whether a process is running or in a disk wait, and how often it was scheduled (proc(5), status)."""
     fields = dict(line.partition(":")[::2] for line in procfs.text_of(f"/proc/{pid}/status").splitlines())
     switches = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
     return fields.get("State", "").split()[:1] in (["R"], ["D"]), sum(int(fields.get(name, 0)) for name in switches)
 
 
 def has_scheduler() -> bool:
-    """Say whether a scheduler may send SIGTERM to every process of ours at once, to be answered in order."""
+    """Return True inside a Slurm job, where a scheduler may send SIGTERM to all processes at once."""
     return "SLURM_JOB_ID" in os.environ

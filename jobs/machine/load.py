@@ -1,7 +1,7 @@
-"""How busy this host is: the share of its processor time that is not ours, and what the hypervisor steals.
+"""The load of this host: the share of its CPU time used by other processes, and the share stolen by the hypervisor.
 
-    foreign = (busy - what our processes used) / (time x cores)        busy = user + nice + system of /proc/stat
-    steal   = what the hypervisor gave to other guests, as a share of the same
+    foreign = (busy - used by our processes) / (time x cores)        busy = user + nice + system of /proc/stat
+    steal   = given to other guests by the hypervisor / (time x cores)
 
 /proc/stat counts in ticks of 10 ms.
 """
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 STAT: Final = Path("/proc/stat")
-# of the line "cpu": user nice system idle iowait irq softirq steal; guest times are part of user's
+# fields of the line "cpu": user nice system idle iowait irq softirq steal; guest times are included in user
 BUSY: Final = (0, 1, 2)
 STEAL: Final = 7
 ALL: Final = range(8)
 
 
 class Reading(NamedTuple):
-    """What a process sees of its host since boot, in seconds of processor time, and its own part."""
+    """CPU time in seconds: of this process, and of the host since boot."""
 
     own_s: float
     busy_s: float
@@ -28,7 +28,7 @@ class Reading(NamedTuple):
 
 
 def read() -> Reading:
-    """Read the counters of this host and of this process: all its threads, and its children that have ended."""
+    """Read the counters of this host and of this process with all its threads and reaped children."""
     used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     with STAT.open(encoding="ascii") as file:
         words = file.readline().split()[1:]
@@ -43,9 +43,9 @@ def read() -> Reading:
 
 
 def shares(before: Reading, after: Reading, own_s: float | None = None) -> tuple[float, float]:
-    """Return the foreign and the stolen share between two readings; 0 of less than a tick.
+    """Return the foreign and the stolen share between two readings; 0 if they are less than a tick apart.
 
-    `own_s` is what our processes used meanwhile, if they are more than the one that read.
+    `own_s` is the CPU time of all our processes meanwhile, if there are more than the one that read.
     """
     total_s = after.all_s - before.all_s
     if total_s <= 0:

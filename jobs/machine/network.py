@@ -1,6 +1,6 @@
-"""This host's network interfaces, asked of the kernel: which address is on which, and which one leads to a peer.
+"""This host's network interfaces, queried from the kernel: their addresses, and the interface that leads to a peer.
 
-The kernel's own calls, not /sys/class/net: that may show another network namespace than this process is in.
+It uses system calls rather than /sys/class/net, which may show the network namespace of another process.
 """
 
 import array
@@ -17,18 +17,18 @@ NAME_BYTES: Final = 16
 ADDRESSES: Final = 1024
 INET6: Final = Path("/proc/net/if_inet6")
 LOOPBACK: Final = "127.0.0.1"
-ANY_PORT: Final = 9  # connecting a datagram socket sends nothing: it only asks for the route
+ANY_PORT: Final = 9  # connecting a datagram socket sends nothing, but determines the route
 
 Route = tuple[str, str]  # an interface, and this host's address on it
 
 
 def own_addresses() -> list[Route]:
-    """List (interface, IPv4 address) of this host, without loopback, in the kernel's order."""
+    """List (interface, IPv4 address) pairs of this host without loopback, in the kernel's order."""
     return [(name, address) for name, address in _ipv4() if not address.startswith("127.")]
 
 
 def is_own(address: str) -> bool:
-    """True for an IPv4 address that a port of this host can be bound to."""
+    """Return True for an IPv4 address to which a socket of this host can be bound."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
@@ -38,14 +38,14 @@ def is_own(address: str) -> bool:
 
 
 def route_to(address: str) -> Route | None:
-    """Return the interface and own address that packets to `address` leave by; None where there is no way.
+    """Return the interface and own address from which packets to `address` leave; None if there is no route.
 
-    For an address of this host's own it is the interface that has it, not the loopback that such packets take.
+    For an own address of this host, return the interface that has it, although such packets use loopback.
     """
     try:
         found = socket.getaddrinfo(address, ANY_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
-        return None  # no such name
+        return None  # unknown name
     for family, kind, protocol, _, where in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
         with socket.socket(family, kind, protocol) as probe:
             try:
@@ -57,16 +57,16 @@ def route_to(address: str) -> Route | None:
             if each == own:
                 return name, own
         if own.startswith("127."):
-            return "lo", own  # all of 127.0.0.0/8 is there, one of them is listed
+            return "lo", own  # all of 127.0.0.0/8 is on lo, but only one address is listed
     return None
 
 
 def choose(addresses: Iterable[Sequence[str]], wanted: str) -> Route | None:
-    """Choose among (interface, address) by an interface's name or a network (10.10.1.0/24); None where none fits."""
+    """Choose among (interface, address) by interface name or network (10.10.1.0/24); None if none matches."""
     pairs = [(name, address) for name, address in addresses]
     if "/" not in wanted:
         return next((pair for pair in pairs if pair[0] == wanted), None)
-    import ipaddress  # here: it costs agents 5 ms that few need
+    import ipaddress  # imported late: it takes 5 ms, and few agents need it
 
     try:
         network = ipaddress.ip_network(wanted, strict=False)
@@ -76,14 +76,14 @@ def choose(addresses: Iterable[Sequence[str]], wanted: str) -> Route | None:
 
 
 def bindable(address: str, wanted: str, addresses: Sequence[Route]) -> str:
-    """Return the address of this host to listen at: that of the interface or network `wanted`, else `address` itself.
+    """Return the address to listen on: that of the interface or network `wanted`, else `address` itself.
 
-    A name stands for those of our addresses that it resolves to. "" - every address - where this host has none of it,
-    as behind a translated address.
+    A name is replaced by one of this host's addresses that it resolves to. If there is none, as behind address
+    translation, return "", which means every address.
     """
     if wanted:
         chosen = choose(addresses, wanted)
-        return chosen[1] if chosen is not None else LOOPBACK  # the caller refuses what nobody can reach
+        return chosen[1] if chosen is not None else LOOPBACK  # the caller refuses an unreachable address
     own = {each for _, each in addresses}
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, socket.AF_INET)] if address else []
@@ -95,7 +95,7 @@ def bindable(address: str, wanted: str, addresses: Sequence[Route]) -> str:
 
 
 def _ipv4() -> list[Route]:
-    """List every IPv4 address with its interface, the second ones of an interface too."""
+    """List every IPv4 address with its interface, including secondary ones."""
     buffer = array.array("B", bytes(ADDRESSES * IFREQ_BYTES))
     start, length = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -108,7 +108,7 @@ def _ipv4() -> list[Route]:
 
 
 def _ipv6() -> list[Route]:
-    """List every IPv6 address with its interface; none where the kernel has no IPv6."""
+    """List every IPv6 address with its interface; empty if the kernel has no IPv6."""
     try:
         lines = INET6.read_text().splitlines()
     except OSError:

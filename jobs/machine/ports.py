@@ -1,7 +1,7 @@
-"""A port that is ours before anybody hears of it: bound first, told afterwards, never one that the kernel hands out.
+"""Choose ports that stay free: bind a port before anybody is told its number, outside the ephemeral range.
 
-The kernel gives outgoing connections a local port from its ephemeral range, and now and then the very one that somebody
-has planned to listen on. So ports are taken outside that range, and by binding, not by looking.
+The kernel assigns local ports of outgoing connections from its ephemeral range, and occasionally one that somebody has
+planned to listen on. So ports are taken outside that range, by binding rather than by checking.
 """
 
 import random
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-LOWEST: Final = 20_000  # below live the services that have a name
+LOWEST: Final = 20_000  # lower ports have registered services
 HIGHEST: Final = 65_535
 TRIES: Final = 64
 EPHEMERAL: Final = (32_768, 60_999)  # Linux's default
@@ -18,7 +18,7 @@ KERNEL: Final = Path("/proc/sys/net/ipv4")
 
 
 def candidates(ephemeral: tuple[int, int], reserved: Sequence[tuple[int, int]]) -> list[int]:
-    """List the ports from LOWEST on that are neither ephemeral nor reserved by the administrator."""
+    """List the ports from LOWEST up that are neither ephemeral nor reserved by the administrator."""
     free = set(range(LOWEST, HIGHEST + 1))
     for first, last in (ephemeral, *reserved):
         free.difference_update(range(first, last + 1))
@@ -37,11 +37,11 @@ def kernel_ranges() -> tuple[tuple[int, int], list[tuple[int, int]]]:
 
 
 def bind(address: str, *, backlog: int) -> socket.socket:
-    """Return a socket that listens on a port of our choice at `address` ("": every address of this host)."""
+    """Return a socket that listens on a free port at `address` ("": every address of this host)."""
     ports = candidates(*kernel_ranges())
     for port in random.SystemRandom().sample(ports, min(TRIES, len(ports))):
         try:
             return socket.create_server((address, port), backlog=backlog)
         except OSError:  # taken: the next one
             continue
-    return socket.create_server((address, 0), backlog=backlog)  # better one of the kernel's than none
+    return socket.create_server((address, 0), backlog=backlog)  # fall back to an ephemeral port

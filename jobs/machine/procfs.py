@@ -1,55 +1,55 @@
-"""What /proc says of processes (proc(5)). Of one that is gone, or is not ours to read, there is nothing.
+"""Information about processes from /proc (proc(5)). It is empty for a process that is gone or unreadable.
 
-Agents import this before they greet: nothing but `os`.
+Agents import this before they say hello, so it imports only `os`.
 """
 
 import os
 from collections.abc import Iterator
 
-STATE, PARENT, THREADS, START = 0, 1, 17, 19  # places in what `stat` returns
+STATE, PARENT, THREADS, START = 0, 1, 17, 19  # indices into the result of `stat`
 LISTENING, ESTABLISHED = "0A", "01"  # states of `tcp`
 DEAD = (b"Z", b"X")
 
 
 def text_of(path: object) -> str:
-    """Return the text of a file of the kernel's, without the white space around it; "" where it cannot be read."""
+    """Return the stripped text of a kernel file; "" if it cannot be read."""
     try:
         with open(str(path), encoding="utf-8", errors="replace") as file:  # noqa: PTH123
             return file.read().strip()
-    except OSError:  # not there, or not for us
+    except OSError:  # missing, or not permitted
         return ""
 
 
 def stat(pid: int | str) -> list[bytes] | None:
-    """Return the fields of /proc/PID/stat behind the program's name; `pid` may be "self"."""
+    """Return the fields of /proc/PID/stat after the program name; `pid` may be "self"."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-            return file.read().rpartition(b")")[2].split()  # a name may be any bytes
+            return file.read().rpartition(b")")[2].split()  # the name may contain any bytes
     except OSError:
         return None
 
 
 def is_dead(fields: list[bytes]) -> bool:
-    """Say of what `stat` returned whether it is a zombie's; a main thread may end before the others, which live on."""
+    """Return True for a zombie, given the result of `stat`. A main thread may end while other threads live on."""
     return fields[STATE] in DEAD and int(fields[THREADS]) <= 1
 
 
 def start_ticks(pid: int | str) -> int | None:
-    """Return when a process began, in clock ticks after boot; None when it is gone or a zombie.
+    """Return when a process started, in clock ticks after boot; None if it is gone or a zombie.
 
-    The kernel uses a pid again, so a process is (pid, start) and never a pid alone.
+    The kernel reuses pids, so a process is identified by (pid, start), never by a pid alone.
     """
     fields = stat(pid)
     return None if fields is None or is_dead(fields) else int(fields[START])
 
 
 def pids() -> Iterator[int]:
-    """Yield all processes of this machine."""
+    """Yield the pids of all processes on this machine."""
     return (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208
 
 
 def tcp(pid: int | str = "self", tables: tuple[str, ...] = ("tcp", "tcp6")) -> Iterator[tuple[int, int, str, str]]:
-    """Yield (local port, remote port, state, inode) of the TCP sockets in the network of a process."""
+    """Yield (local port, remote port, state, inode) of the TCP sockets in a process's network namespace."""
     for table in tables:
         for line in text_of(f"/proc/{pid}/net/{table}").splitlines()[1:]:
             fields = line.split()
@@ -58,5 +58,5 @@ def tcp(pid: int | str = "self", tables: tuple[str, ...] = ("tcp", "tcp6")) -> I
 
 
 def boot_id() -> str:
-    """Return what this start of the machine is called."""
+    """Return the id of the machine's current boot."""
     return text_of("/proc/sys/kernel/random/boot_id")

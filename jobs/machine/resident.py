@@ -1,9 +1,9 @@
-"""What of this process is in RAM, by the kernel's accounts, in bytes; 0 where a kernel does not keep them.
+"""The memory of this process that is in RAM, from the kernel's counters, in bytes; 0 if the kernel lacks a counter.
 
-    VmRSS    now: RssAnon, its own, with RssFile, pages of libraries, which come with their first use
-    VmHWM    the most since the process began, or since `forget_peak`
+    VmRSS    now: RssAnon, its own, plus RssFile, pages of libraries, which are loaded on first use
+    VmHWM    the maximum since the process started, or since `forget_peak`
 
-The kernel counts in batches of pages for each core, so machines of many cores err by some MB.
+The kernel counts in batches of pages per core, so on machines with many cores the error is some MB.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ RESET_PEAK: Final = "5"  # proc(5): the peak becomes what is resident now
 
 
 def status(*names: str) -> list[int]:
-    """Return some of the accounts by their names in /proc/self/status."""
+    """Return counters by their names in /proc/self/status."""
     return _accounts(STATUS, names)
 
 
 def own_share() -> int:
-    """Return what this process has taken, in bytes: of a page that n processes have mapped, one n-th; no libraries.
+    """Return this process's own memory in bytes, without libraries. A page mapped by n processes counts 1/n.
 
-    Ranks that read each other's memory have it in their VmRSS, each of them all that it has read.
+    VmRSS would count all shared memory in full for each rank that has read it.
     """
     return sum(_accounts(ROLLUP, ("Pss_Anon", "Pss_Shmem")))
 
@@ -41,7 +41,7 @@ def _accounts(path: Path, names: Sequence[str]) -> list[int]:
 
 
 def forget_peak() -> bool:
-    """Let the peak begin anew from what is resident now; False where the kernel cannot."""
+    """Reset the peak to what is resident now; return False if the kernel cannot."""
     with suppress(OSError):
         CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
         return True
@@ -49,7 +49,7 @@ def forget_peak() -> bool:
 
 
 def give_back() -> None:
-    """Have the allocator return what is free to the kernel, so that it no longer counts; where it can (glibc)."""
+    """Have the allocator return free memory to the kernel, so that it no longer counts (glibc only)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -1,26 +1,30 @@
 """Compare two results, row by row: better, worse, same, or no verdict. Pure.
 
-**The unit is the launch.** Calls of one launch share its luck; a row's launches are what is compared, by the logarithm
-of the lower quartiles of their calls (`sides.values_of` says why). Tests and intervals are those of `shift.py`.
+**The unit is the launch.** Calls within one launch are correlated, so launches are compared, by the logarithm of the
+lower quartile of their calls (`sides.values_of` explains why). Tests and intervals are those of `shift.py`.
 
-**Interleaved or not.** Launches that alternate in time (A B B A ...) are paired with their neighbours: a pair shares
-what else the machine was doing, and what drifts falls out. Results of different times cannot tell a drift from a cause,
-so there a difference must exceed, beyond doubt, 5 % and what drifted within either; and a host loaded by others (30 %)
-has no verdict at all.
+**Interleaved or not.** Launches that alternate in time (A B B A ...) are paired with their neighbours. Both launches of
+a
+pair see the same machine load, and drift cancels. Between results of different times, drift cannot be distinguished
+from
+a real difference. There, a significant difference must exceed 5 % plus the drift within either result, and a host
+loaded
+by others (30 %) gives no verdict at all.
 
-**The family.** With 98 % confidence a comparison of equals has no better and no worse at all, however many rows it has:
-half of the 2 % is spent on the median over all rows, which is less noisy than any of them, and half on the rows
-(Holm 1979: the k-th smallest of m p-values is held against its half / (m - k + 1)). An interval has the confidence
-that its verdict was held to. 2 % and not 5 %, for a gate that is asked fifty times should seldom be wrong three times.
+**The family.** If two results are equal, at most 2 % of comparisons report any better or worse, however many rows they
+have. Half of the 2 % is spent on the median over all rows, which is less noisy than any of them, and half on the rows
+(Holm 1979: the k-th smallest of m p-values is compared with its half / (m - k + 1)). An interval has the confidence
+level
+used for its verdict. 2 % instead of 5 %, because a gate that runs fifty times should seldom be wrong three times.
 
 Simulated, with launches that spread by 17 % (three of them), heavy tails and a drift of +-10 %: four rows, 30 launches
 each, interleaved: 2 % false, 10 % slower found in 97 %, 25 % always. Six rows at two times, 5 to 24 launches each: 1 %
-false, 10 % found in 5 to 11 %, 25 % in 35 to 47 %, 50 % in 82 to 98 %. benchmarks/a_a_compare.py does it for real.
+false, 10 % found in 5 to 11 %, 25 % in 35 to 47 %, 50 % in 82 to 98 %. benchmarks/a_a_compare.py measures it.
 
     worse, better   the interval excludes equality, and does not lie within +-5 %
-    same            the interval lies within +-5 %, and the medians' ratio as well: the launches were enough to see a
+    same            the interval and the ratio of medians both lie within +-5 %: there were enough launches to see a
                     difference, and there is none
-    no verdict      anything else, and why: too few launches, other load on one side, not measured on one side
+    no verdict      anything else, with the reason: too few launches, other load on one side, not measured on one side
 """
 
 import math
@@ -34,11 +38,11 @@ from muster.jobs.measuring.launches import MeasuredRow
 from muster.jobs.measuring.shift import Shift, student_quantile, unpaired_ranks
 from muster.jobs.measuring.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, together, values_of
 
-FOREIGN_LIMIT: Final = 0.05  # of all cores' time, taken by others: from here on a row is flagged
-ALPHA: Final = 0.02  # of any false verdict in a comparison
+FOREIGN_LIMIT: Final = 0.05  # share of CPU time used by others from which a row is flagged
+ALPHA: Final = 0.02  # chance of any false verdict in a comparison
 HOGGED: Final = 0.30  # foreign load above which results of different times are not compared
-TO_FIND: Final = math.log(1.10)  # the difference for which the launches needed are told
-MISSED: Final = 0.05  # the share of such differences that may be missed
+TO_FIND: Final = math.log(1.10)  # the difference for which the number of launches needed is reported
+MISSED: Final = 0.05  # accepted share of such differences that are missed
 MANY: Final = 1000  # degrees of freedom
 BAD: Final = frozenset({"failed", "timeout", "wrong"})
 
@@ -48,34 +52,34 @@ Answer = Literal["better", "worse", "same", "no verdict"]
 
 @dataclass(frozen=True)
 class Verdict(Generic[RowT]):
-    """One row of a comparison, or all of them together. `ratio` is time after / before: above 1 is slower."""
+    """The verdict on one row, or on all rows together. `ratio` is time after / before: above 1 is slower."""
 
     verdict: Answer
     why: str
-    row: RowT | None = None  # as it is after; None: all together
+    row: RowT | None = None  # the row in the later result; None: the verdict is on all rows
     before_us: float | None = None
     after_us: float | None = None
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    confidence: float | None = None  # of low and high: the more rows are compared, the higher
+    confidence: float | None = None  # of the interval from low to high: higher if more rows are compared
     launches: tuple[int, int] = (0, 0)
     interleaved: bool = False
 
 
 @dataclass(frozen=True)
 class Comparison(Generic[RowT]):
-    """What a comparison says as a whole; `verdict` is what a gate goes by.
+    """The result of a whole comparison; gates use `verdict`.
 
-    worse: any row is, or all together; better: some are and none is worse; same: every row there was before was looked
-    at and is the same; no verdict: anything else, above all where nothing could be told.
+    worse: any row is worse, or all together; better: some rows are better and none is worse; same: every row of the
+    result before was compared and is the same; no verdict: anything else, such as no row with a verdict.
     """
 
     rows: list[Verdict[RowT]]
     together: Verdict[RowT]
     only_before: int
     only_after: int
-    vanished: int = 0  # rows that had a time before, and have none after: they are gone, or refused, or failed
+    vanished: int = 0  # rows with a time before but none after: missing, refused, or failed
 
     @property
     def verdict(self) -> Answer:
@@ -91,7 +95,7 @@ class Comparison(Generic[RowT]):
         return sum(each.verdict == answer for each in self.rows)
 
     def line(self) -> str:
-        """Say it in one line."""
+        """Summarize in one line."""
         counts = ", ".join(
             f"{self.count(answer)} {answer}"
             for answer in ("worse", "better", "same", "no verdict")
@@ -99,15 +103,15 @@ class Comparison(Generic[RowT]):
         )
         alone = self.only_before + self.only_after
         more = f"; {alone} in one of them only" if alone else ""
-        more += f"; {self.vanished} measured before and not after" if self.vanished else ""
+        more += f"; {self.vanished} measured before but not after" if self.vanished else ""
         return f"{self.verdict}: of {len(self.rows)} common rows {counts}{more}"
 
 
 def comparison(before: Sequence[RowT], after: Sequence[RowT]) -> Comparison[RowT]:
-    """Compare all rows that both have, and all of them together.
+    """Compare all rows that both results have, and all of them together.
 
     Raises:
-        RefusedError: they have none in common: nothing was looked at, so nothing is the same.
+        RefusedError: if they have no row in common, so that there is nothing to compare.
     """
     earlier = {row.key: row for row in before}
     common = [(earlier[row.key], row) for row in after if row.key in earlier]
@@ -119,7 +123,7 @@ def comparison(before: Sequence[RowT], after: Sequence[RowT]) -> Comparison[RowT
     found = [_unfit(old, new) for old, new in common]
     sides = {i: sides_of(*common[i]) for i, verdict in enumerate(found) if verdict is None}
     whole = together(list(sides.values()))
-    drift = whole.drift if whole else 0.0  # what drifts, drifts in all rows
+    drift = whole.drift if whole else 0.0  # drift affects all rows
     alpha = ALPHA / 2 if whole else ALPHA
     of_all: Verdict[RowT] = Verdict("no verdict", "fewer than two rows can be judged")
     if whole:
@@ -138,7 +142,7 @@ def comparison(before: Sequence[RowT], after: Sequence[RowT]) -> Comparison[RowT
 
 
 def _unfit(before: RowT, after: RowT) -> Verdict[RowT] | None:
-    """Return the verdict of a row whose times cannot be, or need not be, compared."""
+    """Return the verdict for a row whose times cannot be compared or need not be; else None."""
     answer, why = _by_state(before, after) or _by_launches(before, after) or _by_load(before, after) or ("", "")
     return _of_row(Verdict(answer, why), before, after) if answer else None
 
@@ -166,14 +170,14 @@ def _by_launches(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] 
 
 
 def _by_load(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | None:
-    """Refuse to judge launches that shared their hosts with others, unless both sides did so alike."""
+    """Refuse a verdict for launches on hosts that others used, unless both sides were equally affected."""
     x, y = ([share for share in row.launch_foreign if share is not None] for row in (before, after))
     if not x or not y:
         return None
     interleaved = sides_of(before, after).interleaved
     share, other = median(x), median(y)
     found = f"foreign load {share:.0%} before, {other:.0%} after"
-    # Shares of short blocks are noisy themselves; of launches that alternate, only a difference that is none by chance.
+    # Shares of short blocks are noisy. For interleaved launches only a significant difference counts.
     if abs(share - other) > FOREIGN_LIMIT and (not interleaved or unpaired_ranks(x, y).p_value() <= ALPHA):
         return "no verdict", found
     if not interleaved and max(share, other) > HOGGED:
@@ -182,7 +186,7 @@ def _by_load(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | No
 
 
 def _judge(family: Sequence[Sides], drift: float, alpha: float) -> list[Verdict[Any]]:
-    """Judge all of a family, so that none of its better and worse is false but with the chance alpha: Holm's steps."""
+    """Judge a family so that the chance of any false better or worse is at most alpha, by Holm's procedure."""
     count = len(family)
     tests = [sides.test(alpha / count) for sides in family]
     margins = [sides.margin(drift) for sides in family]
@@ -200,7 +204,7 @@ def _judge(family: Sequence[Sides], drift: float, alpha: float) -> list[Verdict[
 
 
 def _beyond(test: Shift, margin: float) -> float:
-    """Return the p-value of "the shift is within +-margin"."""
+    """Return the p-value of the hypothesis that the shift is within +-margin."""
     if abs(test.estimate) <= margin and margin:
         return 1.0
     return test.p_value(math.copysign(margin, test.estimate))
@@ -212,9 +216,9 @@ def _verdict(sides: Sides, test: Shift, margin: float, level: float) -> Verdict[
         answer: Answer = "same"
         why = "within +-5 %"
     elif low > margin:
-        answer, why = "worse", "slower beyond doubt"
+        answer, why = "worse", "significantly slower"
     elif high < -margin:
-        answer, why = "better", "faster beyond doubt"
+        answer, why = "better", "significantly faster"
     else:
         answer, why = "no verdict", _too_few(sides, level)
     return Verdict(
@@ -230,22 +234,26 @@ def _verdict(sides: Sides, test: Shift, margin: float, level: float) -> Verdict[
 
 
 def _too_few(sides: Sides, level: float) -> str:
-    """Say how many launches would tell a difference of 10 % in nineteen of twenty comparisons, by the spread seen."""
+    """Estimate, from the observed spread, the number of launches to detect a 10 % difference in 95 % of comparisons."""
     launches = min(sides.launches)
     error = (student_quantile(level, MANY) + student_quantile(2 * MISSED, MANY)) * sides.mean().error
     reach = TO_FIND if sides.interleaved else TO_FIND - EQUAL
     needed = math.ceil(launches * (error / reach) ** 2)
     if needed <= launches:
-        return "the difference is too small for a verdict, and too large to be the same"
-    apart = "" if sides.interleaved else ", interleaved if they can be (A B B A): results of two times also drift apart"
-    return f"launches differ too much: about {needed} of each would tell 10 %{apart}"
+        return "the difference is too small for a verdict, but too large to be the same"
+    apart = (
+        ""
+        if sides.interleaved
+        else ", interleaved if possible (A B B A), because results of two times also drift apart"
+    )
+    return f"launches vary too much: about {needed} of each could detect 10 %{apart}"
 
 
 def _of_row(verdict: Verdict[RowT], before: RowT, after: RowT) -> Verdict[RowT]:
-    """Say which row a verdict is of; some launches that failed keep it from being good news."""
+    """Attach a verdict to its row. If some launches failed, the verdict cannot be better or same."""
     answer, why = verdict.verdict, verdict.why
     if answer == "same" and abs(apart := math.log((after.p50_us or 1.0) / (before.p50_us or 1.0))) > EQUAL:
-        answer, why = "no verdict", f"the quicker calls are the same, the medians are {math.exp(apart):.2f}x"
+        answer, why = "no verdict", f"the faster calls are the same, but the medians are {math.exp(apart):.2f}x"
     if after.state in BAD and verdict.ratio is not None:
         why = f"{why}; after: {_state(after)}"
         answer = "worse" if answer == "worse" else "no verdict"

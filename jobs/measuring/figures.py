@@ -21,7 +21,7 @@ COMMAND: Final = {".png": "Description", ".svg": "Description", ".pdf": "Subject
 
 
 class NothingToPlotError(ValueError):
-    """No row has what is drawn."""
+    """No row has the values to plot."""
 
 
 @contextmanager

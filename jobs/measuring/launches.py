@@ -1,12 +1,13 @@
-"""A row over its launches: one thing, measured once in each of several fresh starts of processes. Pure.
+"""A row over its launches: one quantity, measured once in each of several fresh starts of processes. Pure.
 
-A launch's time is its median, a row's time the median of its launches': neither a scheduler's tick nor one unlucky
-launch moves it. Its interval is over launches, which differ more than calls do (on a shared machine by 16 %, Hunold &
-Carpen-Amarie 2016 saw the same on clusters), and is that of order statistics, as within a launch (`stats.py`): with
-five launches the quickest and the slowest, which enclose the median with 93.75 % whatever the distribution. A
-t-interval of the logarithms is as wide at five (1.24 against 1.16 standard deviations to each side) and believes in a
-distribution that has no stragglers. With fewer launches less is known, and `confidence` says how much: 87.5 %, 75 %,
-50 %; one launch has the interval of its own samples.
+A launch's time is the median of its samples, and a row's time is the median of its launches, so that neither a
+scheduler's tick nor one unlucky launch shifts it. The interval is over launches, which vary more than calls do (on a
+shared machine by 16 %; Hunold & Carpen-Amarie 2016 saw the same on clusters). It is that of order statistics, as within
+a launch (`stats.py`): with five launches, the fastest and the slowest enclose the median with 93.75 % for any
+distribution. A t-interval of the logarithms is as wide with five launches (1.24 against 1.16 standard deviations to
+each
+side) but assumes a distribution without stragglers. With fewer launches, `confidence` is lower: 87.5 %, 75 %, 50 %. One
+launch has the interval of its own samples.
 """
 
 from abc import ABC, abstractmethod
@@ -30,33 +31,33 @@ class Launch:
     high_us: float
     time: float  # unix seconds, at its end
     quartile_us: float | None  # None: the samples were not kept
-    foreign: float | None = None  # what others took of the worst host's cores
+    foreign: float | None = None  # share of CPU time used by others on the worst host
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRow(ABC):
     """One row over its launches. Times are in microseconds; None: not measured.
 
-    `state` and `reason` are those of the worst launch; the numbers are of the launches that were measured.
+    `state` and `reason` are those of the worst launch; the numbers are from the launches that were measured.
     """
 
     state: str
     reason: str = ""
-    launches: int = 0  # that were measured
+    launches: int = 0  # number of measured launches
     samples: int = 0
     p50_us: float | None = None  # median of launch medians
     low_us: float | None = None
     high_us: float | None = None
-    confidence: float = 0.0  # that low_us and high_us enclose the median over launches
+    confidence: float = 0.0  # the probability that low_us and high_us enclose the median over launches
     launch_medians_us: tuple[float, ...] = ()
-    # Of the same launches, in the same order. Lower quartiles are what is compared; () where samples were not kept.
+    # For the same launches, in the same order. Lower quartiles are compared; () if samples were not kept.
     launch_quartiles_us: tuple[float, ...] = ()
     launch_times: tuple[float, ...] = ()
     launch_foreign: tuple[float | None, ...] = ()
 
     @property
     def is_measured(self) -> bool:
-        """True if there are numbers."""
+        """True if the row has numbers."""
         return self.p50_us is not None
 
     @property
@@ -69,30 +70,30 @@ class MeasuredRow(ABC):
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """What two rows of two results have in common if they measured the same thing."""
+        """The key that two rows share if they measured the same thing."""
 
     @property
     @abstractmethod
     def labels(self) -> dict[str, Any]:
-        """The names and sizes of what was measured, as JSON."""
+        """The names and sizes of the measured quantity, as JSON."""
 
     @abstractmethod
     def named(self, *, in_full: bool) -> str:
-        """Name the row in a sentence; `in_full` with what all rows of a run have in common."""
+        """Return the row's name for a sentence; `in_full` includes what all rows of a run have in common."""
 
     def unlike(self, other: "MeasuredRow") -> str:
-        """Say why two rows of one key cannot be compared; empty if they can."""
+        """Return why two rows with the same key cannot be compared; empty if they can."""
         return ""
 
 
 def launch_of(samples_us: Sequence[float], time: float, foreign: float | None) -> Launch:
-    """Describe the samples of one launch."""
+    """Summarize the samples of one launch."""
     low_us, high_us = median_interval(samples_us)
     return Launch(len(samples_us), median(samples_us), low_us, high_us, time, quantile(samples_us, 0.25), foreign)
 
 
 def over_launches(launches: Sequence[Launch]) -> dict[str, Any]:
-    """Return the fields of a row that its launches decide; they are in the order of time."""
+    """Compute the fields of a row from its launches, which are in the order of time."""
     medians_us = [each.p50_us for each in launches]
     quartiles_us = [each.quartile_us for each in launches if each.quartile_us is not None]
     low_us, high_us, confidence = launches[0].low_us, launches[0].high_us, confidence_of(launches[0].n)
@@ -113,12 +114,14 @@ def over_launches(launches: Sequence[Launch]) -> dict[str, Any]:
 
 
 def confidence_lines(rows: Sequence[MeasuredRow]) -> list[str]:
-    """Say what the intervals are worth, which depends on the number of launches."""
+    """Describe the confidence of the intervals, which depends on the number of launches."""
     measured = [row for row in rows if row.is_measured]
     if not measured:
         return []
     lowest = min(measured, key=lambda row: row.confidence)
     of = f"{lowest.launches} launch{'es' * (lowest.launches != 1)}"
-    what = "medians of the launches" if lowest.launches > 1 else "samples of one launch, which say nothing of others"
-    advice = "; more --launches make it surer" if lowest.confidence < ENOUGH or lowest.launches == 1 else ""
+    what = (
+        "medians of the launches" if lowest.launches > 1 else "samples of one launch, which tell nothing about others"
+    )
+    advice = "; more --launches increase the confidence" if lowest.confidence < ENOUGH or lowest.launches == 1 else ""
     return [f"# +- encloses the median with {lowest.confidence:.0%} ({of}: {what}){advice}"]

@@ -1,10 +1,10 @@
-"""Files of what was measured: a record a line while ranks measure, JSON for all of it, CSV for its rows.
+"""Files of measurements: one record per line while ranks measure, one JSON file for a whole result, CSV for its rows.
 
     a run folder    its newest attempt that has a bench.jsonl
-    bench.jsonl     a record a line; the last may be torn, for the run may still be writing, or have died at it
+    bench.jsonl     one record per line; the last may be incomplete, because the run may still be writing or have died
     result.json     one object, with the format's mark and version
 
-Nothing that is read is trusted.
+Everything that is read is validated.
 """
 
 import csv
@@ -22,7 +22,7 @@ from muster.jobs.basics.reading import LARGEST, parse_json, read_bytes
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.strict import Strict, UnixTime
 
-MOST_BYTES: Final = 1 << 31  # every sample stands in it; a larger file is none of ours
+MOST_BYTES: Final = 1 << 31  # it contains every sample; Muster writes no larger file
 
 Record = TypeVar("Record", bound=BaseModel)
 Whole = TypeVar("Whole", bound=BaseModel)
@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class End(Strict):
-    """The last line of a job that measured all it was to measure."""
+    """The last line of a job that completed all its measurements."""
 
     record: Literal["end"] = "end"
     seconds: float
@@ -39,29 +39,29 @@ class End(Strict):
 
 @dataclass(frozen=True)
 class Format(Generic[Record, Whole]):
-    """The records that a command writes, by name, and what all of them are as one."""
+    """The records that a command writes, by name, and the type of a whole result."""
 
     command: str
     mark: str  # the key of a whole result; its value is the version
     version: int
-    header: str  # the record that says which version a file of lines has
-    records: Mapping[str, type[Record]]  # none: every file is one result
+    header: str  # the record with the version of a file of lines
+    records: Mapping[str, type[Record]]  # empty: every file is one result
     whole: type[Whole]
-    gather: Callable[[Sequence[Record]], Whole | None]  # None: they say nothing
+    gather: Callable[[Sequence[Record]], Whole | None]  # None: no result yet
 
     def parse(self, line: bytes) -> Record | None:
-        """Read one line; None for one that is no record of ours (of a newer Muster, or torn)."""
+        """Parse one line; return None if it is not a known record (of a newer Muster, or incomplete)."""
         try:
             return self.records[parse_json(line)["record"]].model_validate_json(line)
         except (ValueError, KeyError, TypeError):  # pydantic's errors are ValueErrors
             return None
 
     def read(self, path: Path) -> Whole:
-        """Read a run or a file, as records or as the whole result that it is.
+        """Read a run or a file, as records or as a whole result.
 
         Raises:
-            RunFolderError: there is no such file, or nothing measured in the folder.
-            JobFileError: it is not a result, is empty or damaged, or was written by another version.
+            RunFolderError: if there is no such file, or the folder has no measurements.
+            JobFileError: if it is not a result, is empty or damaged, or was written by another version.
         """
         file = newest(path) if path.is_dir() else path
         try:
@@ -73,11 +73,11 @@ class Format(Generic[Record, Whole]):
             raise JobFileError(f"{error}; name a result of {self.command}") from error
         found = self.gather(self._lines(file, data)) if self._is_lines(data) else self._whole(file, data)
         if found is None:
-            raise JobFileError(f"{path}: says nothing of what was measured; name a run of {self.command}")
+            raise JobFileError(f"{path}: has no measurements; name a run of {self.command}")
         return found
 
     def _is_lines(self, data: bytes) -> bool:
-        """Return whether a file has one record a line; otherwise the whole file is one result."""
+        """Return True if a file has one record per line; otherwise the whole file is one result."""
         if not self.records:
             return False
         try:
@@ -104,7 +104,7 @@ class Format(Generic[Record, Whole]):
             try:
                 found.append(self._record(file, line, f"line {number}: "))
             except JobFileError:
-                if number == len(lines):  # no end of line after it: torn
+                if number == len(lines):  # no end of line after it: incomplete
                     break
                 raise
         return found
@@ -121,29 +121,29 @@ class Format(Generic[Record, Whole]):
     def _check_version(self, file: Path, version: Any) -> None:
         if version != self.version:
             raise JobFileError(
-                f"{file}: written as version {version!r}, this muster reads version {self.version}; use the other"
+                f"{file}: written as version {version!r}, but this muster reads version {self.version}; use the other"
             )
 
 
 def newest(folder: Path) -> Path:
-    """Return the file of a run's newest attempt that measured, or of an attempt's own folder.
+    """Return the measurements of a run's newest attempt that has some, or of an attempt's own folder.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: if there are none.
     """
     run = RunDir(folder)
     files = [*(run.attempt(number).bench for number in reversed(run.attempt_numbers())), folder / "bench.jsonl"]
     if file := next((each for each in files if each.is_file()), None):
         return file
     why = run.command("why")
-    raise NotFoundError(f"{folder}: nothing was measured here (no attempt has a bench.jsonl); {why} says more")
+    raise NotFoundError(f"{folder}: nothing was measured here (no attempt has a bench.jsonl); {why} shows more")
 
 
 def write(path: Path, text: str) -> None:
     """Write a result by rename.
 
     Raises:
-        RunFolderError, StorageError: it cannot be written.
+        RunFolderError, StorageError: if it cannot be written.
     """
     if not path.parent.is_dir():
         raise RunFolderError(f"{path}: there is no folder {path.parent}; make it, or name another file")
@@ -151,7 +151,7 @@ def write(path: Path, text: str) -> None:
 
 
 def write_table(names: Iterable[str], rows: Iterable[Sequence[Any]], path: Path) -> None:
-    """Write CSV: a line of names, then a line for each row; None is empty. Errors as `write`."""
+    """Write CSV: a line of names, then a line for each row; None is empty. Errors as for `write`."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([list(names), *rows])
@@ -162,7 +162,9 @@ def _json(file: Path, data: bytes, place: str) -> Any:
     try:
         return parse_json(data, most=MOST_BYTES, largest=LARGEST)
     except ValueError as error:
-        raise JobFileError(f"{file}: {place}not JSON ({error}); the file is damaged, or no result of ours") from error
+        raise JobFileError(
+            f"{file}: {place}not JSON ({error}); the file is damaged, or not a result of Muster"
+        ) from error
 
 
 def _valid(file: Path, model: type[Model], data: bytes, place: str) -> Model:

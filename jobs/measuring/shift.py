@@ -1,16 +1,18 @@
-"""How far two series of launches are apart: distribution-free tests, and a t-test where there are too few for them.
+"""Estimate the shift between two series of launches: distribution-free tests, and a t-test if there are too few.
 
-A shift is of logarithms: 0.1 is 10 % slower. Each test gives the p-value of "the shift is `at`", two-sided, an interval
-that holds exactly those shifts whose p-value is above alpha, and a point estimate in it.
+A shift is of logarithms: 0.1 is 10 % slower. Each test gives the two-sided p-value of "the shift is `at`", an interval
+of exactly those shifts with a p-value above alpha, and a point estimate in it.
 
     Paired     Wilcoxon's signed ranks of the pairs' differences; estimate of Hodges & Lehmann (1963)
     Unpaired   Wilcoxon's rank sum (Mann & Whitney 1947), all differences between the two
     Mean       a t-test, paired or Welch's: means of logarithms
 
-Under "nothing has changed" a pair's two launches could have been exchanged, so a difference is as likely as its
-negative: the signed ranks' level is exact whatever the noise. Outliers count as the largest rank and no more. With few
-launches no rank test can reach a small level (n pairs: 2^(1 - n)), and the t-test has to do: of noise with heavy tails
-it says too little rather than too much, for outliers widen its interval faster than they move its centre.
+If nothing has changed, the two launches of a pair are exchangeable, so a difference is as likely as its negative. So
+the
+level of the signed ranks is exact for any noise. An outlier counts as the largest rank and no more. With few launches
+no
+rank test can reach a small level (n pairs: 2^(1 - n)), and the t-test is used. With heavy-tailed noise it is
+conservative, because outliers widen its interval faster than they shift its centre.
 """
 
 import math
@@ -20,14 +22,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist, median
 
-EXACT = 60  # launches: beyond, the normal approximation is as good (within 1 % of the level at 0.001)
+EXACT = 60  # launches; above this the normal approximation is as good (within 1 % of the level at 0.001)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A rank test by the sorted values whose number above a shift is its statistic."""
+    """A rank test, given by sorted values; its statistic is the number of values above a shift."""
 
-    values: tuple[float, ...]  # Walsh averages, or differences of all with all
+    values: tuple[float, ...]  # Walsh averages, or all pairwise differences
     sizes: tuple[int, ...]  # (pairs,) or (before, after)
 
     @property
@@ -37,7 +39,7 @@ class Ranks:
 
     @property
     def least_p(self) -> float:
-        """The smallest p-value that these many launches can give."""
+        """The smallest p-value possible with this many launches."""
         return min(1.0, 2 * _at_most(0, self.sizes))
 
     def p_value(self, at: float = 0.0) -> float:
@@ -47,8 +49,8 @@ class Ranks:
         return min(1.0, 2 * _at_most(min(below, above) + ties // 2, self.sizes))
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """Return shifts that the data do not contradict at this level; infinite where there are too few launches."""
-        place = -1  # the most values outside at either end
+        """Return the interval of shifts that the data do not reject at this level; infinite with too few launches."""
+        place = -1  # the largest number of values outside at either end
         while place + 1 < len(self.values) // 2 and 2 * _at_most(place + 1, self.sizes) <= alpha:
             place += 1
         return (-math.inf, math.inf) if place < 0 else (self.values[place], self.values[-1 - place])
@@ -56,7 +58,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Mean:
-    """A t-test by its centre, its standard error and its degrees of freedom."""
+    """A t-test, given by its centre, its standard error and its degrees of freedom."""
 
     estimate: float
     error: float
@@ -76,7 +78,7 @@ Shift = Ranks | Mean
 
 
 def paired_ranks(differences: Sequence[float]) -> Ranks:
-    """Compare by the signed ranks of differences, by way of the means of every two, and of each with itself."""
+    """Test by the signed ranks of differences, using the means of all pairs, each value also paired with itself."""
     return Ranks(
         tuple(sorted((first + second) / 2 for i, first in enumerate(differences) for second in differences[i:])),
         (len(differences),),
@@ -84,18 +86,18 @@ def paired_ranks(differences: Sequence[float]) -> Ranks:
 
 
 def unpaired_ranks(before: Sequence[float], after: Sequence[float]) -> Ranks:
-    """Compare by the ranks of all values together."""
+    """Test by the ranks of all values together."""
     return Ranks(tuple(sorted(y - x for x in before for y in after)), (len(before), len(after)))
 
 
 def paired_mean(differences: Sequence[float]) -> Mean:
-    """Compare by the mean of two or more differences."""
+    """Test by the mean of two or more differences."""
     mean, variance = _moments(differences)
     return Mean(mean, math.sqrt(variance / len(differences)), len(differences) - 1)
 
 
 def unpaired_mean(before: Sequence[float], after: Sequence[float]) -> Mean:
-    """Compare by the means of two or more each, as Welch (1947); his degrees of freedom rounded down."""
+    """Test by the means of two or more values each (Welch 1947), with degrees of freedom rounded down."""
     (x, of_x), (y, of_y) = _moments(before), _moments(after)
     a, b = of_x / len(before), of_y / len(after)
     shares = a**2 / (len(before) - 1) + b**2 / (len(after) - 1)
@@ -104,7 +106,7 @@ def unpaired_mean(before: Sequence[float], after: Sequence[float]) -> Mean:
 
 
 def student_p(t: float, freedom: int) -> float:
-    """Return the chance of a |t| this large: the finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4."""
+    """Return the probability of a |t| this large, by the finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(abs(t) / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
@@ -120,7 +122,7 @@ def student_p(t: float, freedom: int) -> float:
 
 @lru_cache(maxsize=1024)
 def student_quantile(alpha: float, freedom: int) -> float:
-    """Return the t that is exceeded, on either side, with the chance alpha; by bisection."""
+    """Return the t that is exceeded, on either side, with probability alpha; by bisection."""
     low, high = 0.0, 1.0
     while student_p(high, freedom) > alpha and high < 1e9:
         high *= 2
@@ -136,7 +138,7 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _at_most(count: int, sizes: tuple[int, ...]) -> float:
-    """Return the chance of at most so many values on one side of the true shift."""
+    """Return the probability of at most `count` values on one side of the true shift."""
     if max(sizes) > EXACT:
         if len(sizes) == 1:
             (n,) = sizes
@@ -150,7 +152,7 @@ def _at_most(count: int, sizes: tuple[int, ...]) -> float:
 
 @lru_cache(maxsize=256)
 def _cumulated(sizes: tuple[int, ...]) -> list[float]:
-    """Return the chance of at most 0, 1, 2, ... : each rank counts or not; or each choice of ranks is as likely."""
+    """Return the probabilities of at most 0, 1, 2, ...: all signs, or all choices of ranks, are equally likely."""
     counts = _signed(*sizes) if len(sizes) == 1 else _sums(*sizes)
     everything, total, found = sum(counts), 0, []
     for count in counts:
@@ -169,7 +171,7 @@ def _signed(n: int) -> list[int]:
 
 
 def _sums(n: int, m: int) -> list[int]:
-    """Count the orders of n and m values with each number of inversions: the Gaussian binomial's coefficients."""
+    """Count the orders of n and m values by the number of inversions: coefficients of the Gaussian binomial."""
     counts = [1] + [0] * (n * m)
     for k in range(1, n + 1):  # times (1 - q^(m + k)) / (1 - q^k)
         for power in range(len(counts) - 1, m + k - 1, -1):

@@ -1,4 +1,4 @@
-"""The launches of one row on both sides of a comparison: which of them belong together, and how they are tested."""
+"""The launches of one row on both sides of a comparison: how they are paired and tested."""
 
 import math
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from muster.jobs.measuring.launches import MeasuredRow
 from muster.jobs.measuring.shift import Mean, Shift, paired_mean, paired_ranks, unpaired_mean, unpaired_ranks
 
 LEAST_LAUNCHES: Final = 3
-LEAST_PAIRS: Final = 5  # of fewer, two results one after the other could look like neighbours
-EQUAL: Final = math.log(1.05)  # what is the same to a user
-NEIGHBOURS: Final = 4  # the launches of a pair have fewer than that many places in time between them
-PAIRED_SHARE: Final = 0.8  # of the launches of the smaller side find a partner, or the results are not interleaved
+LEAST_PAIRS: Final = 5  # with fewer, two results one after the other could look interleaved
+EQUAL: Final = math.log(1.05)  # smaller differences do not matter to a user
+NEIGHBOURS: Final = 4  # the launches of a pair are fewer than this many positions apart in time
+PAIRED_SHARE: Final = 0.8  # interleaved results pair at least this share of the launches of the smaller side
 
 
 LEAST_FOR_DRIFT: Final = 6
-NORMAL_QUARTILE: Final = 0.6745  # of the standard normal distribution: median |x|
+NORMAL_QUARTILE: Final = 0.6745  # the median of |x| for a standard normal x
 
 
 @dataclass(frozen=True)
 class Sides:
-    """A row's launches on both sides, as logarithms; in pairs, where they are interleaved."""
+    """A row's launches on both sides, as logarithms; in pairs if they are interleaved."""
 
     before: tuple[float, ...]
     after: tuple[float, ...]
@@ -31,28 +31,29 @@ class Sides:
 
     @property
     def launches(self) -> tuple[int, int]:
-        """How many there are on each side."""
+        """The number of launches on each side."""
         return len(self.before), len(self.after)
 
     @property
     def drift(self) -> float:
-        """How far either side drifted within itself."""
+        """The larger of the drifts within the two sides."""
         return max(drift_of(self.before), drift_of(self.after))
 
     def margin(self, drift: float) -> float:
-        """Return what may differ without a cause: nothing between pairs; else 5 %, and what drifted, here or `drift`.
+        """Return the shift that needs no cause: 0 between pairs; else 5 % plus the drift, measured here or given.
 
-        A drift that goes on moves the next result twice as far from this one as this one's halves lie apart.
+        If a drift continues, the next result is twice as far from this one as the halves of this one are from each
+        other.
         """
         return 0.0 if self.interleaved else EQUAL + 2 * max(self.drift, drift)
 
     @property
     def differences(self) -> list[float]:
-        """After minus before, pair by pair; only of interleaved launches."""
+        """After minus before, for each pair of interleaved launches."""
         return [after - before for before, after in zip(self.before, self.after, strict=True)]
 
     def test(self, alpha: float) -> Shift:
-        """Return the rank test where these many launches can reach the level, the t-test otherwise."""
+        """Return the rank test if this many launches can reach the level, else the t-test."""
         ranks = paired_ranks(self.differences) if self.interleaved else unpaired_ranks(self.before, self.after)
         if ranks.least_p <= alpha / 2:
             return ranks
@@ -64,10 +65,10 @@ class Sides:
 
 
 def drift_of(values: Sequence[float]) -> float:
-    """Return how far a series drifted within itself: the second half's median against the first's, beyond noise.
+    """Return the drift within a series: the medians of its second and first half compared, beyond noise.
 
-    Noise is what neighbours in time differ by, for they share the drift (von Neumann 1941); medians, for a few launches
-    are far off. Of six or more; 0 of fewer, which say nothing of it.
+    Noise is estimated from differences of neighbours in time, which share the drift (von Neumann 1941), with medians,
+    because a few launches are far off. With fewer than six values, return 0.
     """
     if len(values) < LEAST_FOR_DRIFT:
         return 0.0
@@ -78,7 +79,7 @@ def drift_of(values: Sequence[float]) -> float:
 
 
 def sides_of(before: MeasuredRow, after: MeasuredRow) -> Sides:
-    """Return the launches to compare: in pairs of neighbours in time where they alternate, else all of them."""
+    """Return the launches to compare: in pairs of neighbours in time if they alternate, else all of them."""
     pairs = pairs_in_time(before.launch_times, after.launch_times)
     x, y = (tuple(math.log(value) for value in values) for values in values_of(before, after))
     if len(pairs) >= max(LEAST_PAIRS, PAIRED_SHARE * min(len(x), len(y))):
@@ -87,12 +88,12 @@ def sides_of(before: MeasuredRow, after: MeasuredRow) -> Sides:
 
 
 def pairs_in_time(before: Sequence[float], after: Sequence[float]) -> list[tuple[int, int]]:
-    """Pair the launches of two results with neighbours in time: in order, each with the oldest that waits.
+    """Pair the launches of two results with neighbours in time: in order, each with the oldest unpaired one.
 
-    A B B A A B makes (0, 0), (1, 1), (2, 2). A launch that has waited for too many others goes without.
+    A B B A A B gives (0, 0), (1, 1), (2, 2). A launch that has waited for too many others stays unpaired.
     """
     events = sorted([(time, 0, i) for i, time in enumerate(before)] + [(time, 1, j) for j, time in enumerate(after)])
-    waiting: list[tuple[int, int, int]] = []  # place in time, side, launch; all of one side
+    waiting: list[tuple[int, int, int]] = []  # position in time, side, launch; all of one side
     pairs = []
     for place, (_, side, launch) in enumerate(events):
         waiting = [each for each in waiting if place - each[0] < NEIGHBOURS]
@@ -105,12 +106,14 @@ def pairs_in_time(before: Sequence[float], after: Sequence[float]) -> list[tuple
 
 
 def values_of(before: MeasuredRow, after: MeasuredRow) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return what is compared of each launch, in microseconds: the lower quartile of its calls, where both have it.
+    """Return the compared value of each launch, in microseconds: the lower quartile of its calls if both results have
+    it.
 
-    On a shared machine the median of a launch's few calls is at times that of calls that met a scheduler's tick; the
-    quicker quarter is not. With both cores half taken by others it varied from launch to launch by 0.45 (standard
-    deviation of the logarithm, mean of six rows), the median by 0.57; and 40 launches each found 10 % in 38 %
-    of comparisons and not in 33 %, 25 % always and not in 89 %, with no more false verdicts.
+    On a shared machine the median of a launch's few calls sometimes includes a scheduler's tick; the faster quarter
+    does
+    not. With both cores half used by others, the lower quartile varied between launches by 0.45 (standard deviation of
+    the logarithm, mean of six rows), the median by 0.57. With 40 launches each, the quartile found 10 % in 38 % of
+    comparisons instead of 33 %, and 25 % in all instead of 89 %, with no more false verdicts.
     """
     if before.launch_quartiles_us and after.launch_quartiles_us:
         return before.launch_quartiles_us, after.launch_quartiles_us
@@ -118,10 +121,10 @@ def values_of(before: MeasuredRow, after: MeasuredRow) -> tuple[tuple[float, ...
 
 
 def together(rows: Sequence[Sides]) -> Sides | None:
-    """Return the median over rows, launch by launch: the whole, which is less noisy than any row of it.
+    """Return the median over rows, launch by launch: the overall change, which is less noisy than any row.
 
-    A row's values count from its own median. Launches are matched by their order in time; rows with fewer launches than
-    most are left out, for theirs do not match.
+    A row's values are relative to its own median. Launches are matched by their order in time; rows with fewer launches
+    than most are excluded, because theirs do not match.
     """
     if len({sides.interleaved for sides in rows}) != 1:
         return None

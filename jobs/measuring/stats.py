@@ -1,10 +1,10 @@
-"""Describe samples without believing in a distribution: quantiles, and an interval of the median. Pure Python, fast.
+"""Describe samples without assuming a distribution: quantiles, and an interval of the median. Pure Python, fast.
 
 The interval is that of order statistics, exact for every continuous distribution of independent samples: the number of
 samples below the median is binomial(n, 1/2), so the l-th smallest and the l-th largest enclose it with the probability
 that this number is at least l and at most n - l (Hoefler & Belli, SC'15, rule 5, who approximate it; David & Nagaraja,
-Order Statistics, 7.1). With five samples or fewer even the smallest and the largest reach less than 95 %:
-`confidence_of` says what is reached.
+Order Statistics, 7.1). With five samples or fewer even the smallest and the largest do not reach 95 %:
+`confidence_of` returns what they reach.
 """
 
 import math
@@ -13,16 +13,16 @@ from functools import lru_cache
 from statistics import median
 
 CONFIDENCE = 0.95
-LEAST_SAMPLES = 6  # the fewest whose smallest and largest enclose the median with 95 %: 1 - 2^-5
+LEAST_SAMPLES = 6  # with so many, the smallest and largest enclose the median with 95 %: 1 - 2^-5
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile, linear between neighbours: the value at place (n - 1) * share, counted from 0.
+    """Return a quantile, interpolated linearly: the value at position (n - 1) * share, counted from 0.
 
-    That is type 7 of Hyndman & Fan (1996), numpy's default. Beyond n * (1 - share) = 1 it says no more than the
-    largest value: a p99 wants a hundred samples.
+    That is type 7 of Hyndman & Fan (1996), numpy's default. If n * (1 - share) < 1 it tells little more than the
+    largest value: a p99 needs a hundred samples.
     """
-    assert values, "nothing has no quantiles"
+    assert values, "no values"
     ordered = sorted(values)
     place = (len(ordered) - 1) * share
     below = math.floor(place)
@@ -33,25 +33,25 @@ def quantile(values: Sequence[float], share: float) -> float:
 def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return the narrowest pair of order statistics that encloses the median with at least this confidence.
 
-    With too few values for it, the smallest and the largest: then `confidence_of(n)` is below what was asked.
+    With too few values return the smallest and the largest; `confidence_of(n)` is then below the requested confidence.
     """
-    assert values, "nothing has no median"
+    assert values, "no values"
     ordered, low = sorted(values), _low_place(len(values), confidence)
     return ordered[low - 1], ordered[-low]
 
 
 def confidence_of(n: int, confidence: float = CONFIDENCE) -> float:
-    """Return the confidence that `median_interval` of n values really has; it can be less or more than asked for."""
+    """Return the actual confidence of `median_interval` for n values, which may differ from the requested one."""
     low = _low_place(n, confidence)
     return math.fsum(_binomial(n, below) for below in range(low, n - low + 1))
 
 
 def is_precise(samples: Sequence[float], precision: float) -> bool:
-    """Say whether the 95 % interval of the median is within +-precision of it; never of fewer than six samples.
+    """Return True if the 95 % interval of the median is within +-precision of it; False for fewer than six samples.
 
-    Asked after every batch, it stops a block early where luck makes the interval narrow, so the interval of a block
-    that was stopped so covers somewhat less than 95 % (measured with log-normal samples, batches of 5 and a precision
-    of 3 %: 94 %). Launches, not samples, are what is compared.
+    If this is called after every batch, a block stops early when the interval is narrow by chance, so that its interval
+    covers slightly less than 95 % (measured with log-normal samples, batches of 5 and a precision of 3 %: 94 %).
+    Comparisons use launches rather than samples.
     """
     if len(samples) < LEAST_SAMPLES:
         return False
@@ -69,7 +69,7 @@ def spread(values: Sequence[float]) -> float:
 
 @lru_cache(maxsize=4096)
 def _low_place(n: int, confidence: float) -> int:
-    """Return the largest l for which the l-th smallest and l-th largest of n enclose the median, counted from 1."""
+    """Return the largest l so that the l-th smallest and l-th largest of n values (from 1) enclose the median."""
     low = (n + 1) // 2
     between = math.fsum(_binomial(n, below) for below in range(low, n - low + 1))
     while between < confidence and low > 1:
@@ -79,5 +79,5 @@ def _low_place(n: int, confidence: float) -> int:
 
 
 def _binomial(n: int, k: int) -> float:
-    """Return the probability of k heads in n fair throws, without overflow."""
+    """Return the probability of k heads in n fair coin tosses, without overflow."""
     return math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))

@@ -1,11 +1,11 @@
-"""What a model is made of, torch-free: its tensors, and what each of its parts computes and keeps for the backward.
+"""The anatomy of a model, torch-free: its tensors, and the work and the kept activations of each part.
 
     parts of VGG    conv1 norm1 relu1 pool1 conv2 ...  flatten head
     parts of GPT    embed  block1: norm1 query key value attention output norm2 up gelu down  block2 ...  norm head
 
-A *part* is one operation with the parameters it owns; a *layer* is a child of the model's `nn.Sequential`, which stages
-and FSDP units are cut from. Work is counted in floating-point operations of one sample (a multiply-add is two), memory
-in elements of one sample. Tests compare all of it with the modules of `jobs/train/models`.
+A *part* is one operation with the parameters it owns. A *layer* is a child of the model's `nn.Sequential`; stages and
+FSDP units consist of layers. Work is counted in floating-point operations per sample (a multiply-add is two), memory in
+elements per sample. Tests compare all numbers with the modules of `jobs/train/models`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,13 +17,13 @@ from typing import Final
 from muster.jobs.models.shapes import IMAGE_CHANNELS, KERNEL_AREA, POOL, GptShape, VggShape
 
 IMAGE_SIDE: Final = 32
-INDEX_BYTES: Final = 8  # what a pool remembers of each maximum, and what a token is
+INDEX_BYTES: Final = 8  # the size of a token, and of the index that a pool keeps of each maximum
 KERNEL_SIDE: Final = 3
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A parameter by the name that `named_parameters` gives it."""
+    """A parameter, named as in `named_parameters`."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,34 +31,37 @@ class TensorShape:
 
     @property
     def elements(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One operation: its parameters, and its forward's work and memory for one sample."""
+    """One operation: its parameters, and the work and memory of its forward for one sample."""
 
     layer: str
     name: str
     tensors: tuple[TensorShape, ...] = ()
     flops: int = 0  # forward
-    outputs: int = 0  # elements that it hands on
-    saved: int = 0  # elements kept for the backward that no part before it keeps
-    saved_bytes: float = 0  # what is kept besides in another type: indices; NaN: unknown
-    buffer_bytes: int = 0  # of a made model; of others the anatomy counts elements
+    outputs: int = 0  # elements of its output
+    saved: int = 0  # elements kept for the backward, except those kept by an earlier part
+    saved_bytes: float = 0  # kept bytes of other dtypes, such as indices; NaN: unknown
+    buffer_bytes: int = 0  # for a user's model; for others the anatomy counts elements
     gives_input_gradient: bool = True
-    repeats: int = 1  # how often a parameter's element is used: work of the backward
+    repeats: int = 1  # how often a parameter's element is used
 
     @property
     def backward_flops(self) -> int:
-        """Work of the backward; the first layer needs no gradient of its inputs, and what has no weights only those."""
+        """Work of the backward.
+
+        The first layer computes no input gradient, and an operation without weights only that.
+        """
         return self.flops * (int(self.gives_input_gradient) + int(bool(self.tensors) or self.repeats > 1))
 
 
 @dataclass(frozen=True)
 class Again:
-    """Parts that run once more in the backward where activations are recomputed; of a sample only inputs are kept."""
+    """Parts that are recomputed in the backward; of these only inputs are kept per sample."""
 
     parts: tuple[Part, ...]
     inputs: int  # elements
@@ -71,8 +74,8 @@ class Anatomy:
     name: str
     parts: tuple[Part, ...]
     buffers: int = 0  # elements of batch norm's running statistics
-    width: int = 0  # GPT: d_model; 0 where tensor parallelism has no meaning here
-    blocks: int = 0  # GPT: its blocks
+    width: int = 0  # GPT: d_model; 0 if tensor parallelism is not supported
+    blocks: int = 0  # GPT: number of blocks
     tokens: int = 1  # positions of one sample
 
     @property
@@ -82,12 +85,12 @@ class Anatomy:
 
     @property
     def elements(self) -> int:
-        """How many parameters there are."""
+        """The number of parameters."""
         return sum(tensor.elements for tensor in self.tensors)
 
     @property
     def trained(self) -> int:
-        """How many of them learn."""
+        """The number of trainable parameters."""
         return sum(tensor.elements for tensor in self.tensors if tensor.trained)
 
     @property
@@ -101,9 +104,10 @@ class Anatomy:
             yield name, tuple(parts)
 
     def units(self) -> list[tuple[Part, ...]]:
-        """List what is gathered and freed together where parameters are sharded, in the order of the forward.
+        """List the parts that are gathered and freed together if parameters are sharded, in the order of the forward.
 
-        Of GPT its blocks, and first all that lies around them; of VGG each convolution with what follows, and the head.
+        For GPT: first everything around the blocks, then each block. For VGG: each convolution with the parts after it,
+        and the head.
         """
         if self.blocks:
             around = tuple(part for part in self.parts if not part.layer.startswith("block"))
@@ -117,18 +121,18 @@ class Anatomy:
         return units
 
     def recomputed(self) -> list[Again]:
-        """List what is forwarded again in the backward: blocks, convolutions with what follows; never the rest."""
+        """List the parts that are recomputed in the backward: blocks, or convolutions with the parts after them."""
         inputs = {after.name: before.outputs for before, after in pairwise(self.parts)}
         first = IMAGE_CHANNELS * IMAGE_SIDE**2
         units = self.units()[1:] if self.blocks else self.units()[:-1]
         return [Again(unit, inputs.get(unit[0].name, first)) for unit in units]
 
     def saved_bytes(self, itemsize: int) -> float:
-        """Return what one sample keeps until its backward."""
+        """Return the bytes that one sample keeps until its backward."""
         return saved_bytes(self.parts, itemsize)
 
     def ready(self) -> list[tuple[TensorShape, float]]:
-        """List the parameters as their gradients become ready, each with the share of the backward done by then.
+        """List the parameters in the order in which gradients are ready, with the share of the backward done by then.
 
         The backward visits the parts last to first; shares are by work. A tied weight is ready with its first use.
         """
@@ -136,24 +140,24 @@ class Anatomy:
         done, order = 0, []
         for part in reversed(self.parts):
             done += part.backward_flops
-            # A linear layer hands on the gradient of its bias first, a convolution and a norm that of their weight.
+            # A linear layer yields the gradient of its bias first, a convolution and a norm that of their weight.
             tensors = part.tensors[::-1] if part.tensors and len(part.tensors[0].shape) == 2 else part.tensors
             order += [(tensor, done / total) for tensor in tensors]
         return order
 
 
 def saved_bytes(parts: Iterable[Part], itemsize: int) -> float:
-    """Return what parts keep of one sample until its backward."""
+    """Return the bytes that parts keep of one sample until its backward."""
     return sum(part.saved * itemsize + part.saved_bytes for part in parts)
 
 
 def anatomy(shape: VggShape | GptShape) -> Anatomy:
-    """Take a shape apart."""
+    """Return the anatomy of a shape."""
     return _vgg(shape) if isinstance(shape, VggShape) else _gpt(shape)
 
 
 def _vgg(shape: VggShape) -> Anatomy:
-    """Follow `jobs/train/models/vgg.py`: a ReLU writes over its input, and what it leaves is the next one's input."""
+    """Follow `jobs/train/models/vgg.py`. A ReLU works in place, and its output is the next layer's input."""
     parts: list[Part] = []
     channels, side, convolutions, pools, buffers = IMAGE_CHANNELS, IMAGE_SIDE, 0, 0, 0
     kept = IMAGE_CHANNELS * IMAGE_SIDE**2  # the image, kept for the first weights' gradient
@@ -177,7 +181,7 @@ def _vgg(shape: VggShape) -> Anatomy:
 
 
 def _convolution(number: int, channels: int, width: int, out: int, kept: int) -> list[Part]:
-    """Take a convolution with its batch norm and ReLU apart; `kept` is what it must keep of its input itself."""
+    """Return the parts of a convolution with batch norm and ReLU; `kept` are the input elements that it must keep."""
     conv, norm, relu = f"conv{number}", f"norm{number}", f"relu{number}"
     weights = (
         TensorShape(f"{conv}.weight", (width, channels, KERNEL_SIDE, KERNEL_SIDE)),
@@ -188,7 +192,7 @@ def _convolution(number: int, channels: int, width: int, out: int, kept: int) ->
     return [
         Part(conv, conv, weights, work, out, saved=kept, gives_input_gradient=number > 1),
         Part(norm, norm, scales, 5 * out, out, saved=out),  # keeps the convolution's output
-        Part(relu, relu, (), out, out, saved=out),  # and this its own, in place of batch norm's
+        Part(relu, relu, (), out, out, saved=out),  # keeps its own output, which replaces batch norm's
     ]
 
 
@@ -206,7 +210,7 @@ def _gpt(shape: GptShape) -> Anatomy:
     parts.append(_norm(shape, "norm", "norm"))
     logits = tokens * shape.vocabulary  # the loss keeps their logarithms
     head = _linear(shape, "head", "head", d, shape.vocabulary, bias=shape.bias and not shape.tied, saved=wide + logits)
-    if shape.tied:  # its weight is the embedding's: the work is here, the gradient is ready there
+    if shape.tied:  # the weight is the embedding's: the work is counted here, the gradient there
         head = Part("head", "head", (), head.flops, head.outputs, head.saved, repeats=2)
     parts.append(head)
     return Anatomy(shape.name, tuple(parts), width=d, blocks=shape.layers, tokens=tokens)
@@ -216,7 +220,7 @@ def _block(shape: GptShape, layer: str) -> list[Part]:
     d, ff, tokens = shape.d_model, shape.d_ff, shape.context
     wide, bias = tokens * d, shape.bias
     in_attention, in_mlp = f"{layer}.attention", f"{layer}.mlp"
-    causal = 2 * tokens * tokens * d  # two products of (tokens, tokens) by the width, of which half is masked
+    causal = 2 * tokens * tokens * d  # two products of (tokens, tokens) by the width, half of them masked
     return [
         _norm(shape, layer, f"{layer}.norm1"),
         _linear(shape, layer, f"{in_attention}.query", d, d, bias=bias, saved=wide),
@@ -233,7 +237,7 @@ def _block(shape: GptShape, layer: str) -> list[Part]:
 
 
 def _norm(shape: GptShape, layer: str, name: str) -> Part:
-    """Take a norm apart: it keeps its input and a number or two a row, the RMS norm its unscaled output as well."""
+    """Return the part of a norm. It keeps its input and 1 or 2 numbers per row; RMS norm also its unscaled output."""
     wide = shape.context * shape.d_model
     scale = TensorShape(f"{name}.weight", (shape.d_model,))
     if shape.norm == "layer":

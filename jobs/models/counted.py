@@ -1,10 +1,10 @@
-"""The anatomy of a model that a user's function makes: counted where it can be built, read here without torch.
+"""The anatomy of a user's model: counted in a process that can build it, read here without torch.
 
-`jobs/train/memory/count.py` builds the model without memory for its numbers and writes the record that `read` reads:
+`jobs/train/memory/count.py` builds the model without memory for its values and writes the record for `read`:
 
-    parts    every module in the order in which the forward leaves it, and what a module computes between its children
+    parts    every module in the order in which the forward leaves it, and the computations between its children
     layers   children of an `nn.Sequential`, or those of stages(): pipelines are cut between them
-    units    as `jobs/train/models/units.py` finds them: what zero3 gathers together
+    units    as found by `jobs/train/models/units.py`: the modules that zero3 gathers together
 """
 
 import math
@@ -23,7 +23,7 @@ class CountedTensor(TensorShape):
     cut: int | None = None
 
     def share(self, ranks: int) -> "CountedTensor":
-        """Return the part of one tensor rank."""
+        """Return one tensor rank's part."""
         if self.cut is None:
             return self
         shape = list(self.shape)
@@ -33,26 +33,26 @@ class CountedTensor(TensorShape):
 
 @dataclass(frozen=True)
 class CountedPart(Part):
-    """One module, or what it computes between its children; `flops` of the last part of a layer are the layer's."""
+    """One module, or its computation between children; the last part of a layer has the `flops` of the layer."""
 
     unit: str = ""  # "" if it belongs to no unit
-    shared: tuple[CountedTensor, ...] = ()  # parameters that it uses and another part owns
-    keeps_input: bool = False  # what its layer keeps for the backward has the layer's input in it
-    splits_kept: bool = False  # tensor ranks have a part each of what it keeps
-    splits_outputs: bool = False  # and of what it hands on
+    shared: tuple[CountedTensor, ...] = ()  # parameters that it uses but another part owns
+    keeps_input: bool = False  # the kept activations of its layer include the layer's input
+    splits_kept: bool = False  # tensor ranks each have a part of its kept activations
+    splits_outputs: bool = False  # and of its outputs
 
     @property
     def backward_flops(self) -> int:
-        """Work of the backward, which is counted with the forward's."""
+        """Work of the backward, which is included in the forward's."""
         return 0
 
 
 @dataclass(frozen=True)
 class CountedAnatomy(Anatomy):
-    """A made model; `blocks` is the number of its units."""
+    """A user's model; `blocks` is the number of its units."""
 
     def units(self) -> list[tuple[Part, ...]]:
-        """List what lies around all units, and then each unit; without units, all parts as one."""
+        """List the parts around all units, and then each unit; without units, all parts as one."""
         by_unit: dict[str, list[Part]] = {"": []}
         for part in self.parts:
             assert isinstance(part, CountedPart)
@@ -69,10 +69,10 @@ class CountedAnatomy(Anatomy):
 
 @dataclass(frozen=True)
 class Counted:
-    """A made model's anatomy, and why some of it is unknown: each reason is empty where nothing is missing."""
+    """The anatomy of a user's model, and reasons why some of it is unknown; a reason is empty if nothing is missing."""
 
     model: CountedAnatomy
-    no_activations: str  # why the forward could not be followed; its parts then keep NaN bytes
+    no_activations: str  # why the forward could not be traced; kept bytes are then NaN
     no_layers: str  # why pipelines cannot cut it
     no_plan: str  # why tensor ranks cannot split its layers
 
@@ -82,7 +82,7 @@ class Counted:
 
 
 def read(record: Mapping[str, Any]) -> Counted:
-    """Read what `count.py` wrote of a model."""
+    """Read the record that `count.py` wrote for a model."""
     parts = tuple(_part(each) for each in record["parts"])
     units = len([unit for unit, _ in groupby(part.unit for part in parts) if unit])
     model = CountedAnatomy(record["name"], parts, blocks=units)

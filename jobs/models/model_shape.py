@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
 
 def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptShape:
-    """Return the shape that a job's model settings stand for, on data with `vocabulary` classes or tokens.
+    """Return the shape for a job's model settings, on data with `vocabulary` classes or tokens.
 
     Raises:
-        RefusedError: the settings do not fit the data, the model or each other.
+        RefusedError: if the settings do not fit the data, the model or each other.
     """
     if settings.make is not None:
         raise RefusedError(
-            f"train.model.make: the work of {settings.make} is not known before its ranks run it; only Muster's own "
-            "models can be predicted; muster memory counts what it holds"
+            f"train.model.make: the work of {settings.make} is unknown until its ranks run it; only Muster's own "
+            "models can be predicted; use muster memory to count its memory"
         )
     wanted = settings.vocabulary or vocabulary
     if wanted < vocabulary:
         raise RefusedError(
             f"train.model.vocabulary: {wanted} is too small for data with {vocabulary} classes or tokens; "
-            f"use at least {vocabulary}, or leave it out"
+            f"use at least {vocabulary}, or remove vocabulary"
         )
     if settings.name in VGG_SHAPES:
         return _resolve_vgg(settings, wanted)
@@ -34,7 +34,7 @@ def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptS
 
 
 def context_of(settings: "ModelSettings") -> int:
-    """Return the tokens that a GPT reads at once: the settings' own, else its row's."""
+    """Return the context length of a GPT: from the settings, else from its table row."""
     if settings.context is not None:
         return settings.context
     return GPT_SHAPES[settings.name].context if settings.name in GPT_SHAPES else GptShape.context

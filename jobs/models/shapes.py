@@ -1,4 +1,4 @@
-"""Model shapes as tables, torch-free: what a model's name stands for, and how many parameters it has.
+"""Model shapes as tables, torch-free: the dimensions of each named model, and its number of parameters.
 
 VGG: Simonyan & Zisserman 2014, table 1, columns A, B, D, E, in the usual variant for 32x32 images: batch norm
 after each convolution and one linear layer at the end. GPT: the size table of Stanford CS336 (2024), assignment 2.
@@ -48,7 +48,7 @@ class GptShape:
     dropout: float = 0.0
 
     def parameter_count(self) -> int:
-        """Count every parameter once; a tied head is the embedding."""
+        """Count every parameter once; a tied head counts as the embedding."""
         d, ff = self.d_model, self.d_ff
         norm = d * (2 if self.norm == "layer" else 1)
         block = 4 * d * d + 2 * d * ff + 2 * norm

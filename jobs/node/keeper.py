@@ -1,19 +1,19 @@
-"""The keeper: parent of one node's ranks, forked from the warm process, commanded by the node's agent.
+"""The rank parent: forks and stops the ranks of one node. Forked from the warm process, commanded by the agent.
 
 JSON lines over one socket. From the agent:
 
     {"do": "store", "attempt": n}   with a listening socket attached: serve the attempt's store on it
     {"do": "start", "attempt": n, "ranks": [RankStart...]}
-    {"do": "stop", "attempt": n, "grace_s": 5.0}    TERM to every rank's group, KILL after the grace, then sweep
-    {"do": "look"}                  how far is every rank?
+    {"do": "stop", "attempt": n, "grace_s": 5.0}    SIGTERM to every rank's group, SIGKILL after the grace, then sweep
+    {"do": "look"}                  report the progress of every rank
     {"do": "hold"}                  every rank waits before its next step (jobs/node/page.py)
-    {"do": "stop_at", "steps": n}   after so many steps every rank saves and ends
-    {"do": "dump"}                  every rank of ours writes its Python stacks to its standard error
+    {"do": "stop_at", "steps": n}   after this many steps every rank saves and ends
+    {"do": "dump"}                  every rank that runs Muster's code writes its Python stacks to its standard error
 
 To the agent, with the number of the attempt: started, report (jobs/node/reports.py), exited, swept, looked, dumped,
-broken; and once ready. When the socket closes, the keeper stops its ranks (TERM, 1 s, KILL) and ends. Ranks die with
-their keeper (PR_SET_PDEATHSIG); what they leave behind becomes the keeper's child (subreaper) and is killed. A keeper
-runs attempt after attempt: the next one may start when the one before is swept.
+broken; and once ready. When the socket closes, the rank parent stops its ranks (SIGTERM, 1 s, SIGKILL) and ends. Ranks
+die with it (PR_SET_PDEATHSIG). Processes that they leave behind become its children (subreaper) and are killed. It runs
+attempt after attempt: the next one may start once the previous one is swept.
 """
 
 import faulthandler
@@ -35,14 +35,14 @@ from muster.jobs.node import leftovers
 from muster.jobs.node.rank_process import RankProcess
 
 ORPHAN_GRACE_S: Final = 1.0
-KILL_S: Final = 2.0  # for a killed rank to be dead; one that is not by then is told, and waited for no longer
+KILL_S: Final = 2.0  # time for a killed rank to die; after that it is reported and no longer waited for
 CHUNK: Final = 1 << 16
 MAX_FDS: Final = 4
-STDERR: Final = 2  # of every child, whatever it has been given as such
+STDERR: Final = 2  # in every child, wherever it leads
 
 
 class Keeper:
-    """One node's ranks, from their start to the last swept process, attempt after attempt."""
+    """The ranks of one node, from the first start to the last sweep, over all attempts."""
 
     def __init__(self, agent: socket.socket) -> None:
         self.agent = agent
@@ -51,16 +51,16 @@ class Keeper:
         self.passed: list[int] = []
         self.attempt = 0
         self.ranks: dict[int, RankProcess] = {}
-        self.stubborn: dict[int, int] = {}  # {pid: rank} of those that were killed, and live
+        self.stubborn: dict[int, int] = {}  # {pid: rank} of ranks that survived SIGKILL so far
         self.store = 0
         self.kill_at: float | None = None
         self.killed = False
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> NoReturn:
-        """Serve the agent until its socket closes and no process is left."""
+        """Serve the agent until its socket is closed and no process is left."""
         linux.adopt_orphans()
-        # In C and from the start: a rank answers while it holds the interpreter's lock, or has just been forked.
+        # Installed here, in C: it works in a rank that has just been forked, and in one that holds the GIL.
         faulthandler.register(signal.SIGQUIT, file=STDERR, all_threads=True)
         wake, wake_write = os.pipe()
         os.set_blocking(wake, False)
@@ -108,7 +108,7 @@ class Keeper:
 
     def _start_store(self, message: dict[str, Any]) -> None:
         self.attempt = message.get("attempt", 0)
-        if self.store:  # an attempt that nobody stopped: its ranks have ended by themselves
+        if self.store:  # the attempt was not stopped: its ranks ended by themselves
             linux.kill_quietly(self.store, signal.SIGKILL)
         listening = socket.socket(fileno=self.passed.pop(0))
         if "torch" not in sys.modules:
@@ -138,7 +138,7 @@ class Keeper:
     def _start(self, message: dict[str, Any]) -> None:
         attempt = message.get("attempt", 0)
         if self.ranks:
-            what = f"attempt {attempt} is to start, and ranks of attempt {self.attempt} still run"
+            what = f"attempt {attempt} cannot start while ranks of attempt {self.attempt} are running"
             self._tell({"broken": what, "code": exits.INFRASTRUCTURE})
             return
         self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
@@ -155,7 +155,7 @@ class Keeper:
         self._tell({"started": [[rank.rank, rank.pid] for rank in self.ranks.values()], "time": time.time()})
 
     def _forget_parent(self, keeper: int) -> None:
-        """Undo, in a fresh child, what belongs to the keeper alone."""
+        """Undo in a fresh child the settings that only the rank parent needs."""
         linux.die_with_parent(keeper)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -166,11 +166,11 @@ class Keeper:
             rank.close()
 
     def _on_stop(self, message: dict[str, Any]) -> None:
-        if not self.ranks:  # of an attempt that has not come to its start here
+        if not self.ranks:  # the attempt has not started on this node
             self.attempt = message.get("attempt", self.attempt)
         self._stop(message["grace_s"])
 
-    # What ranks share with us ---------------------------------------------------------------------------------------
+    # The shared pages -----------------------------------------------------------------------------------------------
 
     def _look(self, _: dict[str, Any]) -> None:
         self._tell({"looked": [rank.looked() for rank in self.ranks.values()]})
@@ -189,7 +189,7 @@ class Keeper:
     # Ranks ----------------------------------------------------------------------------------------------------------
 
     def _read_reports(self, rank: RankProcess) -> None:
-        if rank.pipe < 0:  # buried since the selector saw it
+        if rank.pipe < 0:  # closed after the selector reported it
             return
         reports = rank.reports()
         if reports is None:
@@ -234,17 +234,17 @@ class Keeper:
     # Stopping -------------------------------------------------------------------------------------------------------
 
     def _stop(self, grace_s: float) -> None:
-        self._reap()  # a rank that has died by itself must not look stopped
+        self._reap()  # so that a rank that died by itself is not reported as stopped
         for rank in self.ranks.values():
             rank.sent = rank.sent or rank.asks
             rank.send(rank.asks)
-            rank.send(signal.SIGCONT)  # a frozen rank may still hear it
+            rank.send(signal.SIGCONT)  # so that a frozen rank receives the signal
         if not self.killed:
             kill_at = time.monotonic() + grace_s
             self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def _kill_all(self) -> None:
-        """Kill the ranks that are left; when they have been killed already, give them up."""
+        """Kill the remaining ranks. If they have been killed already, stop waiting for them."""
         if self.killed:
             for rank in self.ranks.values():
                 self._let_go(rank)
@@ -265,9 +265,9 @@ class Keeper:
         self._tell({"swept": swept.count, "left": left})
 
     def _sweep(self, *, leave_store: bool = False) -> leftovers.Swept:
-        """Kill every process below us until none is left, or what is left cannot be killed."""
+        """Kill all descendants until none is left, or the rest cannot be killed."""
         leave = [self.store] if leave_store and self.store else []
-        limit_s = 0.0 if self.stubborn else leftovers.LIMIT_S  # they have had their time
+        limit_s = 0.0 if self.stubborn else leftovers.LIMIT_S  # no more waiting for them
         swept = leftovers.sweep(os.getpid(), leave=leave, limit_s=limit_s)
         if not leave_store or self.store in swept.buried:
             self.store = 0

@@ -1,9 +1,10 @@
-"""Cap the logs of ranks: keep the first and the last part of each, and free the disk space of what lies between.
+"""Cap the logs of ranks: keep the first and the last part of each, and free the disk space of the middle.
 
     | first 64 MB, which end with a line that says how much is left out | hole | last 192 MB |
 
-A rank goes on appending to the same file, so it loses nothing, waits for nobody, and offsets mean what they meant. The
-hole reads as zero bytes to `cat`; `launch/common/follow.py` skips it.
+Ranks keep appending to the same file, so nothing is lost, nothing waits, and offsets stay valid. `cat` shows the hole
+as
+zero bytes; `launch/common/follow.py` skips it.
 """
 
 import os
@@ -22,7 +23,7 @@ SECTOR_BYTES: Final = 512  # of st_blocks
 
 
 def cap(path: Path, *, first: int = FIRST_BYTES, last: int = LAST_BYTES, step: int = STEP_BYTES) -> None:
-    """Free the middle of a log once it takes `step` more bytes of the disk than its two parts; all are whole blocks."""
+    """Free the middle of a log that takes `step` bytes more on disk than `first + last`. All sizes are whole blocks."""
     try:
         status = path.lstat()
         end = (status.st_size - last) // BLOCK_BYTES * BLOCK_BYTES

@@ -1,14 +1,14 @@
-"""A page of memory that a rank shares with its keeper: how far it is, and what it is asked; no message, no wait.
+"""A page of memory that a rank shares with its parent process: progress in one direction, requests in the other.
 
-    the rank writes      phase, steps, beats, slowest_us, held     beats: any progress whatever
-                         session, deaf, dumps                      a program that has opened a session
-    the keeper writes    hold, stop_at
+    the rank writes            phase, steps, beats, slowest_us, held     beats: any progress at all
+                               session, deaf, dumps                      a program that has opened a session
+    the rank parent writes     hold, stop_at
 
-The keeper makes one per rank before the fork: anonymous shared memory for a rank of ours, a memfd for a program, which
-inherits its descriptor across exec (`Page.attach`, MUSTER_PAGE in jobs/hosts/ranks.py).
-Every field is 8 bytes at its own place, has one writer, and is written and read at once: nobody sees half of a number.
-The keeper bounds what it reads, because a program can write anything into its page.
-A rank without a keeper has a page of its own: nobody asks.
+The rank parent creates one page per rank before the fork. It is anonymous shared memory for a rank that runs Muster's
+code, and a memfd for a program, which inherits the descriptor across exec (`Page.attach`, MUSTER_PAGE in
+jobs/hosts/ranks.py).
+Every field is an aligned 8-byte number with one writer, read and written atomically. Values are bounded when read,
+because a program can write anything into its page. A rank without a parent has a page that nobody else reads.
 """
 
 import mmap
@@ -21,13 +21,13 @@ from muster.jobs.machine import linux
 
 SIZE: Final = mmap.PAGESIZE
 NEVER: Final = -1
-MOST: Final = (1 << 53) - 1  # no count of an honest rank is larger
+MOST: Final = (1 << 53) - 1  # larger counts are invalid
 ANY: Final = (1 << 63) - 1
 MOST_PID: Final = 1 << 22  # the kernel's own limit
 
 
 class Phase(IntEnum):
-    """What a rank is busy with; each has its own limit of silence (launch/supervision/progress.py)."""
+    """What a rank is doing. Each phase has its own time limit without progress (launch/supervision/progress.py)."""
 
     START = 0
     LOAD = 1
@@ -38,12 +38,12 @@ class Phase(IntEnum):
 
     @property
     def word(self) -> str:
-        """The phase in a message or an event."""
+        """The name of the phase in messages and events."""
         return self.name.lower()
 
 
 class _Field:
-    """A number at its place. One that a rank writes, which may be a program of the user's, is bounded when read."""
+    """A number at a fixed position in the page, bounded when read, because a user's program may have written it."""
 
     def __init__(self, place: int, least: int = 0, most: int = MOST) -> None:
         self.place, self.least, self.most = place, least, most
@@ -56,41 +56,42 @@ class _Field:
 
 
 class Page:
-    """One rank's page, seen from either side. `descriptor`: of the memfd that holds it; -1: anonymous memory."""
+    """One rank's page, seen from either side. `descriptor` is that of its memfd, or -1 for anonymous memory."""
 
     _phase = _Field(0)
-    steps = _Field(1)  # that are done
-    beats = _Field(2)  # grows with every progress
-    _slowest_us = _Field(3)  # of the steps of late
-    held = _Field(4, NEVER)  # steps done by a rank that waits between two of them; NEVER: it goes on
-    hold = _Field(5)  # not 0: the rank should wait before its next step until it is told after which step to stop
-    stop_at = _Field(6, NEVER, ANY)  # the number of steps after which all ranks save and end; NEVER: nobody has said
+    steps = _Field(1)  # number of completed steps
+    beats = _Field(2)  # grows with any progress
+    _slowest_us = _Field(3)  # of recent steps
+    held = _Field(4, NEVER)  # completed steps of a rank that waits before its next step; NEVER: it does not wait
+    hold = _Field(5)  # nonzero: the rank must wait before its next step until `stop_at` is set
+    stop_at = _Field(6, NEVER, ANY)  # the number of steps after which all ranks save and end; NEVER: not decided
     _session = _Field(7, NEVER)
-    deaf = _Field(8)  # not 0: the rank ignores SIGTERM, and is asked to end by SIGINT
-    dumps = _Field(9)  # not 0: SIGQUIT makes the session's process write its stacks
+    deaf = _Field(8)  # nonzero: the rank ignores SIGTERM; SIGINT asks it to end
+    dumps = _Field(9)  # nonzero: SIGQUIT makes the session's process write its stacks
 
     def __init__(self, descriptor: int = -1) -> None:
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, SIZE)
-        # Native numbers, aligned: struct's standard ones are written byte by byte, so that -1 could become 5 by way
-        # of -251, which is a number of steps to a rank that looks just then.
+        # Native aligned numbers. struct's standard formats are written byte by byte, so that a change from -1 to 5
+        # could
+        # be read as -251 in between, which would be taken for a number of steps.
         self._fields = memoryview(self._memory).cast("q")
         if descriptor < 0:
             self._clear()
 
     @classmethod
     def inheritable(cls) -> "Page":
-        """Make a page that a program can attach after exec; nobody can change its size."""
+        """Create a page that a program can attach to after exec. Its size is sealed."""
         made = cls(linux.memory_file("muster-page", SIZE))
         made._clear()
         return made
 
     @classmethod
     def attach(cls, descriptor: int) -> "Page":
-        """Map the page that this program has inherited; the programs that it starts do not inherit it.
+        """Map the page that this program inherited. Programs that it starts do not inherit it.
 
         Raises:
-            ValueError, OSError: the descriptor is no page.
+            ValueError, OSError: if the descriptor is not a page.
         """
         os.set_inheritable(descriptor, False)
         return cls(descriptor)
@@ -102,7 +103,7 @@ class Page:
             self.descriptor = -1
 
     def close(self) -> None:
-        """Give the memory back: on this side alone."""
+        """Free the memory on this side."""
         self.close_descriptor()
         self._fields.release()
         self._memory.close()
@@ -118,39 +119,39 @@ class Page:
         self.beat()
 
     def beat(self) -> None:
-        """Make progress of any kind."""
+        """Record progress of any kind."""
         self.beats += 1
 
     def step_done(self, steps: int, slowest_s: float) -> None:
-        """End a step: `steps` are done since the job's beginning, `slowest_s` is the slowest of late."""
+        """Record the end of a step: `steps` since the beginning of the job, `slowest_s` of the recent ones."""
         self.steps, self._slowest_us = steps, int(slowest_s * 1e6)
         self.beat()
 
     def open_session(self, pid: int, *, deaf: bool = False, dumps: bool = False) -> None:
-        """Say that a program uses the session, in process `pid`.
+        """Record that a program uses a session in process `pid`.
 
-        `deaf`: it ignores SIGTERM, and is asked to end by SIGINT. `dumps`: SIGQUIT makes it write its stacks.
+        `deaf`: it ignores SIGTERM, and SIGINT asks it to end. `dumps`: SIGQUIT makes it write its stacks.
         """
         self.deaf, self.dumps, self._session = int(deaf), int(dumps), pid
 
-    # The keeper's side ----------------------------------------------------------------------------------------------
+    # The rank parent's side -----------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
-        """What the rank is busy with."""
+        """The current phase of the rank."""
         with suppress(ValueError):  # a program may have written anything
             return Phase(self._phase)
         return Phase.START
 
     @property
     def session(self) -> int:
-        """The process of a program that has opened a session; 0: none has."""
+        """The pid of the program that has opened a session; 0 if none has."""
         return self._session if 0 < self._session <= MOST_PID else 0
 
     @property
     def slowest_s(self) -> float:
-        """The slowest step of late, in seconds."""
+        """The duration of the slowest recent step, in seconds."""
         return self._slowest_us / 1e6
 
 
-own = Page()  # of this process; a keeper puts the shared one in its place, in the child it has forked for a rank
+own = Page()  # the page of this process; in a forked rank, the rank parent replaces it with the shared page

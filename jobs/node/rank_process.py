@@ -1,7 +1,8 @@
-"""A rank as its keeper holds it: its process, the group that it leads, its report pipe, the page they share.
+"""A rank from its parent's side: its process, the process group that it leads, its report pipe, and the shared page.
 
-A rank of ours runs a function of ours in a fork. A program of the user's counts as one as soon as its page says that
-it has opened a session; until then nothing is known of it but its process.
+A rank of a `train:` or `bench:` job is a fork that runs a function of Muster. A user's program is treated alike once
+its
+page shows an open session; until then only its process is known.
 """
 
 import os
@@ -16,17 +17,17 @@ from muster.jobs.node import leftovers, page, rank_start
 from muster.jobs.node.page import Page, Phase
 
 CHUNK: Final = 1 << 16  # the capacity of a pipe: one read empties it
-LONGEST: Final = 1 << 13  # of a report; what is longer is none
+LONGEST: Final = 1 << 13  # of a report; longer lines are dropped
 
 
 class RankProcess:
-    """A rank that has been started; `ours`: it runs a function of ours, in a fork."""
+    """A started rank. `ours`: it runs a function of Muster in a fork."""
 
     def __init__(self, start: Mapping[str, Any]) -> None:
         self.rank: int = start["rank"]
         self.ours = not start.get("argv")
         self.start = start
-        # A rank that saves outlives a scheduler's SIGTERM, to save once more; it is asked to end by another signal.
+        # A rank that saves ignores a scheduler's SIGTERM, in order to save once more; SIGINT asks it to end.
         self.deaf = self.ours and linux.has_scheduler() and bool(start.get("payload", {}).get("saving"))
         self.pid = 0
         self.page = Page() if self.ours else Page.inheritable()
@@ -38,16 +39,16 @@ class RankProcess:
 
     @property
     def asks(self) -> signal.Signals:
-        """The signal that asks it to end."""
+        """The signal that asks the rank to end."""
         return signal.SIGINT if self.deaf or self.page.deaf else signal.SIGTERM
 
     @property
     def has_session(self) -> bool:
-        """True when its page tells how far it is."""
+        """True if its page shows its progress."""
         return self.ours or self.page.session != 0
 
     def become(self) -> NoReturn:
-        """Be the rank: in the fresh child."""
+        """Become the rank; called in the fresh child."""
         os.close(self.pipe)
         page.own = self.page
         if self.deaf:
@@ -55,24 +56,24 @@ class RankProcess:
         rank_start.become(self.start, self._writer, self.page.descriptor)
 
     def born(self, pid: int) -> None:
-        """Take its process over: in the keeper."""
+        """Set up the parent's side after the fork."""
         self.pid = pid
         os.close(self._writer)
         self.page.close_descriptor()
-        with suppress(PermissionError, ProcessLookupError):  # it runs its program, or is dead already
-            os.setpgid(pid, pid)  # as it does itself: whoever is first, an order to stop finds the group
+        with suppress(PermissionError, ProcessLookupError):  # it has exec'ed already, or is dead
+            os.setpgid(pid, pid)  # the child does the same: whichever is first, a stop signal finds the group
 
     def close(self) -> None:
-        """Give back what this process holds of it."""
+        """Close this process's descriptors and its mapping of the page."""
         if self.pipe >= 0:
             os.close(self.pipe)
             self.pipe = -1
             self.page.close()
 
     def reports(self) -> list[dict[str, Any]] | None:
-        """Return what it has reported since the last call; None: it will report no more. Its failure is kept.
+        """Return its reports since the last call, or None after the last one. A "failed" report is kept in `failure`.
 
-        A line that is no report is dropped: a program of the user's may write anything.
+        Lines that are not reports are dropped, because a user's program may write anything.
         """
         try:
             data = os.read(self.pipe, CHUNK)
@@ -85,14 +86,15 @@ class RankProcess:
         return [each for each in reports if each["report"] != "failed"]
 
     def send(self, number: signal.Signals) -> None:
-        """Signal its whole group."""
-        with suppress(PermissionError):  # all of it is somebody else's by now (sudo): the sweep will tell
+        """Send a signal to its whole process group."""
+        with suppress(PermissionError):  # the group now belongs to another user (sudo); the sweep reports it
             linux.kill_quietly(self.pid, number, group=True)
 
     def looked(self) -> list[Any]:
-        """Say how far it is: [rank, phase, steps, beats, slowest_s, held, tells].
+        """Return its progress: [rank, phase, steps, beats, slowest_s, held, has_session].
 
-        A program whose steps are over may do anything, for as long as it likes: it tells no more than before them.
+        After the last step of its session, a program may do anything for any length of time, so it counts as one
+        without a session again.
         """
         seen, phase, tells = self.page, self.page.phase, self.has_session
         if not self.ours and phase is Phase.END:
@@ -100,18 +102,18 @@ class RankProcess:
         return [self.rank, phase.word, seen.steps, seen.beats, seen.slowest_s, seen.held, tells]
 
     def dump(self) -> str:
-        """Have it write its stacks, if SIGQUIT does that - a program may die of it; return its state."""
+        """Make it write its stacks if SIGQUIT does that (other programs might die of it); return its process state."""
         pid = self.pid
         if not self.ours and self.page.session in linux.descendants(self.pid):
-            pid = self.page.session  # a script of the user's may have started it
+            pid = self.page.session  # a user's script may have started the session's process
         state = leftovers.state_of(pid)
         if self.ours or (self.page.dumps and pid == self.page.session):
-            linux.kill_quietly(pid, signal.SIGQUIT)  # before it goes on: so it is seen where it stood still
+            linux.kill_quietly(pid, signal.SIGQUIT)  # before SIGCONT, so that the stacks show where it was stopped
             linux.kill_quietly(pid, signal.SIGCONT)
         return state
 
     def ending(self, status: int, ended: float) -> dict[str, Any]:
-        """Say how it ended, by the status that wait(2) gave and the time (unix seconds)."""
+        """Describe how it ended, from the status of wait(2) and the time (unix seconds)."""
         code = os.waitstatus_to_exitcode(status)
         return {
             "exited": self.rank,

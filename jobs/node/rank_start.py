@@ -1,16 +1,16 @@
-"""How a forked child becomes a rank: group, files, cores, environment, then a function of ours or a program.
+"""Turn a forked child into a rank: group, files, cores, environment, then a function of Muster or a program.
 
-A RankStart is a mapping of plain values, made in `launch/agent.py`:
+A RankStart is a mapping of plain values, built in `launch/agent.py`:
 
     rank      int
-    env       {name: value}, added to the keeper's environment
-    unset     [name, ...], left out of the keeper's environment; may be missing
+    env       {name: value}, added to the rank parent's environment
+    unset     [name, ...], removed from the rank parent's environment; optional
     workdir   folder to run in
     out, err  files to append standard output and standard error to
     cores     [core, ...] to be pinned to; empty: not pinned
-    threads   threads of the libraries
+    threads   number of threads for libraries
     argv      program and arguments (a `command:` job), or
-    call      "module:function" of ours, called with `payload`
+    call      "module:function" of Muster, called with `payload`
 """
 
 import importlib
@@ -34,7 +34,7 @@ NOT_FOUND: Final = 127
 def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
     """Turn this fresh child into the rank that `start` describes.
 
-    `reports` is the writing end of its report pipe, `page` the descriptor of its page, which a program inherits.
+    `reports` is the write end of its report pipe. `page` is the descriptor of its page, which a program inherits.
     """
     code = 1
     try:
@@ -46,7 +46,7 @@ def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
         if start["cores"]:
             os.sched_setaffinity(0, start["cores"])
         os.chdir(start["workdir"])
-    except (OSError, ValueError) as error:  # ValueError: a NUL or "=" where the kernel takes none
+    except (OSError, ValueError) as error:  # ValueError: a NUL or "=" that the kernel does not accept
         _say(f"rank {start['rank']} cannot start: {error}", error, reports)
         _flush_and_exit(exits.REFUSED)
     try:
@@ -57,7 +57,7 @@ def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
-        # The child of a fork must not run on into its parent's code, whatever was raised.
+        # Whatever was raised, the child of a fork must not return into its parent's code.
         traceback.print_exc()
         _reporter(reports).failed(error, peer=False)
     finally:
@@ -76,7 +76,7 @@ def _execute(argv: list[str], reports: int, page: int) -> NoReturn:
     for name, descriptor in ((ranks.STATUS_FD, reports), (ranks.PAGE, page)):
         os.environ[name] = ranks.descriptor_text(descriptor)
         os.set_inheritable(descriptor, True)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # ignored so far, and exec would hand that on
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # Python ignores them, and exec would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, os.environ)
@@ -114,10 +114,10 @@ def _redirect(out: str, err: str) -> None:
 
 
 def _flush_and_exit(code: int) -> NoReturn:
-    """End without the interpreter's own farewell, in which a broken process group may abort and change the code."""
+    """End without the interpreter's cleanup, in which a broken process group may abort and change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # disk full: there is nowhere left to say so, the code must do
+        except OSError:  # disk full: only the exit code can report it
             code = code or exits.STORAGE
     os._exit(code)

@@ -1,7 +1,7 @@
-"""The store of an attempt: a process of its own on node 0, so that no rank is special.
+"""The store of an attempt: a separate process on node 0, so that no rank is special.
 
-Its socket is bound by the agent before anything else starts; ranks that dial early wait in the socket's backlog.
-Beside programs, the store loads only the C++ part of torch: 0.35 s of CPU time instead of 1.7 s.
+The agent binds its socket before anything else starts; early connections of ranks wait in the socket's backlog.
+For jobs that run programs, the store loads only the C++ part of torch: 0.35 s of CPU time instead of 1.7 s.
 """
 
 import argparse
@@ -19,34 +19,34 @@ BINDINGS: Final = "torch._C"
 
 
 def serve(listening: socket.socket, store_class: Any = None) -> None:
-    """Serve a c10d TCPStore on a listening socket until this process is killed; by default that of `import torch`."""
+    """Serve a c10d TCPStore on a listening socket until this process is killed. By default the class is torch's own."""
     if store_class is None:
         from torch.distributed import TCPStore as store_class  # type: ignore[attr-defined]
     address, port = listening.getsockname()[:2]
     store = store_class(
-        "127.0.0.1" if address == "0.0.0.0" else address,  # this process is a client of its own, too
+        "127.0.0.1" if address == "0.0.0.0" else address,  # this process also connects to its own server
         port,
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
         master_listen_fd=listening.detach(),
     )
-    while store is not None:  # also keeps the server alive: it ends with the object
+    while store is not None:  # keeps the object alive, and with it the server
         signal.pause()
 
 
 def bare() -> Any:
-    """Return the class TCPStore without most of torch's Python modules, which this process then cannot import any more.
+    """Return the class TCPStore without most of torch's Python modules. This process cannot import them afterwards.
 
     Raises:
-        Exception: of any kind, if the C++ part of this version of torch needs more of them.
+        Exception: of any kind, if the C++ part of this torch version needs more of them.
     """
     package = util.find_spec("torch")
     found = package and machinery.PathFinder.find_spec(BINDINGS, package.submodule_search_locations)
     if package is None or found is None or found.loader is None:
         raise ImportError(f"{sys.executable} has no {BINDINGS}")
     sys.modules["torch"] = util.module_from_spec(package)  # without its contents
-    sys.modules["torch.distributed"] = ModuleType("torch.distributed")  # asked for by _c10d_init
+    sys.modules["torch.distributed"] = ModuleType("torch.distributed")  # imported by _c10d_init
     bindings = sys.modules[BINDINGS] = util.module_from_spec(found)
     found.loader.exec_module(bindings)
     bindings._c10d_init()
@@ -54,7 +54,7 @@ def bare() -> Any:
 
 
 def main() -> None:
-    """Serve on an inherited descriptor: for jobs whose keeper has no torch."""
+    """Serve on an inherited descriptor, for jobs whose rank parent has no torch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -65,7 +65,7 @@ def main() -> None:
     linux.die_with_parent(args.parent)
     try:
         store_class = None if args.whole else bare()
-    except Exception:  # this torch needs its Python modules, too: import it in a fresh interpreter, or fail there
+    except Exception:  # this torch needs its Python modules: import all of it in a fresh interpreter
         os.execv(sys.executable, [*sys.orig_argv, "--whole"])
     os.set_inheritable(args.fd, False)
     serve(socket.socket(fileno=args.fd), store_class)

@@ -1,13 +1,15 @@
-"""The warm process: one per host. torch is imported once; every rank of the host is a fork of the importing process.
+"""The warm process, one per host. It imports torch once; every rank of the host is a fork that shares the import.
 
-    warm ── keeper of node 0 ── rank 0, rank 1, store
-         └─ keeper of node 1 ── rank 2, rank 3             (pretend nodes share one warm process)
+    warm ── rank parent of node 0 ── rank 0, rank 1, store
+         └─ rank parent of node 1 ── rank 2, rank 3        (pretend nodes share one warm process)
 
-It is given one socket per agent and forks one keeper for each. With several keepers it imports torch itself, before it
-forks them. A single keeper imports torch instead, and the warm process stays small: schedulers that add up the RSS of
-all processes count every page again in each fork. Nobody runs a torch operation or asks anything of CUDA before ranks,
-for a child of a process that did either hangs. Its own start carries the run id and the library variables, so that
-they stand in /proc/PID/environ of every rank. It ends when its last keeper has ended; a keeper ends with its agent.
+It receives one socket per agent and forks one rank parent for each. If there are several, it imports torch before it
+forks them. A single rank parent imports torch itself and the warm process stays small, because schedulers that add up
+the RSS of all processes count shared pages once per process. Before the ranks are forked, nobody runs a torch operation
+or queries CUDA, because a child of such a process hangs. The environment of this process contains the run id and the
+library variables, so that they show in /proc/PID/environ of every rank. It ends after its last rank parent; a rank
+parent
+ends with its agent.
 """
 
 import argparse
@@ -25,24 +27,25 @@ from muster.jobs.basics import exits
 from muster.jobs.machine import linux
 from muster.jobs.node.keeper import Keeper
 
-HEARD_S: Final = 1.0  # that an agent is given to read why there will be no keeper
+HEARD_S: Final = 1.0  # time for an agent to read why there is no rank parent
 
 
 def main() -> None:
-    """Import what ranks need, fork the keepers, and bury what a killed keeper leaves behind."""
+    """Import what ranks need, fork the rank parents, and reap what a killed rank parent leaves behind."""
     parser = argparse.ArgumentParser(description="internal: started by the agent or the local transport")
     parser.add_argument("--fds", required=True, help="one inherited socket per agent, comma-separated")
     parser.add_argument("--preload", default="", help="modules to import before the forks, comma-separated")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # "save now", for ranks of ours the agent's to answer
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # "save now": the agent handles it
     if linux.has_scheduler():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to every process of the job; the agent answers it
+        # Slurm sends it to every process of the job; the agent handles it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     linux.adopt_orphans()
     sockets = [socket.socket(fileno=int(text)) for text in args.fds.split(",")]
     if is_of_job():
-        for each in sockets:  # so that an agent can tell a Python that cannot run this from a process that was killed
+        for each in sockets:  # an agent can then distinguish a Python that cannot run this from a killed process
             each.sendall((json.dumps({"begun": os.getpid()}) + "\n").encode())
     modules, warm, keepers = list(filter(None, args.preload.split(","))), os.getpid(), set()
     if len(sockets) > 1:
@@ -54,9 +57,9 @@ def main() -> None:
                 if other is not mine:
                     other.close()
             if len(sockets) == 1:
-                linux.die_with_parent(warm)  # the agent may give up an import that hangs, by killing the warm process
+                linux.die_with_parent(warm)  # the agent kills the warm process if the import hangs
                 preload(modules, sockets)
-                linux.die_with_parent(warm, 0)  # a keeper at work outlives it, and ends with its agent
+                linux.die_with_parent(warm, 0)  # from now on it outlives the warm process, and ends with its agent
             Keeper(mine).run()
         keepers.add(pid)
     for each in sockets:
@@ -65,7 +68,7 @@ def main() -> None:
 
 
 def preload(modules: list[str], sockets: list[socket.socket]) -> None:
-    """Import what ranks need; a module that cannot be imported is told to every agent, and ends this process."""
+    """Import the modules that ranks need. If one fails, report that to every agent and end this process."""
     try:
         for module in modules:
             importlib.import_module(module)
@@ -77,15 +80,15 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
             each.settimeout(HEARD_S)
         for each in sockets:
             with contextlib.suppress(OSError):
-                while each.recv(1 << 16):  # until the agent has heard: unread orders would reset the connection
+                while each.recv(1 << 16):  # until the agent has read it: unread orders would reset the connection
                     pass
         sys.exit(exits.REFUSED)
     gc.collect()
-    gc.freeze()  # what is imported stays shared between the forks
+    gc.freeze()  # keep the imported pages shared between the forks
 
 
 def is_of_job() -> bool:
-    """Return whether this is a job's own Python: Muster's runs with -I (launch/boot.py)."""
+    """Return True if this is a job's own Python; Muster's runs with -I (launch/boot.py)."""
     return not sys.flags.isolated
 
 
@@ -99,7 +102,7 @@ def advice() -> str:
 
 
 def bury(keepers: set[int]) -> None:
-    """Wait for the keepers; whatever else becomes our child has lost its keeper and is killed, to the last one."""
+    """Wait for the rank parents. Any other child has lost its rank parent, and is killed."""
     while keepers | (orphans := set(linux.descendants(os.getpid(), leave=keepers))):
         for orphan in orphans:
             linux.kill_quietly(orphan, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The paths in the folder of one attempt, a part of the run folder that `jobs/runfolder/rundir.py` draws."""
+"""The paths in the folder of one attempt; `jobs/runfolder/rundir.py` shows the whole run folder."""
 
 import re
 import shutil
@@ -19,15 +19,15 @@ class AttemptDir:
 
     path: Path
 
-    placement = At("placement.json")  # which rank runs where, and each value's origin
-    # the checkpoint that this attempt began from: {"checkpoint": its folder's name or null, "step": n}
+    placement = At("placement.json")  # which rank runs where, and the origin of each value
+    # the checkpoint that this attempt resumed from: {"checkpoint": its folder's name or null, "step": n}
     resume = At("resume.json")
     commands = At("commands")  # folder of the exact argv per node
     command = Each("commands/node-{:02d}.json")  # the exact command of one node's agent and its ranks
-    node = Each("node-{:02d}.json")  # what one node's agent started: pids, cores, host
-    # why and until when the programs of one node are asked to end: {"reason", "message", "deadline"}
+    node = Each("node-{:02d}.json")  # the processes that one node's agent started: pids, cores, host
+    # why the programs of one node are asked to end, and the deadline: {"reason", "message", "deadline"}
     stop = Each("node-{:02d}.stop.json")
-    # the files of the user's that the ranks imported: {"workdir", "files": {path: sha256}}
+    # the user's files that the ranks imported: {"workdir", "files": {path: sha256}}
     code = At("user-code.json")
     setup = Each("node-{:02d}.setup")  # output of the job's setup lines on one node
     out = Each("rank-{:05d}.out")  # standard output of a rank
@@ -39,22 +39,22 @@ class AttemptDir:
     bench = At("bench.jsonl")
 
     def make(self) -> None:
-        """Make the folder, the token of the attempt, and the commands' in it, which only the user may read.
+        """Create the folder, which makes this attempt the newest, and the commands folder, readable by the user only.
 
         Raises:
-            RunFolderError, StorageError: it cannot be made.
+            RunFolderError, StorageError: if it cannot be created.
         """
         try:
             make_folder(self.path)
-            self.commands.mkdir(mode=0o700)  # the environments in there may hold secrets
+            self.commands.mkdir(mode=0o700)  # the environments in it may contain secrets
         except OSError as error:
             raise folder_error(self.path, error) from error
 
     def trim(self) -> None:
-        """Delete what no command asks of an old attempt. Its logs, rank 0's steps, profiles and results stay.
+        """Delete the files of an old attempt that no command needs. Logs, rank 0's steps, profiles and results stay.
 
         Raises:
-            RunFolderError, StorageError: something cannot be deleted.
+            RunFolderError, StorageError: if something cannot be deleted.
         """
         try:
             for path in self.path.glob("*"):
@@ -67,15 +67,15 @@ class AttemptDir:
             raise folder_error(self.path, error) from error
 
     def memory_ranks(self) -> list[int]:
-        """List the ranks that have said what their memory was for, lowest first."""
+        """List the ranks that recorded their memory, lowest first."""
         names = (entry.stem.removeprefix("memory-") for entry in self.path.glob("memory-*.jsonl"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def profile(self, rank: int) -> ProfileDir:
-        """Return the paths of a rank's profile, made or not."""
+        """Return the paths of a rank's profile, which may not exist."""
         return ProfileDir(self.path / f"{PROFILE}{rank:05d}")
 
     def profiled_ranks(self) -> list[int]:
-        """List the ranks whose profiles are there, lowest first."""
+        """List the ranks that have a profile, lowest first."""
         names = (entry.parent.name.removeprefix(PROFILE) for entry in self.path.glob(f"{PROFILE}*/profile.json"))
         return sorted(int(name) for name in names if name.isdecimal())

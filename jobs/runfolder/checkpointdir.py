@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint are: every path in its folder is spelt here only."""
+"""The paths in the folder of a checkpoint; no other module spells them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +12,22 @@ class CheckpointDir:
 
     path: Path
 
-    shard = Each("shard-{:05d}.safetensors")  # the tensors that one writer saves
-    ok = Each("shard-{:05d}.ok")  # what one writer has written: its shard's size, sha256 and contents
+    shard = Each("shard-{:05d}.safetensors")  # the tensors of one writer
+    ok = Each("shard-{:05d}.ok")  # marks the shard of one writer as complete: its size, sha256 and contents
     manifest = At("MANIFEST.json")  # the commit: a checkpoint without it does not exist
-    verified = At("VERIFIED.json")  # says that everything was read again after the commit and was right
+    verified = At("VERIFIED.json")  # records that all files were read again after the commit and were correct
 
     @property
     def name(self) -> str:
-        """The folder's name: steps and attempt."""
+        """The name of the folder, made of step and attempt."""
         return self.path.name
 
     @property
     def bad(self) -> Path:
-        """Where it goes when it is found broken."""
+        """The path to rename it to if it is bad."""
         return self.path.with_name(f"bad-{self.path.name}")
 
     @property
     def trash(self) -> Path:
-        """Where it goes to be deleted."""
+        """The path to rename it to before it is deleted."""
         return self.path.with_name(f"trash-{self.path.name}")

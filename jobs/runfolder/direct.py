@@ -1,4 +1,4 @@
-"""The run folder of a start without an agent: rank 0 makes the attempt, and writes the few events that views read."""
+"""The run folder of a job without an agent: rank 0 creates the attempt and writes the events that views need."""
 
 import os
 import time
@@ -26,13 +26,15 @@ def begin(
     came_from: Mapping[str, Any] | None = None,
     **submitted: Any,
 ) -> int:
-    """Make the next attempt of a run, write its first events, and return its number.
+    """Create the next attempt of a run, write its first events, and return its number.
 
-    `hosts` are those of every rank, `came_from` the checkpoint that it begins from: its name, and `step`. The run began
-    at `began` (unix seconds).
+    Args:
+        hosts: the host of every rank.
+        began: when the run began (unix seconds).
+        came_from: the checkpoint that the attempt resumes from: its name, and `step`.
 
     Raises:
-        RunFolderError, StorageError: the folder cannot be written.
+        RunFolderError, StorageError: if the folder cannot be written.
     """
     attempt = max(run.attempt_numbers(), default=-1) + 1
     folder = run.attempt(attempt)
@@ -61,7 +63,7 @@ def begin(
 
 
 def placement_of(env: RankEnv, hosts: Sequence[str]) -> Placement:
-    """Return where the ranks run: a node is a row of ranks on one host, and pretend nodes share theirs."""
+    """Return where the ranks run. A node is a block of ranks on one host; pretend nodes share their host."""
     each = env.local_world_size
     even = env.nodes * each == env.world_size
     nodes: list[NodePlacement] = []
@@ -73,7 +75,7 @@ def placement_of(env: RankEnv, hosts: Sequence[str]) -> Placement:
 
 
 def record(run: RunDir, attempt: int, work: Callable[[], int]) -> int:
-    """Do rank 0's work and write how it ended; without an agent nobody knows of the other ranks."""
+    """Run rank 0's work and record how it ended. Without an agent, nothing is known about the other ranks."""
     began = time.time()
     code, message = exits.DONE, "done"
     try:
@@ -88,10 +90,10 @@ def record(run: RunDir, attempt: int, work: Callable[[], int]) -> int:
 
 
 def write_end(run: RunDir, attempt: int, began: float, code: int, message: str) -> None:
-    """Write how an attempt that began at `began` (unix seconds) has ended."""
+    """Record the end of an attempt that began at `began` (unix seconds)."""
     verdict = {"code": code, "class": exits.class_of(code), "message": message}
     row = {"attempt": attempt, "started": began, "ended": time.time(), **verdict}
-    with suppress(MusterError):  # a full disk has been reported by what first met it
+    with suppress(MusterError):  # a full disk has been reported already
         append_line(run.attempts, {**row, "next_step": "", "first": None, "victims": []})
         event(run, "ended", {"attempt": attempt, **verdict})
 
@@ -102,7 +104,7 @@ def event(run: RunDir, name: str, values: Mapping[str, Any]) -> None:
 
 
 def ending_of(error: BaseException) -> tuple[int, str]:
-    """Return the exit code and the message of what ended rank 0."""
+    """Return the exit code and the message for the exception that ended rank 0."""
     if isinstance(error, MusterError):
         return error.exit_code, str(error)
     if isinstance(error, KeyboardInterrupt):

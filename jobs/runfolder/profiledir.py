@@ -4,7 +4,7 @@ attempt-000/profile-00000/
   trace.json.gz  flame.svg  flame-cuda.svg  cuda-memory.pickle     the CUDA ones where there is a GPU
   flame.json     flame-cuda.json                                   the same flame graphs as data, for `muster report`
   operators.txt  operators.csv
-  profile.json                                                     last: where it is, all is
+  profile.json                                                     written last: if it exists, all files do
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class ProfileDir:
 
     path: Path
 
-    record = At("profile.json")  # what came of it: what `muster profile` shows. Written last: where it is, all is
-    trace = At("trace.json.gz")  # the steps as they went, for Perfetto
-    raw_trace = At("trace.tmp.json")  # the profiler's own trace, until ours is written
-    operators = At("operators.txt")  # the table of operators, to read
-    operators_csv = At("operators.csv")  # the table of operators, to compute with
+    record = At("profile.json")  # the results that `muster profile` shows. Written last: if it exists, all files do
+    trace = At("trace.json.gz")  # the trace of the steps, for Perfetto
+    raw_trace = At("trace.tmp.json")  # the profiler's own trace, until Muster's is written
+    operators = At("operators.txt")  # the table of operators, for reading
+    operators_csv = At("operators.csv")  # the table of operators, for computing
     flame = At("flame.svg")  # flame graph of the host's time
     cuda_flame = At("flame-cuda.svg")  # flame graph of the device's time
     flame_data = At("flame.json")  # the frames of flame.svg

@@ -1,7 +1,7 @@
-"""The run folder: every path in it is spelt here (in an attempt: `jobs/runfolder/attemptdir.py`, in a checkpoint:
-`jobs/runfolder/checkpointdir.py`, in a profile: `jobs/runfolder/profiledir.py`). One writer per file.
+"""The paths of the run folder, and functions that create and find runs. Each file has exactly one writer.
 
-Runs are made and found here too. Only folders that nobody else could have written are found
+Paths in subfolders are in `jobs/runfolder/attemptdir.py`, `jobs/runfolder/checkpointdir.py` and
+`jobs/runfolder/profiledir.py`. Runs are only found if nobody else could have written their folder
 (`jobs/basics/ownership.py`).
 
     runs/<name>-<utc>-<id>/
@@ -11,27 +11,29 @@ Runs are made and found here too. Only folders that nobody else could have writt
       submission.json  lease.json  progress.json  .reserve       supervisor, and who made the folder
       token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   where a transport needs them
       code/                                                      the code as it was submitted
-      claims/                                                    `muster resume`: who is at it, or has been
+      claims/                                                    `muster resume`: which processes resumed the run
       stop.json                                                  `muster stop` only
-      attempt-000/   mkdir is the token of the attempt
+      attempt-000/   whoever creates it owns the attempt
         placement.json  commands/                                supervisor
         node-00.json  node-00.setup                              agent of that node
         user-code.json                                           rank 0: the user's files that a `train:` job imported
-        resume.json                                              supervisor: the checkpoint that the attempt began from
+        resume.json                                              supervisor: the checkpoint that the attempt resumed
+            from
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
-        bench.jsonl                                              rank 0 only: what a `bench:` or `timing:` job measured
+        bench.jsonl                                              rank 0 only: measurements of a `bench:` or `timing:`
+            job
         memory-00000.jsonl                                       that rank of a `train:` job (`memory_rows.py`)
-        profile-00000/                                           that rank, where `train.profile` is on
-      files/                                                     a program's own: MUSTER_FILES
+        profile-00000/                                           that rank, if `train.profile` is on
+      files/                                                     the user's program: MUSTER_FILES
       checkpoints/
-        step-00000050.a000/                                      complete or invisible; never used again
+        step-00000050.a000/                                      complete or invisible; the name is never reused
           shard-00000.safetensors  shard-00000.ok                writer of that rank
           MANIFEST.json                                          rank 0's writer, or the supervisor: the commit
-          VERIFIED.json                                          who has read it all once more
-        bad-step-00000050.a000/  trash-step-00000050.a000/       found broken; being deleted
+          VERIFIED.json                                          the process that verified it
+        bad-step-00000050.a000/  trash-step-00000050.a000/       a bad one; one that is being deleted
 
-Files are written under a temporary name and renamed; logs (`*.jsonl`, `*.out`, `*.err`) append
-(`jobs/basics/files.py`). A JSON line is one `write`, so a reader sees whole lines or an unfinished last one.
+Files are written under a temporary name and renamed. Logs (`*.jsonl`, `*.out`, `*.err`) are appended to
+(`jobs/basics/files.py`). A JSON line is one `write`, so a reader sees whole lines, or an unfinished last one.
 """
 
 import os
@@ -56,8 +58,8 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"
-WHOLE_ATTEMPTS: Final = 3  # the newest ones, and the first; of others only what is looked at again stays
-RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")  # it stands in commands that messages print
+WHOLE_ATTEMPTS: Final = 3  # this many of the newest are kept whole, and the first; others are trimmed
+RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")  # run ids are part of commands in messages
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,15 @@ class RunDir:
     job = At("job.yaml")  # the job file as given, with overrides applied
     job_before = Each("job-before-{:03d}.yaml")  # the job file before `muster resume` changed it for an attempt
     site = At("site.yaml")  # the site file as used
-    attempts = At("attempts.jsonl")  # one line per attempt: its verdict
+    attempts = At("attempts.jsonl")  # one line per attempt, with its verdict
     events = At("events.jsonl")  # one line per event of the supervisor
     metrics = At("metrics.jsonl")  # one line per step: loss over the global batch and rank 0's times
     stop = At("stop.json")  # a request to stop, written by `muster stop`, read by the supervisor
-    # a request to save now. Rank 0 looks for it at every log point, and removes it when a save begins
+    # a request to save now. Rank 0 checks for it at every log point, and removes it when a save begins
     save = At("save.json")
-    # how the run is started: transport, hosts, interpreter; what `launch.supervise` reads
+    # how the run is started: transport, hosts, interpreter. `launch.supervise` reads it
     submission = At("submission.json")
-    # the supervisor's sign of life, renewed every few seconds, for those who see the folder but not its host
+    # proof that the supervisor is alive, renewed every few seconds, for processes on other hosts
     lease = At("lease.json")
     progress = At("progress.json")  # how far every rank of a run that goes on is: the supervisor rewrites it
     claims = At("claims")  # the folder of who has resumed the run: the newest claim holds, until it is given back
@@ -85,42 +87,44 @@ class RunDir:
     token = At("token")  # what agents that dial show to be let in; only the user may read it
     supervisor_log = At("supervisor.log")  # what a supervisor without a terminal says
     code = At("code")  # the code as it was submitted: later edits do not reach a run that waits in a queue
-    sbatch = At("sbatch.sh")  # the batch script as it was given to Slurm
-    slurm = At("slurm.json")  # what Slurm answered: its number for the job
-    # the folder of submitit's own files: what it submitted, what its tasks printed and returned
+    sbatch = At("sbatch.sh")  # the batch script as submitted to Slurm
+    slurm = At("slurm.json")  # Slurm's reply: the number of the job
+    # folder of submitit's own files: submitted tasks, their output and their results
     submitit = At("submitit")
-    # where submitit's first task tells the others how to reach the supervisor; only the user may read it
+    # how tasks reach the supervisor, written by submitit's first task; only the user may read it
     rendezvous = At("rendezvous.json")
-    # a file that one node writes and the others read, to see whether this is one folder or several
+    # a file that one node writes and the others read, to test whether they share the folder
     nonce = Each(".nonce-{}")
-    verify = At("verify.json")  # the comparison that `muster verify` made
-    files = At("files")  # the folder for a program's own files, the same in all attempts: MUSTER_FILES
+    verify = At("verify.json")  # the result of `muster verify`
+    files = At("files")  # folder for a program's own files, shared by all attempts: MUSTER_FILES
     checkpoints = At("checkpoints")  # the folder of all checkpoints
 
     @property
     def run_id(self) -> str:
-        """The folder's name, unique among runs."""
+        """The name of the folder, unique among runs."""
         return self.path.name
 
     def command(self, words: str, *, named: bool = True) -> str:
-        """Spell a `muster` command for this run, or for all of its folder, to be pasted where this process started."""
+        """Return a `muster` command for this run (or its root folder), to be pasted in the working folder of this
+        process.
+        """
         root = self.path.parent
         where = [] if root == runs_root(None) else ["--runs", str(root)]
         return shlex.join(["muster", *words.split(), *[self.run_id] * named, *where])
 
     def ask_to_save(self, by: str) -> None:
-        """Ask for a save now.
+        """Request a save now.
 
         Raises:
-            RunFolderError, StorageError: the folder cannot be written.
+            RunFolderError, StorageError: if the folder cannot be written.
         """
         write_json(self.save, {"time": time.time(), "by": by})
 
     def make_files(self) -> None:
-        """Make that folder, open to whom the run folder is open.
+        """Create the folder for a program's files, with the permissions of the run folder.
 
         Raises:
-            RunFolderError, StorageError: it cannot be made.
+            RunFolderError, StorageError: if it cannot be created.
         """
         try:
             self.files.mkdir(mode=self.path.stat().st_mode & 0o777, exist_ok=True)
@@ -128,15 +132,15 @@ class RunDir:
             raise folder_error(self.files, error) from error
 
     def checkpoint(self, step: int, attempt: int) -> CheckpointDir:
-        """Return the paths of the checkpoint that an attempt makes after `step` steps, made or not."""
+        """Return the paths of the checkpoint of an attempt after `step` steps, which may not exist."""
         return CheckpointDir(self.checkpoints / f"step-{step:08d}.a{attempt:03d}")
 
     def attempt(self, attempt: int) -> AttemptDir:
-        """Return the paths of one attempt, made or not."""
+        """Return the paths of one attempt, which may not exist."""
         return AttemptDir(self.path / f"attempt-{attempt:03d}")
 
     def trim_attempts(self, newest: int) -> None:
-        """Trim the attempt that is no longer among the newest; the first one stays whole. Errors as `trim`."""
+        """Trim the attempt that no longer is among the newest. The first one stays whole. Errors as for `trim`."""
         if (old := newest - WHOLE_ATTEMPTS) > 0:
             self.attempt(old).trim()
 
@@ -152,17 +156,17 @@ def runs_root(given: str | None) -> Path:
 
 
 def run_path(root: Path, name: str) -> Path:
-    """Choose the path of a new run under `root`: name, time and a random part; nothing is made."""
+    """Choose the path of a new run under `root` from name, time and a random part. Nothing is created."""
     now = datetime.now(timezone.utc)
     return root / f"{name}-{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z-{secrets.token_hex(3)}"
 
 
 def make_run(run: RunDir, *, shared: bool = False) -> None:
-    """Make the folder of a new run, for this user alone; with `shared` its group may read it.
+    """Create the folder of a new run, for this user only; with `shared` its group may read it.
 
     Raises:
-        RunFolderError: the folder cannot be made or written, or not kept from others.
-        StorageError: the disk is full.
+        RunFolderError: if the folder cannot be created or written, or other users could access it.
+        StorageError: if the disk is full.
     """
     try:
         run.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -174,22 +178,24 @@ def make_run(run: RunDir, *, shared: bool = False) -> None:
 
 
 def new_run(root: Path, name: str) -> RunDir:
-    """Choose and make the folder of a new run; errors as `make_run`."""
+    """Choose a path for a new run and create it; errors as for `make_run`."""
     run = RunDir(run_path(root, name))
     make_run(run)
     return run
 
 
 def find_run(root: Path, given: str | None, *, unique: bool = False) -> RunDir:
-    """Find a run by path, id, or part of an id; where several fit, or nothing is given, the newest.
+    """Find a run by path, id, or part of an id. If several match, or `given` is None, return the newest.
 
-    With `unique`, for commands that change a run, a part that fits several is refused. So are folders of others.
+    Args:
+        unique: refuse a part that matches several runs, for commands that change a run. Folders of other users are
+            always refused.
 
     Raises:
-        NotFoundError: no run fits.
-        UsageError: more than one does, and `unique` is set.
-        RunFolderError: its name is not one of a run.
-        UntrustedError: the folder of the run, or one above it, is not to be trusted.
+        NotFoundError: if no run matches.
+        UsageError: if several runs match and `unique` is set.
+        RunFolderError: if the path is not a valid run name.
+        UntrustedError: if other users could write the folder of the run, or one above it.
     """
     if given and os.path.isfile(os.path.join(given, "events.jsonl")):  # noqa: PTH113, PTH118 (False if it is closed)
         path = Path(os.path.abspath(given))  # noqa: PTH100 (`..` has no name, and links stay)
@@ -207,24 +213,24 @@ def find_run(root: Path, given: str | None, *, unique: bool = False) -> RunDir:
         note_choice(given, found[-1].run_id, len(found), "run")
         return found[-1]
     if given and (others := _named(given, strange)):
-        return open_run(others[-1].path)  # says why it is not used
+        return open_run(others[-1].path)  # raises the reason why it is refused
     if not runs:
         raise NotFoundError(f"{root}: no runs here; start one with muster run, or name their folder with --runs DIR")
     raise NotFoundError(f"{root}: no run named {given!r}; newest: {', '.join(run.run_id for run in runs[-3:])}")
 
 
 def note_choice(given: str | None, chosen: str, count: int, what: str) -> None:
-    """Say on standard error which of several runs was taken."""
+    """Print on standard error which of several matching runs was chosen."""
     if count > 1:
         print(f"muster: {given!r} fits {count} {what}s; this is the newest, {chosen}", file=sys.stderr)
 
 
 def open_run(path: Path, *, warn: bool = True) -> RunDir:
-    """Return the run in a folder, once it is sure that nobody else could have written it.
+    """Return the run in a folder, after checking that no other user could have written it.
 
     Raises:
-        UntrustedError: somebody else could have.
-        RunFolderError: there is no such folder.
+        UntrustedError: if another user could have.
+        RunFolderError: if there is no such folder.
     """
     path = path.absolute()
     check_folder(path, warn=warn)
@@ -233,23 +239,23 @@ def open_run(path: Path, *, warn: bool = True) -> RunDir:
 
 
 def list_runs(root: Path) -> list[RunDir]:
-    """List runs under a folder, oldest first by the time in their names; those of other users are left out.
+    """List the runs under a folder, oldest first by the time in their names. Runs of other users are omitted.
 
     Raises:
-        UntrustedError: everybody can replace the folders in it.
+        UntrustedError: if other users can replace the folders in it.
     """
     runs, strange = _sorted_runs(root)
     if strange:
         what = counted(len(strange), "run folder")
-        warn_once(f"{root}: left out {what} of other users; name one to see why it is not used", f"others in {root}")
+        warn_once(f"{root}: skipped {what} of other users; name one to see why it is not used", f"others in {root}")
     return runs
 
 
 def all_runs(root: Path) -> list[RunDir]:
-    """List all folders under a folder that look like runs, whoever made them; nothing in them may be read.
+    """List all folders under a folder that look like runs, whoever made them. Nothing in them may be read.
 
     Raises:
-        RunFolderError: the folder cannot be listed.
+        RunFolderError: if the folder cannot be listed.
     """
     try:
         entries = [each for each in root.iterdir() if RUN_ID.fullmatch(each.name)] if root.is_dir() else []
@@ -262,7 +268,7 @@ def all_runs(root: Path) -> list[RunDir]:
 
 
 def _sorted_runs(root: Path) -> tuple[list[RunDir], list[RunDir]]:
-    """Return the runs under a folder that may be used, and those that may not."""
+    """Return the runs under a folder that may be used, and those that may not be."""
     found = all_runs(root)
     if found:
         check_parents(found[0].path)

@@ -1,6 +1,6 @@
-"""The rank's end of its writer process (jobs/checkpoint/writer.py): started by exec, asked, never waited for in vain.
+"""The rank's side of its writer process (jobs/checkpoint/writer.py): start it, send orders, receive messages, end it.
 
-Nothing here blocks: orders are tiny and there is one at a time, so they fit the socket of a writer that is frozen.
+Nothing here blocks. Orders are tiny and there is only one at a time, so they fit the socket buffer of a frozen writer.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ BURIED_S: Final = 0.2
 
 
 class WriterGone(Exception):
-    """The writer process has ended, or does not take an order."""
+    """The writer process has ended, or does not accept an order."""
 
 
 class WriterProcess:
-    """A writer process, from its start to its end."""
+    """A writer process, from start to end."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -40,10 +40,10 @@ class WriterProcess:
         self._lines = Lines()
 
     def order(self, order: Order, memory: int) -> None:
-        """Hand over an order, with the descriptor of the memory that it speaks of.
+        """Send an order, with the descriptor of the memory that it refers to.
 
         Raises:
-            WriterGone: it cannot be given.
+            WriterGone: if the order cannot be sent.
         """
         text = linux.memory_file("muster-order")
         try:
@@ -56,17 +56,17 @@ class WriterProcess:
             os.close(text)
 
     def give_up(self, step: int) -> None:
-        """Have the writer not wait any longer for the other writers of a save."""
+        """Tell the writer to stop waiting for the other writers of a save."""
         try:
             self._socket.send((json.dumps({"do": "give_up", "step": step}) + "\n").encode())
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
-            return  # it is gone or frozen, which shows where its answer is waited for
+            return  # it is gone or frozen; whoever waits for its answer notices
 
     def messages(self, *, wait_s: float = 0.0) -> Iterator[dict[str, Any]]:
-        """Yield what the writer has said, after waiting for it a little if asked.
+        """Yield the writer's messages, after waiting for at most `wait_s` for the first one.
 
         Raises:
-            WriterGone: it has ended.
+            WriterGone: if the writer has ended.
         """
         if wait_s > 0.0:
             select.select([self._socket], [], [], wait_s)
@@ -82,8 +82,10 @@ class WriterProcess:
             yield from map(json.loads, self._lines.of(data))
 
     def end(self) -> None:
-        """End it, whatever it does; one that waits for a disk ends when the disk answers, and nobody waits for it."""
+        """Kill the writer. If it is stuck in a disk operation, it dies when that returns; this call does not wait for
+        it.
+        """
         self._socket.close()
-        self.process.kill()  # also when it is frozen
+        self.process.kill()  # also ends a frozen one
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(BURIED_S)

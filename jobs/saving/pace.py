@@ -1,7 +1,7 @@
-"""How far a rank is, on the page that its keeper reads; and from there where to stop.
+"""A rank's progress on the page that its parent reads, and the step at which to stop.
 
-The keeper asks all ranks to hold, hears how far the first of them is, and tells all the same number of steps to stop
-at: whoever is behind goes on until then, so that all of them save the same state.
+To stop, the rank parents ask all ranks to hold, learn how far the first rank is, and give all of them the same step to
+stop at. Slower ranks continue up to that step, so that all ranks save the same state.
 """
 
 import time
@@ -11,13 +11,13 @@ from muster.jobs.node import page
 from muster.jobs.node.page import NEVER, Phase
 
 HELD_POLL_S: Final = 0.001
-OF_LATE: Final = 100  # steps
+OF_LATE: Final = 100  # window of steps
 
 
 class Pace:
     """Writes a rank's page as it trains, and reads it between steps.
 
-    `timed`: it tells how long the slowest step took, from which follows how long the next one may take
+    `timed`: also report how long the slowest recent step took, which limits how long the next one may take
     (`launch/supervision/progress.py`).
     """
 
@@ -30,9 +30,9 @@ class Pace:
         self._steps = 0
 
     def stops(self, done: int) -> bool:
-        """Say whether to stop instead of beginning the next step; wait for the answer where it is not known yet.
+        """Return True to stop instead of beginning the next step; if asked to hold, wait for the decision.
 
-        Waiting has no deadline of its own: the keeper that asked is this rank's parent, and takes it along.
+        The wait has no timeout: the rank parent decides, and if it dies, so does this rank.
         """
         if self.page.hold and self.page.stop_at == NEVER:
             self.page.held = done
@@ -43,7 +43,7 @@ class Pace:
         return NEVER != self.page.stop_at <= done
 
     def step_done(self, done: int) -> None:
-        """End a step: `done` are done since the training's beginning."""
+        """Record the end of a step; `done` counts steps since the beginning of training."""
         if self._steps == OF_LATE:
             self._slowest_s, self._steps = [self._slowest_s[1], 0.0], 0
         self._steps += 1

@@ -1,4 +1,4 @@
-"""The settings of `checkpoint:` that ranks need: when checkpoints are due, and how many are kept."""
+"""The settings of `checkpoint:` that ranks need: when to save, and how many checkpoints to keep."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlainPolicy:
-    """Those settings for a Python that lacks pydantic, as a user's may."""
+    """The settings for a Python without pydantic, such as a user's."""
 
     every_steps: int | None = None  # None: by time
-    every_s: float | Literal["auto"] | None = None  # None, auto: from the measured stall and the failures so far
-    keep: int = 3  # good checkpoints that stay
-    blocking: bool = False  # the ranks wait until a save is committed
+    every_s: float | Literal["auto"] | None = None  # None or auto: from the measured stall and the failures so far
+    keep: int = 3  # number of valid checkpoints to keep
+    blocking: bool = False  # pause training until a save is committed
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "PlainPolicy":
-        """Read what the launcher wrote for the rank."""
+        """Read the settings that the launcher wrote for the rank."""
         return cls(**{name: record[name] for name in cls.__dataclass_fields__ if name in record})
 
 

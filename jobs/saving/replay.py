@@ -1,7 +1,7 @@
-"""The replay audit: losses of steps that are done again, beside those that an earlier attempt logged of them.
+"""The replay audit: compare the losses of repeated steps with those that an earlier attempt logged.
 
-A resume that lost its place in the data, its momenta or its schedule gives other losses soon, though not at once; equal
-ones, bit by bit, over a dozen steps say that nothing was lost.
+If a resume loses its place in the data, its momenta or its schedule, losses soon differ, though not at once. Bitwise
+equal losses over a dozen steps show that nothing was lost.
 """
 
 import math
@@ -15,7 +15,7 @@ from muster.jobs.node.reports import Reporter
 
 
 def logged_losses(metrics: Path, *, after: int, attempt: int) -> dict[int, float | None]:
-    """Return the newest logged loss of each step beyond `after`, of attempts before this one; None: not a number."""
+    """Return the newest logged loss of each step beyond `after`, from earlier attempts. None: not a number."""
     found: dict[int, float | None] = {}
     for row in read_lines(metrics):
         step, of = row.get("step"), row.get("attempt")
@@ -28,7 +28,7 @@ def logged_losses(metrics: Path, *, after: int, attempt: int) -> dict[int, float
 
 
 class Replay:
-    """Compares as the steps come in; says the result once, when the last logged step has been done again."""
+    """Compares losses as steps finish, and reports once, after the last logged step was repeated."""
 
     def __init__(self, logged: dict[int, float | None], reporter: Reporter) -> None:
         self.logged = logged
@@ -40,7 +40,7 @@ class Replay:
         self.differs = False
 
     def check(self, losses: Sequence[tuple[int, float]]) -> str | None:
-        """Take the losses of new steps; return what there is to say when all that was logged is compared."""
+        """Compare the losses of new steps; return the line to print once all logged steps are compared."""
         if not self.left:
             return None
         last = max(self.logged)
@@ -60,14 +60,14 @@ class Replay:
         seconds = time.monotonic() - self.began_s
         worst = self.worst if math.isfinite(self.worst) else 1e308
         self.reporter.replayed(steps=self.steps, seconds=seconds, compared=len(self.logged), worst=worst)
-        done = f"{counted(self.steps, 'step')} done again:"
+        done = f"{counted(self.steps, 'step')} repeated:"
         if not self.differs:
             return f"{done} the same losses, bit by bit"
         return f"{done} losses differ by at most {self.worst:.1g}, relative to the logged ones"
 
 
 def relative_difference(now: float, before: float | None) -> float:
-    """Return how far a loss is from the logged one, relative to it; no number equals no number."""
+    """Return the relative difference of a loss from the logged one. Two values that are not numbers count as equal."""
     if before is None or not math.isfinite(now):
         return 0.0 if before is None and not math.isfinite(now) else math.inf
     return abs(now - before) / max(abs(before), 1e-300) if now != before else 0.0

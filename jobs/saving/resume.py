@@ -1,4 +1,4 @@
-"""The checkpoint that an attempt begins from, as whoever chose it names it."""
+"""The checkpoint that an attempt resumes from, as passed from the process that chose it to the ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from muster.jobs.runfolder.rundir import RunDir
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint to go on from, as who chose it says: its folder's name, the steps done, its manifest's sha256."""
+    """The checkpoint to resume from: the name of its folder, its step, and the SHA-256 of its manifest."""
 
     checkpoint: str
     step: int
@@ -21,54 +21,54 @@ class Resume:
 
     @classmethod
     def read(cls, record: Mapping[str, Any] | None) -> "Resume | None":
-        """Read it from a start's payload."""
+        """Read it from the payload of the start message."""
         return None if record is None else cls(record["checkpoint"], record["step"], record["sha256"])
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was read, and how long it took."""
+    """The checkpoint that was loaded, and how long that took."""
 
     step: int
     checkpoint: str
     seconds: float
-    code: Any = None  # the user's files that it was made with, as `jobs/user/code.py` lists them
+    code: Any = None  # the user's files at the time of the save, as `jobs/user/code.py` lists them
 
 
 def newest(run: RunDir) -> Resume | None:
-    """Choose and verify the newest good checkpoint of a run; None where there is none.
+    """Choose and verify the newest valid checkpoint of a run; None if there is none.
 
     Raises:
-        StorageError: the run folder cannot be read.
+        StorageError: if the run folder cannot be read.
     """
     chosen = newest_good(run, say=lambda line: print(line, flush=True))
     return None if chosen is None else Resume(chosen.folder.name, chosen.manifest.step, chosen.manifest.sha256)
 
 
 def read_chosen(folder: CheckpointDir, resume: Resume) -> Manifest:
-    """Read the manifest that was chosen.
+    """Read the manifest of the chosen checkpoint.
 
     Raises:
-        RefusedError: another checkpoint has its name now.
-        NoCheckpointError, StorageError: it cannot be read.
+        RefusedError: if the folder now contains another checkpoint.
+        NoCheckpointError, StorageError: if it cannot be read.
     """
     try:
         found = read_manifest(folder)
     except FileNotFoundError as error:
-        raise NoCheckpointError(f"{folder.manifest}: not there; was it deleted since it was chosen?") from error
+        raise NoCheckpointError(f"{folder.manifest}: does not exist; was it deleted after it was chosen?") from error
     require_chosen(found, folder, resume)
     return found
 
 
 def require_chosen(found: Manifest, folder: CheckpointDir, resume: Resume) -> None:
-    """Compare the manifest that is there with the one that was chosen.
+    """Check that a manifest is the one that was chosen.
 
     Raises:
-        RefusedError: it is another one.
+        RefusedError: if it is another one.
     """
     if (found.sha256, found.step) != (resume.sha256, resume.step):
         again = RunDir(folder.path.parent.parent).command("resume")
         raise RefusedError(
-            f"{folder.path}: its manifest has sha256 {found.sha256[:12]} and step {found.step}, chosen was one with "
+            f"{folder.path}: its manifest has sha256 {found.sha256[:12]} and step {found.step}, but the chosen one had "
             f"{resume.sha256[:12]} and step {resume.step}; choose again: {again}"
         )

@@ -1,12 +1,13 @@
-"""Saving while training goes on: when, what, and what becomes of it.
+"""Save while training continues: agree on a step, copy the tensors, hand them to the writer, and follow its progress.
 
     step ─ step ─ log point ─ copy ─ step ─ step ─ step ─ step      this rank: a save costs it the copy
-                      │         └► write ─ sync ─ .ok               its writer process, beside it
-                      └ agreed                  └► commit ─ read again ─ delete old ones     rank 0's writer
+                      │         └► write ─ sync ─ .ok               its writer process, in parallel
+                      └ agreed                  └► commit ─ verify ─ delete old ones         rank 0's writer
 
-Every rank saves after the same step or none does: at a log point each says whether its last save is done, and rank 0
-whether the next one is due, in the all-gather that carries the losses. One save is in flight; while it is, others are
-left out. A writer that dies, hangs or meets a full disk costs that save; three in a row end the training.
+All ranks save after the same step, or none does. At a log point each rank says whether its last save is done, and rank
+0
+whether the next one is due. This uses the all-gather that also carries the losses. Only one save is in flight; others
+are skipped meanwhile. If a writer dies, hangs or finds a full disk, that save is lost. Three in a row end the training.
 """
 
 import sys
@@ -30,8 +31,8 @@ from muster.jobs.saving.schedule import Schedule
 
 MOST_MISSED: Final = 3
 END_TRIES: Final = 2
-PATIENCE_S: Final = 30.0  # with a writer that says nothing, and
-SLOWEST_BYTES_PER_S: Final = 20e6  # this much for its bytes
+PATIENCE_S: Final = 30.0  # timeout for an answer of the writer, plus the time for its bytes
+SLOWEST_BYTES_PER_S: Final = 20e6  # at this rate
 POLL_S: Final = 0.02
 NONE: Final = -1
 
@@ -41,7 +42,7 @@ class Held(Protocol):
 
     @property
     def piece(self) -> Piece:
-        """Which piece of which logical tensor it is."""
+        """The piece of the logical tensor."""
         ...
 
 
@@ -80,32 +81,32 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """This one's number."""
+        """The number of this rank."""
         ...
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     def meet(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         ...
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where this attempt saves, and what it began from."""
+    """Where this attempt saves, and the checkpoint it resumed from."""
 
     run: RunDir
     attempt: int
     began_from: str | None = None
-    step: int = 0  # done when it began
+    step: int = 0  # steps done before this attempt
 
 
 @dataclass
 class InFlight:
-    """A save that was begun: what was ordered of the writer, and until when (monotonic seconds) it should answer."""
+    """A save in progress: the order for the writer, and the deadline for its next answer (monotonic seconds)."""
 
     order: Order
     began_s: float
@@ -116,36 +117,40 @@ class InFlight:
 
 
 class NotSaving:
-    """What the loop asks of saving, for a job that saves nothing."""
+    """The interface that the training loop uses; this implementation saves nothing."""
 
-    patient = False  # with a full disk until it has cost three saves, and not only when a row of metrics meets it
+    # True: tolerate a full disk until it has cost three saves. False: end as soon as a metrics row cannot be written.
+    patient = False
 
     def is_due(self, done: int) -> bool:
         """True when the ranks should meet at a log point after `done` steps, to save."""
         return False
 
     def note(self, done: int) -> Sequence[float]:
-        """Return what this rank tells the others at a log point."""
+        """Return the values that this rank shares with the others at a log point."""
         return ()
 
     def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
-        """Take what every rank has told: the same on each. Without a `sound` loss, a number, nothing is saved."""
+        """Process the values of all ranks, which are the same on each.
+
+        Nothing is saved unless the loss is finite (`sound`).
+        """
 
     def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
-        """Save if that was agreed; look after a save that is in flight."""
+        """Save if the ranks agreed to; check on a save in flight."""
 
     def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
-        """Save the state after `done` steps, whether it is due or not: at the same step on every rank."""
+        """Save the state after `done` steps, even if no save is due. Every rank must call this at the same step."""
 
     def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
-        """Wait until the state after `done` steps, the last ones, is saved."""
+        """Wait until the state after the last step, number `done`, is saved."""
 
     def settle(self) -> None:
-        """Wait until no save is in flight, and save no more; others may still do so."""
+        """Wait until no save is in flight, then save no more. Other ranks may still save."""
 
 
 class Saver(NotSaving, Generic[Part]):
-    """Saves one rank's part, by the side of all others."""
+    """Saves the part of one rank, together with all other ranks."""
 
     patient = True
 
@@ -165,17 +170,17 @@ class Saver(NotSaving, Generic[Part]):
         self.target = target
         self.settings = settings
         self.held = held  # lists this rank's parts
-        self.room = room  # makes room for a copy of them
+        self.room = room  # allocates memory for a copy of them
         self.world = world
         self.schedule = schedule
-        self.describe = describe  # (steps done, parent, losses) -> what a checkpoint says of itself
+        self.describe = describe  # (steps done, parent, losses) -> metadata of a checkpoint
         self.reporter = reporter
         self.patience_s = patience_s
         self.due = schedule.ask(target.step)[1] if settings.every_steps is not None else NONE
         self.agreed = False
-        self.safe = target.step if target.began_from else NONE  # this rank's part of it is on the disk
+        self.safe = target.step if target.began_from else NONE  # newest step of which this rank's part is on disk
         self.parent = target.began_from
-        self.failed = NONE  # the newest step whose save came to nothing here
+        self.failed = NONE  # the newest step whose save failed on this rank
         self.missed = 0  # in a row
         self.left_out = 0  # since the last commit
         self.flight: InFlight | None = None
@@ -189,39 +194,44 @@ class Saver(NotSaving, Generic[Part]):
         return done == self.due
 
     def note(self, done: int) -> Sequence[float]:
-        """Return what this rank tells the others: is it free, which save failed; rank 0: is one due, the next one."""
+        """Return (is idle, step of the newest failed save, is a save due, step of the next save); the last two of rank
+        0.
+        """
         self._look()
         saves, due = self.schedule.ask(done)
         saves = saves or (self.world.rank == 0 and self.target.run.save.exists())
         return (float(self.flight is None), float(self.failed), float(saves), float(due))
 
     def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
-        """Take what every rank has told: the same on each."""
+        """Process the values of all ranks, which are the same on each."""
         _, _, saves, due = notes[0]
         busy = [rank for rank, (free, *_) in enumerate(notes) if not free]
         failed = [rank for rank, (_, step, *_) in enumerate(notes) if self.flight and step == self.flight.order.step]
         if failed and self.writer is not None:
-            self.writer.give_up(int(notes[failed[0]][1]))  # its part of the save in flight will not come
+            self.writer.give_up(int(notes[failed[0]][1]))  # the failed rank's part will never come
         self.due = int(due)
-        self.agreed = bool(saves) and not busy and sound  # else the last good ones would be deleted for it
+        self.agreed = bool(saves) and not busy and sound  # with bad losses, a save would replace good checkpoints
         if saves and busy:
             self._leave_out(done, busy)
         elif saves and self.world.rank == 0:
             self.target.run.save.unlink(missing_ok=True)
         if self.writer is None:
-            self._prepare()  # after a first step, when the optimizer has made its state
+            self._prepare()  # after the first step, when the optimizer has created its state
 
     def _leave_out(self, done: int, busy: list[int]) -> None:
         self.left_out += 1
         if self.world.rank == 0 and self.flight is not None and not self.flight.told_left_out:
             self.flight.told_left_out = True
-            text = f"left out: the save of step {self.flight.order.step} is not done yet on {spell_ranks(busy[:8])}"
+            text = (
+                f"skipped a checkpoint: the save of step {self.flight.order.step} is still being written "
+                f"on {spell_ranks(busy[:8])}"
+            )
             self.reporter.missed(step=done, missed=0, message=text)
 
     # A save ---------------------------------------------------------------------------------------------------------
 
     def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
-        """Save if that was agreed; look after a save that is in flight."""
+        """Save if the ranks agreed to; check on a save in flight."""
         if self.agreed:
             self.agreed = False
             self._save(done, losses)
@@ -231,7 +241,7 @@ class Saver(NotSaving, Generic[Part]):
             self._look()
 
     def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
-        """Save the state after `done` steps, once the save before is done; `wait` until this one is, too."""
+        """Save the state after `done` steps once the previous save is done; with `wait`, also wait for this one."""
         self.agreed = False
         self._wait()
         self._save(done, losses)
@@ -239,34 +249,35 @@ class Saver(NotSaving, Generic[Part]):
             self._wait()
 
     def settle(self) -> None:
-        """Wait until no save is in flight, and save no more; others may still do so."""
+        """Wait until no save is in flight, then save no more. Other ranks may still save."""
         self._wait()
         self.close()
 
     def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
-        """Wait until the state after `done` steps, the last ones, is saved.
+        """Wait until the state after the last step, number `done`, is saved.
 
         Raises:
-            StorageError: it cannot be.
+            StorageError: if it cannot be saved.
         """
         tries = 0
         self._wait()
         while self.safe != done:
             if tries == END_TRIES:
                 raise StorageError(
-                    f"{self.target.run.checkpoints}: the state after step {done} could not be saved; the last good one "
-                    f"is {self.parent or 'not there'}; mend the storage, then: {self.target.run.command('resume')}"
+                    f"{self.target.run.checkpoints}: the state after step {done} could not be saved; the last valid "
+                    f"checkpoint is {self.parent or 'missing'}; repair the storage, then: "
+                    f"{self.target.run.command('resume')}"
                 )
             tries += 1
             self._save(done, losses)
             self._wait()
         self.close()
-        # Nobody leaves before rank 0 has committed: the first exit may be taken for a failure, and end the others.
+        # No rank leaves before rank 0 has committed: an early exit could be taken for a failure and stop the others.
         page.own.enter(Phase.SAVE)
         self.world.meet()
 
     def close(self) -> None:
-        """End the writer and give the memory back."""
+        """End the writer and free the memory."""
         if self.writer is not None:
             self.writer.end()
         if self.snapshot is not None:
@@ -274,7 +285,7 @@ class Saver(NotSaving, Generic[Part]):
         self.writer = self.snapshot = None
 
     def _prepare(self) -> None:
-        """Start the writer, and make room for the copy."""
+        """Start the writer, and allocate memory for the copy."""
         parts = self.held()
         if self.writer is None:
             self.writer = WriterProcess()
@@ -314,10 +325,10 @@ class Saver(NotSaving, Generic[Part]):
     def _patience(self, nbytes: int) -> float:
         return self.patience_s + nbytes / SLOWEST_BYTES_PER_S
 
-    # What becomes of it ---------------------------------------------------------------------------------------------
+    # Its outcome ----------------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Wait until no save is in flight; every answer has its deadline."""
+        """Wait until no save is in flight. Each answer has its timeout."""
         if self.flight is None:
             return
         page.own.enter(Phase.SAVE)
@@ -329,7 +340,7 @@ class Saver(NotSaving, Generic[Part]):
         page.own.enter(Phase.RUN)
 
     def _look(self, *, wait_s: float = 0.0) -> None:
-        """Pass the order on when the copy is complete; hear what the writer says; give up one that says nothing."""
+        """Send the order once the copy is complete, process the writer's messages, and give up a silent writer."""
         flight = self.flight
         if flight is None or self.snapshot is None or not self.snapshot.is_complete:
             return
@@ -365,7 +376,7 @@ class Saver(NotSaving, Generic[Part]):
         seconds = time.monotonic() - flight.began_s
         self.parent = checkpoint
         self.schedule.measured(stall_s=flight.stall_s, save_s=seconds)
-        after = f", after {self.left_out} left out" if self.left_out else ""
+        after = f", after skipping {self.left_out}" if self.left_out else ""
         self.left_out = 0
         cost = f"{nbytes / 2**20:.1f} MB in {seconds:.2f} s, stall {1e3 * flight.stall_s:.1f} ms"
         with suppress(OSError):
@@ -382,16 +393,16 @@ class Saver(NotSaving, Generic[Part]):
         self._miss(self.flight, why)
 
     def _miss(self, flight: InFlight, message: str) -> None:
-        """Count a save that came to nothing.
+        """Count a failed save.
 
         Raises:
-            StorageError: it is the third in a row.
+            StorageError: if it is the third in a row.
         """
         step = flight.order.step
         self.flight, self.failed = None, step
         self.missed += 1
-        with suppress(OSError):  # standard error may lie on the very disk that is full
+        with suppress(OSError):  # standard error may be on the disk that is full
             print(f"muster: step {step} was not saved ({self.missed} in a row): {message}", file=sys.stderr, flush=True)
         self.reporter.missed(step=step, missed=self.missed, message=message)
         if self.missed >= MOST_MISSED:
-            raise StorageError(f"{self.missed} saves in a row came to nothing; the last: {message}")
+            raise StorageError(f"{self.missed} saves in a row failed; the last: {message}")

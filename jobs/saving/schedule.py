@@ -1,7 +1,8 @@
-"""When to save next: on rank 0, by its clock; the others are told the number of steps (jobs/saving/saver.py).
+"""Schedule of saves. Rank 0 decides by its clock, and tells the other ranks the step (jobs/saving/saver.py).
 
-Every so many steps is a multiple of the whole training's steps, so that a resume does not move it. Every so many
-seconds becomes steps by the speed of late, asked anew at every log point.
+`every_steps` counts from the beginning of training, so that a resume does not shift the saves. `every_s` is converted
+to
+steps with the recent speed, again at every log point.
 """
 
 import math
@@ -13,11 +14,11 @@ from muster.jobs.checkpoint.interval import mean_time_between_failures, young_da
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.policy import Policy
 
-GUESSED_STALL_S = 0.05  # before the first save has shown it
+GUESSED_STALL_S = 0.05  # until the first save is measured
 
 
 class Schedule:
-    """Decides on rank 0 after how many steps a save is due."""
+    """Decides on rank 0 after which step the next save is due."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Schedule:
         self.save_s = 0.0
 
     def measured(self, *, stall_s: float, save_s: float) -> None:
-        """Learn what a save costs: how long the training stood still, and how long all of it took."""
+        """Record the cost of a save: how long training stalled, and how long the whole save took."""
         self.stall_s, self.save_s = stall_s, save_s
 
     @property
@@ -51,7 +52,7 @@ class Schedule:
         return young_daly(self.stall_s, mtbf_s, step_s=self._step_s, save_s=self.save_s)
 
     def ask(self, done: int) -> tuple[bool, int]:
-        """Say whether to save after these `done` steps, and after how many the next save is due."""
+        """Return whether to save now, after `done` steps, and after how many steps the next save is due."""
         if self.settings.every_steps is not None:
             every = self.settings.every_steps
             return done % every == 0, (done // every + 1) * every
@@ -60,7 +61,7 @@ class Schedule:
             self._step_s = (now - self._asked_s) / (done - self._asked_done)
             self._asked_s, self._asked_done = now, done
         left_s = self.interval_s - (now - self.saved_s)
-        # Half a step before its time is nearer than half a step after it.
+        # Save up to half a step early: that is nearer to the interval than half a step late.
         saves = left_s <= self._step_s / 2
         if saves:
             self.saved_s, left_s = now, self.interval_s

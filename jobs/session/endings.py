@@ -26,7 +26,7 @@ STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # Slurm's --sign
 
 
 class Asked:
-    """Requests to stop or to save that reach this process as signals, where no agent passes them on."""
+    """Requests to stop or to save that arrive as signals, if no agent passes them on."""
 
     def __init__(self) -> None:
         self.stop: signal.Signals | None = None
@@ -39,7 +39,7 @@ class Asked:
         return exits.STOPPED if self.stop == signal.SIGINT else exits.REQUEUE
 
     def listen(self) -> None:
-        """Take the signals that the program does not handle itself; a second Ctrl-C ends it at once."""
+        """Handle the signals that the program does not handle itself; a second Ctrl-C ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (*STOPS, signal.SIGUSR1):
@@ -47,7 +47,7 @@ class Asked:
                 self._before[number] = signal.signal(number, self._hear)
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -62,7 +62,7 @@ class Asked:
 
 
 def open_page(place: Place) -> None:
-    """Let the agent stop this process and see where it stands; a scheduler's SIGTERM is the agent's to answer."""
+    """Let the agent stop this process and see its progress. The agent also answers a scheduler's SIGTERM."""
     if not place.watched:
         return
     dumps = signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
@@ -70,7 +70,7 @@ def open_page(place: Place) -> None:
         faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
     deaf = linux.has_scheduler() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if deaf:
-        # The agent asks a rank that is deaf to SIGTERM to end by SIGINT, which must work within a collective, too.
+        # The agent stops a rank that ignores SIGTERM by SIGINT, which must work within a collective, too.
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -80,7 +80,7 @@ def open_page(place: Place) -> None:
 def tell_errors(
     reporter: Reporter, rank: int | str, step: Callable[[], int | None], ended: Callable[[BaseException], None]
 ) -> None:
-    """From now on, have an uncaught exception reported with its rank and step; `ended` is given the exception."""
+    """Report uncaught exceptions with their rank and step from now on, and pass them to `ended`."""
     before = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -90,7 +90,7 @@ def tell_errors(
             reporter.failed(error, peer=isinstance(error, StartTimeoutError))
             print(f"muster: {where}: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            os._exit(error.exit_code)  # an exception hook cannot choose the code in another way
+            os._exit(error.exit_code)  # an exception hook has no other way to set the exit code
         reporter.failed(error, peer=is_lost_peer(error))
         before(kind, error, trace)
         print(f"muster: {where}: {kind.__name__}", file=sys.stderr, flush=True)
@@ -99,7 +99,7 @@ def tell_errors(
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Say whether an exception is only the loss of another rank."""
+    """Return True if an exception was only caused by the loss of another rank."""
     if "torch" not in sys.modules:
         return False
     from muster.jobs.world.failures import is_lost_connection

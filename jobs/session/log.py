@@ -1,11 +1,11 @@
 """Write what a program logs as rows: each rank its own steps, rank 0 also those of the whole run.
 
     attempt-NNN/metrics-RRRRR.jsonl   every step of a rank
-    metrics.jsonl                     every step of the run: `samples` and `tokens` are added over the ranks, everything
-                                      else is their mean; rank 0's own values where ranks did not log the same names
+    metrics.jsonl                     every step of the run: `samples` and `tokens` are summed over the ranks, all other
+                                      values averaged; rank 0's own values if ranks did not log the same names
 
-Rows are written when the ranks meet. Until then a step costs an append: tensors are read then, all at once, so that no
-step waits for a device.
+Rows are written when the ranks meet. Until then logging only appends to a list: tensors are read all at once when the
+ranks meet, so that no step waits for a device.
 """
 
 import logging
@@ -24,14 +24,14 @@ from muster.jobs.basics.terminal import warn
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.session.together import Alone
 
-COUNTS: Final = ("tokens", "samples")  # by the first of them that is logged, a rate is told
+COUNTS: Final = ("tokens", "samples")  # the first of them that is logged gives the rate
 OWN: Final = frozenset({"step", "steps", "attempt", "rank", "time", "step_s", "rate", "unit", "epoch", "evaluation"})
-RECENT: Final = 20  # losses that a checkpoint carries
+RECENT: Final = 20  # number of recent losses stored in a checkpoint
 
 
 @dataclass
 class Step:
-    """One step: its number counted from 1, what was logged in it, when it ended, how long it took."""
+    """One step: its number counted from 1, the values logged in it, when it ended, how long it took."""
 
     number: int
     values: dict[str, Any]
@@ -41,13 +41,13 @@ class Step:
 
 @dataclass
 class News:
-    """The steps since the ranks last met, as the run's rows have them."""
+    """The rows of the run for the steps since the last meeting."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def losses(self) -> list[tuple[int, float]]:
-        """The loss of each step that logged one; NaN where it is not finite."""
+        """The loss of each step that logged one; NaN if it is not finite."""
         found = ((row["step"], row["loss"]) for row in self.rows if "loss" in row)
         return [(step, math.nan if loss is None else loss) for step, loss in found]
 
@@ -59,7 +59,7 @@ class News:
 
     @property
     def is_sound(self) -> bool:
-        """True unless the last loss is not a number."""
+        """False if the last loss is not a number."""
         return not self.losses or math.isfinite(self.losses[-1][1])
 
 
@@ -67,26 +67,26 @@ class Log:
     """Collects what a rank logs, and writes its rows."""
 
     def __init__(self, run: RunDir, attempt: int, ranks: Alone) -> None:
-        # A full disk costs rows, not the program: its saves say so, too.
+        # A full disk costs rows, not the program; saving reports it too.
         self.own = RowLog(run.attempt(attempt).metrics(ranks.rank), patient=True, say=warn)
         self.run = RowLog(run.metrics, patient=True, say=warn) if ranks.rank == 0 else None
         self.ranks = ranks
         self.common = {"attempt": attempt, "rank": ranks.rank}
         self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
-        self._values: dict[str, Any] = {}  # of the step that is under way
+        self._values: dict[str, Any] = {}  # of the current step
         self._steps: list[Step] = []
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Log values of the step that is under way.
+        """Log values of the current step.
 
         Raises:
-            RefusedError: a name is one of a row's own columns, or a value is not a single number.
+            RefusedError: if a name is a column of every row, or a value is not a single number.
         """
         self._check(values)
         self._values.update(values)
 
     def evaluation(self, done: int, values: Mapping[str, Any]) -> None:
-        """Write rank 0's values after `done` steps as a row of their own; errors as `add`."""
+        """Write rank 0's values after `done` steps as a separate row; errors as for `add`."""
         self._check(values)
         if self.run is not None:
             row = {"evaluation": True, "step": done, "time": time.time()} | self.common
@@ -100,7 +100,7 @@ class Log:
                 raise RefusedError(f"run.log: {name} must be a number, got {type(value).__name__}; log its mean or sum")
 
     def step_done(self, done: int, seconds: float) -> None:
-        """End a step: `done` are done in all."""
+        """End a step; `done` counts all steps."""
         self._steps.append(Step(done, self._values, time.time(), seconds))
         self._values = {}
 
@@ -109,12 +109,12 @@ class Log:
         return len(self._steps)
 
     def note(self) -> Sequence[float]:
-        """Return the number of new steps and a hash of what they logged. Values are averaged only if both match."""
+        """Return the number of new steps and a hash of the logged names. Values are averaged only if both match."""
         names = repr([sorted(step.values) for step in self._steps])
         return (float(len(self._steps)), float(crc32(names.encode())))
 
     def report(self, notes: Sequence[Sequence[float]], steps: int | None) -> News:
-        """Write the rows of all steps since the last report: a collective; `notes` are those of all ranks."""
+        """Write the rows of all steps since the last report: a collective. `notes` are those of all ranks."""
         taken, self._steps = self._steps, []
         own = [{name: _float(value) for name, value in step.values.items()} for step in taken]
         means = own
@@ -128,7 +128,7 @@ class Log:
         return news
 
     def _combined(self, own: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Return each step's values over all ranks: a collective."""
+        """Combine each step's values over all ranks: a collective."""
         flat = [values[name] for values in own for name in sorted(values)]
         if not flat:
             return own
@@ -154,7 +154,7 @@ class Log:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Say whether a value is a tensor of one number."""
+    """Return True if a value is a tensor with one element."""
     elements = getattr(value, "numel", None)
     return callable(elements) and elements() == 1
 
@@ -168,7 +168,7 @@ def _finite(value: float) -> float | None:
 
 
 def _sum(values: Sequence[float]) -> float:
-    """Add first to last: the built-in sum compensates from Python 3.12 on, so its bits depend on the version."""
+    """Add from first to last. `sum` compensates from Python 3.12 on, so its bits depend on the Python version."""
     total = 0.0
     for value in values:
         total += value

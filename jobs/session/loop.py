@@ -1,12 +1,13 @@
-"""The loop of a session: count steps, meet now and then, save, and stop after one and the same step.
+"""The loop of a session: count steps, meet periodically, save, and stop all ranks after the same step.
 
     before a step    stop here, if an agent has said so
     a step           the program's own
-    a meeting        after the first step, then every MEET_S seconds, and where a save is due: all ranks exchange what
-                     they logged, whether to save, whether anybody was asked to stop, and the step of the next meeting
+    a meeting        after the first step, then every MEET_S seconds, and when a save is due: all ranks exchange their
+                     logged values, whether to save, whether any rank was asked to stop, and the step of the next
+                         meeting
 
-Only rank 0 looks at a clock, so all ranks meet after the same steps. Under an agent the ranks stop through the page
-that they share with it (`jobs/node/page.py`), otherwise at a meeting.
+Only rank 0 looks at a clock, so all ranks meet after the same steps. Under an agent, the ranks stop through the page
+that they share with it (`jobs/node/page.py`); without one, at a meeting.
 """
 
 import sys
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
     from muster.jobs.session.state.state import State
 
 MEET_S: Final = 0.5
-SAY_S: Final = 5.0  # between two lines on the terminal
+SAY_S: Final = 5.0  # between lines on the terminal
 MOST_STEPS: Final = 10_000  # between two meetings
-STOP, NEXT, ROWS = 0, 1, slice(2, 4)  # what a rank's note begins with; the saver's follows
+STOP, NEXT, ROWS = 0, 1, slice(2, 4)  # the first fields of a rank's note; those of the saver follow
 
 
 class Loop:
@@ -53,12 +54,12 @@ class Loop:
         self.reporter = reporter
         self.device: torch.device | None = None  # of the tensors, if there are any
         self.samplers: list[Sampler] = []
-        self.progress: dict[str, int] = {}  # the place in an epoch, where the program counts epochs
+        self.progress: dict[str, int] = {}  # the position in an epoch, if the program counts epochs
         self.done = self.first = 0
-        self.steps: int | None = None  # that the program asks for
+        self.steps: int | None = None  # total requested by the program
         self.epochs: int | None = None
         self.has_begun = False
-        self.in_step = True  # False where what is logged belongs to no step: after one, before the next
+        self.in_step = True  # False between two steps, where logged values belong to no step
         self.stopped_with = 0  # the exit code, once the ranks have agreed to stop
         self.log_every: int | None = None
         self.state: State | None = None
@@ -71,7 +72,7 @@ class Loop:
         self._next = 0  # the step of the next meeting
         self._met = 0  # the step of the last one
         self._pace: Pace | None = None
-        self._by_hand = False  # the program says when to save
+        self._by_hand = False  # the program decides when to save
         self._began_s = self._met_s = self._said_s = 0.0
 
     @property
@@ -82,7 +83,7 @@ class Loop:
     # Beginning ------------------------------------------------------------------------------------------------------
 
     def begin(self, state: "State | None", restored: Restored) -> None:
-        """Begin after the steps of a checkpoint, or with none done: a collective."""
+        """Begin, after the steps of a checkpoint if there is one: a collective."""
         self.state, self.has_begun = state, True
         self.done = self.first = restored.step
         self.progress = dict(restored.progress)
@@ -109,7 +110,7 @@ class Loop:
         self.saving = Saver(target, policy, state.parts, room, self.ranks, schedule, self._describe, self.reporter)
 
     def _describe(self, done: int, parent: str | None, losses: Sequence[tuple[int, float]]) -> Mapping[str, Any]:
-        """Return what a checkpoint says of itself beside its tensors."""
+        """Return the metadata of a checkpoint."""
         assert self.state is not None
         return {
             "step": done,
@@ -126,7 +127,7 @@ class Loop:
     # A step ---------------------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Begin a step; or stop instead, as an agent has said."""
+        """Begin a step, or stop if an agent has asked for that."""
         assert self._pace is not None
         if self._pace.stops(self.done):
             self.stop(exits.STOPPED if self.state is None else exits.REQUEUE)
@@ -134,7 +135,7 @@ class Loop:
         self._began_s = time.monotonic()
 
     def step_done(self) -> None:
-        """End a step: a collective where the ranks meet."""
+        """End a step: a collective if the ranks meet here."""
         self._count(self.done + 1)
         if self.done in (self._next, self.steps) or self.saving.is_due(self.done):
             self.meet()
@@ -142,10 +143,10 @@ class Loop:
         self.in_step = False
 
     def save(self, step: int, *, wait: bool) -> None:
-        """Save after `step` steps, of which the program counts the rest: a collective.
+        """Save after `step` steps, for programs that count their own steps: a collective.
 
         Raises:
-            RefusedError: they have been saved already.
+            RefusedError: if these steps have been saved already.
         """
         if step <= self.done:
             raise RefusedError(
@@ -157,7 +158,7 @@ class Loop:
         self.meet()
 
     def _count(self, done: int) -> None:
-        """Count steps as done."""
+        """Record steps as done."""
         assert self._pace is not None
         for sampler in self.samplers:
             sampler.advance(done - self.done)
@@ -176,7 +177,7 @@ class Loop:
             self.start.run.ask_to_save("SIGUSR1")
         stop = self.asked.exit_code if self.asked.stop is not None else 0
         if self._by_hand and page.own.hold:
-            page.own.held = self.done - 1  # the agent then lets all ranks stop after this step, where all are
+            page.own.held = self.done - 1  # so that the agent stops all ranks after this step
             stop = exits.REQUEUE
         rows = self.log.note()
         notes = self.ranks.exchange([float(stop), float(self._choose_next()), *rows, *self.saving.note(self.done)])
@@ -216,7 +217,7 @@ class Loop:
     # The end --------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Write and save what is left after the last step: a collective."""
+        """Write and save the rest after the last step: a collective."""
         if self._pace is None:
             return
         if len(self.log):
@@ -245,7 +246,7 @@ class Loop:
         self.saving.settle()
         if not self._by_hand:
             print(
-                f"muster: rank {self.ranks.rank}: the loop was left after step {self.done}, and its last state may not "
+                f"muster: rank {self.ranks.rank}: the loop was left after step {self.done}, so its last state may not "
                 "be saved; call run.save(state, step) before break, or let the loop end",
                 file=sys.stderr,
             )
@@ -256,12 +257,12 @@ class Loop:
         if self._sound and self.done > self.first:
             self.saving.finish(self.done, self.log.recent)
         elif self.ranks.rank == 0 and not self._sound:
-            print(f"muster: the loss of step {self.done} is not a number: this state is not saved", file=sys.stderr)
+            print(f"muster: the loss of step {self.done} is not a number, so this state was not saved", file=sys.stderr)
         page.own.enter(Phase.END)
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    """Spell a row for the terminal."""
+    """Format a row for the terminal."""
     of = f"/{row['steps']}" if "steps" in row else ""
     hidden = {"step", "steps", "attempt", "rank", "time", "step_s", "rate", "unit", "tokens", "samples"}
     values = [f"{name} {value:.6g}" for name, value in row.items() if name not in hidden and value is not None]

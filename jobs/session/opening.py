@@ -1,4 +1,4 @@
-"""Open the session of this rank: once in a program, in its main process."""
+"""Open the session of this rank, once per program, in its main process."""
 
 import atexit
 import multiprocessing
@@ -14,17 +14,19 @@ from muster.jobs.session.place import Place, meeting_variables, read_place
 from muster.jobs.session.session import Session
 
 CALLER: Final = 2  # frames up from `_caller`: the line that calls session()
-_opened: tuple[int, str] | None = None  # the process and the line that has called session()
+_opened: tuple[int, str] | None = None  # the process and the source line that called session()
 
 
 def session(name: str | None = None, *, runs: str | None = None, tensorboard: bool = False) -> Session:
-    """Open this rank's session: once in a program.
+    """Open this rank's session, once per program.
 
-    `name` and `runs` are for a run that Muster has not started: the run's name (default: the script's) and the folder
-    of all runs (default: MUSTER_RUNS, else ./runs). `tensorboard`: write what is logged for TensorBoard, too.
+    Args:
+        name: the name of a run that Muster has not started (default: that of the script).
+        runs: the folder of all runs, for such a run (default: MUSTER_RUNS, else ./runs).
+        tensorboard: also write logged values for TensorBoard.
 
     Raises:
-        RefusedError: it was opened before, or this is a worker process of a rank.
+        RefusedError: if it was opened before, or this is a worker process of a rank.
     """
     global _opened
     try:
@@ -55,7 +57,7 @@ def _place(name: str | None) -> Place:
 
 def _refuse_a_second(opened: tuple[int, str] | None) -> None:
     if opened is not None and opened[0] == os.getpid():
-        raise RefusedError(f"session: it was opened before, at {opened[1]}; pass that one on")
+        raise RefusedError(f"session: it was opened before, at {opened[1]}; pass that session on")
     if opened is not None or multiprocessing.parent_process() is not None or _is_being_spawned():
         raise RefusedError(
             "session: this is a worker process of a rank, such as a DataLoader's; open the session in the main process "
@@ -64,7 +66,7 @@ def _refuse_a_second(opened: tuple[int, str] | None) -> None:
 
 
 def _is_being_spawned() -> bool:
-    """True while a spawned process imports the program, before it knows its parent."""
+    """Return True while a spawned process imports the program, before it knows its parent."""
     return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
@@ -74,7 +76,7 @@ def _caller() -> str:
 
 
 def _at_exit(made: Session, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child that ends by itself
+    if os.getpid() != pid:  # a forked child
         return
     try:
         made.close()

@@ -25,9 +25,9 @@ MEETING: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 class Place:
     """A rank, its launcher, and the settings of its run.
 
-    `run` is the run folder where the launcher made it; otherwise rank 0 makes one. `watched`: an agent watches this
-    very process through a shared page, stops it through that page, and has chosen the checkpoint to begin from.
-    `saves` is false where the nodes share no run folder.
+    `run` is the run folder if the launcher created it; otherwise rank 0 creates one. `watched`: an agent watches this
+    process through a shared page, stops it through that page, and has chosen the checkpoint to resume from. `saves` is
+    False if the nodes share no run folder.
     """
 
     env: RankEnv
@@ -43,10 +43,10 @@ class Place:
 
 
 def read_place(environ: Mapping[str, str] = os.environ, name: str | None = None) -> Place:
-    """Find out who started this process, from its environment.
+    """Determine from the environment what started this process.
 
     Raises:
-        RefusedError: the variables of a launcher contradict one another.
+        RefusedError: if a launcher's variables contradict each other.
     """
     found = detect(environ, Flags())
     told: Mapping[str, Any] = json.loads(environ.get(ranks.SESSION, "{}"))
@@ -69,7 +69,7 @@ def read_place(environ: Mapping[str, str] = os.environ, name: str | None = None)
 
 
 def meeting_variables(place: Place) -> dict[str, str]:
-    """Return what init_process_group() reads, for a program that srun, mpirun or nobody has started."""
+    """Return the variables for init_process_group(), for a program started by srun, mpirun or directly."""
     variables = place.env.variables()
     if place.env.world_size == 1:
         variables["MASTER_PORT"] = "0"  # any free one
@@ -77,6 +77,6 @@ def meeting_variables(place: Place) -> dict[str, str]:
 
 
 def script_name() -> str:
-    """Return the name of the program that runs, as a run can have it."""
+    """Return the name of the running program as a valid run name."""
     stem = Path(sys.argv[0] or "python").stem
     return "".join(each if each.isalnum() and each.isascii() else "-" for each in stem).strip("-")[:64] or "python"

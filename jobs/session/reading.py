@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Restored:
-    """How many steps were done, and the place in an epoch, if the program counts epochs."""
+    """The number of steps done, and the position in an epoch if the program counts epochs."""
 
     step: int = 0
     progress: Mapping[str, int] = field(default_factory=dict)
@@ -36,11 +36,11 @@ class Restored:
 
 
 def restore(start: Start, state: "State", ranks: Alone) -> Restored:
-    """Fill a state from the checkpoint that the attempt begins from, if there is one: a collective.
+    """Fill a state from the checkpoint that the attempt resumes from, if there is one: a collective.
 
     Raises:
-        RefusedError: the ranks do not see the same checkpoint, or it is of another program.
-        NoCheckpointError, StorageError: it cannot be read.
+        RefusedError: if the ranks do not see the same checkpoint, or another program wrote it.
+        NoCheckpointError, StorageError: if it cannot be read.
     """
     if start.resume is None:
         return Restored()
@@ -60,7 +60,7 @@ def restore(start: Start, state: "State", ranks: Alone) -> Restored:
 
 
 def room_for(state: "State", device: "torch.device | None") -> "Callable[[Sequence[Part]], Room[Part]]":
-    """Return what makes room for copies of a state's parts, which are on the CPU or on `device`."""
+    """Return a function that allocates memory for copies of a state's parts, on the CPU or on `device`."""
     if not state.has_tensors or device is None:
         return lambda parts: NoTensors()
     from muster.jobs.tensors.snapshot import Snapshot
@@ -69,7 +69,7 @@ def room_for(state: "State", device: "torch.device | None") -> "Callable[[Sequen
 
 
 class NoTensors:
-    """The room of a state that has plain values only, for which nothing is copied and torch is not needed."""
+    """The memory of a state with plain values only: nothing is copied, and torch is not needed."""
 
     is_complete = True
 

@@ -1,10 +1,10 @@
-"""Deal the samples of a data set to ranks, batch by batch, so that a resume on other ranks goes on in the same epoch.
+"""Deal the samples of a data set to ranks, batch by batch, so that a resume on other ranks continues the same epoch.
 
-    epoch 3, 10 samples, 2 ranks, 2 a batch     [7 1 | 4 0]  [9 3 | 8 2]  [5 | 6]
+    epoch 3, 10 samples, 2 ranks, batch of 2    [7 1 | 4 0]  [9 3 | 8 2]  [5 | 6]
     stopped after the first step, then 3 ranks               [9 3 | 8 2 | 5 6]
 
-The order of an epoch is drawn from the seed and the epoch alone. What is dealt next follows from the number of samples
-that all ranks have used: the position. So it does not matter how far a loader has read ahead.
+The order of an epoch depends only on the seed and the epoch. The next batch depends only on the position, which is the
+number of samples that all ranks have used. So it does not matter how far a loader has read ahead.
 """
 
 from collections.abc import Iterator, Mapping, Sized
@@ -16,8 +16,8 @@ from muster.jobs.basics.errors import RefusedError
 class Sampler:
     """Batches of this rank, as indices: the `batch_sampler` of a `torch.utils.data.DataLoader`.
 
-    Every batch is one step. An iteration gives the rest of an epoch; the next one begins the next epoch. Every sample
-    comes once in an epoch, except that some ranks repeat one where fewer samples than ranks are left.
+    Every batch is one step. An iteration yields the rest of an epoch; the next iteration begins the next epoch. Each
+    sample occurs once in an epoch, except that some ranks repeat one if fewer samples than ranks are left.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Sampler:
             raise RefusedError(f"run.sampler: batch_size must be at least 1, got {batch_size}")
         if samples < ranks or (drop_last and samples < batch_size * ranks):
             raise RefusedError(
-                f"run.sampler: {samples} samples are too few for {ranks} ranks with {batch_size} a batch; "
+                f"run.sampler: {samples} samples are too few for {ranks} ranks with a batch of {batch_size}; "
                 "use fewer ranks or a smaller batch"
             )
         self.samples = samples
@@ -51,7 +51,7 @@ class Sampler:
         return self._next(self.position) is None
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches that are left of the epoch; after a complete epoch, those of the next one."""
+        """Yield the remaining batches of the epoch; after a complete epoch, those of the next one."""
         if self.is_done:
             self.set_epoch(self.epoch + 1)
         order, position = self._order(), self.position
@@ -60,12 +60,12 @@ class Sampler:
             position = stop
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, unless it is the one that is under way."""
+        """Begin an epoch, unless it is the current one."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
     def advance(self, steps: int = 1) -> None:
-        """Count the batches of `steps` steps as used; the session does so after every step."""
+        """Count the batches of `steps` steps as used. The session calls this after every step."""
         for _ in range(steps):
             if self.is_done:
                 self.set_epoch(self.epoch + 1)
@@ -74,25 +74,25 @@ class Sampler:
             self.position = stop
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, the same on every rank."""
+        """Return the position in the data, which is the same on every rank."""
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a place in the data, on any number of ranks.
+        """Continue at a position in the data, on any number of ranks.
 
         Raises:
-            RefusedError: the data or the seed is another one.
+            RefusedError: if the data or the seed differ.
         """
         for name, now in (("samples", self.samples), ("seed", self.seed)):
             if state[name] != now:
                 raise RefusedError(
-                    f"sampler: the checkpoint was saved with {name} {state[name]}, this program has {now}; "
+                    f"sampler: the checkpoint was saved with {name} {state[name]}, but this program has {now}; "
                     "use the same data and seed, or begin a new run"
                 )
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _next(self, position: int) -> int | None:
-        """Return where the global batch that begins at a position ends; None at the end of the epoch."""
+        """Return the end of the global batch that begins at a position; None at the end of the epoch."""
         left, whole = self.samples - position, self.batch_size * self.ranks
         if left == 0 or (self.drop_last and left < whole):
             return None
@@ -100,7 +100,7 @@ class Sampler:
         return self.samples if left < whole + (0 if self.drop_last else self.ranks) else position + whole
 
     def _share(self, start: int, stop: int) -> range:
-        """Return this rank's places in the epoch's order, of the global batch from `start` to `stop`."""
+        """Return this rank's part of the global batch from `start` to `stop`, as positions in the epoch's order."""
         size, larger = divmod(stop - start, self.ranks)
         if size == 0:
             place = start + self.rank % larger
@@ -109,7 +109,7 @@ class Sampler:
         return range(low, low + size + (self.rank < larger))
 
     def _order(self) -> Any:
-        """Return the order of the epoch's samples: (samples,) numbers that can be indexed."""
+        """Return the order of the epoch's samples: (samples,) indices."""
         if not self.shuffle:
             return range(self.samples)
         from muster.jobs.train.rng.keyed import permutation
@@ -125,6 +125,6 @@ def samples_of(dataset: Sized | int) -> int:
         return len(dataset)
     except TypeError as error:
         raise RefusedError(
-            f"run.sampler: {type(dataset).__name__} has no length, so its samples cannot be dealt out; "
+            f"run.sampler: {type(dataset).__name__} has no length, so its samples cannot be divided among ranks; "
             "give a data set with __len__, or the number of samples"
         ) from error

@@ -1,13 +1,13 @@
-"""`muster.session()`: what a program of one's own gets from Muster, wherever it was started.
+"""`muster.session()`: checkpoints, logging and clean stops for a user's own training loop, however it was started.
 
     run = muster.session()
     state = run.state(model=model, optimizer=optimizer)
-    for step in run.steps(10_000, state):        # restores first, saves when due, ends in order when asked to
+    for step in run.steps(10_000, state):        # restores first, saves when due, stops cleanly when asked to
         loss = train_step(...)
         run.log(loss=loss, tokens=batch.numel())
 
-Under `muster run` the session writes into the run's folder and is watched by the run's supervisor. Under torchrun, srun
-or alone, rank 0 makes a run folder of its own. Only the standard library is imported until tensors are registered.
+Under `muster run` the session writes to the run's folder, and the run's supervisor watches it. Under torchrun, srun or
+alone, rank 0 creates a run folder. Only the standard library is imported until tensors are registered.
 """
 
 import os
@@ -44,8 +44,8 @@ Batch = TypeVar("Batch")
 class Session:
     """One rank's session.
 
-    Attributes: `rank`, `world_size`, `local_rank`, `is_main` (rank 0), `logger` (rank 0 logs what is informative, the
-    others warnings), `name` (of the run).
+    Attributes: `rank`, `world_size`, `local_rank`, `is_main` (rank 0), `logger` (rank 0 logs at level INFO, the other
+    ranks warnings), `name` (of the run).
     """
 
     def __init__(self, place: Place, *, runs: str | None, tensorboard: bool) -> None:
@@ -70,7 +70,7 @@ class Session:
 
     @property
     def device(self) -> "torch.device":
-        """This rank's device: its own GPU where there is one for each rank of the node, else the CPU."""
+        """This rank's device: its own GPU if there is one for each rank of the node, else the CPU."""
         import torch
 
         count = torch.cuda.device_count()
@@ -91,10 +91,10 @@ class Session:
         return self._loop.start.run.path
 
     def path(self, name: str) -> Path:
-        """Return the path of a file that belongs to the run and stays through restarts: `<run>/files/<name>`.
+        """Return the path of a file that belongs to the run and survives restarts: `<run>/files/<name>`.
 
         Raises:
-            RefusedError: the name leads out of that folder.
+            RefusedError: if the name leads out of that folder.
         """
         files = self.folder / "files"
         path = Path(os.path.normpath(files / name))
@@ -106,34 +106,34 @@ class Session:
         return path
 
     def barrier(self) -> None:
-        """Return when every rank has come here: a collective."""
+        """Wait until every rank has called this: a collective."""
         self._loop.ranks.meet()
 
     # State ----------------------------------------------------------------------------------------------------------
 
     def state(self, **objects: Any) -> "State":
-        """Register what is saved and restored: objects with `state_dict` and `load_state_dict`, and plain values.
+        """Register the state to save and restore: objects with `state_dict` and `load_state_dict`, and plain values.
 
         Plain values are read and set as attributes of the result: `state.best = min(state.best, loss)`.
 
         Raises:
-            RefusedError: something cannot be stored; names it.
+            RefusedError: if something cannot be stored; the message names it.
         """
         from muster.jobs.session.state.state import State
 
         return State(objects)
 
     def restore(self, state: "State") -> int:
-        """Fill the state from the newest good checkpoint, if there is one; return the steps done: a collective."""
+        """Fill the state from the newest valid checkpoint, if there is one; return the steps done: a collective."""
         return self._restore(state).step
 
     def save(self, state: "State", step: int, *, wait: bool = False) -> None:
-        """Save after `step` steps, for loops without `steps`: a collective; `wait` until it is committed.
+        """Save after `step` steps, for loops without `steps`: a collective. `wait` until it is committed.
 
-        If somebody asks the run to stop, the program ends here, after the save.
+        If the run was asked to stop, the program ends here, after the save.
 
         Raises:
-            RefusedError: `step` is not larger than at the last save.
+            RefusedError: if `step` is not larger than at the last save.
         """
         loop = self._loop
         if not loop.is_under_way:
@@ -143,9 +143,9 @@ class Session:
     def sampler(
         self, dataset: Sized | int, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> Sampler:
-        """Deal the samples of a data set: the `batch_sampler` of a DataLoader, `batch_size` samples on each rank.
+        """Return a `batch_sampler` for a DataLoader: it deals the samples of a data set, `batch_size` to each rank.
 
-        Register it in the state: then a resume on any number of ranks continues with the samples that are left.
+        Register it in the state: a resume on any number of ranks then continues with the remaining samples.
         """
         sampler = Sampler(
             samples_of(dataset),
@@ -162,10 +162,10 @@ class Session:
     # Loops ----------------------------------------------------------------------------------------------------------
 
     def steps(self, total: int, state: "State | None" = None, *, log_every: int | None = None) -> Iterator[int]:
-        """Yield the steps that are left of `total`, counted from 0, on every rank.
+        """Yield the remaining steps of `total`, counted from 0, on every rank.
 
-        Restores the state first, saves it when due and after the last step, and ends the program in order when
-        somebody asks the run to stop. `log_every`: print every so many steps, by default every 5 seconds.
+        Restore the state first, save it when due and after the last step, and end the program cleanly when the run is
+        asked to stop. `log_every`: print after this many steps; by default every 5 seconds.
         """
         loop = self._open(state, log_every)
         loop.steps = total
@@ -181,9 +181,9 @@ class Session:
         loop.finish()
 
     def epochs(self, total: int, state: "State | None" = None, *, log_every: int | None = None) -> Iterator[int]:
-        """Yield the epochs that are left of `total`, counted from 0; take their batches from `batches`.
+        """Yield the remaining epochs of `total`, counted from 0. Take their batches from `batches`.
 
-        An epoch that was interrupted comes again, with the batches that are left of it.
+        An interrupted epoch is yielded again, with its remaining batches.
         """
         loop = self._open(state, log_every)
         for epoch in range(loop.progress.get("epoch", 0), total):
@@ -196,11 +196,12 @@ class Session:
         loop.finish()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches that are left of this epoch; each is a step.
+        """Yield the remaining batches of this epoch; each is a step.
 
-        With a sampler of `run.sampler`, the loader itself begins where the epoch was interrupted. From any other loader
-        the batches that were done are taken and dropped, so it must give the same ones again; a sampler with
-        `set_epoch` is told the epoch.
+        With a sampler of `run.sampler`, the loader itself begins where the epoch was interrupted. With any other
+        loader,
+        batches that were done are read and dropped, so it must yield the same ones again; its sampler's `set_epoch`, if
+        any, is called.
         """
         loop = self._loop
         epoch, first = loop.progress.get("epoch", 0), loop.progress.get("batch", 0)
@@ -217,12 +218,13 @@ class Session:
             yield batch
             loop.progress = {"epoch": epoch, "batch": number + 1}
             loop.step_done()
-        page.own.enter(Phase.EVALUATE)  # what a program does between two epochs may take its time
+        page.own.enter(Phase.EVALUATE)  # a program may take long between two epochs
 
     def log(self, **values: Any) -> None:
-        """Log numbers of the step that is under way: metrics.jsonl, the terminal, TensorBoard if asked for.
+        """Log numbers of the current step to metrics.jsonl, the terminal, and TensorBoard if asked for.
 
-        `tokens` and `samples` are added over the ranks and give the rate, everything else is averaged. Tensors of one
+        `tokens` and `samples` are summed over the ranks and give the rate; all other values are averaged. Tensors of
+        one
         element are read when the ranks meet, so logging waits for no device. Between two steps, rank 0's values are
         written at once, as an evaluation.
         """
@@ -236,9 +238,9 @@ class Session:
 
     @property
     def _loop(self) -> Loop:
-        """The loop, made when it is first needed: a collective of ranks that no agent has started."""
+        """The loop, created on first use: a collective if no agent started the ranks."""
         if self._is_closed:
-            raise RefusedError("session: it has ended with the program; use it before")
+            raise RefusedError("session: it has ended with the program; use it earlier")
         if self._loop_made is None:
             page.own.enter(Phase.START)
             ranks = agree(self.place.env)
@@ -271,11 +273,11 @@ class Session:
         """Begin a loop.
 
         Raises:
-            RefusedError: another one is under way.
+            RefusedError: if another loop is active.
         """
         loop = self._loop
         if loop.is_under_way:
-            raise RefusedError("session: a loop of run.steps or run.epochs is under way; end it before the next one")
+            raise RefusedError("session: a loop of run.steps or run.epochs is active; end it before the next one")
         restored = Restored(loop.done) if state is None or loop.has_begun else self._restore(state)
         self._begin(state, restored)
         loop.log_every = log_every
@@ -287,7 +289,7 @@ class Session:
             self._join(state)
             if not self.place.saves and self.is_main:
                 print(
-                    "muster: nothing is saved: the nodes share no run folder; name shared storage with --runs",
+                    "muster: nothing is saved, because the nodes share no run folder; name shared storage with --runs",
                     flush=True,
                 )
         loop.samplers = self._samplers
@@ -303,16 +305,16 @@ class Session:
         self._joined = state
 
     def steps_done(self) -> int | None:
-        """Return how many steps are done; None before the first loop."""
+        """Return the number of steps done; None before the first loop."""
         return self._loop_made.done if self._loop_made is not None and self._loop_made.has_begun else None
 
     def failed(self, error: BaseException) -> None:
-        """End the session with the exception that ends the program."""
+        """Record the exception that ends the program, and end the session."""
         self._error = error
         self.close()
 
     def close(self) -> None:
-        """End the session with the program: wait for a save in flight, and write how a run of its own has ended."""
+        """End the session with the program: wait for a save in flight; without a supervisor, record how it ended."""
         loop = self._loop_made
         if loop is None or self._is_closed:
             return
@@ -327,16 +329,16 @@ class Session:
             write_end(loop.start.run, loop.start.attempt, self._began, code, message)
         if self._error is None:
             ranks = loop.ranks
-            self._loop_made = self._joined = loop = None  # what holds a process group keeps its threads
+            self._loop_made = self._joined = loop = None  # references to a process group would keep its threads alive
             self._samplers.clear()
             ranks.close()
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder of a run, and those above it, where they are not there yet.
+    """Create a folder of a run and its missing parents.
 
     Raises:
-        RunFolderError, StorageError: it cannot be made.
+        RunFolderError, StorageError: if it cannot be created.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Find the run folder of a session. The launcher has made it, or rank 0 makes it and tells the other ranks its path.
+"""Find the run folder of a session. The launcher has created it, or rank 0 creates it and tells the other ranks its
+path.
 
 MUSTER_RESUME=RUN     continue this run
 torchrun restarts     continue the run of the same torchrun
@@ -35,7 +36,7 @@ GRACE_S: Final = 5.0  # between SIGTERM and SIGKILL of muster stop
 
 @dataclass(frozen=True)
 class Start:
-    """Where an attempt writes, and the checkpoint it begins from. `direct`: no supervisor writes its events."""
+    """Where an attempt writes, and the checkpoint it resumes from. `direct`: no supervisor writes its events."""
 
     run: RunDir
     attempt: int
@@ -44,10 +45,10 @@ class Start:
 
 
 def start(place: Place, ranks: Alone, runs: str | None, began: float) -> Start:
-    """Find or make the run folder: a collective, unless the launcher has said everything.
+    """Find or create the run folder: a collective, unless the launcher has set everything.
 
     Raises:
-        RunFolderError, StorageError: the folder cannot be found, made or written; on every rank.
+        RunFolderError, StorageError: on every rank, if the folder cannot be found, created or written.
     """
     if place.watched:
         assert place.run is not None
@@ -68,7 +69,7 @@ def start(place: Place, ranks: Alone, runs: str | None, began: float) -> Start:
 
 def _begin(place: Place, hosts: list[str], runs: str | None, began: float) -> Mapping[str, Any]:
     """Begin an attempt on rank 0."""
-    if place.run is not None:  # of an agent that does not watch this process: torchrun, say, is between them
+    if place.run is not None:  # an agent's run, but it does not watch this process: torchrun, say, is in between
         return {"run": str(place.run.path), "attempt": place.attempt, "resume": _record(newest(place.run))}
     root = runs_root(runs)
     run, resume = earlier_run(place, root), None
@@ -106,10 +107,10 @@ def _record(resume: Resume | None) -> Mapping[str, Any] | None:
 
 
 def earlier_run(place: Place, root: Path) -> RunDir | None:
-    """Return the run that this process continues; None: it begins a new one.
+    """Return the run that this process continues; None if it begins a new one.
 
     Raises:
-        NotFoundError: MUSTER_RESUME names no run.
+        NotFoundError: if MUSTER_RESUME names no run.
     """
     if given := os.environ.get(RESUME):
         return find_run(root, given, unique=True)
@@ -120,9 +121,9 @@ def earlier_run(place: Place, root: Path) -> RunDir | None:
 
 
 def launch_of(place: Place) -> str:
-    """Name what stays the same when torchrun or Slurm starts the ranks again; empty if nobody would."""
+    """Return a name that stays the same when torchrun or Slurm restarts the ranks; empty if neither would."""
     if place.launcher == TORCHRUN:
-        given = os.environ.get(TORCHRUN_ID, "none")  # torchrun's default, which says nothing
+        given = os.environ.get(TORCHRUN_ID, "none")  # torchrun's default, which identifies nothing
         return f"torchrun {given}" if given != "none" else f"torchrun {socket.gethostname()} {os.getppid()}"
     return f"slurm {job}" if (job := os.environ.get(SLURM_JOB)) else ""
 
@@ -133,5 +134,5 @@ def _recorded_launch(run: RunDir) -> str:
 
 
 def resume_line(run: RunDir) -> str:
-    """Spell the command that continues a run of its own."""
+    """Return the command that continues a run without a supervisor."""
     return f"{RESUME}={shlex.quote(str(run.path))} {shlex.join(sys.orig_argv)}"

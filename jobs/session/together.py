@@ -1,6 +1,6 @@
 """How the ranks of a session agree: about twice a second they exchange a few numbers.
 
-A session of several ranks makes a gloo group of its own beside the program's groups, so that an exchange waits for no
+A session of several ranks creates its own gloo group beside the program's groups, so that an exchange waits for no
 device and disturbs no collective of the program. A single rank exchanges nothing, and needs no torch.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from muster.jobs.world.world import World
 
-JOIN_S: Final = 600.0  # for the slowest rank to come: one may prepare data while the others wait
+JOIN_S: Final = 600.0  # timeout for the slowest rank: one may prepare data while the others wait
 
 
 class Alone:
@@ -29,14 +29,14 @@ class Alone:
     group = None
 
     def meet(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, in rank order; as many on each."""
+        """Return every rank's numbers, in rank order. All ranks pass the same count."""
         return [list(numbers)]
 
     def share(self, value: Any) -> Any:
-        """Return rank 0's value, which JSON can hold; raise it if it is a MusterError."""
+        """Return rank 0's value, which must be JSON; raise it if it is a MusterError."""
         if isinstance(value, MusterError):
             raise value
         return value
@@ -46,19 +46,20 @@ class Alone:
 
 
 class Together(Alone):
-    """Several ranks, over a gloo group of the session's own."""
+    """Several ranks, over the session's own gloo group."""
 
     def __init__(self, env: RankEnv) -> None:
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
             raise RefusedError(
-                f"session: torch.distributed is not initialized, by which the {env.world_size} ranks agree; "
+                f"session: the {env.world_size} ranks cannot agree, because torch.distributed is not initialized; "
                 "call torch.distributed.init_process_group() before run.state() and run.steps()"
             )
         if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
             raise RefusedError(
-                f"session: the environment says rank {env.rank} of {env.world_size}, init_process_group() was given "
+                f"session: the environment says rank {env.rank} of {env.world_size}, but init_process_group() was "
+                "given "
                 f"rank {dist.get_rank()} of {dist.get_world_size()}; give it the same numbers"
             )
         import torch
@@ -69,7 +70,7 @@ class Together(Alone):
         self.rank, self.size = env.rank, env.world_size
 
     def meet(self) -> None:
-        """Return when every rank has come here: a collective."""
+        """Wait until every rank has called this: a collective."""
         assert self.world is not None
         self.world.meet()
 
@@ -115,10 +116,10 @@ class Together(Alone):
 
 
 def own_group(env: RankEnv) -> "dist.ProcessGroup":
-    """Make a gloo group beside those of the program: a collective.
+    """Create a gloo group beside those of the program: a collective.
 
     Raises:
-        StartTimeoutError: a rank has not come here in time.
+        StartTimeoutError: if a rank has not called this in time.
     """
     from datetime import timedelta
 
@@ -131,7 +132,7 @@ def own_group(env: RankEnv) -> "dist.ProcessGroup":
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_S))
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise StartTimeoutError(
-            f"session: not every rank has come to its state within {JOIN_S:g} s (rank {env.rank} waited); "
+            f"session: not every rank has reached run.state() within {JOIN_S:g} s (rank {env.rank} waited); "
             "all ranks must call run.state() and run.steps(), or none"
         ) from error
     assert isinstance(group, dist.ProcessGroup)
@@ -143,6 +144,6 @@ def agree(env: RankEnv) -> Alone:
     """Return the ranks of this program: a collective.
 
     Raises:
-        RefusedError: there are several, and the program has not initialized torch.distributed.
+        RefusedError: if there are several, and the program has not initialized torch.distributed.
     """
     return Alone() if env.world_size == 1 else Together(env)

@@ -1,9 +1,9 @@
-"""Which keys of a `train:` section do not go together, and which have no effect: two tables.
+"""Tables of `train:` keys that conflict with each other, and of keys that have no effect.
 
-CONFLICTS   is read from the top; the first row that fits refuses the section, with the reason and what to do
-READERS     a key without effect would make a sweep compare equal runs, so it is refused, too. It is no mistake in two
-            places: a sweep over modes refuses a key only if none of its points reads it, and a run that is resumed in
-            another mode continues without it
+CONFLICTS   is searched from the top. The first matching row refuses the section, with the reason and the remedy.
+READERS     lists which settings read a key. A key without effect is refused as well, because a sweep over it would
+            compare equal runs. There are two exceptions: a sweep over modes refuses a key only if no point reads it,
+            and a run that is resumed in another mode ignores it.
 """
 
 from collections.abc import Callable
@@ -17,26 +17,26 @@ from muster.jobs.spec.rules import TrainRules
 
 Test = Callable[[TrainRules], bool]
 
-OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)  # the modes whose sums are ours
-# Why a step of a mode cannot be one CUDA graph: whatever the host decides while it is replayed. Other data-parallel
-# modes record a whole step, pipelines each forward and backward of a stage (`pipe/graphs.py`).
+OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)  # modes with Muster's own sums
+# Why a step of a mode cannot be recorded as one CUDA graph: the host has to act while the step runs. The other
+# data-parallel modes record a whole step. Pipelines record each forward and backward of a stage (`pipe/graphs.py`).
 THROUGH_THE_HOST: Final = {
     "gather_scatter": "rank 0 gathers by messages that the host starts",
     "ddp": "PyTorch's wrapper decides in the host which bucket is ready",
     "zero1": "its optimizer and its gathers are started by the host",
     "zero2": "its optimizer and its gathers are started by the host",
-    "zero3": "the host takes and gives back the memory of parameters within a step",
-    "tensor": "exchanges within its layers have not been recorded yet",
-    "fsdp": "the host takes and gives back the memory of parameters within a step",
+    "zero3": "the host allocates and frees the memory of parameters within a step",
+    "tensor": "recording the collectives within its layers is not supported yet",
+    "fsdp": "the host allocates and frees the memory of parameters within a step",
 }
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """One row: the test for settings that do not go together, and why they do not, with what to do.
+    """One row of CONFLICTS: a test that detects the conflict, and a message with the reason and the remedy.
 
-    `why` may name the settings as `{s.key}`, and as words `{mode}`, `{model}`, `{data}` and `{host}` (a reason of
-    THROUGH_THE_HOST).
+    `why` is a format string. It may use settings as `{s.key}`, and the words `{mode}`, `{model}`, `{data}` and `{host}`
+    (the reason in THROUGH_THE_HOST).
     """
 
     found: Test
@@ -68,7 +68,8 @@ ANY: Final = (
     ),
     Conflict(
         lambda s: bool(s.data.name == "python-source" or s.data.text) and not s.model.reads_tokens,
-        "data {data} is tokens, model {model} reads images; a made model says that it reads tokens by model.context",
+        "data {data} is tokens, model {model} reads images; if the function in model.make returns a model of tokens, "
+        "set model.context",
     ),
 )
 
@@ -79,7 +80,7 @@ RECORDED: Final = (
     ),
     Conflict(
         lambda s: s.model.dropout > 0.0,
-        "cuda_graph does not go with dropout: the host seeds every micro-batch anew; set dropout: 0",
+        "cuda_graph does not go with dropout: the host reseeds every micro-batch; set dropout: 0",
     ),
     Conflict(
         lambda s: s.optimizer.make is not None,
@@ -87,36 +88,37 @@ RECORDED: Final = (
     ),
     Conflict(
         lambda s: s.is_pipeline and s.splits_layers,
-        "cuda_graph does not go with tensor parallel: exchanges within layers have not been recorded yet; "
+        "cuda_graph does not go with tensor parallel: recording the collectives within layers is not supported yet; "
         "set cuda_graph: false",
     ),
     Conflict(
         lambda s: s.is_pipeline and _has_copies(s),
         "cuda_graph does not go with {s.parallel.data} data-parallel pipelines: gradients are averaged by hooks, "
-        "which a recorded backward does not call; set cuda_graph: false",
+        "and a recorded backward calls none; set cuda_graph: false",
     ),
     *(
         Conflict(
             lambda s, key=key: s.is_pipeline and getattr(s, key),  # type: ignore[misc]
-            f"cuda_graph does not go with {key}: what is recorded keeps its memory anyway; remove one of them",
+            f"cuda_graph does not go with {key}: a recorded graph keeps its memory anyway; remove one of them",
         )
         for key in ("activation_checkpointing", "layerwise")
     ),
     Conflict(
         lambda s: s.is_pipeline and s.exact and s.model.ties_head,
-        "cuda_graph does not go with exact where the head is the embedding: its gradients are heard of by hooks, "
-        "which a recorded backward does not call; write model: {{name: ..., tied: false}}, or remove one of them",
+        "cuda_graph does not go with exact if the head and the embedding share their weight: their gradients are "
+        "collected by hooks, and a recorded backward calls none; write model: {{name: ..., tied: false}}, "
+        "or remove one of them",
     ),
     Conflict(
         lambda s: s.exact and not s.is_pipeline,
-        "cuda_graph does not go with exact: the host keeps virtual ranks apart; remove one of them",
+        "cuda_graph does not go with exact: the host separates the virtual ranks; remove one of them",
     ),
 )
 
 SPLIT_LAYERS: Final = (
     Conflict(
         lambda s: s.model.is_vgg,
-        "model: {model}: tensor parallel splits the layers of a gpt, of a vgg it has no plan; "
+        "model: {model}: tensor parallel can split the layers of a gpt, but not those of a vgg; "
         "choose a gpt, or a data-parallel mode",
     ),
     Conflict(
@@ -136,15 +138,15 @@ SPLIT_LAYERS: Final = (
     ),
     Conflict(
         lambda s: s.zero == 3,
-        "zero: 3 by sync: {s.sync} does not go with tensor parallel, which splits parameters over ranks "
-        "itself; zero 0, 1 and 2 do",
+        "zero: 3 by sync: {s.sync} does not go with tensor parallel, which splits the parameters over ranks "
+        "itself; use zero: 0, 1 or 2",
     ),
 )
 
 SHARED_OUT: Final = (
     Conflict(
         lambda s: s.exact and s.accumulate == "sharded" and s.mode_name != "fsdp",
-        "accumulate: sharded sums every micro-batch over ranks, exact: true adds up on each rank first; "
+        "accumulate: sharded sums every micro-batch over the ranks, but exact: true sums on each rank first; "
         "set accumulate: local, or exact: false",
     ),
 )
@@ -153,17 +155,17 @@ LAYER_BY_LAYER: Final = (
     *(
         Conflict(
             lambda s, key=key: getattr(s, key),  # type: ignore[misc]
-            f"layerwise runs every layer by itself, without {key}; set {key}: false, or layerwise: false",
+            f"layerwise runs every layer separately, without {key}; set {key}: false, or layerwise: false",
         )
         for key in ("exact", "compile", "activation_checkpointing")
     ),
     Conflict(
         lambda s: s.communication_dtype is not None,
-        "layerwise sends gradients as they are; remove communication_dtype, or set layerwise: false",
+        "layerwise sends gradients in their own dtype; remove communication_dtype, or set layerwise: false",
     ),
     Conflict(
         lambda s: s.model.ties_head,
-        "layerwise frees every layer by itself, and this model's head is its embedding; "
+        "layerwise frees every layer separately, but the head of this model shares its weight with the embedding; "
         "write model: {{name: ..., tied: false}}, or set layerwise: false",
     ),
 )
@@ -176,21 +178,21 @@ PIPELINED: Final = (
     ),
     Conflict(
         _says_twice,
-        "microbatches: {s.microbatches} and parallel.microbatches: {s.parallel.microbatches} say "
-        "one thing twice; remove one of them",
+        "microbatches: {s.microbatches} and parallel.microbatches: {s.parallel.microbatches} set "
+        "the same thing; remove one of them",
     ),
     Conflict(
         lambda s: s.communication_dtype is not None,
-        "{mode} sends activations and gradients as they are; remove communication_dtype",
+        "{mode} sends activations and gradients in their own dtype; remove communication_dtype",
     ),
     Conflict(lambda s: s.compile, "{mode} does not go with compile yet; set compile: false"),
     Conflict(
         lambda s: s.layerwise and s.activation_checkpointing,
-        "layerwise runs every layer by itself, without activation_checkpointing; set one of them to false",
+        "layerwise runs every layer separately, without activation_checkpointing; set one of them to false",
     ),
     Conflict(
         lambda s: s.exact and s.virtual_ranks not in (None, 1),
-        "{mode} has one virtual rank, virtual_ranks is {s.virtual_ranks}; leave it out",
+        "{mode} has one virtual rank, but virtual_ranks is {s.virtual_ranks}; remove virtual_ranks",
     ),
     Conflict(
         lambda s: s.exact and _has_copies(s),
@@ -205,7 +207,8 @@ ROUNDED: Final = (
         f"communication_dtype needs one of the modes {OWN_SUMS}, got {{mode}}; remove it",
     ),
     Conflict(
-        lambda s: s.exact, "communication_dtype rounds what exact: true promises to the bit; remove one of the two"
+        lambda s: s.exact,
+        "communication_dtype rounds gradients, but exact: true guarantees the same bits; remove one of the two",
     ),
 )
 
@@ -221,7 +224,7 @@ CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
 
 
 def conflict(settings: TrainRules) -> str | None:
-    """Return why settings do not go together, and what to do; None when they do."""
+    """Return why these settings conflict and what to do, or None if they do not."""
     for applies, rows in CONFLICTS:
         row = next((row for row in rows if row.found(settings)), None) if applies(settings) else None
         if row is not None:
@@ -233,7 +236,7 @@ def conflict(settings: TrainRules) -> str | None:
 
 @dataclass(frozen=True)
 class Reader:
-    """One row: a key, the test for settings that read it, and who they are in words."""
+    """One row of READERS: a key, the test whether the settings read it, and a phrase that names those who do."""
 
     key: tuple[str, ...]
     reads: Callable[[TrainRules], bool]
@@ -293,7 +296,7 @@ READERS: Final = (
 
 
 def unread(settings: TrainRules) -> list[Unread]:
-    """List the keys that were given but have no effect."""
+    """List the given keys that have no effect."""
     found = []
     for row in READERS:
         *above, name = row.key
@@ -303,7 +306,7 @@ def unread(settings: TrainRules) -> list[Unread]:
         if section is None or name not in section.model_fields_set or row.reads(settings):
             continue
         places = {"augment": "on text", "final": "with schedule constant"}
-        places |= dict.fromkeys(("vocabulary", "context"), "with a made model on this data")
+        places |= dict.fromkeys(("vocabulary", "context"), "with a model from model.make on this data")
         where = places.get(name, f"in mode {split_text(settings)}")
         text = f"has no effect {where}; it is for {row.readers}"
         is_default = getattr(section, name) == type(section).model_fields[name].default

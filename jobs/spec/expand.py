@@ -1,4 +1,4 @@
-"""Expand a mode or `parallel:` for a number of ranks, and refuse what only that number shows."""
+"""Expand a mode or `parallel:` for a number of ranks, and refuse splits that do not fit that number."""
 
 import math
 from collections.abc import Sequence
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from muster.jobs.spec.split import ParallelSettings
     from muster.jobs.spec.train_fields import ModelSettings
 
-FILL: Final = 4  # micro-batches for each rank of a pipeline, where nobody says how many: 1f1b is idle 3 / 19 of 4 ranks
+# Default number of micro-batches per rank of a pipeline. With 4 ranks, 1f1b then idles 3 / 19 of the time.
+FILL: Final = 4
 
 
 def split_of(settings: "TrainRules", world_size: int) -> Parallel:
     """Expand mode or `parallel:` for a world size.
 
     Raises:
-        RefusedError: the split does not fit the world size.
+        RefusedError: if the split does not fit the world size.
     """
     given = settings.parallel
     if given is None:
@@ -35,7 +36,7 @@ def split_of(settings: "TrainRules", world_size: int) -> Parallel:
         factors = " x ".join(f"{name} {size}" for name, size in _degrees(given) if size > 1 or name == "data")
         raise RefusedError(
             f"train.parallel: {factors} makes {counted(parallel.world_size, 'rank')}, "
-            f"the job has {world_size}; set nodes and ranks_per_node to match"
+            f"but the job has {world_size}; set nodes and ranks_per_node to match"
         )
     return _filled(settings, parallel)
 
@@ -45,7 +46,7 @@ def _degrees(given: "ParallelSettings") -> Sequence[tuple[str, int]]:
 
 
 def _filled(settings: "TrainRules", parallel: Parallel) -> Parallel:
-    """Say into how many micro-batches a pipeline cuts its batch, and the model into how many slices a rank."""
+    """Fill in the number of micro-batches per batch and the number of model slices (chunks) per rank."""
     if not parallel.schedule:
         return parallel
     of_split = None if settings.parallel is None else settings.parallel.microbatches
@@ -57,7 +58,7 @@ def _filled(settings: "TrainRules", parallel: Parallel) -> Parallel:
 
 
 def split_text(settings: "TrainRules") -> str:
-    """Name the mode, or the split that is written out."""
+    """Return the name of the mode, or a text for the split given by `parallel:`."""
     given = settings.parallel
     if given is None:
         return settings.mode
@@ -71,19 +72,20 @@ def split_text(settings: "TrainRules") -> str:
 
 
 def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
-    """Refuse a pipeline that cannot be: before any rank is started.
+    """Refuse an impossible pipeline before any rank is started.
 
     Raises:
-        RefusedError: fewer layers than stages, cuts that make another number of stages, or too small a batch.
+        RefusedError: if there are fewer layers than stages, if `cut` gives another number of stages, or if the batch
+            is too small.
     """
     assert parallel.schedule
-    made = settings.model.make is not None  # its layers are known to the ranks only
+    made = settings.model.make is not None  # only the ranks know its layers
     layers, stages = [] if made else layer_names(settings.model), parallel.pipe * parallel.chunks
     if not made and stages > len(layers):
         slices = f" of {parallel.chunks} stages each" if parallel.chunks > 1 else ""
         key = f"mode: {settings.mode}" if settings.parallel is None else f"parallel: {parallel.schedule}"
         raise RefusedError(
-            f"train.{key}: {counted(parallel.pipe, 'rank')}{slices} make {stages} stages, the model has "
+            f"train.{key}: {counted(parallel.pipe, 'rank')}{slices} make {stages} stages, but the model has "
             f"{counted(len(layers), 'layer')}; use {_fewer_stages(parallel, len(layers))}, or a deeper model"
         )
     if not made and not isinstance(settings.cut, str):
@@ -106,7 +108,7 @@ def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
 
 
 def _fewer_stages(parallel: Parallel, layers: int) -> str:
-    """Say how many ranks, or slices a rank, so many layers are enough for."""
+    """Suggest how many ranks, or chunks per rank, the model has enough layers for."""
     ranks, chunks = layers // parallel.chunks, layers // parallel.pipe
     ways = [f"at most {counted(ranks, 'rank')}"] if ranks else []
     if parallel.schedule == "interleaved" and chunks > 1:
@@ -115,10 +117,11 @@ def _fewer_stages(parallel: Parallel, layers: int) -> str:
 
 
 def check_batch(settings: "TrainRules", parallel: Parallel) -> None:
-    """Refuse batches that cannot be dealt to virtual ranks.
+    """Refuse a batch that cannot be divided among the virtual ranks.
 
     Raises:
-        RefusedError: virtual ranks that the ranks do not divide, or too small a batch.
+        RefusedError: if the number of virtual ranks is not a multiple of the number of ranks, or the batch is too
+            small.
     """
     shards = settings.virtual_world_size(parallel.world_size)
     if shards % parallel.data:
@@ -137,10 +140,10 @@ def check_batch(settings: "TrainRules", parallel: Parallel) -> None:
 
 
 def first_layers(cut: Sequence[int | str], layers: Sequence[str]) -> list[int]:
-    """Return the numbers of layers that a list written by hand names, or numbers.
+    """Return the numbers of the layers in a hand-written list of numbers and names.
 
     Raises:
-        ValueError: there is no layer of a name.
+        ValueError: if a name is not a layer of the model.
     """
     for name in cut:
         if isinstance(name, str) and name not in layers:
@@ -149,7 +152,7 @@ def first_layers(cut: Sequence[int | str], layers: Sequence[str]) -> list[int]:
 
 
 def layer_names(model: "ModelSettings") -> list[str]:
-    """List a model's layers as `jobs/train/models` name them; stages are cut between them."""
+    """List the layers of a built-in model, named as in `jobs/train/models`. Stages begin between them."""
     if model.name in VGG_SHAPES:
         names, convolutions, pools = list[str](), 0, 0
         for width in VGG_SHAPES[model.name].layers:
@@ -166,12 +169,13 @@ def layer_names(model: "ModelSettings") -> list[str]:
 
 
 def check_tensor(settings: "TrainRules", parallel: Parallel) -> None:
-    """Refuse a model whose layers cannot be split over so many ranks: before any rank is started.
+    """Refuse a model whose layers cannot be split over this many tensor ranks, before any rank is started.
 
     Raises:
-        RefusedError: the ranks do not divide heads, d_ff, vocabulary or context; the message names those that would.
+        RefusedError: if heads, d_ff, vocabulary or context is not a multiple of the number of tensor ranks; the message
+            lists degrees that fit.
     """
-    if settings.model.make is not None:  # its layers are known to the ranks only
+    if settings.model.make is not None:  # only the ranks know its layers
         return
     shape = resolve_shape(settings.model, settings.model.vocabulary or GptShape.vocabulary)
     assert isinstance(shape, GptShape)

@@ -1,4 +1,4 @@
-"""`checkpoint:` and `restart:` of a job file: what is saved, and what a run does by itself when something fails."""
+"""`checkpoint:` and `restart:` of a job file: when to save, and how a run reacts to failures."""
 
 from typing import Annotated, Literal
 
@@ -9,10 +9,10 @@ from muster.jobs.spec.strict import NonNegative, Positive, Strict
 
 
 class CheckpointSettings(Strict):
-    """`checkpoint:` - when the state of a training is saved, and how much of it is kept.
+    """`checkpoint:` - when to save the state of a training job, and how many checkpoints to keep.
 
-    Without `every_steps` and `every_s` the interval follows from the measured stall and the failures so far (Young's
-    and Daly's formula, `jobs/checkpoint/interval.py`). The end of the training is always saved.
+    Without `every_steps` and `every_s`, the interval follows from how long a save stalls training and how often the run
+    has failed (Young and Daly, `jobs/checkpoint/interval.py`). The end of training is always saved.
     """
 
     every_steps: Positive | None = Field(None, description="steps between two saves", examples=[200])
@@ -33,11 +33,11 @@ class CheckpointSettings(Strict):
 
 
 class RestartSettings(Strict):
-    """`restart:` - what a run does by itself when a rank, a node or the allocation fails."""
+    """`restart:` - how a run reacts when a rank, a node or the allocation fails."""
 
-    max: NonNegative = Field(5, description="restarts of a run; preemptions are not counted")
-    min_nodes: Positive | None = Field(None, description="go on with as few nodes as this; default: all of them")
-    spares: NonNegative = Field(0, description="nodes beyond `nodes` that wait to replace a lost one")
+    max: NonNegative = Field(5, description="restarts per run; preemptions do not count")
+    min_nodes: Positive | None = Field(None, description="fewest nodes to continue with; default: all of them")
+    spares: NonNegative = Field(0, description="nodes beyond `nodes` that stand by to replace lost ones")
     backoff: Annotated[float, Field(ge=0.0)] = Field(
         0.5, description="seconds before the second restart in a row without a new checkpoint; doubles up to 60"
     )

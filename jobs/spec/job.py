@@ -1,7 +1,8 @@
-"""The typed job: what a job file says, with its defaults. Past `jobs/spec/load.py` there are no dicts and no defaults.
+"""The typed job: the contents of a job file, with its defaults. Code past `jobs/spec/load.py` sees no dicts or
+defaults.
 
-Every model refuses unknown keys and wrong types. What one model cannot know (line numbers, the world size, the
-kinds of job) is checked by its callers: `jobs/spec/load.py` and `jobs/hosts/placement.py`.
+Every model refuses unknown keys and wrong types. The callers check what one model cannot know: line numbers and kinds
+of job in `jobs/spec/load.py`, the world size in `jobs/hosts/placement.py`.
 """
 
 import re
@@ -26,10 +27,11 @@ VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _is_variable(name: str) -> str:
-    """Return a name that an environment variable can have in any shell, as POSIX says."""
+    """Check that a name is a valid POSIX environment variable, in any shell."""
     if not VARIABLE.fullmatch(name):
         raise ValueError(
-            f"a variable's name has letters, digits and _, and begins with no digit, got {name!r}; correct it"
+            f"the name of a variable has letters, digits and _, and does not begin with a digit, got {name!r}; "
+            "correct it"
         )
     return name
 
@@ -38,7 +40,7 @@ Variable = Annotated[str, AfterValidator(_is_variable)]
 
 
 class CommandSettings(Strict):
-    """`command:` - any program that reads torchrun's variables; started fresh on every rank."""
+    """`command:` - any program that reads torchrun's environment variables; every rank starts its own process."""
 
     argv: Annotated[list[Passable], Field(min_length=1)]
 
@@ -51,7 +53,9 @@ class CommandSettings(Strict):
 
 
 class Job(Strict):
-    """A whole job file. `kind` says which of `train`, `command`, `bench` the file gave; `settings` is that section."""
+    """A whole job file. `kind` is the section that the file gave (`train`, `command`, `bench`); `settings` is its
+    content.
+    """
 
     name: str = Field(
         "job",
@@ -107,7 +111,7 @@ class Job(Strict):
     def _can_be_saved(self) -> Self:
         if self.checkpoint is not None and self.kind not in ("train", "command"):
             raise ValueError(
-                f"checkpoint is for train: and command: jobs; Muster saves nothing of a {self.kind}: job: remove it"
+                f"checkpoint is for train: and command: jobs; Muster saves nothing of a {self.kind}: job; remove it"
             )
         return self
 
@@ -115,8 +119,8 @@ class Job(Strict):
     def _has_a_program(self) -> Self:
         if self.python is not None and self.kind not in ("", "command", "train"):
             raise ValueError(
-                f"python is for command: and train: jobs; the ranks of a {self.kind}: job run in Muster's own, which "
-                "interpreter in the site file names: remove it"
+                f"python is for command: and train: jobs; the ranks of a {self.kind}: job run in Muster's own Python, "
+                "which the site file sets as interpreter; remove it"
             )
         return self
 
@@ -132,7 +136,7 @@ class Job(Strict):
 
 @dataclass(frozen=True)
 class Unread:
-    """A key that was given but has no effect. `is_default`: its value is the default."""
+    """A key that was given but has no effect. `is_default`: its value equals the default."""
 
     key: tuple[str, ...]
     text: str
@@ -141,11 +145,11 @@ class Unread:
 
 @dataclass(frozen=True)
 class JobKind:
-    """One kind of job: the key in the file, the type of its section, and what a rank runs.
+    """One kind of job: its key in the file, the type of its section, and the code that a rank runs.
 
-    `entry` is "module:function" called with the payload of the start message in a process forked from the warm
-    one, or None for a program started fresh. `check(settings, world_size)` raises RefusedError. `unread(settings)`
-    lists the keys that have no effect.
+    `entry` is a "module:function", which a process forked from the warm one calls with the payload of the start
+    message. It is None for a program that each rank starts itself. `check(settings, world_size)` raises RefusedError.
+    `unread(settings)` lists the keys that have no effect.
     """
 
     key: str

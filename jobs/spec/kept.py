@@ -1,6 +1,6 @@
-"""The settings that must stay equal between a save and a resume, by the names that the job file has for them.
+"""The settings that must not change between a save and a resume, keyed by their names in the job file.
 
-Free to change are the number of ranks, the mode, the learning rate and its schedule, and how long to train.
+These may change: the number of ranks, the mode, the learning rate and its schedule, and the length of training.
 """
 
 import json
@@ -13,16 +13,20 @@ from muster.jobs.basics.sections import changed
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
-RANDOMNESS: Final = "keyed-1"  # of jobs/train/rng/keyed.py: another way to draw needs another name
+RANDOMNESS: Final = "keyed-1"  # version of jobs/train/rng/keyed.py; change it whenever the random numbers change
 KEPT: Final = "kept"
 DATA: Final = "train.data"
-FREE: Final = ("units", "plan")  # of train.model
-CODE: Final = "code"  # the sha256 of the user's files, which may change
+FREE: Final = ("units", "plan")  # keys of train.model that may change
+CODE: Final = "code"  # the SHA-256 of the user's files; they may change
 VIRTUAL_RANKS: Final = "train.virtual_ranks"  # 0: not exact
 
 
 def kept_settings(settings: "TrainSettings", *, samples: int, virtual_ranks: int) -> dict[str, Any]:
-    """Return what must stay equal, but for the data itself, which only ranks have read; `samples` of an epoch."""
+    """Return the settings that must not change, except those of the data, which only ranks can read.
+
+    Args:
+        samples: the number of samples in an epoch.
+    """
     return {
         "train.model": {key: value for key, value in changed(settings.model).items() if key not in FREE},
         "train.precision": settings.precision,
@@ -36,10 +40,10 @@ def kept_settings(settings: "TrainSettings", *, samples: int, virtual_ranks: int
 
 
 def require_settings(found: Any, settings: "TrainSettings", where: str) -> None:
-    """Compare what a checkpoint was saved with to a job that nobody has begun yet.
+    """Compare the settings of a checkpoint with those of a job that has not started.
 
     Raises:
-        RefusedError: as `require_kept`.
+        RefusedError: as for `require_kept`.
     """
     data = found.get(DATA) if isinstance(found, Mapping) else None
     samples = data.get("samples") if isinstance(data, Mapping) else None
@@ -48,17 +52,17 @@ def require_settings(found: Any, settings: "TrainSettings", where: str) -> None:
 
 
 def require_kept(found: Any, wanted: Mapping[str, Any], where: str) -> None:
-    """Compare what a checkpoint was saved with to what the job says now.
+    """Compare the settings of a checkpoint with those of the job.
 
     Raises:
-        RefusedError: they differ; names the first setting that does, what was found and what is wanted.
+        RefusedError: if they differ; names the first setting that does, with both values.
     """
     if not isinstance(found, Mapping):
-        raise RefusedError(f"{where}: it does not say what it was saved with; it is not of this version of Muster")
+        raise RefusedError(f"{where}: it does not list its settings, so another version of Muster wrote it")
     for name, now in wanted.items():
         before = found.get(name)
         if name == VIRTUAL_RANKS and not (before and now):
-            continue  # exact or not is a way to compute; only one number of virtual ranks sums like another attempt's
+            continue  # exact or not may change; if both are exact, the number of virtual ranks sets the order of sums
         if before != now:
             raise RefusedError(
                 f"{where}: it was saved with {difference(name, before, now)}; "
@@ -67,7 +71,7 @@ def require_kept(found: Any, wanted: Mapping[str, Any], where: str) -> None:
 
 
 def difference(name: str, before: Any, now: Any) -> str:
-    """Say how two values differ; of two groups of settings only what differs in them."""
+    """Describe how two values differ. Of two mappings, show only the keys that differ."""
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
         return f"{name} {_spelt(before)}, the job has {_spelt(now)}"
     keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]

@@ -1,7 +1,7 @@
-"""Read a job file into a typed Job: all that is wrong with it at once, each with file, line, key and nearest name.
+"""Load a job file into a typed Job. All errors are reported at once, each with file, line, key and nearest valid name.
 
-A relative `workdir` or `{text: PATH}` is taken from the job file's own folder, or from the working folder if `--set`
-gave it; both are absolute in the Job. Without `name`, the file's name is the job's.
+A relative `workdir` or `{text: PATH}` is relative to the folder of the job file, or to the working directory if `--set`
+gave it. Both are absolute in the Job. A job without `name` is named after its file.
 """
 
 import json
@@ -25,16 +25,16 @@ EXAMPLES: Final = Path(__file__).parents[1] / "examples"
 COMMAND: Final = EXAMPLES / "command.yaml"
 PROGRAMS: Final = {".py": "python", ".sh": "bash"}
 
-# Filled in from the section that the file gives, never keys of the file.
+# These fields are filled in from the section in the file; they are not keys of the file.
 DERIVED: Final = ("kind", "settings")
 PATHS: Final[tuple[KeyPath, ...]] = (("workdir",), ("train", "data", "text"))
 
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job, and the YAML that stands for it: the file with overrides, name and absolute paths written in.
+    """A job, and its YAML text: the file with overrides, name and absolute paths filled in.
 
-    `unread` maps every key that has no effect to its mistake; those whose value is the default one are in `idle`, too.
+    `unread` maps every key that has no effect to its mistake. `idle` has those of them whose value is the default.
     """
 
     job: Job
@@ -45,14 +45,14 @@ class LoadedJob:
 
     @property
     def typed_paths(self) -> list[str]:
-        """Overrides that repeat the paths which were given by --set, absolute: for a command in another folder."""
+        """The paths that were given by --set, as overrides with absolute paths, for a command run in another folder."""
         given = [key for key in PATHS if not self.document.place(key).line]
         values = {key: value for key in given if isinstance(value := _value(self.document, key), str)}
         return [f"{yamlfile.spell(key)}={json.dumps(value)}" for key, value in values.items()]
 
     @property
     def dropped(self) -> list[Mistake]:
-        """The keys that would have changed something if they had been read."""
+        """The unread keys with a value other than the default: the user expected an effect."""
         return [mistake for key, mistake in self.unread.items() if key not in self.idle]
 
 
@@ -64,19 +64,20 @@ def load_job(
     text: str | None = None,
     allow_unread: bool = False,
 ) -> LoadedJob:
-    """Load a job file, with `--set` overrides (`a.b=c`, `c` read as YAML) written over it.
+    """Load a job file and apply the `--set` overrides (`a.b=c`, where `c` is YAML).
 
-    `text` is what it holds where there is no such file: then `path` is what its mistakes are said of. `allow_unread`
-    accepts keys without effect, for the caller to report.
+    Args:
+        text: the content, if there is no file; messages then use `path` as its name.
+        allow_unread: accept keys without effect and leave it to the caller to report them.
 
     Raises:
-        JobFileError: the file is missing or wrong; one line per mistake.
-        UsageError: an override is not of the form `a.b=c`.
+        JobFileError: if the file is missing or wrong; one line per mistake.
+        UsageError: if an override is not of the form `a.b=c`.
     """
     if text is None and path.suffix in PROGRAMS:
         program = yamlfile.flow([PROGRAMS[path.suffix], str(path)])
         raise JobFileError(
-            f"{path}: is a program, wanted a job file; write one with command: {program}, as in {_short(COMMAND)}"
+            f"{path}: is a program, expected a job file; write one with command: {program}, as in {_short(COMMAND)}"
         )
     try:
         document = yamlfile.read(path) if text is None else yamlfile.parse(text, str(path)).without_lines()
@@ -89,7 +90,7 @@ def load_job(
     _make_absolute(document, path.parent.absolute())
     job = _build(document, raw, kinds)
     document.raise_mistakes()
-    assert job is not None, "a job that could not be built left no mistake"
+    assert job is not None, "the job is invalid, but no mistake was recorded"
     loaded = LoadedJob(job, yamlfile.dump(raw), document, *_unread(document, job, kinds))
     if not allow_unread:
         document.mistakes += [replace(each, text=f"{each.text}; remove it") for each in loaded.dropped]
@@ -98,7 +99,7 @@ def load_job(
 
 
 def _unread(document: Document, job: Job, kinds: Sequence[JobKind]) -> tuple[dict[KeyPath, Mistake], set[KeyPath]]:
-    """Return the keys without effect, each with its mistake, and those of them that have the default value."""
+    """Return the keys without effect with their mistakes, and the subset of keys that have the default value."""
     found: dict[KeyPath, Mistake] = {}
     idle = set[KeyPath]()
     for each in next(kind.unread for kind in kinds if kind.key == job.kind)(job.settings):
@@ -109,12 +110,12 @@ def _unread(document: Document, job: Job, kinds: Sequence[JobKind]) -> tuple[dic
 
 
 def job_keys(kinds: Sequence[JobKind]) -> list[str]:
-    """List the keys that may stand at the top of a job file."""
+    """List the keys that are valid at the top of a job file."""
     return [key for key in Job.model_fields if key not in DERIVED] + [kind.key for kind in kinds]
 
 
 def _build(document: Document, raw: dict[str, Any], kinds: Sequence[JobKind]) -> Job | None:
-    """Check the section of the kind and the keys around it, each by its model."""
+    """Validate the section of the kind and the keys around it, each with its own model."""
     valid = job_keys(kinds)
     by_key = {kind.key: kind for kind in kinds}
     given = [by_key[key] for key in raw if key in by_key]
@@ -128,12 +129,12 @@ def _build(document: Document, raw: dict[str, Any], kinds: Sequence[JobKind]) ->
     settings = sections[0] if sections else None
     around = {key: raw[key] for key in raw if key in Job.model_fields and key not in DERIVED}
     around["kind"] = given[0].key if given else ""
-    around["settings"] = settings or CommandSettings(argv=["a section that fits, to check the rest"])
+    around["settings"] = settings or CommandSettings(argv=["a valid section, so that the rest can be checked"])
     return mistakes.check(Job, around, document)
 
 
 def _section(document: Document, value: Any, kind: JobKind, above: Sequence[str]) -> Any:
-    """Build the settings of a kind; a command is written as a list."""
+    """Build the settings of a kind. A command is written as a list."""
     if kind.settings is not CommandSettings:
         return mistakes.check(kind.settings, value, document, (kind.key,), above=above)
     if isinstance(value, list):
@@ -151,20 +152,20 @@ def _section(document: Document, value: Any, kind: JobKind, above: Sequence[str]
 def _complain_of_kinds(document: Document, given: list[str], all_keys: list[str]) -> None:
     wanted = ", ".join(all_keys)
     if given:
-        document.complain((given[-1],), f"{' and '.join(given)} are both given; wanted exactly one of {wanted}")
+        document.complain((given[-1],), f"{' and '.join(given)} are both given; expected exactly one of {wanted}")
     elif not any("did you mean" in mistake.text and len(mistake.path) == 1 for mistake in document.mistakes):
-        document.complain((), f"no section says what to run; wanted exactly one of {wanted}")
+        document.complain((), f"no section says what to run; expected exactly one of {wanted}")
 
 
 def _named(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Give a nameless job the name of its file, as far as a name can hold it."""
+    """Name a nameless job after its file; characters that a name may not have become `-`."""
     if "name" in raw:
         return raw
     return {"name": as_name(path.stem), **raw}
 
 
 def as_name(title: str) -> str:
-    """Return a title as far as the name of a job can hold it."""
+    """Turn a title into a valid job name: replace or drop the characters that are not allowed."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", title).lstrip("._-")[:64] or "job"
 
 
@@ -188,7 +189,7 @@ def _value(document: Document, path: KeyPath) -> Any:
 
 
 def _examples_hint(path: Path) -> str:
-    """Name the file that was probably meant: beside the missing one, or among the examples."""
+    """Suggest a file with a similar name, beside the missing one or among the examples."""
     beside = [*path.parent.glob("*.yaml"), *path.parent.glob("*.yml")]
     examples = sorted(EXAMPLES.glob("*.yaml"))
     stems = {candidate.stem: candidate for candidate in (*examples, *beside)}

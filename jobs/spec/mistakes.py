@@ -1,4 +1,4 @@
-"""What a typed model refuses, in our words: each error of pydantic becomes one mistake at a key of the file.
+"""Translate pydantic's validation errors into Muster's wording: one mistake per key of the file.
 
 nodes: must be a whole number, got 'two'
 train.optimzer: unknown key; did you mean 'optimizer'?
@@ -56,13 +56,14 @@ def check(
     written: Any = None,
     above: Sequence[str] = (),
 ) -> Model | None:
-    """Build `model` from a section of a document, or add what is wrong with it to the document's mistakes.
+    """Build `model` from a section of a document, or add the errors to the document's mistakes.
 
-    `written` is the section as the file has it, where the caller has wrapped it; `above` are the keys that may stand
-    at the top of the file.
+    A model compares its keys with each other only once each key is valid by itself. So unknown keys are first reported,
+    then removed, and the rest is validated again: all errors are reported in one pass.
 
-    A model compares its keys with one another only when each is right by itself. So what it refuses is first told,
-    then left out where it is merely unknown, and the rest is checked again: one pass tells all.
+    Args:
+        written: the section as it is in the file, if the caller wrapped it.
+        above: the keys that are valid at the top of the file.
     """
     try:
         return model.model_validate(section)
@@ -75,7 +76,7 @@ def check(
         try:
             model.model_validate(_without(section, [path[len(prefix) :] for path in unknown]))
         except ValidationError as error:
-            # A misspelt key may be the very one that its own level lacks: that level is told at the next try.
+            # A misspelt key may be the one its level lacks, so that level's errors are reported in the next run.
             levels = {path[:-1] for path in unknown}
             later = [item for item in error.errors() if _locate(item, written, prefix) not in levels | told]
             _tell(later, model, written, document, prefix, above)
@@ -83,7 +84,7 @@ def check(
 
 
 def section_model(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
-    """Return the model of the section at `path` below `model`, or None when no section stands there."""
+    """Return the model of the section at `path` below `model`, or None if that is not a section."""
     current = model
     for part in path:
         field = current.model_fields.get(str(part))
@@ -117,7 +118,7 @@ def _tell(
     within = {path[:length] for path in by_path for length in range(len(path))}
     for path, group in by_path.items():
         if path in within and all(_wanted(error) for error in group):
-            continue  # a union: the member that the file means was judged item by item, the others want another type
+            continue  # a union: errors of the items come from the member meant; other members want another type
         if group[0]["type"] == "extra_forbidden":
             text = _unknown_within(path, model, prefix, above)
         else:
@@ -127,7 +128,7 @@ def _tell(
 
 
 def _unknown_within(path: KeyPath, model: type[BaseModel], prefix: KeyPath, above: Sequence[str]) -> str:
-    """Say that a key of a section is unknown, or that it is one of a section around this one: there it belongs."""
+    """Say that a key is unknown, or that it belongs to one of the sections around this one."""
     key, owner = str(path[-1]), section_model(model, path[len(prefix) : -1])
     for length in range(len(path) - 2, len(prefix) - 1, -1):
         around = section_model(model, path[len(prefix) : length])
@@ -139,18 +140,18 @@ def _unknown_within(path: KeyPath, model: type[BaseModel], prefix: KeyPath, abov
 
 
 def misplaced(place: str) -> str:
-    """Say that a key is known, but elsewhere."""
+    """Say that a key is valid elsewhere."""
     return f"unknown key here; it belongs to {place}, move it there"
 
 
 def unknown_key(key: str, valid: Sequence[str]) -> str:
-    """Say that a key is unknown, with the nearest valid one, or all of them when none is near."""
+    """Say that a key is unknown, with the nearest valid key, or all valid keys if none is near."""
     near = did_you_mean(key, valid)
     return f"unknown key{near}" if near else f"unknown key; valid here: {', '.join(valid) or 'none'}"
 
 
 def _locate(error: ErrorDetails, written: Any, prefix: KeyPath) -> KeyPath:
-    """Return the key an error is about. What pydantic adds to it (the name of a union's member) is left out."""
+    """Return the path of the wrong key. Parts that pydantic adds (the name of a union's member) are dropped."""
     path, value = list(prefix), written
     location = error["loc"]
     for position, part in enumerate(location):
@@ -165,7 +166,7 @@ def _locate(error: ErrorDetails, written: Any, prefix: KeyPath) -> KeyPath:
 
 
 def _in_our_words(group: list[ErrorDetails], override: tuple[str, str] | None) -> str:
-    """Say what was found and wanted. Several errors at one key are the members of a union, none of which fitted."""
+    """Say what was expected and found. Several errors at one key mean that no member of a union fitted."""
     error = next((item for item in group if item["type"] in LIMITS), group[0])
     kind, context, found = error["type"], error.get("ctx", {}), error["input"]
     if kind == "missing":
@@ -194,7 +195,7 @@ def _wanted(error: ErrorDetails) -> str | None:
 
 
 def _override(document: Document, path: KeyPath) -> tuple[str, str] | None:
-    """Return both sides of the `--set` that gave exactly this key."""
+    """Return key and value of the `--set` that gave exactly this key, else None."""
     origin, equals, text = document.place(path).origin.partition("=")
     return (spell(path), text) if equals and origin == f"--set {spell(path)}" else None
 
@@ -204,7 +205,7 @@ def _advice(group: list[ErrorDetails], found: Any, override: tuple[str, str] | N
     if "string_type" in kinds and isinstance(found, (bool, int, float)) and "int_type" not in kinds:
         if override is None:
             return "; put it in quotes"
-        # A shell eats quotes: the whole needs a pair of its own.
+        # The shell removes quotes, so the whole argument needs its own pair.
         key, text = override
         return f"; write --set {shlex.quote(f'{key}={json.dumps(text)}')}"
     if "bool_type" in kinds and str(found).lower() in ("yes", "no", "on", "off"):
@@ -216,12 +217,12 @@ def _advice(group: list[ErrorDetails], found: Any, override: tuple[str, str] | N
 
 
 def _plain(number: float) -> str:
-    """Write 1.0 as 1: a limit reads the same for whole numbers and others."""
+    """Write 1.0 as 1, so that limits look the same for integers and floats."""
     return str(int(number)) if number == int(number) else str(number)
 
 
 def _without(section: Any, paths: list[KeyPath]) -> Any:
-    """Copy a section without the keys at `paths`, which are all there."""
+    """Copy a section without the keys at `paths`, all of which exist."""
     pruned = copy.deepcopy(section)
     for path in paths:
         parent = pruned

@@ -1,11 +1,11 @@
-"""Modes: how training is split. Each is a row that expands to one frozen `Parallel`; the loop sees only that.
+"""Modes: how training is split. Each mode is a table row that expands to one frozen `Parallel`, all that the loop sees.
 
-`exactness` is the class that `muster verify` holds a mode to, against one process on the same shards:
+`exactness` is the class that `muster verify` tests a mode for, compared with one process on the same shards:
     bitwise   every parameter, buffer and loss has the same bits
-    tight     gradients are summed in another order: equal within a bound, all else to the bit
-    near      sums within the forward and the backward too are taken in another order: equal within what rounding
-              makes of such a step
-A pipeline is compared with one process that takes the same micro-batches one after another.
+    tight     gradients are summed in another order: they agree within a bound, and everything else is bitwise equal
+    near      sums within the forward and backward are also taken in another order: they agree within the rounding
+              error of such a step
+A pipeline is compared with one process that runs the same micro-batches one after another.
 """
 
 import math
@@ -23,12 +23,12 @@ Exactness = Literal["bitwise", "tight", "near"]
 
 @dataclass(frozen=True)
 class Parallel:
-    """The degrees of a split: their product is the world size.
+    """The degrees of a split. Their product is the world size.
 
-    `zero` is the stage of ZeRO: what data-parallel ranks share out instead of each having all of it (1: optimizer
-    state, 2: and gradients, 3: and parameters). `sync` says how: `sharded` is ours, `fsdp` PyTorch's. `pipe` ranks
-    have a slice of the layers each, and run `microbatches` of a batch in the order of `schedule` ("": no pipeline).
-    `tensor` ranks have a part of every layer each.
+    `zero` is the ZeRO stage: what data-parallel ranks shard instead of replicating (1: optimizer state, 2: also
+    gradients, 3: also parameters). `sync` is the implementation: `sharded` is Muster's, `fsdp` is PyTorch's. Each of
+    the `pipe` ranks has a slice of the layers, and runs `microbatches` of a batch in the order of `schedule` ("": no
+    pipeline). Each of the `tensor` ranks has a part of every layer.
     """
 
     data: int = 1
@@ -42,11 +42,11 @@ class Parallel:
 
     @property
     def world_size(self) -> int:
-        """Ranks that this split needs."""
+        """The number of ranks that this split needs."""
         return self.data * self.pipe * self.tensor
 
     def places(self, rank: int) -> dict[str, int]:
-        """Return the place of a rank in every degree above 1, as `pipe.mesh` numbers ranks."""
+        """Return the index of a rank along every axis above 1. Ranks are numbered as in `pipe.mesh`."""
         at = {
             "pipe": rank // (self.data * self.tensor),
             "data": rank // self.tensor % self.data,
@@ -57,7 +57,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Mode:
-    """One row: the split it expands to for a world size, what it promises, and what it does in a phrase."""
+    """One row: how it expands for a world size, its exactness, and a phrase that describes it."""
 
     name: str
     expand: Callable[[int], Parallel]
@@ -69,7 +69,7 @@ class Mode:
 def _single(world_size: int) -> Parallel:
     if world_size != 1:
         raise RefusedError(
-            f"train.mode: single runs on one rank, this job has {world_size}; set nodes: 1 and ranks_per_node: 1, "
+            f"train.mode: single runs on one rank, but this job has {world_size}; set nodes: 1 and ranks_per_node: 1, "
             "or choose a data-parallel mode"
         )
     return Parallel()
@@ -88,14 +88,14 @@ def _tensor(world_size: int) -> Parallel:
 
 
 def _bitwise_up_to(ranks: float, beyond: Exactness) -> Callable[[int], Exactness]:
-    """Return the promise of equal bits for so many ranks, and of less for more."""
+    """Return an exactness that is bitwise for at most `ranks` ranks, and `beyond` for more."""
     return lambda world_size: "bitwise" if world_size <= ranks else beyond
 
 
 _BITWISE: Final = _bitwise_up_to(math.inf, "bitwise")
-_UP_TO_TWO: Final = _bitwise_up_to(2, "tight")  # a sum in unknown order: a + b commutes, a + b + c does not associate
+_UP_TO_TWO: Final = _bitwise_up_to(2, "tight")  # order of sums unknown: a + b commutes, a + b + c is not associative
 _ALONE: Final = _bitwise_up_to(1, "tight")  # gradients are divided before they are summed: two ranks may differ
-_ALONE_NEAR: Final = _bitwise_up_to(1, "near")  # layers are split: activations are rounded otherwise, and what follows
+_ALONE_NEAR: Final = _bitwise_up_to(1, "near")  # layers are split: activations and all that follows round differently
 TENSOR: Final = "tensor"
 MODES: Final[dict[str, Mode]] = {
     mode.name: mode
@@ -130,54 +130,54 @@ MODES: Final[dict[str, Mode]] = {
             _data_parallel("sharded", 1),
             _ALONE,
             True,
-            "each rank steps its share of the parameters, and has the optimizer's state for no other",
+            "each rank updates its share of the parameters and keeps only their optimizer state",
         ),
         Mode(
             "zero2",
             _data_parallel("sharded", 2),
             _ALONE,
             True,
-            "and keeps its share of the gradients alone",
+            "zero1, and each rank keeps only its share of the gradients",
         ),
         Mode(
             "zero3",
             _data_parallel("sharded", 3),
             _ALONE,
             True,
-            "and of the parameters, which are gathered block by block when they are needed",
+            "zero2, and of the parameters, which are gathered block by block when needed",
         ),
         Mode("fsdp", _data_parallel("fsdp", 3), _ALONE, False, "PyTorch's fully_shard, block by block"),
-        Mode("model", _pipeline("model"), _BITWISE, True, "a slice of the layers on each rank, one at work"),
-        Mode("gpipe", _pipeline("gpipe"), _BITWISE, True, "and micro-batches: all forwards, then all backwards"),
+        Mode("model", _pipeline("model"), _BITWISE, True, "slices of the layers on the ranks, one active at a time"),
+        Mode("gpipe", _pipeline("gpipe"), _BITWISE, True, "in micro-batches: all forwards, then all backwards"),
         Mode(
             "1f1b",
             _pipeline("1f1b"),
             _BITWISE,
             True,
-            "a forward and a backward in turn, which holds no more micro-batches than there are ranks",
+            "alternates a forward and a backward, so a rank holds at most as many micro-batches as there are ranks",
         ),
         Mode(
             "interleaved",
             _pipeline("interleaved"),
             _BITWISE,
             True,
-            "the same with several slices a rank, for shorter waits at both ends",
+            "1f1b with several slices per rank, for less idle time at both ends",
         ),
         Mode(
             "zb1p",
             _pipeline("zb1p"),
             _ALONE,
             True,
-            "1f1b whose waits are filled with the gradients of weights",
+            "1f1b that fills idle time with the gradients of weights",
         ),
         Mode(
             "zbv",
             _pipeline("zbv"),
             _ALONE,
             True,
-            "the same with two slices a rank, down the ranks and up again",
+            "zb1p with two slices per rank: down the ranks and up again",
         ),
-        Mode(TENSOR, _tensor, _ALONE_NEAR, False, "a part of every layer on each rank: of a GPT"),
+        Mode(TENSOR, _tensor, _ALONE_NEAR, False, "a part of every layer of a GPT on each rank"),
     )
 }
 SHARDED: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).zero)
@@ -185,9 +185,10 @@ PIPELINES: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).
 
 
 def mode_of(split: Parallel) -> str:
-    """Return the mode that a split which is written out goes by.
+    """Return the mode whose rules apply to a split given by `parallel:`.
 
-    That is its schedule, else that its layers are split, else how it shares gradients.
+    That is its schedule if it has one, else `tensor` if layers are split, else the mode with the same `sync` and
+    `zero`.
     """
     wanted = (split.sync, split.zero)
     if split.schedule:

@@ -1,4 +1,4 @@
-"""`--set a.b=c`: write one value over a document. The value is YAML; the path is made where it is missing."""
+"""`--set a.b=c`: write one value over a document. The value is YAML. Missing parents are created."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from muster.jobs.spec.yamlfile import Document, KeyPath, Mistake, Place
 
 
 def apply_override(document: Document, override: str, kinds: Sequence[JobKind]) -> None:
-    """Write an override over the document; what it touches is from then on said to come from it.
+    """Write an override over the document. Later messages about these keys name the override as their place.
 
-    An item of a list is named by its number from 0, and the number after the last adds one.
+    An item of a list is selected by its index from 0. The index after the last appends an item.
 
     Raises:
-        UsageError: the override is not of the form `a.b=c`.
+        UsageError: if the override is not of the form `a.b=c`.
     """
     spelt, equals, text = override.partition("=")
     keys = spelt.split(".")
@@ -39,7 +39,7 @@ def apply_override(document: Document, override: str, kinds: Sequence[JobKind]) 
 
 
 def _descend(document: Document, keys: list[str], place: Place, kinds: Sequence[JobKind]) -> tuple[Any, KeyPath]:
-    """Walk to the parent of the last key, making mappings where there is none."""
+    """Walk to the parent of the last key, creating missing mappings."""
     parent: Any = document.mapping()
     path: KeyPath = ()
     for key in keys[:-1]:
@@ -47,7 +47,7 @@ def _descend(document: Document, keys: list[str], place: Place, kinds: Sequence[
         path = (*path, index)
         child = parent.get(index) if isinstance(parent, dict) else parent[index]
         if not isinstance(child, (dict, list)):
-            # `model: vgg11` is short for `model: {name: vgg11}`, and train.model.bias=true adds to it.
+            # `model: vgg11` is short for `model: {name: vgg11}`, so train.model.bias=true extends that mapping.
             child = {"name": child} if isinstance(child, str) and _has_name(path, kinds) else {}
             parent[index] = child
             document.places[path] = place
@@ -56,16 +56,16 @@ def _descend(document: Document, keys: list[str], place: Place, kinds: Sequence[
 
 
 def _index(parent: Any, key: str, path: KeyPath, *, may_append: bool = False) -> str | int:
-    """Return a key as it indexes its parent."""
+    """Convert a key to the index of its parent: text for a mapping, an integer for a list."""
     if isinstance(parent, dict):
         return key
     if key.isdecimal() and len(key) <= MOST_DIGITS and int(key) < len(parent) + may_append:
         return int(key)
-    raise JobFileError(f"{yamlfile.spell(path)} is a list of {len(parent)}, counted from 0; wanted a number of it")
+    raise JobFileError(f"{yamlfile.spell(path)} is a list of {len(parent)}, counted from 0; give such a number")
 
 
 def _has_name(path: KeyPath, kinds: Sequence[JobKind]) -> bool:
-    """Tell whether a word at this path is short for a mapping with a name."""
+    """Return True if a word at this path is short for a mapping with a name."""
     kind = next((kind for kind in kinds if kind.key == path[0]), None)
     model = mistakes.section_model(kind.settings, path[1:]) if kind else None
     return model is not None and "name" in model.model_fields

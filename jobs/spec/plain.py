@@ -1,8 +1,8 @@
-"""A checked job as plain values, for ranks whose Python has torch and neither pydantic nor yaml.
+"""A checked job as plain values, for ranks whose Python has torch but neither pydantic nor yaml.
 
-The launcher spells the job (`spelled`), a rank reads it back (`plain_job`). A section is spelled as
+The launcher serializes the job (`spelled`) and a rank reads it back (`plain_job`). A section is serialized as
 
-    values    {key: value}, the default where the file gives none
+    values    {key: value}, with defaults filled in
     sections  {key: a section within this one}
     given     keys that the file gives
     changed   keys whose value is not the default
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from muster.jobs.spec.job import Job
 
-OF_RANKS: Final = ("name", "start_timeout_s", "checkpoint", "settings")  # what ranks read of a job
+OF_RANKS: Final = ("name", "start_timeout_s", "checkpoint", "settings")  # the keys of a job that ranks read
 
 
 class PlainModel(PlainSection, ModelRules):
@@ -34,7 +34,7 @@ CLASSES: Final[Mapping[str, type[PlainSection]]] = {"settings": PlainTrain, "mod
 
 
 def spelled(job: "Job") -> dict[str, Any]:
-    """Spell the part of a `train:` job that ranks read."""
+    """Serialize the part of a `train:` job that ranks read."""
     return _spelled(job, OF_RANKS)
 
 
@@ -49,7 +49,7 @@ def _spelled(section: "BaseModel", keys: Collection[str]) -> dict[str, Any]:
 
 
 def plain_job(record: Mapping[str, Any]) -> "Job":
-    """Read back what `spelled` returned."""
+    """Read back the result of `spelled`."""
     return cast("Job", _section("", record))
 
 

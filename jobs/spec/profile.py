@@ -1,4 +1,4 @@
-"""`train.profile` of a job file: whether, and which steps of every rank are recorded."""
+"""`train.profile` of a job file: which steps of every rank to record, if any."""
 
 from typing import Annotated, Any, Final
 
@@ -10,14 +10,14 @@ MOST_STEPS: Final = 100  # a trace grows by megabytes with every step
 
 
 def _or_bool(schema: dict[str, Any]) -> None:
-    """Let an editor take `true` and `false` where the mapping may stand."""
+    """Let an editor accept `true` and `false` in place of the mapping."""
     mapping = dict(schema)
     schema.clear()
     schema |= {"title": mapping.pop("title"), "anyOf": [{"type": "boolean"}, mapping]}
 
 
 class ProfileSettings(Strict):
-    """`profile:` - true, false, or which steps and what of them; a mapping means true."""
+    """`profile:` - true, false, or a mapping (which means true) that selects the steps and what to record."""
 
     model_config = ConfigDict(json_schema_extra=_or_bool)
 

@@ -1,4 +1,4 @@
-"""`python:` of a job or site file: the Python of the ranks, as a path, a name on PATH, or several words."""
+"""`python:` of a job or site file: the Python of the ranks, as a path, a name on PATH, or a list of words."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,12 +31,12 @@ Python = Annotated[
 
 
 def words_of(python: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the words that start this Python."""
+    """Return the command line words that start this Python."""
     return (python,) if isinstance(python, str) else tuple(python)
 
 
 def absolute(python: Any, folder: Path) -> Any:
-    """Make the program absolute if it is a path, taken from `folder`; a value of another type stays, to be refused."""
+    """Make the program absolute (relative to `folder`) if it is a path. Values of other types stay for validation."""
     if isinstance(python, list) and python:
         return [absolute(python[0], folder), *python[1:]]
     return str(folder / expanded(python)) if isinstance(python, str) and "/" in python else python

@@ -1,7 +1,7 @@
-"""What follows from the keys of a `train:` section: its mode, its split, its batches.
+"""Values derived from the keys of a `train:` section: its mode, its split, its batches.
 
-Two classes have these rules. `TrainSettings` (`jobs/spec/train.py`) checks the keys, with pydantic. `PlainTrain`
-(`jobs/spec/plain.py`) holds checked keys on a rank, whose Python needs torch alone.
+Two classes inherit these rules. `TrainSettings` (`jobs/spec/train.py`) validates the keys with pydantic. `PlainTrain`
+(`jobs/spec/plain.py`) holds validated keys on a rank, whose Python needs only torch.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ else:
 
 
 class ModelRules:
-    """What follows from the keys of `train.model`."""
+    """Values derived from the keys of `train.model`."""
 
     if TYPE_CHECKING:
 
@@ -43,12 +43,12 @@ class ModelRules:
 
     @property
     def is_vgg(self) -> bool:
-        """True for an image model."""
+        """True for a VGG, which reads images."""
         return self.name in VGG_SHAPES
 
     @property
     def reads_tokens(self) -> bool:
-        """True if the built-in data sets give this model tokens instead of images."""
+        """True if the built-in data sets supply this model with tokens instead of images."""
         return self.context is not None if self.make is not None else not self.is_vgg
 
     @property
@@ -63,16 +63,16 @@ class ModelRules:
 
     @property
     def title(self) -> str:
-        """What messages call the model."""
+        """The name of the model in messages."""
         return self.make or self.name or "gpt"
 
 
 class TrainRules(TrainFields):
-    """What follows from the keys of `train:`, alone and for a world size."""
+    """Values derived from the keys of `train:`, some of them for a given world size."""
 
     @property
     def mode_name(self) -> str:
-        """The mode; of a split that is written out, the one whose gradients are shared in the same way."""
+        """The mode. For a split given by `parallel:`, the mode that shares gradients in the same way."""
         if self.parallel is None:
             return self.mode
         given = self.parallel
@@ -80,7 +80,7 @@ class TrainRules(TrainFields):
 
     @property
     def makes(self) -> dict[str, str]:
-        """The keys that name code of the user's, with what they name."""
+        """The keys that name the user's own code, with their values."""
         keys = {
             "train.model.make": self.model.make,
             "train.model.plan": self.model.plan,
@@ -92,18 +92,18 @@ class TrainRules(TrainFields):
 
     @property
     def is_pipeline(self) -> bool:
-        """True where ranks have slices of the layers."""
+        """True if each rank has a slice of the layers."""
         return self.mode_name in PIPELINES
 
     @property
     def is_product(self) -> bool:
-        """True where ranks are split in more than one way: pipelines beside each other, split layers of stages."""
+        """True if ranks are split in more than one way, such as data-parallel pipelines or stages with split layers."""
         several = self.parallel is not None and self.parallel.data > 1
         return several + self.is_pipeline + self.splits_layers > 1
 
     @property
     def splits_layers(self) -> bool:
-        """True where ranks have a part of every layer each."""
+        """True if each rank has a part of every layer."""
         return self.mode == TENSOR if self.parallel is None else self.parallel.tensor > 1
 
     @property
@@ -113,18 +113,18 @@ class TrainRules(TrainFields):
 
     @property
     def zero(self) -> Zero:
-        """ZeRO's stage."""
+        """The ZeRO stage."""
         return MODES[self.mode].expand(1).zero if self.parallel is None else self.parallel.zero
 
     @property
     def same_norm(self) -> bool:
-        """True where gradients are clipped by a norm that has the same bits whoever has which of them."""
+        """True if the norm for clipping must have the same bits however gradients are distributed over ranks."""
         return self.exact or self.deterministic
 
     def virtual_world_size(self, world_size: int) -> int:
-        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank.
+        """Return the number of shards of a global batch: `virtual_ranks` if exact (default 4), else one per rank.
 
-        All ranks that have one copy of the model together have one shard.
+        Ranks that together hold one copy of the model share one shard.
         """
         if self.is_pipeline or self.splits_layers:
             return 1 if self.parallel is None else self.parallel.data
@@ -134,20 +134,20 @@ class TrainRules(TrainFields):
         """Expand mode or `parallel:` for a world size.
 
         Raises:
-            RefusedError: the split does not fit the world size.
+            RefusedError: if the split does not fit the world size.
         """
         return split_of(self, world_size)
 
     def accumulation(self, world_size: int) -> int:
-        """Return the micro-batches of a shard."""
+        """Return the number of micro-batches of a shard."""
         return self.split(world_size).microbatches if self.is_pipeline else self.grad_accumulation
 
     def check(self, world_size: int) -> None:
-        """Refuse what only the world size shows.
+        """Refuse settings that do not fit the world size.
 
         Raises:
-            RefusedError: too small a batch, more stages than layers, layers that cannot be split over so many ranks,
-                or virtual ranks that the ranks do not divide.
+            RefusedError: if the batch is too small, there are more stages than layers, layers cannot be split over this
+                many ranks, or the number of virtual ranks is not a multiple of the number of ranks.
         """
         parallel = self.split(world_size)
         if parallel.tensor > 1:

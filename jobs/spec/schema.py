@@ -1,4 +1,4 @@
-"""The job file as a JSON Schema (draft 2020-12), assembled from the models that check it: editors complete by it."""
+"""The JSON Schema (draft 2020-12) of the job file, for editors, built from the models that validate the file."""
 
 from collections.abc import Sequence
 from typing import Any, Final, Literal
@@ -14,18 +14,18 @@ from muster.jobs.spec.train_fields import DATA_NAMES
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
-# Fields whose words come from a table, where the model has a plain `str` and a check.
+# Fields with a fixed set of values: the model has a plain `str` with a check, the schema gets an enum.
 WORDS: Final[dict[tuple[str, str], list[str]]] = {
     ("ModelSettings", "name"): [*VGG_SHAPES, *GPT_SHAPES],
     ("DataSettings", "name"): [*DATA_NAMES],
     ("TrainSettings", "mode"): [*MODES],
 }
-# Sections that a single word may stand for: `model: vgg11` is `model: {name: vgg11}`.
+# Sections that can be abbreviated to a name: `model: vgg11` is `model: {name: vgg11}`.
 SHORT: Final = ("ModelSettings", "DataSettings")
 
 
 def job_schema(kinds: Sequence[JobKind]) -> dict[str, Any]:
-    """Return the JSON Schema of a whole job file: the keys of every job, and exactly one section of `kinds`."""
+    """Return the JSON Schema of a job file: the keys of every job, and exactly one section of `kinds`."""
     models: list[tuple[type[BaseModel], Literal["validation"]]] = [(Job, "validation")]
     models += [(kind.settings, "validation") for kind in kinds]
     _, schema = models_json_schema(models, ref_template="#/$defs/{model}")
@@ -52,15 +52,15 @@ def job_schema(kinds: Sequence[JobKind]) -> dict[str, Any]:
 
 
 def _section(kind: JobKind, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of one kind's section; a command is written as its list alone."""
+    """Return the schema of one kind's section. A command is written as a list."""
     if kind.settings is not CommandSettings:
         return {"$ref": f"#/$defs/{kind.settings.__name__}"}
     argv: dict[str, Any] = definitions["CommandSettings"]["properties"]["argv"]
-    return {**argv, "title": "Command", "description": "the program and its arguments, started on every rank"}
+    return {**argv, "title": "Command", "description": "the program and its arguments; every rank starts it"}
 
 
 def _allow_only(field: dict[str, Any], words: list[str]) -> None:
-    """Limit the text of a field to a table's names, keeping null where it was allowed."""
+    """Restrict a text field to the names of a table; null stays allowed if it was."""
     for option in field.get("anyOf", [field]):
         if option.get("type") == "string":
             option["enum"] = words

@@ -1,4 +1,4 @@
-"""The site file: what belongs to a cluster and not to a job. Every key is optional, and so is the file."""
+"""The site file: settings of a cluster rather than of a job. The file and all its keys are optional."""
 
 import os
 import re
@@ -25,7 +25,7 @@ BOX: Final = re.compile(r"box(:[\w.-]+)?")
 
 
 class SshSettings(Strict):
-    """How ssh reaches the hosts, beyond what the user's own ssh configuration says."""
+    """How ssh reaches the hosts, in addition to the user's own ssh configuration."""
 
     user: str | None = Field(None, description="the user's name on the nodes", examples=["alice"])
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(None, description="the port of sshd", examples=[2222])
@@ -59,7 +59,7 @@ class SshSettings(Strict):
 
 
 class Site(Strict):
-    """The settings of one cluster: where Python, runs and data sets are, how nodes are reached, and what jobs need."""
+    """The settings of one cluster: folders of Python, runs and data sets, ways to reach its nodes, defaults of jobs."""
 
     interpreter: str | None = Field(
         None, description="Muster's own Python on the nodes", examples=["/opt/muster/.venv/bin/python"]
@@ -114,7 +114,7 @@ class Site(Strict):
 
 @dataclass(frozen=True)
 class SitePath:
-    """Where the site file is looked for, and who said so; only the user's own folder may lack one."""
+    """The path of the site file and what selected it. Only the default path may lack a file."""
 
     path: Path
     origin: str
@@ -122,7 +122,7 @@ class SitePath:
 
 
 def site_path(given: str | None, environ: Mapping[str, str] = os.environ) -> SitePath:
-    """Choose the site file: the given one, else MUSTER_SITE, else the one of the user's configuration folder."""
+    """Choose the site file: the given one, else MUSTER_SITE, else the one in the user's configuration folder."""
     if given:
         return SitePath(Path(given), "--site", required=True)
     if named := environ.get(SITE_VARIABLE):
@@ -135,12 +135,12 @@ def site_path(given: str | None, environ: Mapping[str, str] = os.environ) -> Sit
 
 
 def load_site(given: str | None, environ: Mapping[str, str] = os.environ) -> Site:
-    """Load the site file that `site_path` chooses, or the defaults where there is none.
+    """Load the site file chosen by `site_path`, or return the defaults if there is none.
 
-    Relative `runs` and `data` are taken from the site file's own folder; `~` is the home folder.
+    Relative `runs` and `data` are relative to the folder of the site file; `~` is the home folder.
 
     Raises:
-        JobFileError: a file that was asked for is missing, or the file is wrong; one line per mistake.
+        JobFileError: if a file that was asked for is missing, or the file is wrong; one line per mistake.
     """
     chosen = site_path(given, environ)
     try:
@@ -150,20 +150,20 @@ def load_site(given: str | None, environ: Mapping[str, str] = os.environ) -> Sit
             return Site()
         raise JobFileError(f"{chosen.path}: no such file; {chosen.origin} names it as the site file") from error
     if document.value is None and not document.mistakes:
-        return Site()  # a file of comments alone
+        return Site()  # a file with only comments
     site = mistakes.check(Site, _absolute(document.mapping(), chosen.path.parent.absolute()), document)
     document.raise_mistakes()
-    assert site is not None, "a site that could not be built left no mistake"
+    assert site is not None, "the site file is invalid, but no mistake was recorded"
     return site
 
 
 def placed(given: str | None, message: str) -> str:
-    """Put before a message the place in the site file of the key that it begins with."""
+    """Prefix a message with the place, in the site file, of the key that the message begins with."""
     return yamlfile.read(site_path(given).path).placed(message)
 
 
 def _absolute(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Expand paths; a relative interpreter or code folder stays, to be refused."""
+    """Make paths absolute. A relative interpreter or code folder stays, so that validation refuses it."""
     for key in PATHS:
         value = raw.get(key)
         if isinstance(value, str) and value:

@@ -1,4 +1,4 @@
-"""The `slurm:` section of a job file or a site file: what sbatch is asked for, beyond what Muster itself decides."""
+"""The `slurm:` section of a job file or a site file: options of sbatch, except those that Muster sets itself."""
 
 import re
 from typing import Annotated, Final
@@ -9,9 +9,9 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.strict import Strict
 
 SIGNAL_S: Final = 60
-EARLY_S: Final = 60  # sbatch(1): the signal may come so much earlier than asked for
+EARLY_S: Final = 60  # sbatch(1): the signal may come this much earlier than requested
 LONGEST_SIGNAL_S: Final = 65_535  # sbatch's own limit
-LONGEST_TEXT: Final = 4000  # sbatch reads a word of a script into 8192 bytes
+LONGEST_TEXT: Final = 4000  # sbatch reads each word of a script into a buffer of 8192 bytes
 
 TIME_FORMS: Final = "HH:MM:SS, D-HH:MM:SS or minutes"
 _TIME: Final = re.compile(
@@ -21,7 +21,7 @@ _TIME: Final = re.compile(
 )
 _OPTION: Final = re.compile(r"--(?P<name>[A-Za-z][A-Za-z0-9_-]*)(?:=(?P<value>.*))?")
 
-# What `extra` may not hold, and what to do instead. sbatch takes any unambiguous beginning of an option's name.
+# Options that `extra` must not contain, and what to do instead. sbatch accepts any unambiguous prefix of an option.
 _FIELDS: Final = (
     *("partition", "account", "qos", "constraint", "reservation", "time", "mem", "cpus-per-task", "gpus-per-node"),
     *("exclusive", "nodelist", "exclude", "comment", "requeue"),
@@ -34,7 +34,7 @@ _NOT_EXTRA: Final[dict[str, str]] = {
     "job-name": "set name of the job",
     **dict.fromkeys(
         ("gpus", "gpus-per-socket", "gpus-per-task"),
-        "set slurm.gpus_per_node: a node's one task, its agent, must see all its GPUs",
+        "set slurm.gpus_per_node: the one task on a node, its agent, must see all GPUs",
     ),
     **dict.fromkeys(
         (
@@ -42,13 +42,13 @@ _NOT_EXTRA: Final[dict[str, str]] = {
             *("output", "error", "input", "open-mode", "chdir", "no-kill", "array", "export", "export-file", "wrap"),
             *("parsable", "test-only", "wait", "help", "usage", "version"),
         ),
-        "remove it: Muster itself decides this",
+        "remove it: Muster sets this itself",
     ),
 }
 
 
 def _one_line(text: str) -> str:
-    """Return a text that can stand in one line of a batch script."""
+    """Check that a text fits in one line of a batch script."""
     if not text.strip():
         raise ValueError("must not be empty; remove the key, or give it a value")
     if not text.isprintable():
@@ -68,12 +68,12 @@ def _time(time: str | int) -> str | int:
 
 def _memory(mem: str) -> str:
     if mem != "0" and re.fullmatch(r"[1-9][0-9]{0,8}[KMGT]", mem) is None:
-        raise ValueError(f"must be a whole number with K, M, G or T behind it, such as 64G, or '0', got {mem!r}")
+        raise ValueError(f"must be a whole number followed by K, M, G or T, such as 64G, or '0', got {mem!r}")
     return mem
 
 
 class SlurmSettings(Strict):
-    """What Slurm is asked for. A key that is not given leaves it to Slurm's own default."""
+    """Requests to Slurm. Slurm's own default applies to every key that is not given."""
 
     partition: OneLine | None = Field(None, description="the partition", examples=["batch"])
     account: OneLine | None = Field(None, description="the account that pays", examples=["vision"])
@@ -119,10 +119,10 @@ class SlurmSettings(Strict):
 
 
 def merged(site: SlurmSettings, job: SlurmSettings) -> SlurmSettings:
-    """Lay a job's own settings over its site's; what a job does not name stays as the site has it.
+    """Merge the settings of site and job. A key that the job does not give keeps the value of the site.
 
     Raises:
-        RefusedError: together they do not fit.
+        RefusedError: if the merged settings contradict each other.
     """
     settings = SlurmSettings(**{**site.model_dump(exclude_unset=True), **job.model_dump(exclude_unset=True)})
     least_s = settings.signal_s + EARLY_S
@@ -130,14 +130,16 @@ def merged(site: SlurmSettings, job: SlurmSettings) -> SlurmSettings:
     if given and (limit_s := seconds_of(settings.time or 0)) <= least_s:
         raise RefusedError(
             f"slurm.signal_s: {settings.signal_s} s before a time limit of {limit_s} s (slurm.time) may be before "
-            f"the job begins, as Slurm may signal {EARLY_S} s earlier; raise slurm.time to more than {least_s} s, or "
+            f"the job begins, because Slurm may signal {EARLY_S} s earlier; raise slurm.time above {least_s} s, or "
             "lower slurm.signal_s"
         )
     return settings
 
 
 def signal_before(time: str | int | None, wanted_s: int) -> int:
-    """Return how many seconds before a time limit to be signalled: fewer than wanted where the limit is short."""
+    """Return how many seconds before the time limit Slurm should signal: at most `wanted_s`, less if the limit is
+    short.
+    """
     return wanted_s if time is None else min(wanted_s, max(1, (seconds_of(time) - EARLY_S) // 2))
 
 
@@ -145,7 +147,7 @@ def split_option(option: str) -> tuple[str, str | None]:
     """Return the name and the value of `--name=value`; the value is None for a bare `--name`.
 
     Raises:
-        ValueError: it is of another form.
+        ValueError: if the option has another form.
     """
     match = _OPTION.fullmatch(option)
     if match is None:
@@ -157,7 +159,7 @@ def seconds_of(time: str | int) -> int:
     """Return the length of a time limit in seconds.
 
     Raises:
-        ValueError: it is not of one of the forms; `90:00` is refused, for nobody agrees on what it means.
+        ValueError: if the text is none of TIME_FORMS. `90:00` is refused as ambiguous.
     """
     match = _TIME.fullmatch(str(time))
     if match is None:
@@ -166,10 +168,10 @@ def seconds_of(time: str | int) -> int:
     hours = part["hours"] + part["day_hours"] + 24 * (part["days"] + part["only_days"])
     minutes = part["minutes"] + part["minute"] + part["day_minutes"]
     if max(part["minute"], part["second"], part["day_minutes"]) > 59:
-        raise ValueError(f"must have minutes and seconds below 60, got {time!r}; wanted {TIME_FORMS}")
+        raise ValueError(f"must have minutes and seconds below 60, got {time!r}; expected {TIME_FORMS}")
     seconds = 3600 * hours + 60 * minutes + part["second"]
     if seconds == 0:
-        raise ValueError(f"must be more than no time at all, got {time!r}; wanted {TIME_FORMS}")
+        raise ValueError(f"must be more than 0 seconds, got {time!r}; expected {TIME_FORMS}")
     return seconds
 
 

@@ -1,6 +1,6 @@
-"""`parallel:` of a `train:` section: a split of the ranks, written out.
+"""`parallel:` of a `train:` section: how ranks are split, axis by axis.
 
-Ranks that average gradients are neighbours, those of one pipeline are not (`pipe/mesh.py`); with data: 2, pipe: 3
+Ranks that average gradients are adjacent; ranks of one pipeline are not (`pipe/mesh.py`). With data: 2, pipe: 3
 
     rank          0  1     2  3     4  5
     stage         0  0     1  1     2  2
@@ -16,11 +16,11 @@ from muster.jobs.spec.modes import PipelineName, Sync, Zero
 from muster.jobs.spec.strict import Positive, Strict
 from muster.jobs.spec.yamlfile import show
 
-UNDER_A_PIPELINE: Final = ("flat", "bucketed", "sharded")  # ways to average a pipeline's gradients
+UNDER_A_PIPELINE: Final = ("flat", "bucketed", "sharded")  # values of sync for the gradients of a pipeline
 
 
 class ParallelSettings(Strict):
-    """A split written out, for products that no mode names; they must make as many ranks as the job has."""
+    """A split for combinations that no mode names. Its degrees must multiply to the number of ranks of the job."""
 
     data: Positive = Field(1, description="data-parallel ranks: parts of the batch")
     pipe: Positive = Field(1, description="stages of a pipeline")
@@ -33,7 +33,7 @@ class ParallelSettings(Strict):
     @field_validator("zero", mode="before")
     @classmethod
     def _is_a_number(cls, zero: Any) -> Any:
-        if type(zero) in (bool, float):  # true and 1.0 are equal to 1, which is enough for a Literal
+        if type(zero) in (bool, float):  # Literal would accept true and 1.0, which equal 1
             raise ValueError(f"must be 0, 1, 2 or 3, got {show(zero)}")
         return zero
 
@@ -43,7 +43,7 @@ class ParallelSettings(Strict):
         if not isinstance(given, dict):
             return given
         more: dict[str, Any] = {}
-        if given.get("schedule") is None:  # null stands for the default, as of every key that may be null
+        if given.get("schedule") is None:  # null means the default, as for every key that may be null
             given = {key: value for key, value in given.items() if key != "schedule"}
             if given.get("pipe", 1) != 1:
                 more["schedule"] = "1f1b"
@@ -69,20 +69,21 @@ class ParallelSettings(Strict):
     @model_validator(mode="after")
     def _is_there(self) -> Self:
         if self.data > 1 and self.sync == "none":
-            raise ValueError(f"sync: none leaves {self.data} data-parallel ranks with gradients of their own; set it")
+            raise ValueError(f"sync: none leaves the gradients of {self.data} data-parallel ranks different; set sync")
         if self.schedule is None:
             if self.microbatches is not None:
-                raise ValueError("microbatches are a pipeline's; set pipe and schedule, or use grad_accumulation")
+                raise ValueError("microbatches is for pipelines; set pipe and schedule, or use grad_accumulation")
             return self
         if self.zero > 2:
             asked = "sync: fsdp" if self.sync == "fsdp" else f"zero: {self.zero}"
             raise ValueError(
-                f"{asked} does not go with a pipeline, whose micro-batches would each gather all "
-                "parameters; zero 0, 1 and 2 do"
+                f"{asked} does not go with a pipeline, because each micro-batch would gather all "
+                "parameters; use zero: 0, 1 or 2"
             )
         if self.data > 1 and self.sync not in UNDER_A_PIPELINE:
             raise ValueError(
-                f"sync: {self.sync} does not go with a pipeline, whose gradients are whole after a stage's last "
-                "backward; flat, bucketed and sharded do, or leave it out"
+                f"sync: {self.sync} does not go with a pipeline, because its gradients are complete only after the "
+                "last "
+                "backward of a stage; use flat, bucketed or sharded, or leave sync out"
             )
         return self

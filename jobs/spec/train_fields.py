@@ -1,4 +1,4 @@
-"""The keys of a `train:` section, typed: a model, its data, how the work is split, in which numbers, for how long."""
+"""The keys of a `train:` section, typed: model, data, parallelism, numerics, and length of training."""
 
 from collections.abc import Collection
 from itertools import chain
@@ -22,7 +22,7 @@ Precision = Literal["fp32", "fp64", "bf16", "fp16", "pure_bf16"]
 
 
 def one_of(what: str, *tables: Collection[str]) -> AfterValidator:
-    """Return the check that a text is a name of one of some tables, as they are when it is asked."""
+    """Return a check that a text is a name in one of the tables; the tables are read at the time of the check."""
 
     def check(name: str) -> str:
         if not any(name in table for table in tables):
@@ -41,13 +41,13 @@ Made = Annotated[str, AfterValidator(_is_made)]
 
 
 def _only_with(section: Strict, given: str, allowed: Collection[str], what: str) -> None:
-    """Refuse keys that do not belong beside `make`."""
+    """Refuse keys that must not be combined with `make`."""
     if foreign := sorted(section.model_fields_set - {given, *allowed}):
         raise ValueError(f"{what} made by {given} has no {' or '.join(foreign)} here; pass it in args")
 
 
 class ModelSettings(ModelRules, Strict):
-    """A model: a row of `jobs/models/shapes.py`, with overrides, a GPT given by its sizes, or a function's result."""
+    """A model: a row of `jobs/models/shapes.py` with overrides, a GPT given by its sizes, or a function's result."""
 
     name: Annotated[str, one_of("model", VGG_SHAPES, GPT_SHAPES)] | None = Field(
         None, description="a built-in model; `model: vgg11` is short for `model: {name: vgg11}`", examples=["gpt-nano"]
@@ -91,7 +91,7 @@ class ModelSettings(ModelRules, Strict):
             _only_with(self, "make", ("args", "units", "plan", "context", "vocabulary"), "a model")
             return self
         if foreign := sorted({"args", "units", "plan"} & self.model_fields_set):
-            raise ValueError(f"{foreign[0]} is for a model made by make; add make: {FORM}, or remove {foreign[0]}")
+            raise ValueError(f"{foreign[0]} is only for a model from make; add make: {FORM}, or remove {foreign[0]}")
         sizes = {"d_model": self.d_model, "d_ff": self.d_ff, "layers": self.layers, "heads": self.heads}
         given = [key for key, value in sizes.items() if value is not None]
         if self.name is None and len(given) < len(sizes):
@@ -103,7 +103,7 @@ class ModelSettings(ModelRules, Strict):
 
 
 class DataSettings(Strict):
-    """A data set: a name of `DATA_NAMES`, a text file (`{text: PATH}`), or what a function returns."""
+    """A data set: a name in `DATA_NAMES`, a text file (`{text: PATH}`), or the result of a function."""
 
     name: Annotated[str, one_of("data", DATA_NAMES)] | None = Field(
         None, description="a data set; `data: digits` is short for `data: {name: digits}`", examples=["cifar10"]
@@ -121,19 +121,19 @@ class DataSettings(Strict):
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if sum(each is not None for each in (self.name, self.text, self.make)) != 1:
-            raise ValueError("data is a name, {text: PATH} or {make: FILE.py:NAME}: exactly one of them")
+            raise ValueError("data is a name, {text: PATH} or {make: FILE.py:NAME}; give exactly one of them")
         if self.make is None and "args" in self.model_fields_set:
-            raise ValueError("args is for data made by make; remove it")
+            raise ValueError("args is only for data from make; remove it")
         return self
 
     @property
     def title(self) -> str:
-        """What messages call the data."""
+        """The name of the data in messages."""
         return self.make or self.name or "text"
 
 
 class OptimizerSettings(Strict):
-    """The optimizer; `betas` and `eps` belong to adamw, `momentum` and `nesterov` to sgd, `args` to a user's own."""
+    """The optimizer. `betas` and `eps` are for adamw, `momentum` and `nesterov` for sgd, `args` for the user's own."""
 
     name: Literal["sgd", "adamw"] = Field("sgd", description="a built-in optimizer")
     make: Made | None = Field(
@@ -163,7 +163,7 @@ class OptimizerSettings(Strict):
 
 
 class ScheduleSettings(Strict):
-    """The learning rate over steps: a linear warm-up, then a shape from lr down to lr * final."""
+    """The learning rate over steps: a linear warm-up, then constant or a decay from lr to lr * final."""
 
     name: Literal["constant", "linear", "cosine"] = Field("constant", description="its shape after the warm-up")
     warmup_steps: NonNegative = Field(0, description="steps of the linear warm-up", examples=[100])
@@ -171,7 +171,7 @@ class ScheduleSettings(Strict):
 
 
 class TrainFields(Strict):
-    """The keys of `train:`, each by itself; `jobs/spec/train.py` holds them against each other."""
+    """The keys of `train:`, each validated separately; `jobs/spec/train.py` checks them against each other."""
 
     model: ModelSettings = Field(description="the model", examples=["vgg11"])
     data: DataSettings = Field(description="the data", examples=["digits"])
@@ -280,7 +280,7 @@ class TrainFields(Strict):
     @model_validator(mode="before")
     @classmethod
     def _mode_may_be_null(cls, given: Any) -> Any:
-        """Let `--set train.mode=null` take the mode out of a file, for `parallel:` in its place."""
+        """Let `--set train.mode=null` remove the mode of a file in favour of `parallel:`."""
         is_null = isinstance(given, dict) and given.get("mode", "") is None
         return {key: value for key, value in given.items() if key != "mode"} if is_null else given
 

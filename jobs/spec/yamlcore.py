@@ -1,4 +1,4 @@
-"""What plain text stands for in YAML 1.2's core schema: a loader that follows it and a dumper that never breaks it."""
+"""Loader and dumper for YAML 1.2's core schema. Dumped text also reads back the same under YAML 1.1."""
 
 import re
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import yaml
 from muster.jobs.basics.reading import DEEPEST
 
 TAG: Final = "tag:yaml.org,2002:"
-MOST_VALUES: Final = 20_000  # PyYAML takes a second for 30,000
+MOST_VALUES: Final = 20_000  # PyYAML takes a second for 30,000 values
 ODD_LINE_ENDS: Final = frozenset("\x85\u2028\u2029")
 
 
 class CoreLoader(yaml.SafeLoader):
-    """Resolves plain scalars by the core schema of YAML 1.2, where PyYAML's own follows 1.1.
+    """Resolve plain scalars by the core schema of YAML 1.2; PyYAML follows 1.1.
 
-    Stops where a document is nested too deep or has too many values: PyYAML's time grows with the square of the depth.
+    Refuse documents that are nested too deep or have too many values, because PyYAML's time is quadratic in the depth.
     """
 
     def __init__(self, stream: str) -> None:
@@ -40,17 +40,17 @@ class CoreLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=f"more than {limit}", problem_mark=self.get_mark())
 
 
-CoreLoader.yaml_implicit_resolvers = {}  # none of 1.1's
+CoreLoader.yaml_implicit_resolvers = {}  # drop the resolvers of YAML 1.1
 
 
 class CoreDumper(yaml.SafeDumper):
-    """Quotes every string that either YAML 1.1 or 1.2 would take for something else; writes no anchors."""
+    """Quote every string that YAML 1.1 or 1.2 would read as another type; write no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        # PyYAML 6.0 writes these line ends bare between single quotes, and reads them back as a space.
+        # PyYAML 6.0 writes these line ends unescaped in single quotes, and reads them back as a space.
         style = '"' if ODD_LINE_ENDS & set(data) else None
         return self.represent_scalar(f"{TAG}str", data, style=style)
 
@@ -67,7 +67,8 @@ def _float(text: str) -> float:
     return float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))
 
 
-# YAML 1.2.2, section 10.3.2: what plain text stands for, tried in this order. The letters are all that may begin it.
+# YAML 1.2.2, section 10.3.2: the types of plain text, tried in this order. The letters are the possible first
+# characters.
 _SCALARS: Final[tuple[tuple[str, str, str, Callable[[str], Any]], ...]] = (
     ("null", r"null|Null|NULL|~|", "nN~\0", lambda text: None),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),

@@ -1,9 +1,9 @@
-"""YAML files whose every key remembers its line, read by YAML 1.2's core rules.
+"""YAML files with the line of every key, read by the core schema of YAML 1.2.
 
     1e-4 is a number · 0o17 is fifteen · 010 is ten · yes, no, on, off are text · a key given twice is an error
 
-A `Document` gathers every mistake that is found in it, here or by its callers, and raises them as one error with
-one line each: `FILE:LINE: KEY.PATH: what was found; what was wanted`.
+A `Document` collects all mistakes found here or by callers, and raises them as one error with one line each:
+`FILE:LINE: KEY.PATH: what was found; what was expected`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ MERGE_KEY: Final = "<<"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a key was given: a file with line and column, counted from 1, or (line 0) an argument."""
+    """The place where a key was given: line and column of a file, counted from 1, or an argument (line 0)."""
 
     origin: str
     line: int = 0
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong: where, at which key, and what was found and wanted."""
+    """One error: its place, its key, and a text with what was found and expected."""
 
     place: Place
     path: KeyPath
@@ -68,18 +68,18 @@ class Document:
         return self.places.get((), Place(self.name, 1, 1))
 
     def without_lines(self) -> "Document":
-        """Return this document with its keys at no line: for a text that its user has not seen."""
+        """Return this document without line numbers, for a text that the user has not seen."""
         return replace(self, places=dict.fromkeys([(), *self.places], Place(self.name)))
 
     def placed(self, message: str) -> str:
-        """Put before a message the place of the key that it begins with, or the file where no such key was given."""
+        """Prefix a message with the place of the key that it begins with, or with the file if that key is not given."""
         path = tuple(message.partition(": ")[0].split("."))
         given = (path[:length] for length in range(len(path), 0, -1) if path[:length] in self.places)
         key = next(given, ())
         return f"{self.places.get(key, self.name)}: {message}"
 
     def complain(self, path: KeyPath, text: str) -> None:
-        """Add a mistake at a key; what could not even be read has been told, and has no value to judge."""
+        """Add a mistake at a key, unless the key could not be read and so has a mistake already."""
         if path in self.unreadable:
             return
         self.mistakes.append(Mistake(self.place(path), path, text))
@@ -88,18 +88,18 @@ class Document:
         """Return the whole file as a mapping.
 
         Raises:
-            JobFileError: it is something else.
+            JobFileError: if the file is not a mapping.
         """
         if not isinstance(self.value, dict):
             found = "is empty" if self.value is None else f"holds {show(self.value)}"
-            raise JobFileError(f"{self.place(())}: the file {found}; wanted lines of the form `key: value`")
+            raise JobFileError(f"{self.place(())}: the file {found}; expected lines of the form `key: value`")
         return self.value
 
     def raise_mistakes(self) -> None:
-        """Raise what was found, in the order of the file, arguments last.
+        """Raise all mistakes as one error, in the order of the file, arguments last.
 
         Raises:
-            JobFileError: there was at least one mistake.
+            JobFileError: if there is at least one mistake.
         """
         if self.mistakes:
             ordered = sorted(self.mistakes, key=lambda mistake: mistake.place.line or float("inf"))
@@ -112,7 +112,7 @@ def spell(path: KeyPath) -> str:
 
 
 def show(value: Any) -> str:
-    """Write a value for a message, short, in YAML's words."""
+    """Format a value for a message: short, and in YAML's notation."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -126,11 +126,11 @@ def show(value: Any) -> str:
 
 
 def read(path: Path) -> Document:
-    """Read and parse a file; the caller says what to do when it is missing.
+    """Read and parse a file. The caller handles a missing file.
 
     Raises:
-        JobFileError: it cannot be read, or is not one YAML document.
-        FileNotFoundError: it is not there.
+        JobFileError: if the file cannot be read or is not one YAML document.
+        FileNotFoundError: if the file does not exist.
     """
     try:
         text = read_bytes(path, SETTINGS_BYTES, owned=False).decode("utf-8-sig")
@@ -139,17 +139,17 @@ def read(path: Path) -> Document:
     except OSError as error:
         raise JobFileError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
     except UnicodeDecodeError as error:
-        raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted a YAML file") from error
+        raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; expected a YAML file") from error
     except ValueError as error:
-        raise JobFileError(f"{error}; wanted a YAML file") from error
+        raise JobFileError(f"{error}; expected a YAML file") from error
     return parse(text, str(path))
 
 
 def parse(text: str, name: str) -> Document:
-    """Parse one YAML document and remember where each key stands.
+    """Parse one YAML document and record the place of each key.
 
     Raises:
-        JobFileError: the text is not YAML, or is too large.
+        JobFileError: if the text is not YAML, or is too large.
     """
     try:
         node = yaml.compose(text, Loader=CoreLoader)
@@ -170,24 +170,24 @@ def parse_value(text: str) -> Any:
     """Parse one value by the same rules, such as the right side of `--set a.b=c`.
 
     Raises:
-        JobFileError: it is not YAML.
+        JobFileError: if the value is not YAML.
     """
     try:
         document = parse(text, "value")
         document.raise_mistakes()
     except JobFileError as error:
         problem = str(error).splitlines()[0].partition(": ")[2]
-        raise JobFileError(f"{problem}; put the value in quotes, inside the shell's own") from error
+        raise JobFileError(f"{problem}; put the value in quotes within the shell's quotes") from error
     return document.value
 
 
 def dump(value: Any) -> str:
-    """Write a value as YAML that reads back the same by the rules of 1.1 and of 1.2."""
+    """Write a value as YAML that YAML 1.1 and 1.2 read back the same."""
     return yaml.dump(value, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
 
 
 def flow(value: Any) -> str:
-    """Write a value as one line of YAML, to show in a message how something is spelt."""
+    """Write a value as one line of YAML, for an example in a message."""
     return yaml.dump(value, Dumper=CoreDumper, default_flow_style=True, width=10**6, allow_unicode=True).strip()
 
 
@@ -200,29 +200,27 @@ def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
     if "mapping values are not allowed" in problem and error.problem_mark is not None:
         line = text.splitlines()[error.problem_mark.line]
         if ": " in line[: error.problem_mark.column]:
-            return "a second `: ` on one line; put text that holds one in quotes"
-        return (
-            "this key is indented further than the line above allows; begin it where the other keys of its section do"
-        )
+            return "a second `: ` on one line; put text that contains `: ` in quotes"
+        return "this key is indented further than the line above allows; align it with the other keys of its section"
     if "expected <block end>" in problem:
-        return "this line begins in a column where no section begins; begin it where the other keys of its section do"
+        return "this line begins in a column where no section begins; align it with the other keys of its section"
     return problem
 
 
 class _Builder:
-    """Turns composed nodes into values, noting places and mistakes on the way."""
+    """Converts composed nodes to values, and records places and mistakes."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
         self.values = 0
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
-        """Return the value of a node that stands at `path`."""
-        self.values += 1 + (len(node.value) >> 7)  # an alias of long text repeats it
-        # Aliases may repeat one another: nine lines of YAML can stand for a billion values.
+        """Return the value of the node at `path`."""
+        self.values += 1 + (len(node.value) >> 7)  # an alias repeats its text, so long text counts more
+        # Aliases can refer to aliases: nine lines of YAML can expand to a billion values.
         if self.values > MOST_VALUES or len(path) > DEEPEST:
             limit = f"{MOST_VALUES:,} values" if self.values > MOST_VALUES else f"{DEEPEST} levels"
-            raise JobFileError(f"{self._place(node)}: more than {limit}, or an alias that holds itself")
+            raise JobFileError(f"{self._place(node)}: more than {limit}, or an alias that contains itself")
         if isinstance(node, yaml.CollectionNode):
             usual = "map" if isinstance(node, yaml.MappingNode) else "seq"
             if node.tag != f"{TAG}{usual}":
@@ -241,7 +239,7 @@ class _Builder:
             place, key = self._place(key_node), key_node.value
             if key_node.tag != f"{TAG}str":
                 self._complain(place, path, f"the key {self._source(key_node)} must be text; put it in quotes")
-                continue  # no key of a job file: one mistake is enough
+                continue  # such a key is never valid in a job file: one mistake is enough
             if key == MERGE_KEY:
                 self._complain(place, path, "YAML 1.2 has no merge key <<; write the keys out")
                 continue
@@ -264,18 +262,18 @@ class _Builder:
         try:
             if pattern.match(node.value):
                 return convert(node.value)
-        except ValueError:  # a number of thousands of digits
+        except ValueError:  # a number with thousands of digits
             pass
         self.document.unreadable.add(path)
         self._complain(self._place(node), path, f"{show(node.value)} is not {node.tag.removeprefix(TAG)}")
         return node.value
 
     def _text(self, node: yaml.Node, path: KeyPath) -> str:
-        """Join the two halves of a character that JSON writes as an escaped pair, which YAML does not know."""
+        """Return text. JSON escapes some characters as surrogate pairs, which YAML does not know: join the halves."""
         try:
             return str(node.value).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
         except UnicodeDecodeError:
-            self._complain(self._place(node), path, "holds half of a pair of escapes (\\ud800 to \\udfff); write both")
+            self._complain(self._place(node), path, "has half of a surrogate pair (\\ud800 to \\udfff); write both")
             self.document.unreadable.add(path)
             return ""
 

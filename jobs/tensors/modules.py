@@ -12,7 +12,7 @@ from muster.jobs.tensors.parts import dtype_of
 ON_HOST: Final = {
     "step",
     "mu_product",
-}  # numbers that PyTorch keeps on the host, unless a kernel on the device reads them
+}  # scalars that PyTorch keeps on the host, unless a kernel on the device reads them
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -26,7 +26,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def room_for(parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
-    """Return zeros for one entry of a parameter's state, on the device that the parameter group calls for."""
+    """Return zeros for one entry of a parameter's state, on the device that its parameter group requires."""
     dtype = dtype_of(piece)
     if piece.shape == tuple(parameter.shape) and key not in ON_HOST:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

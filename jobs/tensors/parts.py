@@ -1,7 +1,8 @@
 """Parts: tensors of this rank, each with the piece of a logical tensor that it holds (`jobs/checkpoint/pieces.py`).
 
-A part is a whole tensor, a box of it, or a flat range of its elements. Replicas are dealt out as flat ranges, so that
-every rank writes its share; a rank that owns only a range or some layers says so, and nobody deals.
+A part is a whole tensor, a box of it, or a flat range of its elements. State replicated on several ranks is dealt out
+as
+flat ranges, so that every rank writes its share. Ranks that own only a range or some layers write exactly those.
 """
 
 from collections.abc import Sequence
@@ -29,14 +30,14 @@ DTYPES: Final[dict[torch.dtype, str]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a logical tensor, and the tensor of its shape that holds it on this rank."""
+    """A piece of a logical tensor, and the tensor with its shape on this rank."""
 
     piece: Piece
     tensor: Tensor
 
 
 def dtype_of(piece: Piece) -> torch.dtype:
-    """Return PyTorch's type of a stored tensor."""
+    """Return PyTorch's dtype for a stored tensor."""
     return next(dtype for dtype, name in DTYPES.items() if name == piece.dtype)
 
 
@@ -47,18 +48,18 @@ def range_piece(name: str, dtype: torch.dtype, shape: tuple[int, ...], start: in
 
 
 def whole_part(name: str, tensor: Tensor) -> Part:
-    """Return a tensor that this rank holds in full."""
+    """Return the part for a tensor that this rank holds whole."""
     return Part(whole(name, DTYPES[tensor.dtype], tuple(tensor.shape)), tensor.detach())
 
 
 def deal(own: Sequence[Part], shared: Sequence[Part], *, rank: int, ranks: int) -> list[Part]:
-    """Return one rank's part of a replica's state, so that all ranks write the same number of bytes, each byte once.
+    """Return one rank's part of replicated state, so that all ranks write the same number of bytes, each byte once.
 
-        rank 0   own own own s      `own` is rank 0's alone; if that is more than its share, it gets no more
+        rank 0   own own own s      `own` is rank 0's only; if that exceeds its share, it gets no more
         rank 1   s s s s s s s
         rank 2   s s s s s s s
 
-    The cuts fall between elements, and depend on names and shapes alone.
+    Cuts are between elements, and depend only on names and shapes.
     """
     total = sum(part.piece.nbytes for part in shared)
     of_own = sum(part.piece.nbytes for part in own)
@@ -83,9 +84,9 @@ def flat_part(part: Part, start: int, stop: int) -> Part:
         return part
     return Part(
         replace(part.piece, flat=(start, stop)), part.tensor.reshape(-1)[start:stop]
-    )  # a copy only where the tensor is not row-major
+    )  # a copy only if the tensor is not row-major
 
 
 def _element(byte: int, size: int, elements: int) -> int:
-    """Return the first element that begins at or after a byte of a tensor, which may lie outside it."""
+    """Return the first element that begins at or after a byte offset, which may be outside the tensor."""
     return min(max(-(-byte // size), 0), elements)

@@ -1,4 +1,4 @@
-"""Read a checkpoint into tensors: all ranks the same one, each what it needs of it."""
+"""Read a checkpoint into tensors: all ranks read the same one, each rank its own parts."""
 
 import ctypes
 from typing import Any, Final
@@ -14,23 +14,23 @@ from muster.jobs.saving.resume import Resume, require_chosen
 from muster.jobs.tensors.parts import Part
 from muster.jobs.world.world import World, require_equal
 
-PATIENCE_S: Final = 3.0  # with a view of shared storage that is older than the commit
+PATIENCE_S: Final = 3.0  # how long this node's view of shared storage may lag behind the commit
 NO_DIGEST: Final = "00" * 32
 
 
 def same_manifest(folder: CheckpointDir, resume: Resume, world: World) -> Manifest:
-    """Read the manifest that was chosen: a collective, so that a rank that cannot is no riddle to the others.
+    """Read the manifest that was chosen: a collective, so that all ranks learn if one cannot read it.
 
     Raises:
-        RefusedError: ranks see different ones, or another one than was chosen.
-        NoCheckpointError, StorageError: this rank cannot read it.
+        RefusedError: if ranks see different manifests, or not the one that was chosen.
+        NoCheckpointError, StorageError: if this rank cannot read it.
     """
     found: Manifest | None = None
     problem: MusterError | None = None
     try:
         found = read_manifest(folder, patience_s=PATIENCE_S)
     except FileNotFoundError:
-        problem = NoCheckpointError(f"{folder.manifest}: not there; is the run folder the same on every node?")
+        problem = NoCheckpointError(f"{folder.manifest}: does not exist; is the run folder the same on every node?")
     except MusterError as error:
         problem = error
     hint = "every rank must be given the same checkpoint, and see the same run folder"

@@ -1,8 +1,9 @@
-"""A copy of a rank's part of the state, in memory that the writer process shares; made between two steps.
+"""A copy of a rank's part of the state between two steps, in memory shared with the writer process.
 
-The memory is a file without a name (memfd), made once and touched, so that a save costs the copy and nothing else. On
-a CPU the copy is done when `take` returns. On CUDA the memory is pinned and copied to on a stream of its own: work
-that was enqueued before is in the copy, what comes after waits for it on the device, and the host goes on at once.
+The memory is an anonymous file (memfd), allocated and touched once, so that a save costs only the copy. On a CPU the
+copy is done when `take` returns. On CUDA the memory is pinned, and the copy runs on its own stream: it includes all
+work
+enqueued before, later work waits for it on the device, and the host continues at once.
 """
 
 import mmap
@@ -23,10 +24,10 @@ NOTHING: Final = mmap.PAGESIZE  # a mapping cannot be empty; a rank's part can
 
 
 class Snapshot:
-    """Room for some parts, and their newest copy.
+    """Memory for some parts, and their newest copy.
 
     Raises:
-        RefusedError: this machine has not that much memory.
+        RefusedError: if this machine has not enough memory.
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
@@ -35,7 +36,7 @@ class Snapshot:
         self.descriptor = linux.memory_file("muster-snapshot")
         size = max(self.nbytes, NOTHING)
         try:
-            os.posix_fallocate(self.descriptor, 0, size)  # touches every page: the first copy finds them all
+            os.posix_fallocate(self.descriptor, 0, size)  # allocates every page before the first copy
         except OSError as error:
             os.close(self.descriptor)
             raise RefusedError(
@@ -43,7 +44,7 @@ class Snapshot:
                 "use fewer ranks a node, or no checkpoint section"
             ) from error
         memory = mmap.mmap(self.descriptor, size)
-        self._memory = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
         self._memory.zero_()  # maps every page into this process
         self._rooms = [
             self._memory[offset : offset + piece.nbytes].view(part.tensor.dtype).view(part.tensor.shape)
@@ -55,7 +56,7 @@ class Snapshot:
             pin(self._memory)
 
     def take(self, parts: Sequence[Part]) -> None:
-        """Copy the parts that this room was made for, as they are after all work given to the device so far."""
+        """Copy the parts that this memory was allocated for, in their state after all work enqueued so far."""
         assert [part.piece for part in parts] == self.pieces
         if self._stream is None:
             copy(parts, self._rooms)
@@ -66,20 +67,20 @@ class Snapshot:
             copy(parts, self._rooms)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
-        now.wait_event(self._copied)  # the next step changes weights, and batch norm's buffers even in its forward
+        now.wait_event(self._copied)  # the next step must wait, because even its forward changes batch norm's buffers
 
     @property
     def is_complete(self) -> bool:
-        """True when the copy may be read."""
+        """True if the copy may be read."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Return when the copy may be read."""
+        """Wait until the copy may be read."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Give the memory back, as far as this process holds it; a writer that reads it keeps it."""
+        """Free the memory in this process; a writer that is reading it keeps its mapping."""
         if self._stream is not None:
             self.wait()
             unpin(self._memory)
@@ -89,7 +90,7 @@ class Snapshot:
 
 
 def place(pieces: Sequence[Piece]) -> tuple[list[int], int]:
-    """Lay pieces one behind the other at aligned offsets; return the offsets and the end."""
+    """Assign aligned offsets to consecutive pieces; return the offsets and the end."""
     offsets, end = [], 0
     for piece in pieces:
         offsets.append(end)
@@ -98,14 +99,14 @@ def place(pieces: Sequence[Piece]) -> tuple[list[int], int]:
 
 
 def copy(parts: Sequence[Part], rooms: Sequence[Tensor]) -> None:
-    """Copy each part into its room."""
+    """Copy each part into its memory."""
     with torch.no_grad():
         for part, room in zip(parts, rooms, strict=True):
             room.copy_(part.tensor, non_blocking=True)
 
 
 def pin(memory: Tensor) -> None:
-    """Register memory with CUDA, so that copies to it run beside other work; without that they still are right."""
+    """Register memory with CUDA, so that copies to it run asynchronously. If this fails, copies are still correct."""
     torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)  # type: ignore[no-untyped-call]
 
 

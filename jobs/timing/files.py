@@ -1,4 +1,4 @@
-"""Read what runs have timed, and write it for others to read."""
+"""Read the timings of runs, and write them as JSON or CSV."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ Record = Header | Peak | Timed | Dtypes | End
 
 
 def gather(records: Sequence[Record]) -> Timings | None:
-    """Put the records of one run together; None before its header."""
+    """Combine the records of one run; None before its header."""
     header = next((each for each in records if isinstance(each, Header)), None)
     if header is None:
         return None
@@ -40,11 +40,11 @@ FORMAT: Final[Format[Any, Timings]] = Format(
     gather,
 )
 MARK: Final = b'"muster_timing"'
-MARKED_BYTES: Final = 4096  # the mark stands in the beginning of a file of ours
+MARKED_BYTES: Final = 4096  # the mark is near the beginning of a result file
 
 
 def is_timing(path: Path) -> bool:
-    """Say whether a run or a file holds a timing of models; False for what cannot be read."""
+    """Return True if a run or a file has timings of models; False if it cannot be read."""
     try:
         with open_file(newest(path) if path.is_dir() else path, owned=False) as opened:
             start = opened.read(MARKED_BYTES)
@@ -58,17 +58,17 @@ def is_timing(path: Path) -> bool:
 
 
 def read_timings(paths: Sequence[Path]) -> Timings:
-    """Read runs or files, and return all that they hold as one; errors as `Format.read`."""
+    """Read runs or files, and return all their timings as one; errors as for `Format.read`."""
     return Timings(timings=[timing for path in paths for timing in FORMAT.read(path).timings])
 
 
 def write_timings(timings: Timings, path: Path) -> None:
-    """Write timings as JSON by rename; errors as `jobs.basics.files.write_text`."""
+    """Write timings as JSON by rename; errors as for `jobs.basics.files.write_text`."""
     write_text(path, timings.model_dump_json(indent=1) + "\n")
 
 
 def write_csv(timings: Timings, path: Path) -> None:
-    """Write all rows as CSV; errors as `recorded.write`."""
+    """Write all rows as CSV; errors as for `recorded.write`."""
     rows = ((timing, row) for timing in timings.timings for row in rows_of(timing))
     write_table(COLUMNS, ([value(*row) for value in COLUMNS.values()] for row in rows), path)
 

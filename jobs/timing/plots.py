@@ -13,11 +13,11 @@ BAR: Final = 0.32
 
 
 def plot(timings: Timings, path: Path) -> None:
-    """Draw the rows of one or several runs into a file.
+    """Plot the rows of one or several runs to a file.
 
     Raises:
-        NothingToPlotError: no row has a time.
-        RunFolderError, StorageError: it cannot be written.
+        NothingToPlotError: if no row has a time.
+        RunFolderError, StorageError: if it cannot be written.
     """
     panels: dict[str, dict[str, list[tuple[int, ModelRow]]]] = {}  # by model and name, with the number of the run
     for run, timing in enumerate(timings.timings):

@@ -1,11 +1,12 @@
-"""What has been timed, as records, torch-free: a line of JSON each while a job runs, one JSON file for all of it after.
+"""Timings of models as records, torch-free: one JSON line each while a job runs, one JSON file for all of them after.
 
     attempt-000/bench.jsonl      timing (the header), then peak, timed and dtypes as they come; the last line is `end`;
-                                 each launch of a row writes the row again, with all launches until then
+                                 each launch of a row writes the row again, with all its launches so far
     result.json                  {"muster_timing": 1, "timings": [{"header": ..., "peaks": [...], "rows": [...], ...}]}
 
-Times are seconds, sizes bytes. Work is counted in floating-point operations, a multiply-add as two, of what the model
-needs (`jobs/models/anatomy.py`: causal attention by half); what activation checkpointing computes again does not count.
+Times are seconds, sizes bytes. Work is counted in floating-point operations (a multiply-add is two) that the model
+needs (`jobs/models/anatomy.py`; causal attention counts half). Recomputation by activation checkpointing does not
+count.
 """
 
 from itertools import islice
@@ -27,18 +28,18 @@ State = Literal["ok", "memory", "timeout", "refused", "failed"]
 
 
 class Machine(Strict):
-    """Where it was measured."""
+    """The machine of the measurements."""
 
     host: str
     cpu: str
     cores: int
-    threads: int  # that torch computes with
+    threads: int  # threads of torch
     memory_bytes: int
     gpu: str = ""
 
 
 class Header(Strict):
-    """What was asked for, and where it ran; one per run."""
+    """The settings and the machine; one per run."""
 
     record: Literal["timing"] = "timing"
     version: int = VERSION
@@ -51,7 +52,7 @@ class Header(Strict):
 
 
 class Peak(Strict):
-    """The rate of a product of two square matrices, the best of some."""
+    """The best rate of several products of two square matrices."""
 
     record: Literal["peak"] = "peak"
     precision: Precision
@@ -60,16 +61,16 @@ class Peak(Strict):
 
 
 class Launch(Strict):
-    """One fresh process of a row: how many steps it did, to warm up and timed, and when it ended."""
+    """One fresh process of a row: its numbers of warm-up and timed steps, and when it ended."""
 
     warm_up: NonNegative
     steps: NonNegative
     time: UnixTime
-    foreign: Share | None = None  # of the time of all cores, taken by others meanwhile
+    foreign: Share | None = None  # share of CPU time used by others meanwhile
 
 
 class Summary(Strict):
-    """All steps that were timed; of one alone there is no deviation."""
+    """Statistics of all timed steps; a single step has no deviation."""
 
     n: int
     mean_s: float
@@ -90,16 +91,16 @@ class Timed(Strict):
     batch: int
     context: int | None  # tokens of a sample; None: images, or other samples
     is_own: bool = False  # the model of a train: section
-    build_s: float | None = None  # the model, on its device; of the last launch
-    warm_up_s: list[Seconds] = Field(default_factory=list)  # each step before those that count, launch by launch
+    build_s: float | None = None  # time to build the model on its device, in the last launch
+    warm_up_s: list[Seconds] = Field(default_factory=list)  # each warm-up step, launch by launch
     steps_s: list[Seconds] = Field(default_factory=list)
-    launches: list[Launch] = Field(default_factory=list)  # none: one launch, by a Muster that knew no others
+    launches: list[Launch] = Field(default_factory=list)  # empty: one launch, written by an older Muster
     summary: Summary | None = None
-    rate: float | None = None  # tokens, or images, a second
+    rate: float | None = None  # tokens or images per second
     flops: int  # of a step; 0: unknown
     flops_per_s: float | None = None
-    matmul_share: float | None = None  # of the rate of a matrix product in the same numbers
-    peak_bytes: int | None = None  # CUDA: the most that was allocated; CPU: by how much the process grew
+    matmul_share: float | None = None  # relative to the rate of a matrix product in the same precision
+    peak_bytes: int | None = None  # CUDA: peak of allocated bytes; CPU: peak growth of the process
     time: UnixTime
 
     @model_validator(mode="after")
@@ -110,7 +111,7 @@ class Timed(Strict):
 
     @property
     def case(self) -> Case:
-        """What was asked for."""
+        """The case that was measured."""
         return Case(self.model, self.pass_name, self.precision, self.is_own)
 
     @property
@@ -122,17 +123,17 @@ class Timed(Strict):
 
     @property
     def first_s(self) -> float | None:
-        """The very first step, warm-up or not."""
+        """The time of the very first step, warm-up or not."""
         return next(iter([*self.warm_up_s, *self.steps_s]), None)
 
     @property
     def unit(self) -> str:
-        """What `rate` counts."""
+        """The unit counted by `rate`."""
         return "tokens" if self.context is not None else "samples" if self.is_own else "images"
 
 
 class LayerTypes(Strict):
-    """The types of one layer in a training step; what it has not is `-`."""
+    """The dtypes of one layer in a training step; `-` for those it has not."""
 
     layer: str
     kind: str
@@ -143,7 +144,7 @@ class LayerTypes(Strict):
 
 
 class Dtypes(Strict):
-    """The types of all layers of a model, as autocast chooses them."""
+    """The dtypes of all layers of a model, as autocast chooses them."""
 
     record: Literal["dtypes"] = "dtypes"
     model: str
@@ -152,7 +153,7 @@ class Dtypes(Strict):
 
 
 class Timing(Strict):
-    """All of one run."""
+    """All records of one run."""
 
     header: Header
     peaks: list[Peak] = Field(default_factory=list)
@@ -162,7 +163,7 @@ class Timing(Strict):
 
     @property
     def left(self) -> list[tuple[int, Case]]:
-        """The rows with launches left, the next one first: how many launches each has, and what it is."""
+        """The rows with launches left, the next one first, each with its number of launches so far."""
         most = self.header.settings.launches
         done = {row.case: len(row.launches) if row.state == "ok" else most for row in self.rows}
         counts = [(done.get(case, 0), case) for case in self.header.settings.cases()]
@@ -170,14 +171,14 @@ class Timing(Strict):
 
 
 class Timings(Strict):
-    """All of one or more runs."""
+    """The records of one or more runs."""
 
     muster_timing: Literal[1] = VERSION
     timings: list[Timing] = Field(min_length=1)
 
     @property
     def missing(self) -> str:
-        """What of the rows that were asked for is missing, in one line; empty if nothing is."""
+        """A line about rows that are not finished; empty if all are."""
         unfinished = [each for each in self.timings if not each.is_over]
         left = sum(len(each.left) for each in unfinished)
         return f"not finished: {counted(left, 'row')} with launches left" if unfinished else ""

@@ -1,4 +1,4 @@
-"""Timed rows as rows over launches, which statistics, tables, plots and comparisons read. Pure."""
+"""Timed rows as rows over launches, for statistics, tables, plots and comparisons. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,12 @@ class ModelRow(MeasuredRow):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What two results have in common if they measured the same thing."""
+        """The key that two results share if they measured the same thing."""
         return tuple(self.labels.values())
 
     @property
     def labels(self) -> dict[str, Any]:
-        """The model, what of it was timed, on how much data."""
+        """The model, its pass and precision, and its batch."""
         row = self.timed
         return {
             "model": row.model,
@@ -35,7 +35,7 @@ class ModelRow(MeasuredRow):
         }
 
     def named(self, *, in_full: bool) -> str:
-        """Name the row: gpt-nano step fp32; in full: ..., 746,816 parameters, batch 16 x 128 on cpu."""
+        """Return the row's name: gpt-nano step fp32; in full: ..., 746,816 parameters, batch 16 x 128 on cpu."""
         row = self.timed
         name = f"{row.model} {row.pass_name} {row.precision}"
         batch = f"batch {row.batch}" if row.context is None else f"batch {row.batch} x {row.context}"
@@ -55,15 +55,16 @@ def row_of(row: Timed, device: str) -> ModelRow:
 
 
 def joined_rows(timings: Timings) -> list[ModelRow]:
-    """Return the rows of several runs as one result: the launches of equal rows together, in the order of time.
+    """Return the rows of several runs as one result: launches of equal rows are joined, in the order of time.
 
     Raises:
-        RefusedError: the runs computed in different ways.
+        RefusedError: if the runs used different settings.
     """
     settings = [timing.header.settings for timing in timings.timings]
     if len({(each.compile, each.activation_checkpointing) for each in settings}) > 1:
         raise RefusedError(
-            "results with and without compile or activation_checkpointing cannot be one side; compare one with another"
+            "results with and without compile or activation_checkpointing cannot be combined in one side; compare "
+            "one with the other"
         )
     found: dict[tuple[Any, ...], ModelRow] = {}
     for row in (row for timing in timings.timings for row in rows_of(timing)):
@@ -73,7 +74,7 @@ def joined_rows(timings: Timings) -> list[ModelRow]:
 
 
 def _joined(one: Timed, other: Timed) -> Timed:
-    """Return a row with the launches of both; the state is that of the one that failed, if one did."""
+    """Return a row with the launches of both; if one row failed, its state is kept."""
     launches = {launch.time: (steps, launch) for row in (one, other) for steps, launch in row.steps_of_launches}
     ordered = [launches[time] for time in sorted(launches)]
     return (one if one.state != "ok" else other).model_copy(

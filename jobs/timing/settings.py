@@ -18,7 +18,7 @@ ALL: Final = "all"
 NAMES: Final = (*VGG_SHAPES, *GPT_SHAPES)
 CLASSES: Final = 10
 OF_GPTS: Final = ("context", "vocabulary", "norm", "bias", "tied")
-OF_TRAIN: Final = ("model", "data", "loss", "optimizer", "augment")  # what is timed of a train: section
+OF_TRAIN: Final = ("model", "data", "loss", "optimizer", "augment")  # keys of a train: section that affect the timing
 
 Pass = Literal["forward", "backward", "step"]
 
@@ -30,12 +30,12 @@ def _models(schema: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a model, how far its step goes, and the numbers it computes in."""
+    """One row: a model, the pass, and the precision."""
 
     model: str
     pass_name: Pass
     precision: Precision
-    is_own: bool = False  # of the section `train`
+    is_own: bool = False  # the model of the section `train`
 
     @property
     def is_image(self) -> bool:
@@ -44,7 +44,7 @@ class Case:
 
 
 class TimingSettings(Strict):
-    """Which models, how far each step goes, in which numbers, and how many steps."""
+    """Models, passes, precisions, and numbers of steps."""
 
     model: list[str] = Field(
         [], description="models by name, or `all`", examples=["gpt-small"], json_schema_extra=_models
@@ -109,28 +109,29 @@ class TimingSettings(Strict):
         if not self.model and self.train is None:
             raise ValueError("no model is named; add model: with names, or train: with a section")
         if self.dtypes and self.train is not None:
-            raise ValueError("dtypes is of models that ship with Muster; remove dtypes or train")
+            raise ValueError("dtypes is for built-in models; remove dtypes or train")
         fields = type(self).model_fields
         foreign = [name for name in OF_GPTS if getattr(self, name) != fields[name].default]
         if foreign and all(name in VGG_SHAPES for name in self.models()):
-            raise ValueError(f"{foreign[0]} is of GPTs, and none is timed; remove it, or name one")
+            raise ValueError(f"{foreign[0]} is for GPTs, but none is timed; remove it, or name one")
         return self
 
     def models(self) -> list[str]:
-        """Name the models, `all` written out, each once."""
+        """List the models, with `all` expanded, each once."""
         names = [each for name in self.model for each in (NAMES if name == ALL else (name,))]
         return list(dict.fromkeys(names))
 
     def cases(self) -> list[Case]:
         """List the rows in the order in which they are measured."""
-        passes: list[Pass] = ["step"] if self.dtypes else list(dict.fromkeys(self.passes))  # types are of a whole step
+        # dtypes are shown for a whole step
+        passes: list[Pass] = ["step"] if self.dtypes else list(dict.fromkeys(self.passes))
         precisions = dict.fromkeys(self.precision)
         rows = [(name, False) for name in self.models()] + [(name, True) for name in [self.own_name] if name]
         return [Case(name, each, how, is_own) for name, is_own in rows for how in precisions for each in passes]
 
     @property
     def own_name(self) -> str:
-        """What rows call the model of `train`; empty: there is none."""
+        """The name of the model of `train` in rows; empty if there is none."""
         if self.train is None:
             return ""
         model = _own_training(self.train, {}).model
@@ -138,11 +139,11 @@ class TimingSettings(Strict):
 
     @property
     def makes(self) -> dict[str, str]:
-        """The keys that name code of the user's, with what they name."""
+        """The keys that name the user's own code, with their values."""
         return {} if self.train is None else _own_training(self.train, {}).makes
 
     def training(self, case: Case) -> TrainSettings:
-        """Spell a row as the training that it stands for: what is timed is what a `train:` job would run."""
+        """Return the training settings of a row, so that timing runs exactly what a `train:` job would run."""
         timed = {
             "batch_size": self.batch,
             "steps": self.steps,
@@ -164,27 +165,27 @@ class TimingSettings(Strict):
         )
 
     def shape(self, case: Case) -> VggShape | GptShape:
-        """Return the shape of a row's model, which is no one of `train`."""
+        """Return the shape of a row's built-in model."""
         return resolve_shape(self.training(case).model, CLASSES if case.is_image else self.vocabulary)
 
     def check_world(self, world_size: int) -> None:
-        """Refuse what only the world size shows.
+        """Refuse settings that do not fit the world size.
 
         Raises:
-            RefusedError: more than one rank.
+            RefusedError: if there is more than one rank.
         """
         if world_size > 1:
             raise RefusedError(
-                f"timing: times models alone, on one rank, this job has {world_size}; set nodes: 1 and "
+                f"timing: times models alone, on one rank, but this job has {world_size}; set nodes: 1 and "
                 "ranks_per_node: 1, or train: with several"
             )
 
 
 def _own_training(section: dict[str, Any], timed: dict[str, Any]) -> TrainSettings:
-    """Return the training on one rank that a `train:` section stands for, as it is timed.
+    """Return the training settings on one rank for timing a `train:` section.
 
     Raises:
-        ValueError: the section is wrong.
+        ValueError: if the section is wrong.
     """
     return TrainSettings.model_validate(
         {key: section[key] for key in OF_TRAIN if key in section} | {"mode": "single", **timed}

@@ -1,4 +1,4 @@
-"""Timings as text: settings behind `#`, names, units, fixed columns, reasons where numbers are missing, a verdict.
+"""Timings as text: settings after `#`, names, units, fixed columns, reasons for missing numbers, a verdict.
 
 # model           pass  precision  parameters  batch  context    first     mean      std      min      rate ...
 #                                                                 (ms)     (ms)     (ms)     (ms)     (1/s) ...
@@ -27,7 +27,7 @@ STATE_WORDS: Final[dict[State, str]] = {
     "refused": "refused",
     "failed": "failed",
 }
-MOST_WARM_UPS: Final = 4  # that a row shows
+MOST_WARM_UPS: Final = 4  # shown per row
 
 
 def _summary(row: ModelRow, name: str) -> str:
@@ -57,7 +57,7 @@ NUMBERS: Final[tuple[Column, ...]] = (
 
 
 def report_lines(timings: Timings) -> list[str]:
-    """Return all that timings say."""
+    """Return timings as lines of text."""
     lines: list[str] = []
     for timing in timings.timings:
         lines += ["#"] if lines else []
@@ -70,7 +70,7 @@ def report_lines(timings: Timings) -> list[str]:
 
 
 def heading(header: Header) -> list[str]:
-    """Return the lines that say what was timed where."""
+    """Return the heading: what was timed on which machine."""
     machine, settings = header.machine, header.settings
     place = [f"host {machine.host}", *([machine.gpu] if header.device == "cuda" else [])]
     place += [machine.cpu, f"{counted(machine.threads, 'thread')} on {counted(machine.cores, 'core')}"]
@@ -83,7 +83,7 @@ def heading(header: Header) -> list[str]:
 
 
 def _asked(settings: TimingSettings) -> list[str]:
-    """Say what the rows have in common."""
+    """Describe the common settings of the rows."""
     launches = f"{settings.launches} launch{'es' * (settings.launches != 1)} of each row"
     timed = f"{counted(settings.warmup, 'step')} to warm up, {counted(settings.steps, 'step')} timed"
     asked = [] if settings.dtypes else [f"{launches}: {timed}, each until the device is done"]
@@ -104,7 +104,7 @@ def table(rows: Sequence[ModelRow]) -> list[str]:
 
 
 def row_text(row: Timed) -> str:
-    """Say a row in a phrase: gpt-nano forward fp32: 3.31 ms +- 0.052 (first 14.2), 38 MB."""
+    """Summarize a row: gpt-nano forward fp32: 3.31 ms +- 0.052 (first 14.2), 38 MB."""
     name = f"{row.model} {row.pass_name} {row.precision}"
     if row.summary is None:
         return f"{name}: {STATE_WORDS[row.state]}: {row.reason}"
@@ -116,7 +116,7 @@ def row_text(row: Timed) -> str:
 
 
 def verdict(timings: Timings) -> str:
-    """Return FAILED where something failed or nothing was timed, UNFINISHED where rows are missing, or OK."""
+    """Return FAILED if something failed or nothing was timed, UNFINISHED if rows are missing, else OK."""
     rows = [row for timing in timings.timings for row in timing.rows]
     tables = [each for timing in timings.timings for each in timing.dtypes]
     if any(row.state == "failed" for row in rows):
@@ -127,7 +127,7 @@ def verdict(timings: Timings) -> str:
 
 
 def number(value: float | None, unit: float = 1.0) -> str:
-    """Write a measured value in another unit with three digits, never in powers of ten; None is `-`."""
+    """Write a measured value in another unit with three digits, without exponent; None is `-`."""
     if value is None:
         return "-"
     value *= unit
@@ -153,20 +153,20 @@ def _line(labels: Sequence[Column], measured: ModelRow) -> str:
 
 
 def _footer(timing: Timing) -> list[str]:
-    """Say what warming up was worth, and what the columns count."""
+    """Describe the effect of warming up, and the columns."""
     lines, rows = [], [row for row in timing.rows if row.summary is not None]
     slow = [(row, row.first_s / row.summary.min_s) for row in rows if row.summary and row.first_s and row.summary.min_s]
     if slow:
         row, factor = max(slow, key=lambda each: each[1])
-        within = "" if row.warm_up_s else ", and counts: --warmup 1 leaves it out"
+        within = "" if row.warm_up_s else ", and is included: --warmup 1 excludes it"
         lines.append(
             f"# the first step takes up to {number(factor)} x the fastest ({row.model} {row.pass_name}){within}"
         )
-    of_cpu = "by which the process grew" if timing.header.device == "cpu" else "allocated at once"
+    of_cpu = "growth of the process" if timing.header.device == "cpu" else "of allocated bytes"
     units = " and ".join(dict.fromkeys(row.unit for row in rows))
     if rows:
         share = ", matmul its share of the product above" if timing.peaks else ""
-        lines.append(f"# rate counts {units}; work is what the model needs{share}; memory the most {of_cpu}")
+        lines.append(f"# rate counts {units}; work is what the model needs{share}; memory the peak {of_cpu}")
     foreign = max((each.foreign or 0.0 for row in timing.rows for each in row.launches), default=0.0)
     if foreign > FOREIGN_LIMIT:
         lines.append(f"# other processes took up to {foreign:.0%} of the cores during a launch")
@@ -179,7 +179,7 @@ def _peak(peak: Peak) -> str:
 
 
 def _dtypes(found: Dtypes) -> list[str]:
-    """Return the table of types of one model; what all blocks have alike stands there once."""
+    """Return the dtype table of one model; rows that all blocks share are shown once."""
     names = ("layer", "kind", "parameters", "input", "output", "gradients")
     rows = [names, *_folded([tuple(getattr(each, name) for name in names) for each in found.layers])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]

@@ -6,10 +6,11 @@ import signal
 from muster.jobs.train.flags import parse
 
 args = parse()
-# Until the ranks have met, Ctrl-C ends this process at once: neither torch's import nor its store hears Python's own.
+# Until the ranks have met, Ctrl-C ends this process at once: torch's import and its store do not react to Python's
+# handler.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-# Read when torch is imported. Its warnings of a lost or a late peer come with stacks of C++, around our one line.
+# Read when torch is imported. Its warnings about a lost or late peer print C++ stacks around Muster's one line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from muster.jobs.train.direct import main  # noqa: E402 - torch: only when there is something to train

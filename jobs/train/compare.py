@@ -1,23 +1,24 @@
-"""Two tensors that ought to be equal: are their bits, and if not, how far apart are they?
+"""Compare two tensors that should be equal: are they bitwise equal, and if not, how far apart are they?
 
-Each class demands this of every step:
+Each class has its demands on every step:
 
-  bitwise  mode and reference train on their own; gradients, parameters, buffers, losses and output have the same bits.
-  tight    the mode adds the same gradients in another order, so its sum may be off by rounding. How far such an error
-           grows in later steps belongs to the job and not to the mode (one flipped maximum in a pool is a jump), so the
-           reference follows the mode: from the same state it computes its own gradient, compares, and then steps
-           with the mode's. Gradients must lie within a derived bound; all else must have the same bits.
-  near     the mode adds within the forward and the backward in another order, too, so that nothing before the optimizer
-           has the same bits. The reference follows; gradients, losses and output must lie within what `rounding.py`
-           finds that rounding reaches from that state, gradients within the bound besides; all else must have the
+  bitwise  Mode and reference train independently. Gradients, parameters, buffers, losses and output have the same bits.
+  tight    The mode sums the same gradients in another order, so its sums may be off by rounding. How far such an error
+           grows in later steps depends on the job, not on the mode (one flipped maximum in a pool is a jump). So the
+           reference follows the mode: from the same state it computes its own gradient, compares, and then steps with
+           the mode's. Gradients must lie within a derived bound; all else must have the same bits.
+  near     The mode also sums in another order within the forward and backward, so that nothing before the optimizer has
+           the same bits. The reference follows. Gradients, losses and output must lie within the reach of rounding
+           that `rounding.py` measures from that state, with the bound added for gradients; all else must have the
            same bits.
 
-The bound. V numbers added in any order and divided before or after are off by at most V roundings, each of at most
-eps times the sum of their magnitudes; two orders by 2 V eps m, where m is the mean over shards of |gradient| (its
-largest element). With clipping the norms differ too, relatively by at most 2 V eps |m|_2 / |g|_2. eps is that of the
-gradients, or of the type that they are sent as if that is coarser: fp64 is held 5e8 times tighter than fp32, a
-communication dtype of bf16 65536 times looser. A type whose numbers end early, as fp16's do at 6e-8, loses up to that
-much of each besides. The distance after all steps on their own is shown as drift.
+The bound: V numbers, summed in any order and divided before or after, are off by at most V roundings, each of at most
+eps times the sum of their magnitudes. Two orders differ by at most 2 V eps m, where m is the largest element of the
+mean
+over shards of |gradient|. With clipping the norms differ too, relatively by at most 2 V eps |m|_2 / |g|_2. eps is that
+of the gradients' dtype, or of the communication dtype if that is coarser: fp64 has a 5e8 times tighter bound than fp32,
+and communication in bf16 a 65536 times looser one. A dtype with a small exponent range loses up to its smallest number
+(6e-8 in fp16) of each besides. The distance after independent training is shown as drift.
 """
 
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ BITS: Final = {torch.float64: torch.int64, torch.float32: torch.int32, torch.flo
 
 @dataclass(frozen=True)
 class Row:
-    """How one tensor compares: `ulp` counts representable numbers between the two, None for integers."""
+    """The comparison of one tensor. `ulp` counts representable numbers between the two values, None for integers."""
 
     name: str
     kind: str
@@ -42,7 +43,8 @@ class Row:
     difference: float
     tolerance: float
     ok: bool
-    drift: float | None = None  # from the reference that trained on its own, when that is not what is judged
+    # distance from the independent reference, if the tensor is judged by the one that follows
+    drift: float | None = None
 
     def record(self) -> dict[str, Any]:
         """Return this row as plain JSON values."""
@@ -50,7 +52,7 @@ class Row:
 
 
 def compare(name: str, kind: str, found: Tensor, wanted: Tensor, tolerance: float) -> Row:
-    """Compare two tensors of one shape and dtype; a tolerance of 0 demands the same bits."""
+    """Compare two tensors of the same shape and dtype; a tolerance of 0 demands the same bits."""
     bitwise = same_bits(found, wanted)
     difference = 0.0 if bitwise else max_difference(found, wanted)
     ulp = ulp_distance(found, wanted) if found.dtype in BITS and found.numel() else None
@@ -59,12 +61,12 @@ def compare(name: str, kind: str, found: Tensor, wanted: Tensor, tolerance: floa
 
 
 def same_bits(found: Tensor, wanted: Tensor) -> bool:
-    """True when the bytes are the same: NaN equals itself, 0 differs from -0."""
+    """Return True if the bytes are the same: NaN equals itself, 0 differs from -0."""
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (found, wanted)))
 
 
 def max_difference(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest absolute difference; infinite when one side is not a number."""
+    """Return the largest absolute difference; infinite if a value is NaN on one side."""
     if found.numel() == 0:
         return 0.0
     largest = float((found.double() - wanted.double()).abs().max())
@@ -72,14 +74,14 @@ def max_difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def ulp_distance(found: Tensor, wanted: Tensor) -> int:
-    """Return the largest number of steps between neighbouring floats that lead from one value to the other."""
+    """Return the largest distance between corresponding values, counted in adjacent floats."""
     left, right = _ordered(found), _ordered(wanted)
     rough = float((left.double() - right.double()).abs().max())
     return int(rough) if rough >= FAR else int((left - right).abs().max())
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """Map floats to integers in the same order: neighbours differ by 1, and -0 is 0."""
+    """Map floats to integers in the same order: adjacent floats differ by 1, and -0 is 0."""
     integers = values.detach().contiguous().view(BITS[values.dtype])
     lowest = torch.iinfo(integers.dtype).min
     integers = integers.long()
@@ -87,9 +89,9 @@ def _ordered(values: Tensor) -> Tensor:
 
 
 def gradient_bound(magnitude: float, virtual_ranks: int, *dtypes: torch.dtype) -> float:
-    """Return 2 V (eps m + the smallest number): how far two orders of summation of one gradient may be apart.
+    """Return 2 V (eps m + the smallest number): how far two summation orders of one gradient may differ.
 
-    `dtypes` are those that it is held and sent in.
+    `dtypes` are those of its storage and communication.
     """
     infos = [torch.finfo(dtype) for dtype in dtypes]
     smallest = max(info.smallest_normal * info.eps for info in infos)

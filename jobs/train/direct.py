@@ -1,7 +1,8 @@
-"""A start without an agent: `python -m muster.jobs.train JOB.yaml` by hand, under torchrun, srun or mpirun.
+"""Start a rank without an agent: `python -m muster.jobs.train JOB.yaml` by hand, under torchrun, srun or mpirun.
 
-Rank 0 makes the run folder and tells the others its path through the store (`direct_run.py`). Everybody's output stays
-where it is; metrics and checkpoints are the same as in any run, and `--resume RUN` goes on from the newest good one.
+Rank 0 creates the run folder and sends its path to the others through the store (`direct_run.py`). Output of all ranks
+goes where the launcher sends it. Metrics and checkpoints are as in any run; `--resume RUN` continues from the newest
+valid checkpoint.
 """
 
 import argparse
@@ -39,7 +40,7 @@ KIND: Final = JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank",
 def main(args: argparse.Namespace) -> NoReturn:
     """Train as one rank, with the arguments that `flags.parse` read.
 
-    It ends without the interpreter's farewell, in which a broken group may change the code.
+    This skips the interpreter's cleanup, in which a broken process group may change the exit code.
     """
     code = exits.STOPPED
     try:
@@ -48,13 +49,13 @@ def main(args: argparse.Namespace) -> NoReturn:
         complain("muster: stopped by the user")
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # on a full disk, or for a reader that has gone; the code is what counts now
+            with suppress(OSError):  # a full disk or a closed pipe; only the exit code matters now
                 stream.flush()
         os._exit(code)
 
 
 def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
-    """Find out which rank this is, meet the others, train."""
+    """Detect this process's rank, meet the other ranks, and train."""
     loaded = load_job(Path(args.job), [KIND], args.overrides, allow_unread=args.resume is not None)
     job, settings = loaded.job, settings_of(loaded.job)
     detected = detect(os.environ, flags_of(args))
@@ -65,7 +66,9 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
         raise RefusedError(f"{args.job}: {error}") from error
     warn_of_one_rank(job, detected)
     if job.python is not None and env.rank == 0:
-        complain(f"muster: warning: {args.job}: python has no effect on this start, which runs in {sys.executable}")
+        complain(
+            f"muster: warning: {args.job}: python has no effect without an agent; this process runs in {sys.executable}"
+        )
     for mistake in loaded.dropped if env.rank == 0 else ():
         complain(f"muster: warning: {mistake}")
     os.environ.update(job.env)
@@ -91,7 +94,7 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
 
 
 def flags_of(args: argparse.Namespace) -> Flags:
-    """Return what the command line says of ranks."""
+    """Return the command line's flags about ranks."""
     return Flags(
         master_ip=args.master_ip,
         master_port=args.master_port,
@@ -103,35 +106,35 @@ def flags_of(args: argparse.Namespace) -> Flags:
 
 
 def warn_of_one_rank(job: Job, detected: Detected) -> None:
-    """Say that a job of several ranks was started as one, which nobody may have meant."""
+    """Warn that a job of several ranks was started as one rank, probably by mistake."""
     wanted = job.nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
     if detected.launcher == LOCAL and wanted > 1:
         complain(
-            f"muster: the job asks for {wanted} ranks, this start has 1 (no rank variables found: see muster env); "
+            f"muster: the job asks for {wanted} ranks, but this start has 1 (no rank variables found: see muster env); "
             "--num-nodes and --rank start more"
         )
 
 
 def say_waiting(job: Job, detected: Detected) -> None:
-    """Say what a rank waits for that somebody has started by hand, and until when."""
+    """Tell a user who started a rank by hand where it waits for the others, and until when."""
     env, seconds = detected.env, job.start_timeout_s
     if detected.launcher == "flags" and env.world_size > 1:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
         where = f"{env.master_addr}:{env.master_port}"
-        complain(f"muster: rank {env.rank} of {env.world_size} meets the others at {where}, until {until}")
+        complain(f"muster: rank {env.rank} of {env.world_size} waits for the others at {where} until {until}")
 
 
 def threads_of(job: Job, env: RankEnv) -> int:
-    """Return the threads of a rank; `auto` shares the cores that this process may use among the node's ranks."""
+    """Return the threads of a rank; `auto` divides the cores of this process among the node's ranks."""
     if job.threads_per_rank != "auto":
         return job.threads_per_rank
     return max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
 
 
 def use_interface_towards(address: str) -> None:
-    """Name the network interface that reaches the master, unless somebody has: gloo goes by the host's name."""
+    """Set gloo's network interface to the one that reaches the master, unless it is set: gloo uses the host name."""
     if GLOO_INTERFACES in os.environ:
         return
-    if route := network.route_to(address):  # else the start itself will say that there is no way
+    if route := network.route_to(address):  # without a route, connecting will fail with its own message
         os.environ[GLOO_INTERFACES] = route[0]
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route[0]}")

@@ -1,6 +1,6 @@
-"""The run folder of a start without an agent: rank 0 makes it, or goes on in it, and tells the others.
+"""The run folder of a start without an agent: rank 0 creates or resumes it, and sends its path to the others.
 
-It writes the few events that `muster status` and `why` read.
+Rank 0 also writes the few events that `muster status` and `why` read.
 """
 
 import argparse
@@ -29,13 +29,13 @@ LAST_WORD_S: Final = 5.0
 
 
 def share_start(store: Store, make: Callable[[], Start], env: RankEnv) -> Start:
-    """Make the attempt's folder on rank 0 and tell all where it is and what it goes on from.
+    """Create the attempt's folder on rank 0, and send its path and its checkpoint to all ranks.
 
     Raises:
-        RunFolderError, StorageError, NoCheckpointError: as `begin_attempt`; on every rank, for rank 0 tells that too.
+        RunFolderError, StorageError, NoCheckpointError: on every rank, as for `begin_attempt` on rank 0.
     """
     if env.rank != 0:
-        said = parse_json(store.get(RUN_FOLDER_KEY))  # waits as long as `connect` was allowed to
+        said = parse_json(store.get(RUN_FOLDER_KEY))  # waits at most as long as `connect`
         store.set(f"{RUN_FOLDER_KEY}/read/{env.rank}", "")
         if "error" in said:
             error = MusterError(f"rank 0: {said['error']}")
@@ -47,7 +47,7 @@ def share_start(store: Store, make: Callable[[], Start], env: RankEnv) -> Start:
     except MusterError as error:
         store.set(RUN_FOLDER_KEY, json.dumps({"error": str(error), "code": error.exit_code}))
         readers = [f"{RUN_FOLDER_KEY}/read/{rank}" for rank in range(1, env.world_size)]
-        with suppress(DistStoreError):  # the store ends with this process: let the others read first
+        with suppress(DistStoreError):  # the store ends with this process, so the others must read first
             store.wait(readers, timedelta(seconds=LAST_WORD_S))
         raise
     resume = None if start.resume is None else asdict(start.resume)
@@ -57,11 +57,11 @@ def share_start(store: Store, make: Callable[[], Start], env: RankEnv) -> Start:
 
 
 def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argparse.Namespace) -> Start:
-    """Make a new run, or with `--resume` the next attempt of one, and write its first events.
+    """Create a new run, or with `--resume` the next attempt of a run, and write its first events.
 
     Raises:
-        RunFolderError, StorageError: a folder cannot be found, made or written.
-        NoCheckpointError: the run to go on with has no good checkpoint.
+        RunFolderError, StorageError: if a folder cannot be found, created or written.
+        NoCheckpointError: if the run to resume has no valid checkpoint.
     """
     root = runs_root(args.runs)
     if args.resume is None:
@@ -70,8 +70,8 @@ def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argpa
     else:
         run = find_run(root, args.resume, unique=True)
         if (resume := newest(run)) is None:
-            raise NoCheckpointError(f"{run.path}: no usable checkpoint; leave --resume out to begin anew")
+            raise NoCheckpointError(f"{run.path}: no usable checkpoint; omit --resume to start a new run")
     job, came_from = loaded.job, None if resume is None else asdict(resume)
-    # The run began with this process, not when its ranks had met.
+    # The run began with this process, not when its ranks met.
     facts = {"name": job.name, "kind": job.kind, "grace_s": job.grace_s}
     return Start(run, begin(run, env, hosts, args.began, came_from, **facts), resume)

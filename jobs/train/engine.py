@@ -1,7 +1,7 @@
-"""One training step on one rank: forwards and backwards, the mean of gradients, clip, step.
+"""One training step on one rank: forward and backward, averaging of gradients, clipping, optimizer step.
 
 batch ─ parallel.Accumulation, or parallel.Stages ─ mean over ranks with the same layers ─ clip by the norm ─ step
-        every layer is here      a slice of them                                           of all of the model
+        every layer is here      a slice of them                                           of the whole model
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """A rank's part of a model, its optimizer, and what they do in a step."""
+    """A rank's part of a model, and its optimizer; runs training steps and predictions."""
 
     def __init__(self, model: RankModel, numerics: Numerics, settings: "TrainSettings", clock: Clock) -> None:
         self.model = model
@@ -36,7 +36,7 @@ class Engine:
         self.clock = clock
         self.scaler = numerics.scaler()
         if self.stages is not None:
-            # Stages that are done early go on to the next step, unless they exchange something anyway, or must agree.
+            # Stages that finish early continue with the next step, unless all stages have to exchange something anyway.
             agrees = settings.precision == "fp16" or settings.non_finite == "skip"
             self.scaler.agrees = agrees or settings.clip_norm is not None
             self.stages.attach(self.replica, self.scaler, model.whole.aliases)
@@ -45,7 +45,7 @@ class Engine:
         self.runs = self.stages or Accumulation(self.replica, numerics, self.scaler, settings)
         self.optimizer: torch.optim.Optimizer = self.replica.build_optimizer(numerics, settings)
         self.state = model.state(self.optimizer, self.scaler.state())
-        # A pipeline's graphs are of its actions, not of whole steps.
+        # A pipeline records graphs of its actions, not of whole steps.
         self.graphed = None
         if settings.cuda_graph and self.stages is None:
             self.graphed = GraphedSteps(clock, model.world.device)
@@ -67,7 +67,7 @@ class Engine:
     def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Train on this rank's part of a global batch.
 
-        Returns one float64 scalar per virtual rank of this rank: the sum over its samples of their loss.
+        Returns one float64 scalar per virtual rank of this rank: the sum of the losses of its samples.
         """
         if self.graphed is None:
             return self._step(step, shards)
@@ -81,7 +81,7 @@ class Engine:
         return losses
 
     def _advance(self) -> None:
-        """Clip by the norm of the whole model's gradients, each counted once, and step."""
+        """Clip by the norm of the whole model's gradients, each counted once, and step the optimizer."""
         self.scaler.step(
             self.optimizer,
             self.replica.gradients(),
@@ -92,11 +92,14 @@ class Engine:
         )
 
     def figures(self) -> dict[str, Tensor]:
-        """Return what else the row of the step just done shows: scalars that may still be on the device."""
+        """Return further columns for the row of the last step: scalars that may still be on the device."""
         return self.scaler.row()
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Run the model in evaluation mode. Every rank calls it equally often: a forward may be a collective."""
+        """Run the model in evaluation mode.
+
+        All ranks must call it equally often, because a forward may be a collective.
+        """
         self.module.eval()
         with torch.no_grad():
             outputs = self.runs.predict(inputs)
@@ -104,20 +107,20 @@ class Engine:
         return outputs
 
     def held_state(self) -> list[Part]:
-        """List the parts that this rank saves; all ranks together save each part once."""
+        """List the parts that this rank saves. Together, the ranks save each part once."""
         return self.state.parts()
 
     def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
-        """List the parts to fill from a checkpoint's tensors. It comes before the first step."""
-        assert self.graphed is None or not self.graphed.recorded, "a recorded step would go on with the state before"
+        """List the parts to fill from a checkpoint's tensors. Call it before the first step."""
+        assert self.graphed is None or not self.graphed.recorded, "a recorded step would continue with the old state"
         return self.state.wanted(stored)
 
     def held_tensors(self) -> Held:
-        """List what this rank holds now, by kind: parameters, gradients, optimizer, buffers."""
+        """List the tensors of this rank by kind: parameters, gradients, optimizer, buffers."""
         return tensors_of(self.module, self.optimizer, self.replica.wrapper)
 
     def rehearse(self, shards: Sequence[ShardInput]) -> None:
-        """Run one backward before a checkpoint is read, if the first backward decides the order of later sums."""
+        """Run one backward before a checkpoint is loaded, if the first backward determines the order of later sums."""
         self.runs.rehearse(shards)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -132,7 +135,7 @@ def build_engine(
 ) -> Engine:
     """Split a model by the job's mode and build its optimizer: a collective.
 
-    `numerics` has placed the model; `sample` is the shape of one input, by which a pipeline is cut.
+    `numerics` has placed the model. `sample` is the shape of one input, used to cut a pipeline.
     """
     if settings.cuda_graph:
         require_cuda(world.device)

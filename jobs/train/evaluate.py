@@ -1,7 +1,7 @@
-"""Evaluation: the same bits on any number of ranks, unless these split layers.
+"""Evaluation, with the same bits on any number of ranks unless they split layers.
 
-The evaluation samples are cut into fixed blocks, dealt in turn to the ranks, or to those that have a model together.
-Each block is one forward; its sums are float64, gathered, and added in the order of blocks.
+The evaluation samples are cut into fixed blocks, dealt round robin to the ranks, or to groups of ranks with one copy of
+the model. Each block is one forward. Its sums are float64, gathered, and added in the order of blocks.
 """
 
 import math
@@ -24,9 +24,9 @@ BLOCK_SAMPLES: Final = 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over the evaluation samples, and the figure that people quote: accuracy, or perplexity for tokens.
+    """Mean loss over the evaluation samples, and a figure: accuracy, or perplexity for tokens.
 
-    With a loss of the user's there is no figure ("").
+    With a user's own loss there is no figure ("").
     """
 
     loss: float
@@ -35,11 +35,11 @@ class Evaluation:
     samples: int
 
     def row(self) -> dict[str, float]:
-        """Spell the result as columns of a metrics row."""
+        """Return the result as columns of a metrics row."""
         return {"loss": self.loss, **({self.figure: self.value} if self.figure else {})}
 
     def text(self) -> str:
-        """Say the result in a phrase."""
+        """Return the result as a line of text."""
         if not self.figure:
             return f"evaluation  loss {self.loss:.4f}"
         accuracy = f"{100 * self.value:.2f} %"
@@ -48,15 +48,15 @@ class Evaluation:
 
 
 def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype, loss: Loss = mean_loss) -> Evaluation | None:
-    """Measure the model on the evaluation samples: a collective; None when there are none."""
+    """Evaluate the model on the evaluation samples: a collective; None if there are none."""
     engine.model.synchronize_buffers()
     blocks = -(-data.eval_samples // BLOCK_SAMPLES)
     if blocks == 0:
         return None
     each = -(-blocks // world.data_ranks)
-    mine = torch.zeros(each, 3, dtype=torch.float64, device=world.device)  # (blocks, loss sum · right · predictions)
+    mine = torch.zeros(each, 3, dtype=torch.float64, device=world.device)  # (blocks, [loss sum, correct, predictions])
     for row in range(each):
-        # Where ranks share parameters out they run together: one that has no block left runs the last one again.
+        # Ranks that shard parameters must run forwards together, so a rank without a block left repeats the last one.
         block = row * world.data_ranks + world.data_rank
         inputs, targets = data.eval_batch(block_indices(min(block, blocks - 1), data.eval_samples))
         outputs = engine.predict(move_inputs(inputs, world.device, dtype))
@@ -71,7 +71,7 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype, loss:
     if loss is not mean_loss:
         return Evaluation(mean, "", 0.0, data.eval_samples)
     if data.unit == "tokens":
-        perplexity = math.inf if mean >= 700.0 else math.exp(mean)  # of nan nan
+        perplexity = math.inf if mean >= 700.0 else math.exp(mean)  # NaN stays NaN
         return Evaluation(mean, "perplexity", perplexity, data.eval_samples)
     return Evaluation(mean, "accuracy", right / predictions, data.eval_samples)
 
@@ -82,7 +82,7 @@ def block_indices(block: int, samples: int) -> Tensor:
 
 
 def measure(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return loss sum, right predictions and predictions of outputs (..., classes): (3,) float64."""
+    """Return loss sum, correct predictions and number of predictions for outputs (..., classes): (3,) float64."""
     flat, wanted = outputs.flatten(0, -2), targets.flatten()  # (predictions, classes), (predictions,)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     loss_sum = F.cross_entropy(flat, wanted, reduction="none").double().sum()
@@ -91,6 +91,6 @@ def measure(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def measure_by(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum over samples of a loss of the user's, 0 and the number of samples: (3,) float64."""
+    """Return the sum of a user's own loss over the samples, 0 and the number of samples: (3,) float64."""
     total = loss(outputs, targets).double() * len(targets)
     return torch.stack([total, torch.zeros_like(total), torch.full_like(total, len(targets))])

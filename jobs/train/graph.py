@@ -1,14 +1,14 @@
-"""Whole steps as CUDA graphs: launched with one call instead of some hundred, for models whose kernels are short.
+"""Record whole training steps as CUDA graphs, launched by one call instead of hundreds, for models with short kernels.
 
     steps of one form     0        1        2        3         4        5
-    what runs          eagerly  eagerly  eagerly  record,  replay   replay
+    execution          eager    eager    eager    record,   replay   replay
                                                   replay                        inputs copied in, losses copied out
 
-All of a step is in its graph: forward, backward, the wrapper's communication on its own stream, clipping, the
-optimizer. A graph replays the addresses that were recorded, so everything that outlives a step must stay where it is:
-parameters, optimizer state, buckets, and the learning rate, which is a tensor on the device. Steps of another form -
-the last batch of an epoch, an uneven shard - run eagerly until they have been seen as often, then have their own graph.
-Recording does not execute: the recorded step is replayed for the first time at once.
+A graph contains the whole step: forward, backward, the wrapper's communication on its own stream, clipping and the
+optimizer. A graph replays recorded addresses, so everything that outlives a step must stay in place: parameters,
+optimizer state, buckets, and the learning rate, which is a tensor on the device. Steps of another form (the last batch
+of an epoch, an uneven shard) run eagerly until they have been seen as often, and then get their own graph. Recording
+does not execute, so the recorded step is replayed at once.
 """
 
 from collections import Counter
@@ -23,8 +23,8 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.profiling.clock import Clock
 
-EAGER_STEPS: Final = 3  # what is made lazily - optimizer state, compiled code, NCCL's connections - is there after them
-MOST_GRAPHS: Final = 4  # each keeps its own inputs; a plan has two forms of steps, seldom more
+EAGER_STEPS: Final = 3  # after them, all lazy setup is done: optimizer state, compiled code, NCCL's connections
+MOST_GRAPHS: Final = 4  # each keeps its own inputs; steps have two forms, seldom more
 
 Form = tuple[Any, ...]
 
@@ -33,9 +33,10 @@ Step = Callable[[int, Sequence[ShardInput]], list[Tensor]]
 
 
 class GraphedSteps:
-    """Runs training steps, each recorded once for its form and then replayed.
+    """Runs training steps; records each form of step once and then replays it.
 
-    It does not know its engine: NCCL destroys no group that a recorded graph has, and a cycle would keep the graph.
+    It has no reference to its engine: NCCL destroys no group that a recorded graph uses, and a cycle would keep the
+    graph alive.
     """
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
@@ -43,13 +44,13 @@ class GraphedSteps:
         self.clock = clock
         self.recorded: dict[Form, RecordedStep] = {}
         self._device = device
-        # Steps before the recording run on its stream, too, so that what they make for a stream is made for this one.
+        # Steps before the recording run on its stream, too, so that per-stream objects are created for this stream.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._seen: Counter[Form] = Counter()
 
     def run(self, work: Step, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Do a step's work on this rank's part of a global batch, from a graph when there is one for its form."""
+        """Run a step on this rank's part of a global batch, from a graph if there is one for its form."""
         form = form_of(shards)
         recorded = self.recorded.get(form)
         if recorded is None:
@@ -76,24 +77,24 @@ class GraphedSteps:
             except RuntimeError as error:
                 raise RefusedError(
                     f"train.cuda_graph: the step could not be recorded: {error}; set cuda_graph: false, "
-                    "or remove what asks the host within a step"
+                    "or remove whatever synchronizes with the host within a step"
                 ) from error
 
 
 class RecordedStep:
-    """One step's graph, with the inputs that it reads and the losses that it leaves."""
+    """The graph of one step, with its input buffers and its losses."""
 
     def __init__(
         self, work: Step, step: int, shards: Sequence[ShardInput], stream: torch.cuda.Stream, pool: Any
     ) -> None:
         self.shards = [_own(shard) for shard in shards]
         self.graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks about events of earlier collectives from a thread of its own, which may go on.
+        # NCCL's watchdog queries events of earlier collectives in its own thread, which must not break the capture.
         with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.losses = work(step, self.shards)
 
     def replay(self, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Run the step on other inputs of the same form; return its losses as tensors of their own."""
+        """Run the step on other inputs of the same form; return its losses as new tensors."""
         for own, given in zip(_tensors(self.shards), _tensors(shards), strict=True):
             own.copy_(given, non_blocking=True)
         self.graph.replay()
@@ -101,7 +102,7 @@ class RecordedStep:
 
 
 def form_of(shards: Sequence[ShardInput]) -> Form:
-    """Return what a recorded step cannot change: which virtual ranks, shapes and types, samples and weights."""
+    """Return everything that a recorded step fixes: virtual ranks, shapes and dtypes, samples and weights."""
     return tuple(
         (
             shard.virtual_rank,
@@ -132,10 +133,12 @@ def _tensors(shards: Sequence[ShardInput]) -> list[Tensor]:
 
 
 def require_cuda(device: torch.device) -> None:
-    """Check that there is a device that can record.
+    """Check that the device can record graphs.
 
     Raises:
-        RefusedError: it is none.
+        RefusedError: if it is not a CUDA device.
     """
     if device.type != "cuda":
-        raise RefusedError(f"train.cuda_graph: this rank computes on {device.type}; set device: cuda, or leave it out")
+        raise RefusedError(
+            f"train.cuda_graph: this rank computes on {device.type}; set device: cuda, or remove cuda_graph"
+        )

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself beside its tensors (`jobs/spec/kept.py`: of that, what must stay equal)."""
+"""The metadata of a checkpoint; `jobs/spec/kept.py` defines which part of it must not change."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def kept_of(settings: "TrainSettings", data: Data, plan: Plan) -> dict[str, Any]:
-    """Return what must stay equal between a save and a resume, the data included."""
+    """Return the settings that must not change between a save and a resume, including the data."""
     kept = kept_settings(settings, samples=data.train_samples, virtual_ranks=plan.virtual_ranks)
     return {**kept, DATA: {"name": data.name, "samples": data.train_samples, "sha256": data.fingerprint}}
 
@@ -36,7 +36,7 @@ def meta_of(
     aliases: Mapping[str, str],
     code: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return what a checkpoint after `done` steps says of itself beside its tensors."""
+    """Return the metadata of a checkpoint after `done` steps."""
     epoch, index = divmod(done, plan.steps_per_epoch)
     return {
         "step": done,

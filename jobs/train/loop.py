@@ -1,10 +1,10 @@
-"""The training loop: read, step, record; at log points say so; after an epoch evaluate; now and then save.
+"""The training loop: read, step, record. Report at log points, evaluate after epochs, save when due.
 
-before a step     stop here, if the keeper has said so (a drain)
+before a step     stop here, if the rank parent asked for it (a drain)
 a step            data, forward, backward, communication, optimizer
 a log point       all ranks exchange the losses since the last one, and whether to save
-no numbers        a log point at once where all ranks know, and the attempt fails
-the end           all is saved, where anything is
+not finite        a log point at once if all ranks know of it; then the attempt fails
+the end           save, if the job has checkpoints
 """
 
 import math
@@ -47,7 +47,7 @@ NOT_RECORDING = NotRecording()
 
 @dataclass(frozen=True)
 class Trainer:
-    """Everything one rank trains with."""
+    """Everything with which one rank trains."""
 
     settings: "TrainSettings"
     world: World
@@ -60,11 +60,11 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """Steps that the job asks for."""
+        """The number of steps that the job asks for."""
         return total_steps(self.settings, self.plan)
 
     def own_steps(self) -> Steps:
-        """Return the steps of this rank's virtual ranks: data rank r has those from r * k to r * k + k - 1.
+        """Return the steps of this rank's virtual ranks: data rank r has virtual ranks r * k to r * k + k - 1.
 
         A pipeline cuts its part into micro-batches itself.
         """
@@ -74,14 +74,14 @@ class Trainer:
 
 
 def build_trainer(settings: "TrainSettings", data: Data, world: World) -> Trainer:
-    """Build the model, the same on every rank, and wrap it as the job's mode says."""
+    """Build the model, the same on every rank, and wrap it according to the job's mode."""
     numerics = numerics_of(settings, world.device)
     split = settings.split(world.size)
     world = replace(world, pipe=split.pipe, tensor=split.tensor)
     clock = clock_for(world.device)
     model = numerics.place(model_of(settings, vocabulary=data.vocabulary))
     if settings.model.make is not None:
-        hint = "let it depend on args and torch's random numbers alone"
+        hint = "it may depend only on args and torch's random numbers"
         require_equal(world, f"model {settings.model.make}", digest_of(model), hint)
     engine = build_engine(settings, model, world, clock, numerics, data.sample_shape)
     plan = plan_of(settings, samples=data.train_samples, world_size=world.size)
@@ -99,19 +99,19 @@ def train(
     replay: Replay | None = None,
     profiling: NotProfiling = NOT_PROFILING,
 ) -> bool:
-    """Train from step `first` on, for as long as the job says; every rank calls this.
+    """Train from step `first` to the end of the job. Every rank calls this.
 
-    Returns True when the ranks were told to stop before the end, and have saved.
+    Returns True if the ranks were told to stop before the end and have saved.
 
     Raises:
-        NotFiniteError: losses or weights are no numbers any more; they are not saved.
+        NotFiniteError: if losses or weights are not finite any more; they are not saved.
     """
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
     trainer = replace(trainer, timeline=recorder_of(trainer, files))
     metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps, patient=saving.patient)
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
-        with profiling:  # what it has to write waits until all is saved
+        with profiling:  # the profile is written after everything is saved
             done = run_steps(
                 trainer, metrics, screen, steps, first=first, saving=saving, replay=replay, profiling=profiling
             )
@@ -143,7 +143,7 @@ def run_steps(
     replay: Replay | None = None,
     profiling: NotProfiling = NOT_PROFILING,
 ) -> int:
-    """Run steps `first` to `steps` - 1, or until the keeper says stop; return how many are done in all."""
+    """Run steps `first` to `steps` - 1, or until the rank parent says stop; return the number of steps done in all."""
     settings, engine, clock = trainer.settings, trainer.engine, trainer.clock
     inputs = read_steps(trainer.own_steps(), first, steps, workers=settings.loader_workers)
     pace, done = Pace(), first
@@ -188,7 +188,7 @@ def run_steps(
 def report_steps(
     metrics: Metrics, screen: Screen, saving: NotSaving, replay: Replay | None, done: int, timeline: NotRecording
 ) -> Summary:
-    """Make a log point: exchange losses and notes, write the rows and say how far the training is."""
+    """Run a log point: exchange losses and notes, write the rows and report progress."""
     summary = metrics.report(saving.note(done))
     timeline.record(done)
     screen.step(summary)
@@ -199,7 +199,7 @@ def report_steps(
 
 
 def report_evaluation(trainer: Trainer, metrics: Metrics, screen: Screen, step: int, epoch: int) -> None:
-    """Evaluate, write the row and say the result."""
+    """Evaluate, write the row and print the result."""
     page.own.enter(Phase.EVALUATE)
     evaluation = evaluate(trainer.engine, trainer.data, trainer.world, trainer.dtype, loss_of(trainer.settings))
     if evaluation is not None:

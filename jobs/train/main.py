@@ -1,12 +1,13 @@
-"""What a rank of a `train:` job runs: meet the others, check that all read the same, train, say how it ended.
+"""Entry point of a rank of a `train:` job: meet the others, check that all read the same, train, report the end.
 
-`run_rank` is called in a process forked from the warm one; its rank stands in the environment. `direct.py` makes the
-same calls when somebody else started the ranks.
+`run_rank` is called in a process forked from the warm one, with its rank in the environment. `direct.py` makes the same
+calls if another launcher started the ranks.
 """
 
 import hashlib
 import json
 import os
+import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,8 +61,8 @@ if TYPE_CHECKING:
 def run_rank(payload: Mapping[str, Any]) -> int:
     """Train as one rank; return its exit code.
 
-    `payload` is {"job": the job as `jobs/spec/plain.py` spells it; "saving": whether checkpoints are made; "resume":
-    null or {"checkpoint": folder name, "step": n, "sha256": its manifest's}}.
+    `payload` is {"job": the job serialized by `jobs/spec/plain.py`; "saving": whether to make checkpoints; "resume":
+    null or {"checkpoint": folder name, "step": n, "sha256": of its manifest}}.
     """
     show_stacks()
 
@@ -82,10 +83,10 @@ def settings_of(job: "Job") -> "TrainSettings":
 
 
 def run_of(env: RankEnv) -> RunDir:
-    """Return the run folder that the environment names.
+    """Return the run folder named in the environment.
 
     Raises:
-        RefusedError: it names none.
+        RefusedError: if there is none.
     """
     if not env.run_dir:
         raise RefusedError(
@@ -95,7 +96,7 @@ def run_of(env: RankEnv) -> RunDir:
 
 
 def join(job: "Job", env: RankEnv, reporter: Reporter) -> World:
-    """Meet the other ranks within the job's start time-out."""
+    """Meet the other ranks within the job's start timeout."""
     settings = settings_of(job)
     settings.check(env.world_size)
     make_deterministic(settings)
@@ -110,15 +111,15 @@ def join(job: "Job", env: RankEnv, reporter: Reporter) -> World:
 
 
 def join_group(store: Store, job: "Job", env: RankEnv, peers: Sequence[Peer]) -> World:
-    """Make the process group of ranks that have met, on the devices that they see."""
+    """Create the process group of ranks that have met, on the devices that they see."""
     device = choose_device(settings_of(job).device, env.rank, peers)
     return open_world(store, env, device, job.start_timeout_s)
 
 
 def make_deterministic(settings: "TrainSettings") -> None:
-    """Make this process's kernels deterministic when the job asks for it."""
+    """Make this process's kernels deterministic if the job asks for it."""
     if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; the library asks for it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it; read when CUDA starts
         torch.use_deterministic_algorithms(True)
 
 
@@ -126,12 +127,12 @@ def open_same_data(job: "Job", world: World) -> Data:
     """Open the job's data.
 
     Raises:
-        RefusedError: another rank reads another job or other data, or a batch is larger than the data set.
+        RefusedError: if another rank reads another job or other data, or a batch is larger than the data set.
     """
     settings = settings_of(job)
-    spelt = {**values(settings), "data": None}  # a text may lie elsewhere on another node
+    spelt = {**values(settings), "data": None}  # the path of a text may differ between nodes
     digest = hashlib.sha256(json.dumps(spelt, sort_keys=True).encode()).hexdigest()
-    require_equal(world, "the job file", digest, "give every rank the same one")
+    require_equal(world, "the job file", digest, "give every rank the same file")
     data = open_data(settings)
     require_batch(settings, data)
     require_equal(world, f"data {data.name}", data.fingerprint, "copy rank 0's files to those nodes")
@@ -140,7 +141,7 @@ def open_same_data(job: "Job", world: World) -> Data:
 
 @dataclass(frozen=True)
 class Start:
-    """Where an attempt writes, and what it goes on from."""
+    """Where an attempt writes, and the checkpoint it resumes from."""
 
     run: RunDir
     attempt: int
@@ -148,11 +149,11 @@ class Start:
 
 
 def train_in(start: Start, job: "Job", world: World, reporter: Reporter) -> int:
-    """Train, with metrics and checkpoints going into the run folder; return the rank's exit code.
+    """Train, with metrics and checkpoints in the run folder; return the rank's exit code.
 
     Raises:
-        RunFolderError, StorageError: the folder cannot be written.
-        RefusedError, NoCheckpointError: the checkpoint to go on from is not there, or not this job's.
+        RunFolderError, StorageError: if the folder cannot be written.
+        RefusedError, NoCheckpointError: if the checkpoint to resume from is missing, or belongs to another job.
     """
     keep_freed_memory()
     folder = start.run.attempt(start.attempt)
@@ -197,22 +198,22 @@ def train_in(start: Start, job: "Job", world: World, reporter: Reporter) -> int:
 def go_on(
     start: Start, resume: Resume, trainer: Trainer, kept: Mapping[str, Any], reporter: Reporter
 ) -> tuple[int, Replay | None]:
-    """Fill the trainer with a checkpoint's state; return the steps it had done, and rank 0's audit of the next ones."""
+    """Load a checkpoint into the trainer; return its number of steps, and on rank 0 the audit of repeated steps."""
     moved = move(trainer.own_steps()[resume.step], trainer.world.device, trainer.dtype)
     loaded = restore(start.run, resume, trainer.engine, trainer.world, kept, moved.shards)
     if trainer.world.rank != 0:
         return loaded.step, None
     reporter.loaded(step=loaded.step, seconds=loaded.seconds, checkpoint=loaded.checkpoint)
-    left = "" if loaded.step < trainer.steps else ": nothing is left to do"
+    left = "" if loaded.step < trainer.steps else ": no steps are left"
     for path in code.changed(loaded.code, code.files_of(Path.cwd())):
-        print(f"{path} has changed since {loaded.checkpoint} was saved; training goes on with it as it is now")
+        print(f"{path} has changed since {loaded.checkpoint} was saved; training continues with the current version")
     place = f"step {loaded.step} of {trainer.steps}"
-    print(f"goes on from {loaded.checkpoint}, {place}, read in {loaded.seconds:.2f} s{left}", flush=True)
+    print(f"continues from {loaded.checkpoint}, {place}, read in {loaded.seconds:.2f} s{left}", flush=True)
     return loaded.step, Replay(logged_losses(start.run.metrics, after=loaded.step, attempt=start.attempt), reporter)
 
 
 def facts_of(start: Start, job: "Job", world: World) -> dict[str, Any]:
-    """Return what a rank's records say of it."""
+    """Return the identifying columns of a rank's records."""
     return {
         "rank": world.rank,
         "world_size": world.size,
@@ -222,11 +223,12 @@ def facts_of(start: Start, job: "Job", world: World) -> dict[str, Any]:
         "mode": settings_of(job).mode_name,
         "device": world.device.type,
         "torch": torch.__version__,
+        "python": platform.python_version(),
     }
 
 
 def build_profiling(start: Start, job: "Job", trainer: Trainer, first: int) -> NotProfiling:
-    """Make what records some of the steps that this rank will do, where the job asks for it."""
+    """Build the profiler for this rank's steps, if the job asks for it."""
     settings, world = trainer.settings, trainer.world
     if not settings.profile.on:
         return NOT_PROFILING
@@ -246,7 +248,7 @@ def build_saver(
     kept: Mapping[str, Any],
     reporter: Reporter,
 ) -> Saver[Part]:
-    """Make what saves this rank's part of the trainer's state."""
+    """Build the saver of this rank's part of the trainer's state."""
     began_from = start.resume.checkpoint if start.resume is not None else None
     own_code = code.files_of(Path.cwd())
 
@@ -272,13 +274,13 @@ def build_saver(
 
 
 def describe(job: "Job", data: Data, world: World) -> str:
-    """Say in one line what is trained, how and on what."""
+    """Return one line that says what is trained, how and on what data."""
     settings = settings_of(job)
     over = "" if settings.is_pipeline else f" over {settings.virtual_world_size(world.size)} virtual ranks"
     exact = f", exact{over}" if settings.exact else ""
     mode = split_text(settings)
     numbers = "" if settings.precision == "fp32" else f", {settings.precision}"
-    threads = "" if world.device.type == "cuda" else f" with {counted(torch.get_num_threads(), 'thread')} a rank"
+    threads = "" if world.device.type == "cuda" else f" with {counted(torch.get_num_threads(), 'thread')} per rank"
     return (
         f"{settings.model.title} on {data.name}: {data.train_samples} samples, batch {settings.batch_size}, "
         f"mode {mode}{exact}{numbers}, {counted(world.size, 'rank')} on {world.device.type}{threads}"

@@ -1,12 +1,14 @@
-"""What a run measures, as rows: each rank its own steps, rank 0 the loss over the global batch.
+"""The metrics of a run, as rows: each rank writes its own steps, rank 0 also the loss over the global batch.
 
-    attempt-NNN/metrics-RRRRR.jsonl   every step of a rank; written at log points, or when a second old
-    metrics.jsonl                     every step of the run; written by rank 0 at log points, a step that is done
-                                      again in a later attempt once more
+    attempt-NNN/metrics-RRRRR.jsonl   every step of a rank; written at log points, and at least every second
+    metrics.jsonl                     every step of the run; written by rank 0 at log points; a step that is repeated in
+        a
+                                      later attempt is written again
 
-Between log points a step costs two small appends. At a log point one all-gather carries every virtual rank's loss of
-the steps since the last; they are added in the order of virtual ranks, so the losses are the same numbers on every
-transport, and in `exact` on every world size.
+Between log points a step costs two list appends. At a log point one all-gather exchanges the losses of all virtual
+ranks
+since the last one. They are added in the order of virtual ranks, so the losses are the same numbers on every transport,
+and with `exact` on every world size.
 """
 
 import math
@@ -36,7 +38,7 @@ RECENT: Final = 20  # losses that a checkpoint carries
 
 @dataclass(frozen=True)
 class Units:
-    """What speed is counted in, and how many of them a sample has."""
+    """The unit of speed, and the number of units per sample."""
 
     name: str
     per_sample: int
@@ -44,7 +46,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Files:
-    """Where rows go: a rank's own file, and the run's and the attempt's on rank 0."""
+    """The paths of rows: a rank's own file; on rank 0 also those of the run and the attempt."""
 
     own: Path
     run: Path | None
@@ -54,7 +56,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a log point has to say: the newest step, and the speed since the last log point."""
+    """The results of a log point: the newest step, and the speed since the last log point."""
 
     step: int
     epoch: int
@@ -63,19 +65,19 @@ class Summary:
     unit: str
     broken: int | None  # the first step since the last log point whose loss is not finite
     losses: list[tuple[int, float]]  # of every step since the last log point
-    notes: list[list[float]]  # what each rank had to say
+    notes: list[list[float]]  # the note of each rank
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step as it was left behind; `losses` are this rank's sums per virtual rank."""
+    """One completed step; `losses` are this rank's sums per virtual rank."""
 
     batch: GlobalBatch
     losses: list[Tensor]
     samples: int
     lr: float
     time: float
-    profile: str | None = None  # what the profiler did with it
+    profile: str | None = None  # how the profiler treated it
     figures: Mapping[str, Tensor] = field(default_factory=dict)  # further columns: scalars
 
     @property
@@ -98,7 +100,7 @@ class Metrics:
         steps: int,
         patient: bool = False,
     ) -> None:
-        # Where checkpoints are made a full disk costs saves first, and only the third in a row ends the training.
+        # If the job has checkpoints, a full disk first costs saves; only the third in a row ends training.
         self.own = RowLog(files.own, patient=patient, say=warn)
         self.run = RowLog(files.run, patient=patient, say=warn) if files.run is not None else None
         self.events = files.events
@@ -108,14 +110,14 @@ class Metrics:
         self.common = {"attempt": attempt, "rank": world.rank}
         self.steps = steps
         self._steps: list[Step] = []  # since the last log point
-        self._times: list[StepTimes] = []  # of the first of them: those whose own rows are written
+        self._times: list[StepTimes] = []  # for the first of these steps, whose own rows are written already
         self._flushed = time.monotonic()
         self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self.evaluated = evaluations_in(files.run)
 
     @property
     def has_news(self) -> bool:
-        """True when there are steps since the last log point."""
+        """True if there are steps since the last log point."""
         return bool(self._steps)
 
     def record(
@@ -128,13 +130,13 @@ class Metrics:
         profile: str | None = None,
         figures: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Keep a step that has just ended; write this rank's rows when the last write is a second ago."""
+        """Record a completed step; write this rank's rows if the last write is at least a second ago."""
         self._steps.append(Step(batch, losses, samples, lr, time.time(), profile, figures))
         if time.monotonic() - self._flushed >= FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
-        """Write this rank's rows of the steps that have none yet."""
+        """Write this rank's rows for the steps that have none yet."""
         new = self.clock.take()
         steps = self._steps[len(self._times) :]
         self._times += new
@@ -146,9 +148,9 @@ class Metrics:
         self.own.append(rows)
 
     def report(self, note: Sequence[float] = ()) -> Summary:
-        """Write all rows up to now: a collective, at the same step on every rank.
+        """Write all rows so far: a collective, at the same step on every rank.
 
-        `note` is what this rank has to say to the others, as many numbers on each; every rank is told all of them.
+        `note` has this rank's numbers for the others, the same count on each. Every rank receives all notes.
         """
         self.flush()
         losses, notes = gather_losses(
@@ -173,9 +175,9 @@ class Metrics:
         return Summary(last.number, last.batch.epoch + 1, losses[-1], rate, self.units.name, broken, numbered, notes)
 
     def evaluation(self, step: int, epoch: int, measured: dict[str, float]) -> None:
-        """Write the row of an evaluation; only rank 0 has somewhere to write it.
+        """Write the row of an evaluation, on rank 0.
 
-        One that an earlier attempt made of the same step, with the same result, is not written again.
+        If an earlier attempt wrote the same result for the same step, it is not repeated.
         """
         values = {name: finite(value) for name, value in measured.items()}
         row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
@@ -203,12 +205,12 @@ class Metrics:
 
 
 def finite(value: float) -> float | None:
-    """Return a number as JSON can hold it: it has neither NaN nor infinity."""
+    """Return a number, or None for NaN and infinity, which JSON lacks."""
     return value if math.isfinite(value) else None
 
 
 def evaluations_in(path: Path | None) -> dict[int, dict[str, float | None]]:
-    """Return the results of the evaluations that a run's metrics hold, the newest of each step."""
+    """Return the evaluation results in a run's metrics, the newest for each step."""
     found = {}
     for row in read_lines(path) if path is not None else ():
         if row.get("evaluation") and isinstance(row.get("step"), int):

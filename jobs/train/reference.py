@@ -1,11 +1,12 @@
-"""The reference of `muster verify`: one process that accumulates over the same shards, without wrapper or engine.
+"""The reference of `muster verify`: one process that trains on the same shards, without wrapper or engine.
 
-Each step: for every virtual rank in order, forward and backward its micro-batches from zero gradients; add the
-shards' gradients first to last; divide once by their number; clip; step. Batch norm keeps the running statistics of
+Each step: for every virtual rank in order, run forward and backward on its micro-batches from zero gradients; sum the
+shards' gradients from first to last; divide once by their number; clip; step. Batch norm keeps the running statistics
+of
 virtual rank 0.
 
-It trains on its own, or follows a mode: it computes its gradients at every step, then steps with the mode's (see
-`compare.py`). Of a mode that splits layers it finds out besides how far rounding reaches (`rounding.py`).
+It trains independently, or follows a mode: it computes its own gradients at every step, then steps with the mode's (see
+`compare.py`). For a mode that splits layers it also measures how far rounding reaches (`rounding.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,14 +42,14 @@ from muster.pipe.run import part_lengths
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
-USES: Final = 2  # of a tied weight: in the embedding and in the head
+USES: Final = 2  # a tied weight is used in the embedding and in the head
 LOSS: Final = "loss of each step"
 OUTPUT: Final = "output on test batch"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a way to train leaves behind; the reference and every mode fill in the same."""
+    """The results of training, with the same fields for the reference and every mode."""
 
     losses: list[float]  # of each step, over the global batch
     gradients: list[dict[str, Tensor]]  # of each step: mean over the shards, clipped
@@ -58,7 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setting:
-    """What both sides train: settings, data, the plan of batches, for how many of the job's steps, on which device."""
+    """The common settings of both sides: settings, data, plan of batches, number of steps, device."""
 
     settings: "TrainSettings"
     data: Data
@@ -67,7 +68,7 @@ class Setting:
     job_steps: int
     device: torch.device
     dtype: torch.dtype
-    tensor: int = 1  # ranks that every layer is split over
+    tensor: int = 1  # number of ranks that split every layer
     shares_weights: bool = False  # the model uses a weight in several places
 
     def lr(self, step: int) -> float:
@@ -76,7 +77,7 @@ class Setting:
 
 
 class Reference:
-    """One process in place of all ranks."""
+    """One process that replaces all ranks."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -89,14 +90,14 @@ class Reference:
         self.names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         per_layer = settings.is_pipeline and settings.model.draws
         self.seeds = LayerSeeds(layers_of(model, settings), settings.seed) if per_layer else None
-        self.terms: dict[str, Tensor] = {}  # of a pipeline's gradients: sums of magnitudes over micro-batches
-        self.bounds: list[dict[str, float]] = []  # of each step: how far another order of summation may be off
+        self.terms: dict[str, Tensor] = {}  # for a pipeline's gradients: sums of magnitudes over micro-batches
+        self.bounds: list[dict[str, float]] = []  # for each step: how far another order of summation may differ
         self.rounding = Rounding(model, settings.seed) if setting.tensor > 1 else None
-        self.reach: dict[str, float] = {}  # of all losses and of the output: how far rounding may reach
+        self.reach: dict[str, float] = {}  # for all losses and the output: how far rounding may reach
         self.optimizer = self.numerics.optimizer(self.model.parameters(), settings.optimizer)
 
     def run(self, test_inputs: Tensor, follow: Sequence[Mapping[str, Tensor]] | None = None) -> Outcome:
-        """Train all steps, with the gradients of `follow` if given; return what is left."""
+        """Train all steps, with the gradients of `follow` if given; return the results."""
         reader = Steps(self.setting.data, self.setting.plan, range(self.setting.plan.virtual_ranks))
         losses, gradients = [], []
         for step in range(self.setting.steps):
@@ -119,13 +120,16 @@ class Reference:
         return Outcome(losses, gradients, state_of(self.model), output)
 
     def _output(self, inputs: Tensor) -> Tensor:
-        """Return the model's outputs, of a pipeline's micro-batches one by one: a GPU computes others otherwise."""
+        """Return the model's outputs.
+
+        For a pipeline, run its micro-batches separately: on a GPU the batch size matters.
+        """
         parts = self.setting.plan.accumulation if self.setting.settings.is_pipeline else 1
         lengths = part_lengths(len(inputs), parts)
         return torch.cat([self.numerics.logits(self.model, each) for each in torch.split(inputs, lengths)])
 
     def _reach(self, step: int, work: StepInput) -> dict[str, float]:
-        """Return how far rounding may reach in a step: in gradients; and keep the largest in losses."""
+        """Return how far rounding may reach in the gradients of a step; record the maximum for losses."""
         if self.rounding is None:
             return {}
 
@@ -138,15 +142,15 @@ class Reference:
         buffers = list(self.model.buffers())
         before = [each.clone() for each in buffers]
         found = self.rounding.reach(compute)
-        for buffer, value in zip(buffers, before, strict=True):  # batch norms have recorded every time
+        for buffer, value in zip(buffers, before, strict=True):  # every repetition changed the batch norms' statistics
             buffer.copy_(value)
         self.reach[LOSS] = max(self.reach.get(LOSS, 0.0), found.pop(LOSS))
         return found
 
     def _gradients(self, step: int, shards: tuple[ShardInput, ...]) -> tuple[float, dict[str, float]]:
-        """Leave the gradients of a step in the parameters.
+        """Compute the gradients of a step into the parameters.
 
-        Returns the sum of the losses of its samples, and how far another order of summation over shards may be off.
+        Returns the sum of the losses of its samples, and how far another order of summation over shards may differ.
         """
         loss_sums, of_shards, terms = [], [], len(shards)
         for shard in shards:
@@ -154,7 +158,7 @@ class Reference:
             loss_sums.append(self._shard(step, shard))
             of_shards.append([gradient_of(parameter) for parameter in self.names.values()])
         means = [mean_of([each[index] for each in of_shards]) for index in range(len(self.names))]
-        if self.terms:  # a pipeline may add micro-batches in another order, and each use of a tied weight
+        if self.terms:  # a pipeline may sum micro-batches, and the uses of a tied weight, in another order
             terms *= USES * len(shards[0].micro_batches)
             means = [(mean, self.terms[name]) for name, (mean, _) in zip(self.names, means, strict=True)]
         for parameter, (mean, _) in zip(self.names.values(), means, strict=True):
@@ -168,7 +172,7 @@ class Reference:
             name: gradient_bound(float(magnitude.max()), terms, mean.dtype, sent_as or mean.dtype)
             for name, (mean, magnitude) in zip(self.names, means, strict=True)
         }
-        if relative:  # the norm is one of all gradients, as coarse as the coarsest of them
+        if relative:  # the norm is over all gradients, so its precision is that of the coarsest dtype
             coarsest = max((mean.dtype for mean, _ in means), key=lambda each: torch.finfo(each).eps)
             for name, (mean, _) in zip(self.names, means, strict=True):
                 by_norm = relative * float(mean.abs().max())
@@ -176,7 +180,7 @@ class Reference:
         return add_in_order(loss_sums), bounds
 
     def _clip(self, magnitudes: list[Tensor]) -> float:
-        """Clip if the job does; return by how much rounding in the norm weighs: |m|_2 / |g|_2, 0 without clipping."""
+        """Clip if the job does; return the weight of rounding in the norm: |m|_2 / |g|_2, or 0 without clipping."""
         norm = self.setting.settings.clip_norm
         if norm is None:
             return 0.0
@@ -184,7 +188,7 @@ class Reference:
         return float(torch.stack([each.norm() for each in magnitudes]).norm()) / max(before, 1e-30)
 
     def _shard(self, step: int, shard: ShardInput) -> float:
-        """Leave one virtual rank's gradients in the parameters; return the sum of the losses of its samples."""
+        """Compute one virtual rank's gradients into the parameters; return the sum of the losses of its samples."""
         self.model.zero_grad(set_to_none=True)
         for module in self.model.modules():
             if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
@@ -205,7 +209,7 @@ class Reference:
         return loss_sum
 
     def _add(self, before: Mapping[str, Tensor | None]) -> None:
-        """Add gradients to those before, as autograd would have, and keep the sums of their magnitudes."""
+        """Add gradients to the earlier ones, as autograd would, and record the sums of their magnitudes."""
         for name, earlier in before.items():
             own = gradient_of(self.names[name])
             self.terms[name] = self.terms[name] + own.abs() if name in self.terms else own.abs()
@@ -213,7 +217,7 @@ class Reference:
 
 
 def mean_of(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Add gradients first to last and divide once; also return the mean of their magnitudes."""
+    """Add gradients from first to last and divide once; also return the mean of their magnitudes."""
     total, magnitude = gradients[0], gradients[0].abs()
     for gradient in gradients[1:]:
         total, magnitude = total + gradient, magnitude + gradient.abs()
@@ -223,6 +227,6 @@ def mean_of(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copy parameters and buffers, by name; a shared one once."""
+    """Copy parameters and buffers by name; shared ones only once."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in named}

@@ -1,7 +1,7 @@
-"""Going on from a checkpoint: every rank reads the same one, refuses what is not this job's, and fills its state.
+"""Resume from a checkpoint: every rank reads the same one, refuses one of another job, and loads its state.
 
-There is no random state and no place in the data to restore: every draw is keyed by the step it is for, so the number
-of steps done says it all.
+There is no random state and no position in the data to restore: all random numbers are keyed by their step, so the
+number of steps is enough.
 """
 
 import time
@@ -29,11 +29,11 @@ def restore(
     kept: Mapping[str, Any],
     first_shards: Sequence[ShardInput],
 ) -> Loaded:
-    """Fill an engine with a checkpoint's state: a collective.
+    """Load a checkpoint into an engine: a collective.
 
     Raises:
-        RefusedError: the ranks do not see the same checkpoint, or it is of another job.
-        NoCheckpointError, StorageError: it cannot be read.
+        RefusedError: if the ranks do not see the same checkpoint, or it is of another job.
+        NoCheckpointError, StorageError: if it cannot be read.
     """
     page.own.enter(Phase.LOAD)
     began_s = time.monotonic()

@@ -1,17 +1,20 @@
-"""How far a step may be off when its products are rounded otherwise: found by rounding them otherwise.
+"""Measure how far rounding can move the results of a step, by adding random rounding noise (Monte Carlo arithmetic).
 
-Where layers are split, products of a forward and a backward are added up in other orders, and what comes after them
-computes with what came out. No formula for a sum holds then: how far a rounding reaches depends on every layer behind
-it. So the step is done some times more, each time with every product moved by a random part of its own rounding, and
-what becomes of loss, logits and gradients is measured (Monte Carlo arithmetic: Parker 1997).
+If layers are split, the sums within matrix products of the forward and backward are taken in another order, and
+everything after them computes with the results. No formula bounds the effect, because it depends on all later layers.
+So
+the step is repeated a few times, each time with random noise of the size of its rounding added to every product, and
+the
+largest deviations of loss, logits and gradients are measured (Parker 1997).
 
-    y = x W'       moved by up to eps |x| |W'|, element by element: what an order may do to a sum, in an element of y
-    dx = dy W      moved by up to eps |dy| |W|
-    dW = dy' x     moved by up to eps |dy'| |x|
+    y = x W'       noise of up to eps |x| |W'|, element by element: the most that an order of summation can change
+    dx = dy W      noise of up to eps |dy| |W|
+    dW = dy' x     noise of up to eps |dy'| |x|
 
-eps is that of the type that is computed in; autocast's products are moved by that of what they are cast to. The bound
-is FACTOR times the farthest that an element has moved, and eps of the largest besides, which is rounded itself. What is
-left out of a sum, or added twice, moves it by as much as it is: in float32 a million times that.
+eps is that of the dtype of the computation; under autocast that of the dtype cast to. The bound is FACTOR times the
+largest deviation of an element, plus eps of the largest element for its own rounding. A term that is missing from a
+sum,
+or added twice, deviates by its full size: a million times as much in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,17 +35,18 @@ Values = Mapping[str, Tensor]
 
 
 class Rounding:
-    """Moves the products of a model's linear layers within `moving`."""
+    """Adds rounding noise to the products of a model's linear layers within `moving`."""
 
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
         self.layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
         device = next(model.parameters()).device
-        self.draws = torch.Generator(device).manual_seed(seed)  # its own: dropout goes on with the common one
+        # separate, so that dropout's random numbers stay the same
+        self.draws = torch.Generator(device).manual_seed(seed)
 
     def reach(self, compute: Callable[[], Values]) -> dict[str, float]:
-        """Return how far each of the values that something computes may be off: their largest elements.
+        """Return how far each value computed by `compute` may deviate: the largest deviation of its elements.
 
-        Compiled pieces run eagerly meanwhile: they would be compiled anew for layers that move.
+        Compiled code runs eagerly meanwhile, because it would be recompiled for the changed layers.
         """
         with torch.compiler.set_stance("force_eager"):
             return self._reach(compute)
@@ -60,7 +64,7 @@ class Rounding:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Move every product of every forward and backward within."""
+        """Add noise to every product of every forward and backward within the block."""
         for layer in self.layers:
             layer.forward = partial(self._forward, layer)  # type: ignore[method-assign]
         try:
@@ -74,7 +78,7 @@ class Rounding:
         return y
 
     def moved(self, product: Tensor, magnitudes: Tensor) -> Tensor:
-        """Move a product by up to eps times the sum of the magnitudes of its terms, evenly either way."""
+        """Add uniform noise to a product, of up to eps times the sum of the magnitudes of its terms."""
         draws = torch.rand(product.shape, generator=self.draws, dtype=torch.float32, device=product.device)
         wide = torch.promote_types(product.dtype, torch.float32)
         by = draws.to(wide).mul_(2.0).sub_(1.0) * magnitudes.to(wide) * torch.finfo(product.dtype).eps
@@ -82,7 +86,7 @@ class Rounding:
 
 
 class _Moved(torch.autograd.Function):
-    """x (..., inputs), weight (outputs, inputs), bias (outputs,) or None to (..., outputs)."""
+    """A noisy linear layer: x (..., inputs), weight (outputs, inputs), bias (outputs,) or None to (..., outputs)."""
 
     @staticmethod
     def forward(

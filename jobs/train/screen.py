@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: plain lines on standard output, and on a terminal a progress line under them."""
+"""Rank 0's display of training: plain lines on standard output, and a progress line on a terminal."""
 
 import os
 import sys
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """Says how far the training is: to the reader on rank 0, to the keeper if there is one."""
+    """Reports progress on rank 0: as text, and to the rank parent if there is one."""
 
     def __init__(self, world: World, reporter: Reporter, steps: int, *, patient: bool = False) -> None:
         self.speaks = world.rank == 0
-        self.patient = patient  # with a full disk under standard output, for as long as saves are
+        self.patient = patient  # tolerate a full disk under standard output for as long as saving does
         self.reporter = reporter
         self.steps = steps
-        self.warned = False  # once is enough: what follows is not a number either
+        self.warned = False  # warn once: all later losses are not finite either
         self.progress: Progress | None = None
         self.task: TaskID | None = None
 
     def __enter__(self) -> "Self":
-        # Under a keeper standard error is a file; started by hand it may be somebody's terminal.
+        # With a rank parent standard error is a file; in a start by hand it may be a terminal.
         if self.speaks and ranks.STATUS_FD not in os.environ and sys.stderr.isatty():
             self._open_progress()
         return self
@@ -45,12 +45,12 @@ class Screen:
             return
         try:
             print(text, flush=True)
-        except OSError:  # the text stays in the stream, and is written when there is room again
+        except OSError:  # the text stays buffered, and is written when there is space again
             if not self.patient:
                 raise
 
     def first_step(self, done: int) -> None:
-        """Tell the keeper that this attempt has done its first step."""
+        """Report that this attempt has completed its first step."""
         if self.speaks:
             self.reporter.first_step(done)
 

@@ -1,10 +1,10 @@
-"""Dropout of one process that draws as the tensor ranks of a split model do, for `muster verify` to compare them.
+"""Dropout of one process with the random numbers of the tensor ranks of a split model, so `muster verify` can compare.
 
 A rank drops of its heads, and of its part of a sequence, by masks of its own (`pipe/tensor/rng_streams.py`): here one
 process does what they do, rank after rank, each from the numbers that both begin with.
 
-    heads       | rank 0 | rank 1 |       the attention of each rank's heads by itself, then side by side
-    tokens      | rank 0 | rank 1 |       dropout of each rank's tokens, where sequences are split
+    heads       | rank 0 | rank 1 |       attention of each rank's heads separately, then concatenated
+    tokens      | rank 0 | rank 1 |       dropout of each rank's tokens, if sequences are split
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from muster.pipe.tensor.rng_streams import OwnStream
 
 
 def draw_as_split(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> None:
-    """Let a whole model drop as `ranks` tensor ranks would, in place."""
+    """Make a whole model use dropout as `ranks` tensor ranks would, in place."""
     if ranks == 1:
         return
     places = [Place(rank) for rank in range(ranks)]
@@ -33,7 +33,7 @@ def draw_as_split(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> N
 
 
 class Place:
-    """Draws of one tensor rank, made here."""
+    """The random numbers of one tensor rank, generated in this process."""
 
     def __init__(self, rank: int) -> None:
         region = Region(None)
@@ -44,14 +44,14 @@ class Place:
 def in_turn(
     places: Sequence[Place], module: nn.Module, call: Callable[..., Tensor], dimension: int, *given: Tensor
 ) -> Tensor:
-    """Call on every rank's part of tensors, cut along a dimension, with that rank's draws; put the results together."""
+    """Call on each rank's part of tensors, cut along a dimension, with its random numbers; join the results."""
     if not module.training:
         return call(*given)
     devices = [given[0].device] if given[0].is_cuda else []
     parts = [each.chunk(len(places), dimension) for each in given]
     made = []
     for place, own in zip(places, zip(*parts, strict=True), strict=True):
-        # Every rank begins from the same numbers; what the last one leaves is what each goes on with.
+        # Every rank begins from the same random state; the state after the last rank is the one to continue with.
         last = place is places[-1]
         with nullcontext() if last else torch.random.fork_rng(devices=devices):
             place.draws.begin(module, own)

@@ -1,6 +1,6 @@
-"""`muster verify`: train a few steps as the job's mode does and as one process does, and compare everything.
+"""`muster verify`: train a few steps with the job's mode and in one process, and compare everything.
 
-All ranks run the mode; then rank 0 alone runs the reference on the same global batches and writes `verify.json`.
+All ranks run the mode. Then rank 0 runs the reference on the same global batches and writes `verify.json`.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ NOWHERE: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 def verify_rank(payload: Mapping[str, Any]) -> int:
-    """Take part in a comparison; rank 0 returns 1 when it fails. `payload`: {"job": the spelled job, "steps": K}."""
+    """Take part in a comparison; rank 0 returns 1 if it fails. `payload`: {"job": serialized job, "steps": K}."""
 
     def work(reporter: Reporter) -> int:
         env = ranks.read(os.environ)
@@ -57,7 +57,7 @@ def verify_rank(payload: Mapping[str, Any]) -> int:
 
 
 def reproducible(job: "Job") -> "Job":
-    """Ask for deterministic kernels: without them no two runs of anything agree on CUDA."""
+    """Request deterministic kernels; without them, no two runs agree on CUDA."""
     return replaced(job, settings=replaced(settings_of(job), deterministic=True))
 
 
@@ -110,7 +110,7 @@ def run_mode(trainer: Trainer, setting: Setting, test_inputs: Tensor) -> Outcome
 def judge(
     job: "Job", world: World, setting: Setting, outcome: Outcome, test_inputs: Tensor, differing: dict[str, list[int]]
 ) -> dict[str, Any]:
-    """Run the reference and write down how the mode compares."""
+    """Run the reference and return the record of the comparison."""
     promise, why = promise_of(setting.settings, world.size, shares_weights=setting.shares_weights)
     alone = Reference(setting).run(test_inputs)
     if promise == "bitwise":
@@ -148,10 +148,10 @@ def compare_outcomes(
     alone: Outcome | None = None,
     reach: Mapping[str, float] = NOWHERE,
 ) -> list[Row]:
-    """Compare gradients within their bounds (none: bitwise), and parameters and buffers bitwise.
+    """Compare gradients within their bounds (None: bitwise), and parameters and buffers bitwise.
 
-    Losses and output, too, unless `reach` says how far rounding may reach in them. `alone` is the reference that
-    trained on its own, for the drift.
+    Losses and output are compared bitwise too, unless `reach` limits their deviation by rounding. `alone` is the
+    independent reference, for the drift.
     """
     rows = [
         worst(
@@ -170,7 +170,7 @@ def compare_outcomes(
 
 
 def worst(rows: Sequence[Row]) -> Row:
-    """Return the row of the step that comes nearest to its bound, or goes farthest beyond."""
+    """Return the row of the step that is nearest to its bound, or farthest beyond it."""
     return max(rows, key=lambda row: (not row.ok, row.difference / row.tolerance if row.tolerance else row.difference))
 
 
@@ -179,7 +179,10 @@ def _named(outcome: Outcome) -> dict[str, Tensor]:
 
 
 def promise_of(settings: "TrainSettings", world_size: int, *, shares_weights: bool) -> tuple[Exactness, str]:
-    """Return the class that a mode is held to, and why; `shares_weights`: the model uses one in several places."""
+    """Return the class that a mode is tested for, and why.
+
+    `shares_weights`: the model uses a weight in several places.
+    """
     if settings.exact:
         what = (
             "micro-batches are added in order"
@@ -189,22 +192,22 @@ def promise_of(settings: "TrainSettings", world_size: int, *, shares_weights: bo
         return "bitwise", f"exact: {what}, as one process does"
     where = f"{split_text(settings)} on {counted(world_size, 'rank')}"
     if settings.split(world_size).tensor > 1:
-        return "near", f"{where}: products are added up over ranks, and what follows computes with their rounding"
+        return "near", f"{where}: products are summed over ranks, and later results contain their rounding"
     if settings.communication_dtype is not None and world_size > 1:
-        return "tight", f"{where}: gradients are sent as {settings.communication_dtype}, and differ by its rounding"
+        return "tight", f"{where}: gradients are sent in {settings.communication_dtype}, and differ by its rounding"
     split = settings.split(world_size)
     if shares_weights and split.schedule and split.pipe * split.chunks > 1:
-        return "tight", f"{where}: stages share a weight, and the gradients of its uses are added at the end of a step"
+        return "tight", f"{where}: stages share a weight, and the gradients of its uses are summed at the end of a step"
     promise = MODES[settings.mode_name].exactness(world_size)
     if settings.is_pipeline and settings.split(world_size).data > 1:
         promise = "tight"
     if promise == "bitwise":
-        return promise, f"{where}: the sum takes the reference's order"
-    return promise, f"{where}: the sum may take another order, so gradients may differ by rounding"
+        return promise, f"{where}: the sum has the same order as the reference's"
+    return promise, f"{where}: the sum may have another order, so gradients may differ by rounding"
 
 
 def ranks_that_differ(state: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:
-    """Name the ranks whose parameters or buffers are not bit for bit those of rank 0: a collective."""
+    """Return the ranks whose parameters or buffers are not bitwise equal to rank 0's: a collective."""
     digests = b"".join(digest(tensor) for tensor in state.values())
     mine = torch.tensor(list(digests), dtype=torch.uint8, device=world.device).view(len(state), -1)  # (tensors, 32)
     theirs = world.gather(mine)
@@ -216,7 +219,7 @@ def ranks_that_differ(state: Mapping[str, Tensor], world: World) -> dict[str, li
 
 
 def digest(tensor: Tensor) -> bytes:
-    """Return the sha256 of a tensor's bytes."""
+    """Return the SHA-256 of a tensor's bytes."""
     whole = tensor.detach().cpu().contiguous()
     size = whole.numel() * whole.element_size()
     view = (ctypes.c_char * size).from_address(whole.data_ptr()) if size else b""

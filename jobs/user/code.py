@@ -1,10 +1,10 @@
-"""Import what a job file names - `models/net.py:build`, `package.module:Name` - and call it.
+"""Import objects that a job file names (`models/net.py:build`, `package.module:Name`) and call them.
 
     make: models/net.py:build        the file, in the working folder; the function in it
     args: {width: 256}               its keyword arguments
 
-The working folder is first on the path, so that a user's file imports its neighbours. What goes wrong is one message
-that names the key of the job file; an exception of the user's code is shown with the user's own frames first.
+The working folder is first on the path, so that a user's file can import its neighbours. Errors become one message that
+names the key of the job file; for an exception in the user's code, the traceback begins with the user's own frames.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.basics.words import did_you_mean
 
 FORM: Final = "FILE.py:NAME or package.module:NAME"
-NOT_OURS: Final = frozenset({"site-packages", "dist-packages"})  # folders of what is installed, not written here
+NOT_OURS: Final = frozenset({"site-packages", "dist-packages"})  # folders of installed packages
 
 
 class UserCodeError(MusterError):
-    """A user's function raised while ranks were training."""
+    """A user's function raised during training."""
 
 
 def split(text: str) -> tuple[str, str]:
@@ -48,7 +48,7 @@ def load(key: str, text: str, folder: Path) -> Any:
     """Import the object that a key of the job file names, with the working folder `folder` first on the path.
 
     Raises:
-        RefusedError: there is no such file, module or name in it, or its import raised.
+        RefusedError: if the file, module or name does not exist, or the import raised.
     """
     place, name = split(text)
     if str(folder) not in sys.path[:1]:
@@ -65,7 +65,7 @@ def make(key: str, text: str, args: Mapping[str, Any], folder: Path) -> Any:
     """Import a function or class, call it with `args` as keyword arguments, and return the result.
 
     Raises:
-        RefusedError: it cannot be imported or called, takes other parameters, or raised.
+        RefusedError: if it cannot be imported or called, takes other parameters, or raised.
     """
     function = load(f"{key}.make", text, folder)
     if not callable(function):
@@ -75,14 +75,14 @@ def make(key: str, text: str, args: Mapping[str, Any], folder: Path) -> Any:
 
 
 def require_parameters(key: str, text: str, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
-    """Check that a function can be called with keyword arguments.
+    """Check that a function accepts these keyword arguments.
 
     Raises:
-        RefusedError: it takes other parameters.
+        RefusedError: if it takes other parameters.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of some built-in functions: the call itself will tell
+    except ValueError:  # some built-in functions: errors will show when it is called
         return
     try:
         signature.bind(**args)
@@ -92,16 +92,16 @@ def require_parameters(key: str, text: str, function: Callable[..., Any], args: 
 
 
 def called(key: str, text: str, function: Callable[..., Any], *given: Any) -> Any:
-    """Call a user's function; an exception of it becomes one message below its traceback.
+    """Call a user's function; convert its exceptions to one message after the traceback.
 
     Raises:
-        RefusedError: it raised.
+        RefusedError: if it raised.
     """
     return _guarded(key, text, lambda: function(*given))
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every Python file below a folder that this process has imported, by relative path."""
+    """Return the SHA-256 of every imported Python file below a folder, by relative path."""
     found: dict[str, str] = {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "/")
@@ -111,10 +111,10 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def require_file(key: str, place: str, folder: Path) -> None:
-    """Check that a file that a key names is there.
+    """Check that a file named by a key exists.
 
     Raises:
-        RefusedError: there is no such file.
+        RefusedError: if there is no such file.
     """
     if place.endswith(".py") and not (folder / place).is_file():
         raise RefusedError(
@@ -123,7 +123,7 @@ def require_file(key: str, place: str, folder: Path) -> None:
 
 
 def changed(before: Any, now: Mapping[str, str]) -> list[str]:
-    """List the files of `now` whose content was another one before; `before` is what `files_of` returned then."""
+    """List the files of `now` whose content has changed; `before` is an earlier result of `files_of`."""
     known = before if isinstance(before, Mapping) else {}
     return [path for path, digest in now.items() if known.get(path, digest) != digest]
 
@@ -137,7 +137,7 @@ def own_traceback(error: BaseException, folder: Path) -> str:
 
 
 def is_of_user(error: BaseException, folder: Path) -> bool:
-    """True when an exception passed through a file of the working folder that is not installed there."""
+    """Return True if an exception passed through a file of the working folder that is not installed there."""
     return any(is_own_file(Path(each.filename), folder) for each in traceback.extract_tb(error.__traceback__))
 
 
@@ -148,7 +148,7 @@ def spelt(error: BaseException) -> str:
 
 
 def is_own_file(path: Path, folder: Path) -> bool:
-    """True when a file is the user's own: in the working folder, neither Muster's nor installed there."""
+    """Return True if a file is the user's own: in the working folder, and neither Muster's nor installed there."""
     return (
         path.is_relative_to(folder) and not path.is_relative_to(CODE_ROOT / "muster") and not NOT_OURS & set(path.parts)
     )
@@ -161,7 +161,7 @@ def _guarded(key: str, text: str, work: Callable[[], Any]) -> Any:
         raise
     except Exception as error:
         print(own_traceback(error, Path.cwd()), file=sys.stderr, flush=True)
-        raise RefusedError(f"{key}: {text} raised {spelt(error)}; its traceback stands above") from error
+        raise RefusedError(f"{key}: {text} raised {spelt(error)}; see the traceback above") from error
 
 
 def _imported(key: str, place: str, folder: Path) -> ModuleType:
@@ -170,7 +170,7 @@ def _imported(key: str, place: str, folder: Path) -> ModuleType:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
-                raise  # a module that the user's one imports
+                raise  # the missing module is imported by the user's module
             missing = f"no module {error.name} for {sys.executable}"
             raise RefusedError(f"{key}: {missing}, nor in {folder}; install it there, or correct the name") from error
     require_file(key, place, folder)
@@ -178,7 +178,7 @@ def _imported(key: str, place: str, folder: Path) -> ModuleType:
 
 
 def _from_file(path: Path, folder: Path) -> ModuleType:
-    """Import a file, under the name by which its neighbours import it unless something else has that name."""
+    """Import a file under the name that its neighbours use to import it, unless that name is taken."""
     parts = path.relative_to(folder).with_suffix("").parts if path.is_relative_to(folder) else (path.stem,)
     name = ".".join(parts)
     if all(part.isidentifier() for part in parts):

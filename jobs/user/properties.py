@@ -1,4 +1,4 @@
-"""The properties that `muster verify --with` checks, with what each promises."""
+"""The properties that `muster verify --with` checks, with a description of each."""
 
 from typing import Final
 

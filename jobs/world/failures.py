@@ -1,7 +1,7 @@
-"""Telling a victim from a culprit: was this exception only the loss of another rank?
+"""Tell victims from culprits: was an exception only caused by the loss of another rank?
 
-Texts of gloo, NCCL and the store, from torch 2.11 to 2.13. A rank that reports a lost connection is a victim if any
-other rank failed for a reason of its own.
+The patterns match messages of gloo, NCCL and the store, from torch 2.11 to 2.13. A rank that reports a lost connection
+is a victim if any other rank failed for a reason of its own.
 """
 
 import re
@@ -11,7 +11,7 @@ from muster.ddp.timeouts import CollectiveTimeoutError
 from muster.jobs.basics.errors import StartTimeoutError
 from muster.pipe.wires.failures import StageFailedError
 
-# What the transports say when a peer is gone or silent.
+# Messages of the transports when a peer is gone or silent.
 LOST: Final = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)"
     r"|closed by peer|reset by peer|broken pipe|socket closed|read error|write error"
@@ -21,14 +21,14 @@ LOST: Final = re.compile(
     r"|no route to host|network is unreachable|connect timeout",
     re.IGNORECASE,
 )
-# Where such a text counts: an exception of torch's transports, not a user's own that happens to say the same.
+# Such a message counts only in an exception of torch's transports: a user's own exception may contain the same words.
 TRANSPORTS: Final = re.compile(
     r"gloo|nccl|tcpstore|c10d|store|pair\.cc|unbound_buffer|socket|processgroup", re.IGNORECASE
 )
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """True when the error, or what caused it, is that another rank has failed, is gone or silent."""
+    """Return True if the error, or a cause of it, is that another rank failed, is gone or is silent."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, StartTimeoutError | CollectiveTimeoutError | ConnectionError | StageFailedError):

@@ -1,8 +1,8 @@
-"""A process forked to do one piece of work, as its parent holds it: a pipe it tells through, last words, how far it is.
+"""A process forked for one piece of work, from its parent's side. It sends messages, shows progress, leaves last words.
 
-    pipe        JSON lines, one for each thing told
-    page        jobs/node/page.py: `beats` grows with everything that it begins, so that one that stands still shows
-    last words  its standard error, an anonymous file: what C++ says before an abort, and the stacks of a stuck process
+    pipe        JSON lines, one per message
+    page        jobs/node/page.py: `beats` grows whenever it begins something, so that a hang is detected
+    last words  its standard error, an anonymous file: C++ messages before an abort, and the stacks of a stuck process
 
 It dies with its parent, which must have no threads when it forks.
 """
@@ -31,14 +31,14 @@ from muster.jobs.node.page import Page
 from muster.jobs.world.failures import is_lost_connection
 
 CHUNK: Final = 1 << 16
-MOST_WORDS: Final = 400  # characters of its last words in a message
-MOST_COPIED: Final = 1 << 16  # bytes of them that go to the rank's own log
+MOST_WORDS: Final = 400  # limit in characters for the last words in a message
+MOST_COPIED: Final = 1 << 16  # limit in bytes for the copy of them in the rank's log
 DUMP_S: Final = 1.0
 DUMP_POLL_S: Final = 0.02
 STANDARD_ERROR: Final = 2
 STOPPED: Final = ("T", "t")
 FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (\S+)$', re.MULTILINE)
-NOISE: Final = re.compile(r"^(\[W|frame #|Exception raised from|\s*$)")  # of C++ stacks: they bury what was said
+NOISE: Final = re.compile(r"^(\[W|frame #|Exception raised from|\s*$)")  # lines of C++ stacks, which hide the message
 
 Tell = Callable[[dict[str, Any]], None]
 Work = Callable[[Tell, Page], None]
@@ -47,22 +47,22 @@ How = Literal["done", "raised", "died", "silent"]
 
 @dataclass(frozen=True)
 class Ended:
-    """How it ended.
+    """How the process ended.
 
-    `done`: it did all its work; `raised`: an exception; `died`: a signal, or an exit of its own; `silent`: it said
-    nothing for too long, or until its time was over, and was killed.
+    `done`: it finished its work. `raised`: by an exception. `died`: by a signal, or an exit of its own. `silent`: it
+    was killed because it made no progress for too long, or its time was over.
     """
 
     how: How
     time: float  # unix seconds
     beats: int = 0
     message: str = ""
-    lost: bool = False  # what it met was that another rank had gone
-    stopped: bool = False  # silent, and stopped by a signal
+    lost: bool = False  # the cause is that another rank was gone
+    stopped: bool = False  # silent because a signal (such as SIGSTOP) had stopped it
 
 
 class Forked:
-    """The process that works, made by forking this one."""
+    """A worker process, forked from this one."""
 
     def __init__(self, work: Work) -> None:
         self.page = Page()
@@ -80,9 +80,9 @@ class Forked:
         os.close(writing)
 
     def followed(self, hear: Tell, is_over: Callable[[], bool], poll_s: float) -> Ended:
-        """Hear all it tells until it ends, or is killed because its time `is_over`; bury it, and say how it ended.
+        """Process its messages until it ends, or kill it once `is_over`; reap it and return how it ended.
 
-        `is_over` is asked every `poll_s`, or more often; what was told before is heard.
+        `is_over` is called at least every `poll_s`, after all earlier messages were processed.
         """
         while (messages := self.told(poll_s)) is not None:
             for message in messages:
@@ -92,7 +92,7 @@ class Forked:
         return self.buried(silent=False)
 
     def told(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """Wait for what it tells, at most so long; None once it will tell no more, for it has ended."""
+        """Wait at most `timeout_s` for messages; return None once it has ended and there are no more."""
         if not select.select([self._pipe], [], [], timeout_s)[0]:
             return []
         data = os.read(self._pipe, CHUNK)
@@ -105,7 +105,10 @@ class Forked:
         return messages
 
     def buried(self, *, silent: bool) -> Ended:
-        """Bury it, killed first if it is `silent`; say how it ended. Its standard error goes to this process's."""
+        """Reap it, after killing it if it is `silent`, and return how it ended.
+
+        Its standard error is copied to ours.
+        """
         beats, where, stopped = self.page.beats, "", False
         if silent:
             stopped = state_of(self.pid) in STOPPED
@@ -126,17 +129,17 @@ class Forked:
             return replace(made, how="silent", message=where, stopped=stopped)
         how = f"was killed by {linux.signal_name(-code)}" if code < 0 else f"ended with code {code}"
         said = f"{how}; last words: {words}" if words else how
-        # An abort is how C++ ends on an error that nobody catches, NCCL's watchdog on a lost peer too.
+        # C++ aborts on an uncaught error; NCCL's watchdog does so on a lost peer too.
         lost = -code == signal.SIGABRT and is_lost_connection(RuntimeError(words))
         return replace(made, how="died", message=said, lost=lost)
 
     def _where(self) -> str:
-        """Have it write its stacks, and return the innermost call of its main thread, which stands last."""
+        """Make it write its stacks; return the innermost call of its main thread, which comes last."""
         before = os.fstat(self._words).st_size
         linux.kill_quietly(self.pid, signal.SIGQUIT)
         deadline = time.monotonic() + DUMP_S
         text, seen = "", None
-        while text != seen and time.monotonic() < deadline:  # until it grows no more
+        while text != seen and time.monotonic() < deadline:  # until it stops growing
             time.sleep(DUMP_POLL_S)
             seen, text = text or None, os.pread(self._words, CHUNK, before).decode(errors="replace")
         stack = text.rpartition("(most recent call first):")[2]
@@ -144,11 +147,11 @@ class Forked:
         return f"{'/'.join(found[1].split('/')[-2:])}:{found[2]} {found[3]}" if found else ""
 
     def _last_words(self) -> str:
-        """Return the end of what it wrote to standard error, on one line, and write all of it to ours."""
+        """Return the end of its standard error on one line, and copy its standard error to that of this process."""
         size = os.fstat(self._words).st_size
         text = os.pread(self._words, MOST_COPIED, max(0, size - MOST_COPIED)).decode(errors="replace")
         if text:
-            with suppress(OSError):  # a full disk: the row says it too
+            with suppress(OSError):  # a full disk: the row contains the text, too
                 sys.stderr.write(text)
                 sys.stderr.flush()
         said = " ".join(line for line in text.splitlines() if not NOISE.match(line))
@@ -156,18 +159,19 @@ class Forked:
 
 
 def _become(work: Work, parent: int, writing: int, process: Forked) -> NoReturn:
-    """Be the process: in the fresh child, which must not run on into the parent's code whatever happens."""
+    """Become the worker. This fresh child must not return into the parent's code, whatever happens."""
     code = 1
     try:
         linux.die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and it the child
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's answer to it is not ours
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # GBs, for a row
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this child
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not inherit the parent's handler
+        # no core files: they take GBs each
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         os.dup2(process._words, STANDARD_ERROR)
         faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
         os.close(process._pipe)
-        # torch makes its pool of threads anew after a fork, when it is first asked for; autograd's threads ask at once,
-        # and one of them finds none: "Invalid thread pool!"
+        # After a fork torch recreates its thread pool on first use. autograd's threads use it at once, and one of them
+        # can find none: "Invalid thread pool!"
         torch.set_num_threads(torch.get_num_threads())
 
         def tell(message: dict[str, Any]) -> None:
@@ -182,10 +186,10 @@ def _become(work: Work, parent: int, writing: int, process: Forked) -> NoReturn:
         except Exception as error:
             text = " ".join(str(error).split())[:MOST_WORDS]
             message, lost = f"{type(error).__name__}: {text}", is_lost_connection(error)
-            print(message, file=sys.stderr) if lost else traceback.print_exc()  # a victim's stack tells nothing
+            print(message, file=sys.stderr) if lost else traceback.print_exc()  # a victim's stack is of no use
             tell({"raised": {"message": message, "lost": lost, "time": time.time()}})
     finally:
         with suppress(OSError):
             sys.stderr.flush()
             sys.stdout.flush()
-        os._exit(code)  # without the interpreter's farewell, in which a broken process group may abort
+        os._exit(code)  # without the interpreter's cleanup, in which a broken process group may abort

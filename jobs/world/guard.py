@@ -1,4 +1,4 @@
-"""The frame of a rank's work: its end, whichever, becomes a report, words on standard error and an exit code."""
+"""Run a rank's work and turn its end, normal or not, into a report, a message on standard error, and an exit code."""
 
 import errno
 import faulthandler
@@ -26,12 +26,12 @@ DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def show_stacks() -> None:
-    """Write the stacks of all threads to standard error on SIGQUIT: whoever supervises a stuck rank asks for them."""
+    """Write the stacks of all threads to standard error on SIGQUIT, so that a supervisor can inspect a stuck rank."""
     faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
 
 
 def guarded(work: Callable[[Reporter], int]) -> int:
-    """Run a rank's work; turn its end into a report, a message on standard error and an exit code."""
+    """Run a rank's work; convert its end to a report, a message on standard error and an exit code."""
     reporter = Reporter(os.environ)
     try:
         ended = work(reporter)
@@ -40,21 +40,23 @@ def guarded(work: Callable[[Reporter], int]) -> int:
         complain(f"muster: {error}")
         return error.exit_code
     except Exception as error:
-        full = isinstance(error, OSError) and error.errno in DISK_ERRORS  # a print met it before a row did
-        reporter.failed(error, peer=is_lost_connection(error))  # a victim must not be taken for the culprit
+        # a print may hit the full disk before a metrics row does
+        full = isinstance(error, OSError) and error.errno in DISK_ERRORS
+        reporter.failed(error, peer=is_lost_connection(error))  # a victim must not be reported as the culprit
         complain(traceback.format_exc().rstrip("\n"))
         return exits.STORAGE if full else FAILED
-    if dist.is_initialized():  # not after a failure: it may wait for a dead peer, and the process ends without it
+    if dist.is_initialized():  # not after a failure, when it may wait for a dead peer
         dist.destroy_process_group()
     return ended
 
 
 @contextmanager
 def running_user_code(where: str) -> Iterator[None]:
-    """Within it, an exception that passed through a file of the working folder is the user's.
+    """Attribute exceptions to the user if they passed through a file of the working folder.
 
     Raises:
-        UserCodeError: in its place; the user's own traceback is printed, and `where` begins the message.
+        UserCodeError: instead of such an exception, after printing the user's own traceback. The message begins with
+            `where`.
     """
     try:
         yield
@@ -64,30 +66,30 @@ def running_user_code(where: str) -> Iterator[None]:
         if not code.is_of_user(error, Path.cwd()) or is_lost_connection(error):
             raise
         complain(code.own_traceback(error, Path.cwd()))
-        raise code.UserCodeError(f"{where} raised {code.spelt(error)}; its traceback stands above") from error
+        raise code.UserCodeError(f"{where} raised {code.spelt(error)}; see the traceback above") from error
 
 
 def measured(reporter: Reporter, bad: str, path: Path) -> int:
-    """End a measurement whose records are written: 0, or 1 where something is `bad`, which is said."""
+    """End a measurement whose records are written: return 0, or report what is `bad` and return 1."""
     if not bad:
         return 0
-    bad = f"{bad}; the reasons stand in {path.name}"
+    bad = f"{bad}; see {path.name} for the reasons"
     complain(f"muster: {bad}")
     reporter.failed(MusterError(bad), peer=False)
     return FAILED
 
 
 def complain(text: str) -> None:
-    """Print on standard error, where that is possible."""
-    with suppress(OSError):  # it may lie on the very disk whose being full is to be told; the exit code still is
+    """Print on standard error if possible."""
+    with suppress(OSError):  # it may be on the disk that is full; the exit code still reports it
         print(text, file=sys.stderr, flush=True)
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder that a rank writes into: a node without the shared folder keeps its own part.
+    """Create a folder that a rank writes into. On a node without the shared run folder, the folder is local.
 
     Raises:
-        RunFolderError, StorageError: it cannot be made.
+        RunFolderError, StorageError: if it cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

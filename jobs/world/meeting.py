@@ -1,4 +1,4 @@
-"""Where ranks meet: a store that rank 0 serves unless an agent does, and in it every rank's arrival."""
+"""The rendezvous of ranks: a store, served by rank 0 or an agent, in which every rank registers its arrival."""
 
 import errno
 import ipaddress
@@ -19,18 +19,18 @@ from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.world.world import Peer, this_peer
 
 POLL_S: Final = 0.1
-BACKLOG: Final = 4096  # ranks that dial before the store accepts; the kernel lowers it to its own limit
-LEAST_S: Final = 1.0  # for a master that answered in the last moment
+BACKLOG: Final = 4096  # connections before the store accepts; the kernel may lower it
+LEAST_S: Final = 1.0  # minimum, if the master answered just before the deadline
 
 
 def connect(env: RankEnv, timeout_s: float) -> Store:
-    """Reach the store of the attempt; rank 0 serves it unless an agent does.
+    """Connect to the store of the attempt; rank 0 serves it unless an agent does.
 
     Raises:
-        RefusedError: the master port is taken.
-        StartTimeoutError: nothing answered at the master address in time.
+        RefusedError: if the master port is taken.
+        StartTimeoutError: if nothing answered at the master address in time.
     """
-    prefix = f"muster/attempt-{env.attempt}"  # torchrun's store outlives its restarts, and holds keys of its own
+    prefix = f"muster/attempt-{env.attempt}"  # torchrun's store survives its restarts, and has other keys
     if env.world_size == 1 and not env.agent_store:
         return PrefixStore(prefix, HashStore())
     deadline = time.monotonic() + timeout_s
@@ -39,7 +39,7 @@ def connect(env: RankEnv, timeout_s: float) -> Store:
         f"{env.master_addr}:{env.master_port}: rank {env.rank} found no master within {timeout_s:g} s; start rank 0, "
         "or check the address and the port"
     )
-    # An agent has bound its port before it starts a rank; without one, torch would wait for rank 0 with much noise.
+    # An agent binds its port before it starts a rank. Without an agent, probe first: torch's own wait is noisy.
     if not serves and not env.agent_store and not answers(env.master_addr, env.master_port, deadline):
         raise late
     listening = listen(env) if serves else None
@@ -65,10 +65,10 @@ def connect(env: RankEnv, timeout_s: float) -> Store:
 
 
 def listen(env: RankEnv) -> socket.socket:
-    """Bind the master port: on loopback when the ranks meet there, else on every address of this machine.
+    """Bind the master port: on loopback if the master address is loopback, else on all addresses of this machine.
 
     Raises:
-        RefusedError: it is taken, or this user may not bind it.
+        RefusedError: if it is taken, or this user may not bind it.
     """
     port = env.master_port
     try:
@@ -86,14 +86,14 @@ def listen(env: RankEnv) -> socket.socket:
 
 
 def answers(address: str, port: int, deadline: float) -> bool:
-    """Wait until a port accepts connections; False when it does not before `deadline` (monotonic seconds)."""
+    """Wait until a port accepts connections; return False if it does not before `deadline` (monotonic seconds)."""
     while (remaining_s := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((address, port), timeout=remaining_s) as probe:
-                # Dialled from the very port it dials, a socket reaches itself: no master.
+                # A socket whose own port happens to be the target connects to itself: that is not the master.
                 if probe.getsockname() != probe.getpeername():
                     return True
-        except OSError:  # not there yet, or not yet known by that name
+        except OSError:  # not started yet, or its name does not resolve yet
             time.sleep(min(POLL_S, max(deadline - time.monotonic(), 0.0)))
     return False
 
@@ -102,13 +102,12 @@ def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
     """Wait until every rank has arrived; return them in rank order.
 
     Raises:
-        RefusedError: another process has arrived as this rank.
-        StartTimeoutError: names the ranks that did not arrive; or rank 0, whose deadline is over, has gone with its
-            store.
+        RefusedError: if another process has arrived as this rank.
+        StartTimeoutError: if ranks did not arrive (the message names them), or rank 0 ended and took the store with it.
     """
     if store.add(f"claim/{env.rank}", 1) > 1:
         raise RefusedError(
-            f"rank {env.rank} was started twice, and the first one goes on; give each process a --rank of its own"
+            f"rank {env.rank} was started twice, and the first one continues; give each process its own --rank"
         )
     arrivals = PrefixStore("arrived", store)
     arrivals.set(str(env.rank), json.dumps(asdict(this_peer())))
@@ -119,15 +118,15 @@ def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
             arrivals.wait([str(rank)], timedelta(seconds=remaining_s))
         except dist.DistNetworkError as error:
             raise StartTimeoutError(
-                f"rank {env.rank} waited for the others, and the store at {env.master_addr}:{env.master_port} went "
-                "away: its process has ended; look at the output of rank 0"
+                f"rank {env.rank} was waiting for the others when the store at {env.master_addr}:{env.master_port} "
+                "disappeared, because its process ended; see the output of rank 0"
             ) from error
         except dist.DistStoreError as error:
             missing = [each for each in range(env.world_size) if not arrivals.check([str(each)])]
             if missing:
                 raise StartTimeoutError(
                     f"{spell_ranks(missing)} of {env.world_size} did not arrive at {env.master_addr}:{env.master_port} "
-                    f"within {timeout_s:g} s; look at their output, or raise start_timeout_s"
+                    f"within {timeout_s:g} s; see their output, or raise start_timeout_s"
                 ) from error
     return [Peer(**parse_json(arrivals.get(str(rank)))) for rank in range(env.world_size)]
 

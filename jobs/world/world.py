@@ -1,6 +1,6 @@
-"""This rank's world: its device, its process group, and the few small exchanges that training needs.
+"""This rank's world: its device, its process group, and the few small collectives that training needs.
 
-A world of one rank that synchronizes nothing needs no process group; `group` is then None.
+A single rank that synchronizes nothing needs no process group; `group` is then None.
 """
 
 import os
@@ -21,20 +21,20 @@ from muster.jobs.basics.errors import RefusedError, StartTimeoutError
 from muster.jobs.basics.words import spell_ranks
 from muster.jobs.hosts.ranks import RankEnv
 
-# A collective may wait for a rank that loads data or writes a checkpoint; a dead peer shows at once as a lost
-# connection, so this bound is for what hangs without dying. Torch's own default for gloo.
+# A collective may wait for a rank that loads data or writes a checkpoint. A dead peer is noticed at once as a lost
+# connection, so this limit is only for hangs. It is torch's default for gloo.
 COLLECTIVE_TIMEOUT_S: Final = 1800.0
 GLOO_INTERFACES: Final = "GLOO_SOCKET_IFNAME"
 T = TypeVar("T")
-GLOO_KEY: Final = re.compile(r"wait timeout after .*/(\d+)\s*$")  # gloo asks the store for ".../<own rank>/<peer>"
+GLOO_KEY: Final = re.compile(r"wait timeout after .*/(\d+)\s*$")  # gloo waits for the store key ".../<own rank>/<peer>"
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank among `size`, the group they talk in, and the device this rank computes on.
+    """One rank among `size`, their process group, and the device of this rank.
 
-    `pipe` x `tensor` ranks have one model together, and read the same part of a batch; rank numbers are those of
-    `pipe.mesh`: tensor ranks are neighbours, those of one pipeline furthest apart.
+    `pipe` x `tensor` ranks share one copy of the model and read the same part of a batch. Ranks are numbered as in
+    `pipe.mesh`: tensor ranks are adjacent, ranks of one pipeline are furthest apart.
     """
 
     rank: int
@@ -46,38 +46,38 @@ class World:
 
     @property
     def data_ranks(self) -> int:
-        """Into how many parts ranks cut a batch."""
+        """The number of parts of a batch."""
         return self.size // (self.pipe * self.tensor)
 
     @property
     def data_rank(self) -> int:
-        """Which of these parts is this rank's."""
+        """The index of this rank's part of a batch."""
         return self.rank // self.tensor % self.data_ranks
 
     @property
     def pipe_rank(self) -> int:
-        """Which place this rank has in its pipeline."""
+        """The position of this rank in its pipeline."""
         return self.rank // (self.data_ranks * self.tensor)
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of its layers this rank has."""
+        """The index of this rank's part of each layer."""
         return self.rank % self.tensor
 
     def rank_at(self, pipe_rank: int) -> int:
-        """Return the rank of this one's pipeline that has a place in it."""
+        """Return the rank at a position of this rank's pipeline."""
         return (pipe_rank * self.data_ranks + self.data_rank) * self.tensor + self.tensor_rank
 
     def readers(self, gathered: Sequence[T]) -> Sequence[T]:
-        """Return what one rank of each part of a batch gave, of what all did: those that share one say the same."""
+        """Select one value per part of a batch from the values of all ranks; ranks of one part give the same value."""
         return gathered[: self.data_ranks * self.tensor : self.tensor]
 
     def meet(self) -> None:
-        """Return when every rank has come here: a collective."""
+        """Wait until every rank has called this: a collective."""
         self.gather(torch.zeros(1, device=self.device))
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, in rank order; all must have one shape."""
+        """Return every rank's tensor, in rank order. All must have the same shape."""
         if self.group is None:
             return [mine]
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
@@ -87,7 +87,7 @@ class World:
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank is and which CUDA devices it sees: ranks that are equal in this share those devices."""
+    """The host of a rank and the CUDA devices it sees. Ranks for which this is equal share those devices."""
 
     host: str
     visible: str | None  # CUDA_VISIBLE_DEVICES
@@ -95,17 +95,17 @@ class Peer:
 
 
 def this_peer() -> Peer:
-    """Describe this process."""
+    """Return the Peer of this process."""
     return Peer(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count())
 
 
 def choose_device(wanted: str, rank: int, peers: Sequence[Peer], *, key: str = "train.device") -> torch.device:
-    """Return the device of a rank: CUDA when asked for, or when every rank can have one. Pure, the same on all ranks.
+    """Return the device of a rank: CUDA if asked for, or if every rank can have one. Pure, and the same on all ranks.
 
-    `key` is the setting that asked, for the message.
+    `key` is the name of the setting, for the message.
 
     Raises:
-        RefusedError: CUDA was asked for, or chosen by some ranks, and others have none.
+        RefusedError: if CUDA was asked for and some ranks have none, or only some ranks have one.
     """
     if wanted == "cpu":
         return torch.device("cpu")
@@ -126,16 +126,16 @@ def _device_index(rank: int, peers: Sequence[Peer]) -> int | None:
     sharing = [each for each, other in enumerate(peers) if other == peer]
     if peer.devices >= len(sharing):
         return sharing.index(rank)
-    # One device and a name for it: somebody, a cgroup of Slurm's perhaps, bound another one to each rank.
+    # One device, selected by CUDA_VISIBLE_DEVICES: something (perhaps Slurm's cgroups) assigned one to each rank.
     return 0 if peer.devices == 1 and peer.visible else None
 
 
 def open_world(store: Store, env: RankEnv, device: torch.device, timeout_s: float) -> World:
-    """Make the process group on a store where all ranks have met.
+    """Create the process group on a store where all ranks have met.
 
     Raises:
-        RefusedError: the environment names a network interface that this machine does not have.
-        StartTimeoutError: a rank that had arrived did not join in time.
+        RefusedError: if the environment names a network interface that this machine does not have.
+        StartTimeoutError: if a rank that had arrived did not join in time.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -155,7 +155,7 @@ def open_world(store: Store, env: RankEnv, device: torch.device, timeout_s: floa
         whom = f"rank {waited[1]} had arrived but" if waited else "a rank that had arrived"
         raise StartTimeoutError(
             f"{whom} did not join the process group within {timeout_s:g} s (rank {env.rank} waited); "
-            "look at its output, or raise start_timeout_s"
+            "see its output, or raise start_timeout_s"
         ) from error
     group = dist.group.WORLD
     assert group is not None
@@ -164,10 +164,10 @@ def open_world(store: Store, env: RankEnv, device: torch.device, timeout_s: floa
 
 
 def check_interfaces(named: str) -> None:
-    """Check the interfaces that GLOO_SOCKET_IFNAME names, separated by commas.
+    """Check the interfaces named in GLOO_SOCKET_IFNAME, separated by commas.
 
     Raises:
-        RefusedError: this machine has none of that name; gloo would say so with a stack of C++.
+        RefusedError: if this machine lacks one of them. gloo's own error would be a C++ stack.
     """
     here = [name for _, name in socket.if_nameindex()]
     if wrong := [name for name in named.split(",") if name and name not in here]:
@@ -178,7 +178,7 @@ def check_interfaces(named: str) -> None:
 
 
 def require_equal(world: World, what: str, digest: str, hint: str) -> None:
-    """Compare a sha256 (hex) over the ranks.
+    """Check that a SHA-256 (hex) is the same on all ranks.
 
     Raises:
         RefusedError: on every rank, naming the ranks that differ from rank 0.
@@ -190,7 +190,7 @@ def require_equal(world: World, what: str, digest: str, hint: str) -> None:
 
 
 def add_in_order(values: Iterable[float]) -> float:
-    """Add first to last; `sum` compensates from Python 3.12 on, so its bits depend on the version."""
+    """Add from first to last. `sum` compensates from Python 3.12 on, so its bits depend on the Python version."""
     total = 0.0
     for value in values:
         total += value

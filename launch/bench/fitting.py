@@ -13,9 +13,9 @@ from muster.launch.bench.showing import add_results
 from muster.launch.common.options import add_json
 
 if TYPE_CHECKING:
+    from muster.collectives_bench.cost.constants import Constants
     from muster.collectives_bench.cost.curves import Curve, Errors
     from muster.collectives_bench.cost.profile import Profile
-    from muster.collectives_bench.cost.second import Constants
 
 COLUMNS: Final = (
     "operation",

@@ -78,7 +78,7 @@ def list_of(shape: Any, most: int) -> Callable[[Any], list[Any] | None]:
 
 
 def pair(value: Any) -> list[float] | None:
-    """Return a list of two numbers."""
+    """Return a list of two numbers; None for anything else."""
     return value if fits(value, [real]) and len(value) == 2 else None
 
 

@@ -56,7 +56,7 @@ def render(
     lines = [f"{run_id}, attempt {attempt}: mode {facts['mode']}, {counted(ranks, 'rank')} on {facts['device']}"]
     if len(shown) < ranks:
         lines[0] += f"; shown are {len(shown)} of them: the fullest, or those that --rank names"
-    lines += ["", screen.table(COLUMNS, _rows(shown)), ""]
+    lines += ["", screen.table(COLUMNS, cells(shown)), ""]
     if first.steps:
         how = ON_GPU if facts["device"] == "cuda" else ON_CPU
         steps = "the first step" if first.steps == 1 else f"the first {first.steps} steps"
@@ -72,7 +72,7 @@ def render(
     return "\n".join(lines)
 
 
-def _rows(shown: Sequence[tuple[RankMemory, "Memory | None"]]) -> Iterator[list[object]]:
+def cells(shown: Sequence[tuple[RankMemory, "Memory | None"]]) -> Iterator[list[object]]:
     from muster.collectives_bench.sizes import size_text
 
     def text(value: float | None) -> str | None:

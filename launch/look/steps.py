@@ -8,15 +8,14 @@ A step that several attempts have done counts as the newest did it. Steps withou
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Final
 
 from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.common.fields import number, real, typed_lines
 from muster.launch.look.memories import read_memories
+from muster.launch.look.rank_rows import COLUMN, Table, over_ranks, read_losses, read_rank
 
 PARTS: Final = ("data", "computation", "communication", "optimizer", "idle")
 COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # of a rank's row, in seconds
@@ -25,17 +24,9 @@ COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # of a rank's row, in seconds
     "communication": ("communication_s",),
     "optimizer": ("optimizer_s",),
 }
+SUMS: Final = [COLUMN[name] for name in ("rate", *(each for columns in COLUMNS.values() for each in columns))]
+LARGEST: Final = [COLUMN["step_s"], COLUMN["time"]]
 SLOW: Final = 1.2  # times the usual step: a step so slow at the beginning is warm-up
-
-
-class RankStep(NamedTuple):
-    """A step as one rank has it; `parts` in the order of COLUMNS."""
-
-    epoch: int
-    seconds: float
-    parts: tuple[float, ...]
-    units: float
-    time: float
 
 
 @dataclass(frozen=True)
@@ -69,26 +60,40 @@ class Measured:
         """The loss of the last step."""
         return self.steps[-1].loss
 
+    def without_warm_up(self, *, skip: int | None = None, skip_epochs: int = 0) -> "Measured":
+        """Return it without `skip` steps and `skip_epochs` epochs (None: as `warm_up` finds).
+
+        Raises:
+            NotFoundError: no step is left.
+        """
+        counted = [step for step in self.steps if step.epoch > skip_epochs]
+        skip = (0 if skip_epochs else warm_up(counted)) if skip is None else skip
+        if not counted[skip:]:
+            done = f"{len(self.steps)} steps are recorded, none is left to compare"
+            raise NotFoundError(f"{self.run_id}: {done}; skip fewer, or train longer")
+        return replace(self, steps=tuple(counted[skip:]), skipped=len(self.steps) - len(counted[skip:]))
+
 
 def read_measured(run: RunDir, *, skip: int | None = None, skip_epochs: int = 0) -> Measured:
-    """Read a run's steps; `skip` of them and `skip_epochs` epochs are warm-up (None: as `warm_up` finds).
+    """Read a run's steps, without warm-up; errors as `without_warm_up`."""
+    return read_whole(run).without_warm_up(skip=skip, skip_epochs=skip_epochs)
+
+
+def read_whole(run: RunDir) -> Measured:
+    """Read a run's steps, all of them.
 
     Raises:
-        NotFoundError: no step is left.
+        NotFoundError: there is none.
     """
     mode, batch = _job(run)
-    found, ranks, unit = _steps(run)
-    counted = [step for step in found if step.epoch > skip_epochs]
-    skip = (0 if skip_epochs else warm_up(counted)) if skip is None else skip
-    steps = tuple(counted[skip:])
+    steps, ranks, unit = _steps(run)
     if not steps:
-        done = f"{len(found)} steps are recorded" if found else "no step is recorded"
-        raise NotFoundError(f"{run.path}: {done}, none is left to compare; skip fewer, or train longer")
+        raise NotFoundError(f"{run.path}: no step is recorded; train first, or name another run")
     try:
         peak = max(each.peak for each in read_memories(run, None)[1])
     except NotFoundError:
         peak = None
-    return Measured(run.run_id, mode, ranks, batch, unit, steps, len(found) - len(steps), peak)
+    return Measured(run.run_id, mode, ranks, batch, unit, tuple(steps), 0, peak)
 
 
 def warm_up(steps: Sequence[Step]) -> int:
@@ -106,40 +111,28 @@ def warm_up(steps: Sequence[Step]) -> int:
 
 def _steps(run: RunDir) -> tuple[list[Step], int, str]:
     """Return all steps in order, the ranks of the newest attempt, and the unit of the rate."""
-    newest: dict[int, list[RankStep]] = {}
-    unit = ""
+    newest: dict[int, tuple[Table, int]] = {}  # by step: its row over all ranks, and how many they were
     for attempt in run.attempt_numbers():
-        by_rank = [_rows(path) for path in sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))]
-        of_all = set.intersection(*map(set, by_rank)) if by_rank else set()
-        newest |= {place: [rows[place] for rows in by_rank] for place in of_all}
-    losses = {}
-    for row in typed_lines(run.metrics):
-        if "step" in row and "evaluation" not in row:
-            losses[row["step"]] = real(row.get("loss"))
-            unit = row.get("unit", unit)
-    steps = [_step(place, newest[place], losses.get(place)) for place in sorted(newest)]
-    return steps, len(newest[steps[-1].number]) if steps else 0, unit
+        paths = sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))
+        table, ranks = over_ranks(map(_with_units, map(read_rank, paths)), SUMS, LARGEST)
+        newest |= {int(row[0]): (row, ranks) for row in table}
+    losses, unit = read_losses(run.metrics)
+    steps = [_step(*newest[place], losses.get(place)) for place in sorted(newest)]
+    return steps, newest[steps[-1].number][1] if steps else 0, unit
 
 
-def _rows(path: Path) -> dict[int, RankStep]:
-    found = {}
-    for row in typed_lines(path):
-        place, seconds = number(row.get("step"), least=1), real(row.get("step_s"))
-        if place is None or not seconds or seconds < 0.0:
-            continue
-        parts = tuple(sum(real(row.get(each)) or 0.0 for each in columns) for columns in COLUMNS.values())
-        units, epoch = (real(row.get("rate")) or 0.0) * seconds, number(row.get("epoch"), least=1) or 1
-        found[place] = RankStep(epoch, seconds, parts, units, real(row.get("time")) or 0.0)
-    return found
+def _with_units(table: Table) -> Table:
+    """Turn the rate of each step into the units that were done in it: those of ranks can be added."""
+    table[:, COLUMN["rate"]] *= table[:, COLUMN["step_s"]]
+    return table
 
 
-def _step(place: int, ranks: Sequence[RankStep], loss: float | None) -> Step:
-    seconds = max(each.seconds for each in ranks)
-    means = [sum(values) / len(ranks) for values in zip(*(each.parts for each in ranks), strict=True)]
-    parts = dict(zip(COLUMNS, means, strict=True))
-    parts["idle"] = max(seconds - sum(means), 0.0)
-    units, time = sum(each.units for each in ranks), max(each.time for each in ranks)
-    return Step(place, ranks[0].epoch, seconds, parts, units, loss, time)
+def _step(row: Table, ranks: int, loss: float | None) -> Step:
+    found: dict[str, float] = dict(zip(COLUMN, row.tolist(), strict=True))
+    seconds = found["step_s"]
+    parts = {part: sum(found[column] for column in columns) / ranks for part, columns in COLUMNS.items()}
+    parts["idle"] = max(seconds - sum(parts.values()), 0.0)
+    return Step(int(found["step"]), int(found["epoch"]), seconds, parts, found["rate"], loss, found["time"])
 
 
 def _job(run: RunDir) -> tuple[str, int | None]:

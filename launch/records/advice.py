@@ -109,7 +109,7 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"the interpreter (?:is not there|cannot be run)|its Python (?:lacks|is too old)",
     ),
     Advice(
-        "give an address of node 0 that all nodes reach (--master-addr, --iface); muster check shows every node's way",
+        "give an address of node 0 that all nodes reach (--master-addr, --iface); muster check shows each route",
         said=r"cannot reach the master at|it reaches the master",
     ),
     # The program or something it needs is missing.

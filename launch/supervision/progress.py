@@ -26,7 +26,7 @@ LONGER: Final = 10
 FRESH_S: Final = 3.0
 
 START, RUN, END = Phase.START.word, Phase.RUN.word, Phase.END.word
-OUTPUT: Final = "output"  # replaces the phase for programs of which only the output is known
+OUTPUT: Final = "output"  # stands in for the phase of programs without a session
 
 Record = tuple[Mapping[str, Any] | None, float]  # a node's newest progress record, and when it arrived (monotonic)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from muster.launch.common.options import add_runs, whole
 
 if TYPE_CHECKING:
+    from muster.jobs.basics.errors import MusterError
     from muster.jobs.runfolder.rundir import RunDir
     from muster.launch.look.comparison import Row
     from muster.launch.look.steps import Measured
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rows, the runs of each by its label, and their folders."""
+    """The rows, the runs of each by its label, and their folders; `whole` has the warm-up, too."""
 
     rows: "list[Row]"
     groups: "dict[str, list[Measured]]"
     folders: "dict[str, list[RunDir]]"
+    whole: "dict[str, list[Measured]]"
+    runs: "list[RunDir]"  # with those that have no steps
+    missing: "list[MusterError]"  # why these have none
 
 
 def configure_rows(parser: argparse.ArgumentParser) -> None:
@@ -38,35 +42,47 @@ def configure_rows(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_rows(args: argparse.Namespace) -> Chosen:
-    """Read and compare the runs that a command line names.
+    """Read and compare the runs that a command line names; say which have no steps.
 
     Raises:
         NotFoundError: there is no such run or sweep, or no run has steps.
         UsageError: `--baseline` names no row, or several.
     """
     from muster.jobs.basics.errors import NotFoundError
-    from muster.jobs.runfolder.rundir import runs_root
     from muster.launch.common.screen import say
-    from muster.launch.look.comparison import compared
-    from muster.launch.look.steps import read_measured
 
-    groups: dict[str, list[Measured]] = {}
-    folders: dict[str, list[RunDir]] = {}
-    missing: list[NotFoundError] = []
+    chosen = read_rows(args)
+    if not chosen.rows:
+        nothing = NotFoundError(f"{', '.join(args.targets)}: no run of it has begun")
+        raise chosen.missing[0] if chosen.missing else nothing
+    for each in chosen.missing:
+        say(f"left out: {each}")
+    return chosen
+
+
+def read_rows(args: argparse.Namespace) -> Chosen:
+    """Read and compare the runs that a command line names, as far as they have steps; errors as `chosen_rows`."""
+    from muster.jobs.basics.errors import MusterError
+    from muster.jobs.runfolder.rundir import runs_root
+    from muster.launch.look.comparison import compared
+    from muster.launch.look.steps import read_whole
+
+    found = Chosen([], {}, {}, {}, [], [])
     for label, runs in rows_of(args.targets, runs_root(args.runs)).items():
         for run in runs:
+            found.runs.append(run)
             try:
-                measured = read_measured(run, skip=args.skip, skip_epochs=args.skip_epochs)
-            except NotFoundError as error:  # one run without steps does not hide the others
-                missing.append(error)
+                whole = read_whole(run)
+                measured = whole.without_warm_up(skip=args.skip, skip_epochs=args.skip_epochs)
+            except MusterError as error:  # one run without steps, or not to be trusted, does not hide the others
+                found.missing.append(error)
                 continue
-            groups.setdefault(label, []).append(measured)
-            folders.setdefault(label, []).append(run)
-    if not groups:
-        raise missing[0] if missing else NotFoundError(f"{', '.join(args.targets)}: no run of it has begun")
-    for each in missing:
-        say(f"left out: {each}")
-    return Chosen(compared(groups, baseline_of(list(groups), args.baseline)), groups, folders)
+            found.whole.setdefault(label, []).append(whole)
+            found.groups.setdefault(label, []).append(measured)
+            found.folders.setdefault(label, []).append(run)
+    if found.groups:
+        found.rows.extend(compared(found.groups, baseline_of(list(found.groups), args.baseline)))
+    return found
 
 
 def rows_of(targets: Sequence[str], root: Path) -> "dict[str, list[RunDir]]":

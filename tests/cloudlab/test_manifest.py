@@ -90,7 +90,7 @@ def test_a_member_who_joined_later_is_tried_and_named() -> None:
         Login("pc7.cluster.example.net", "barbara", 25010),
         Login("pc7.cluster.example.net", "barbara", 25011),
     ]
-    assert found.warnings == ("barbara has no login on vm-0, vm-1 in the manifest; it is tried all the same",)
+    assert found.warnings == ("barbara has no login on vm-0, vm-1 in the manifest; trying it anyway",)
 
 
 # --- small manifests, made for one question each ---------------------------------------------------------------------
@@ -202,7 +202,7 @@ BOMB = f'<?xml version="1.0"?><!DOCTYPE r [<!ENTITY e0 "boom">{ENTITIES}]><rspec
         (f"<rspec type='request'>{node('a', login=False)}</rspec>", " is a request, no manifest: no node has a login"),
         (f"<rspec type='manifest'>{node('a', login=False)}</rspec>", " is a manifest of nodes that are not ready: no"),
         (f"<rspec>{node('a')}{node('a')}</rspec>", " has two nodes named a"),
-        ("<rspec><node/></rspec>", " node '': '' is no host name"),
+        ("<rspec><node/></rspec>", " node '': '' is not a host name"),
         (
             "<rspec><node client_id='a'><services><login hostname='h' port='x' username='u'/></services></node>"
             "</rspec>",
@@ -210,11 +210,11 @@ BOMB = f'<?xml version="1.0"?><!DOCTYPE r [<!ENTITY e0 "boom">{ENTITIES}]><rspec
         ),
         (
             "<rspec><node client_id='a'><services><login hostname='-oX=y' username='u'/></services></node></rspec>",
-            " node 'a': '-oX=y' is no host name",
+            " node 'a': '-oX=y' is not a host name",
         ),
         (
             "<rspec><node client_id='a'><services><login hostname='h' username='a b'/></services></node></rspec>",
-            " node 'a': 'a b' is no user name",
+            " node 'a': 'a b' is not a user name",
         ),
         (
             f"<rspec>{node('a', kind='emulab-blockstore')}</rspec>",
@@ -232,12 +232,12 @@ def test_what_is_no_manifest_is_refused_in_one_line(tmp_path: Path, text: str, p
 
 
 def test_a_manifest_that_is_not_there_says_where_to_find_one(tmp_path: Path) -> None:
-    with pytest.raises(JobFileError, match="no such file; wanted a manifest; take the Manifest tab"):
+    with pytest.raises(JobFileError, match="no such file; expected a manifest; take the Manifest tab"):
         survey_manifest(tmp_path / "m.xml")
 
 
 def test_a_user_who_is_none_is_refused() -> None:
-    with pytest.raises(UsageError, match="'a b' is no user name"):
+    with pytest.raises(UsageError, match="'a b' is not a user name"):
         survey("vms", user="a b")
 
 

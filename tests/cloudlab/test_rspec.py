@@ -117,7 +117,7 @@ def test_rates_are_in_kbit_per_s(text: str, kbit_per_s: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "10", "fast", "0gbit", "-1gbit", "10 gbit", "10gb", "²gbit"])
 def test_what_is_no_rate_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no rate; wanted one such as 10gbit"):
+    with pytest.raises(UsageError, match="is not a rate; expected one such as 10gbit"):
         rate(text)
 
 
@@ -126,9 +126,9 @@ def test_what_is_no_rate_is_refused(text: str) -> None:
     [
         ({"nodes": 0}, "--nodes: must be from 1 to 250, got 0"),
         ({"nodes": MAX_NODES + 1}, "--nodes: must be from 1 to 250, got 251"),
-        ({"hardware": 'x"/>'}, "is no hardware type"),
-        ({"image": "UBUNTU22-64-STD"}, "'UBUNTU22-64-STD' is no image URN"),
-        ({"lan": "my lan"}, "'my lan' is no name"),
+        ({"hardware": 'x"/>'}, "is not a hardware type"),
+        ({"image": "UBUNTU22-64-STD"}, "'UBUNTU22-64-STD' is not an image URN"),
+        ({"lan": "my lan"}, "'my lan' is not a valid name"),
         ({"nfs_gb": -1}, "--nfs: must be a size in GB, got -1"),
         ({"repository": "git@example.org:me/x"}, "--repository: must be an https:// URL"),
     ],

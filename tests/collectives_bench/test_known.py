@@ -67,10 +67,11 @@ def wire_of(sent: float, best: float, known: float) -> Wire:
 def test_deviations_are_named():
     assert deviation("all_reduce", wire_of(6.03, 6, 6)) == ""
     assert deviation("reduce_scatter", wire_of(6.01, 3, 6)) == (
-        "reduce_scatter moves 2.00 x the best algorithm's bytes, as its source says: it is an all_reduce of everything"
+        "reduce_scatter moves 2.00 x the best algorithm's bytes, as in its source: it is "
+        "implemented as an all_reduce of all data"
     )
     assert deviation("all_gather", wire_of(6, 3, 3)) == (
-        "all_gather moves 2.00 x the best algorithm's bytes; 1.00 x was expected of it"
+        "all_gather moves 2.00 x the best algorithm's bytes; 1.00 x was expected"
     )
     assert deviation("all_reduce", wire_of(0.1, 0.01, 0.01)) == ""  # too small to tell
     assert deviation("barrier", wire_of(0.001, 0, 0)) == ""

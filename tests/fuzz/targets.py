@@ -82,6 +82,7 @@ def targets(folder: Path) -> list[Target]:
     first = run.attempt(0)
     for path, name in ((run.events, "events"), (run.attempts, "attempts"), (run.metrics, "metrics")):
         path.write_bytes((CORPUS / name / "seed-0.jsonl").read_bytes())
+    first.metrics(0).write_bytes((CORPUS / "rank-metrics" / "seed-1.jsonl").read_bytes())
     for path in (job, run.job):
         path.write_bytes(JOB)
     saved = Saved(folder / f"saved-{NAME}")
@@ -124,6 +125,8 @@ def targets(folder: Path) -> list[Target]:
         ("attempts", through(run.attempts, *why)),
         ("metrics", through(run.metrics, *status)),
         ("rank-metrics", through(first.metrics(0), *why)),
+        ("metrics: compare", through(run.metrics, "compare", run.path)),
+        ("rank-metrics: compare", through(first.metrics(0), "compare", run.path)),
         ("rank-output", through(first.out(0), "logs", run.path, "--attempt", "all", "--tail", "3")),
         ("node", through(first.node(0), "logs", run.path, "--attempt", "all", "--node", "0")),
         ("lease", through(run.lease, *status)),

@@ -213,12 +213,12 @@ def test_the_allocations_tasks_per_node_do_not_count_for_a_smaller_step() -> Non
     [
         ({**STEP, "SLURM_PROCID": "x"}, NONE, "SLURM_PROCID must be a whole number, got 'x'"),
         ({**STEP, "SLURM_PROCID": "5"}, NONE, "SLURM_PROCID must be 0 to 4, got 5"),
-        ({**STEP, "SLURM_NODEID": "7"}, NONE, "no variable says how many are on node 7"),
+        ({**STEP, "SLURM_NODEID": "7"}, NONE, "no variable gives the number on node 7"),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2x"}, NONE, r"must be of the form 2\(x3\),1, got '2x'"),
-        ({**UNSAID, "SLURM_TASKS_PER_NODE": "4(x6)"}, NONE, "5 tasks on 3 nodes, and no variable says"),
+        ({**UNSAID, "SLURM_TASKS_PER_NODE": "4(x6)"}, NONE, "5 tasks on 3 nodes, but no variable gives"),
         ({**STEP, "SLURM_STEP_NODELIST": "x[1-3]"}, NONE, "cannot resolve 'x1'"),
         # The first node's name leads the other nodes to themselves.
-        ({**STEP, "SLURM_STEP_NODELIST": "self,n02,n03"}, NONE, r"to 127\.0\.1\.1 on this node, which is another"),
+        ({**STEP, "SLURM_STEP_NODELIST": "self,n02,n03"}, NONE, r"to 127\.0\.1\.1 on this node, which is not node 0"),
         (ARBITRARY, NONE, "pass --master-ip"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "-1"}, NONE, "must be a whole number, got '-1'"),
         (OPEN_MPI, NONE, "4 ranks on 2 nodes, started by openmpi.*pass --master-ip"),
@@ -228,8 +228,8 @@ def test_the_allocations_tasks_per_node_do_not_count_for_a_smaller_step() -> Non
         ({"RANK": "0"}, NONE, "RANK=0 is set without its partner"),
         ({"WORLD_SIZE": "4"}, NONE, "WORLD_SIZE=4 is set without its partner"),
         # PMI that does not tell enough is not taken for a world of one.
-        ({"PMIX_RANK": "1"}, NONE, "not the number of ranks here and in all; pass --rank"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, NONE, "not the number of ranks here and in all; pass --rank"),
+        ({"PMIX_RANK": "1"}, NONE, "not the number of ranks on this node and in total; pass --rank"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, NONE, "not the number of ranks on this node and in total; pass --rank"),
         ({}, TWO_NODES, "2 ranks on 2 nodes, started by flags.*pass --master-ip"),
         ({}, Flags(master_ip="n99", num_nodes=2, rank=0), "--master-ip: rank 0 cannot resolve 'n99': name or service"),
     ],

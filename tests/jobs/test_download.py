@@ -61,7 +61,7 @@ def test_a_server_that_keeps_breaking_off_is_given_up_and_what_came_is_kept(
 
 
 def test_a_wrong_checksum_is_refused_and_the_part_removed(serve, tmp_path: Path):
-    with pytest.raises(RefusedError, match=f"md5 {MD5}, wanted {'0' * 32}"):
+    with pytest.raises(RefusedError, match=f"md5 {MD5}, expected {'0' * 32}"):
         download(serve(BODY).url, tmp_path / "file", "0" * 32)
     assert list(tmp_path.iterdir()) == []
 
@@ -77,7 +77,7 @@ def test_a_dead_network_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_missing_page_names_the_answer(serve, tmp_path: Path):
-    with pytest.raises(UnreachableError, match="the server answers 416"):
+    with pytest.raises(UnreachableError, match="the server answered 416"):
         download(serve(b"").url, tmp_path / "file", MD5)
 
 

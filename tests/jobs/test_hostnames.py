@@ -33,10 +33,10 @@ REFUSED = {
     check_network: ["10.0.0.0/99", "10.10.1.1", "a/b", "", "eth 1", "an-interface-of-more-than-15"],
 }
 WANTED = {
-    check_name: "wanted",
-    check_user: "is no user name; wanted letters",
-    check_jump: "wanted",
-    check_network: r"is no interface and no network; wanted a name such as eth1, or 10\.10\.1\.0",
+    check_name: "expected",
+    check_user: "is not a user name; expected letters",
+    check_jump: "expected",
+    check_network: r"is neither an interface nor a network; expected a name such as eth1, or 10\.10\.1\.0",
 }
 
 
@@ -82,11 +82,11 @@ def test_a_hosts_file_with_shell_text_is_refused_with_its_line(line: str) -> Non
 
 
 def test_a_node_list_with_shell_text_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^node list: .* is no user name"):
+    with pytest.raises(UsageError, match=r"^node list: .* is not a user name"):
         from_nodelist("$(touch${IFS}/x)@h1")
 
 
 @pytest.mark.parametrize("settings", [{"user": "user=;id;"}, {"user": "$(id)"}, {"jump": "$(id)"}, {"jump": "a b"}])
 def test_a_site_file_with_shell_text_is_refused(settings: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="wanted"):
+    with pytest.raises(ValueError, match="expected"):
         SshSettings(**settings)

@@ -46,55 +46,55 @@ def test_hosts_files_of_every_form_are_read(text: str, hosts: list[Host]) -> Non
 @pytest.mark.parametrize(
     ("text", "mistakes"),
     [
-        ("", ["hosts: names no host; wanted one a line, such as: node0 slots=4"]),
-        ("# nothing\n\n", ["hosts: names no host; wanted one a line, such as: node0 slots=4"]),
-        ("n0\nn1\nn0 slots=2", ["hosts:3: n0 stands in line 1 already; name it once, with slots=N for several ranks"]),
-        ("n[1-3]\nn2", ["hosts:2: n2 stands in line 1 already; name it once, with slots=N for several ranks"]),
+        ("", ["hosts: names no host; expected one per line, such as: node0 slots=4"]),
+        ("# nothing\n\n", ["hosts: names no host; expected one per line, such as: node0 slots=4"]),
+        ("n0\nn1\nn0 slots=2", ["hosts:3: n0 is already in line 1; list it once, with slots=N for several ranks"]),
+        ("n[1-3]\nn2", ["hosts:2: n2 is already in line 1; list it once, with slots=N for several ranks"]),
         ("n0 slots=zwei", ["hosts:1: slots must be a number from 1 to 1000000, got 'zwei'"]),
         ("n0 slots=0", ["hosts:1: slots must be a number from 1 to 1000000, got '0'"]),
         ("n0 slots=-1", ["hosts:1: slots must be a number from 1 to 1000000, got '-1'"]),
         ("n0 slots=", ["hosts:1: slots= has no value; remove it, or give it one"]),
         ("n0 slots=1 slots=2", ["hosts:1: slots is given twice; keep one"]),
-        ("n0:2 slots=2", ["hosts:1: slots are given twice: :2 and slots=2; keep one"]),
+        ("n0:2 slots=2", ["hosts:1: slots is given twice: :2 and slots=2; keep one"]),
         ("n0 slots=4 max_slots=2", ["hosts:1: max_slots must be at least slots (4), got 2"]),
         ("n0 slotz=4", ["hosts:1: slotz: unknown key; did you mean 'slots'?"]),
         ("n0 gpus=4", ["hosts:1: gpus: unknown key; valid here: slots, max_slots, address, ssh, port, user"]),
         (
             "10.10.1.1 node0 node0-lan",
             [
-                "hosts:1: 'node0' is not key=value; wanted one host a line, then any of "
+                "hosts:1: 'node0' is not key=value; expected one host per line, then any of "
                 "slots=, max_slots=, address=, ssh=, port=, user="
             ],
         ),
         (
             "n0:2222",
-            [
-                "hosts:1: 'n0:2222': 2222 behind the colon would be slots; for ssh's port write port=2222, "
-                "else slots=2222"
-            ],
+            ["hosts:1: 'n0:2222': 2222 after the colon means slots; for ssh's port write port=2222, else slots=2222"],
         ),
-        ("n0:", ["hosts:1: 'n0:': behind the colon must be a number of slots, as in node0:4, got ''"]),
-        ("n0:four", ["hosts:1: 'n0:four': behind the colon must be a number of slots, as in node0:4, got 'four'"]),
+        ("n0:", ["hosts:1: 'n0:': expected a number of slots after the colon, as in node0:4, got ''"]),
+        ("n0:four", ["hosts:1: 'n0:four': expected a number of slots after the colon, as in node0:4, got 'four'"]),
         ("n0 port=70000", ["hosts:1: port must be a number from 1 to 65535, got '70000'"]),
-        ("n0 address=n0.lan", ["hosts:1: address must be a number such as 10.10.1.1, got 'n0.lan'; names go to ssh="]),
+        (
+            "n0 address=n0.lan",
+            ["hosts:1: address must be numeric, such as 10.10.1.1, got 'n0.lan'; use ssh= for names"],
+        ),
         (
             "n[1-2] address=10.0.0.1",
             ["hosts:1: address= belongs to one host, and n[1-2] names 2; give each its own line"],
         ),
         ("a@n0 user=b", ["hosts:1: the user is given twice: a@ and user=b; keep one"]),
-        ("@n0", ["hosts:1: '' is no user name; wanted letters, digits, dots, - and _, such as alice"]),
+        ("@n0", ["hosts:1: '' is not a user name; expected letters, digits, dots, - and _, such as alice"]),
         (
             "-oProxyCommand=x",
-            ["hosts:1: '-oProxyCommand=x' is no host name; wanted letters, digits, dots, - and _, such as node0"],
+            ["hosts:1: '-oProxyCommand=x' is not a host name; expected letters, digits, dots, - and _, such as node0"],
         ),
-        ("n[1-", ["hosts:1: node list 'n[1-': the bracket at character 2 has no partner, or stands inside another"]),
-        ("192.168.1.300", ["hosts:1: '192.168.1.300' is no address; wanted four numbers of at most 255"]),
-        ("\n<rspec>\n<node/>", ["hosts: is XML, wanted a hosts file; a CloudLab manifest is given with --manifest"]),
+        ("n[1-", ["hosts:1: node list 'n[1-': the bracket at character 2 is unmatched, or inside another bracket"]),
+        ("192.168.1.300", ["hosts:1: '192.168.1.300' is not an address; expected four numbers of at most 255"]),
+        ("\n<rspec>\n<node/>", ["hosts: is XML, expected a hosts file; give a CloudLab manifest with --manifest"]),
         (
             "x y\n" * 13,
             [*(f"hosts:{line}: 'y' is not key=value" for line in range(1, 11)), "hosts: and 3 more wrong lines"],
         ),
-        ("n0 x\nn1\nn2 y=1", ["hosts:1: 'x' is not key=value; wanted", "hosts:3: y: unknown key; valid here: slots"]),
+        ("n0 x\nn1\nn2 y=1", ["hosts:1: 'x' is not key=value; expected", "hosts:3: y: unknown key; valid here: slots"]),
     ],
 )
 def test_every_wrong_line_is_named_with_what_was_wanted(text: str, mistakes: list[str]) -> None:
@@ -107,7 +107,7 @@ def test_every_wrong_line_is_named_with_what_was_wanted(text: str, mistakes: lis
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    with pytest.raises(JobFileError, match=re.escape(f"{tmp_path / 'none'}: no such file; wanted a hosts file")):
+    with pytest.raises(JobFileError, match=re.escape(f"{tmp_path / 'none'}: no such file; expected a hosts file")):
         read_hostfile(tmp_path / "none")
     with pytest.raises(JobFileError, match="cannot be read: is a directory"):
         read_hostfile(tmp_path)
@@ -167,10 +167,10 @@ def test_a_node_list_becomes_hosts() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("n1,a@n1", "n1 comes twice, in two spellings; name it once"),
-        ("^hosts.txt", "'^hosts.txt' is no host name"),
-        ("-x", "'-x' is no host name"),
-        ("n[1-2]:22222", "22222 behind the colon would be slots"),
+        ("n1,a@n1", "n1 is listed twice, in two spellings; list it once"),
+        ("^hosts.txt", "'^hosts.txt' is not a host name"),
+        ("-x", "'-x' is not a host name"),
+        ("n[1-2]:22222", "22222 after the colon means slots"),
         ("", "is empty"),
     ],
 )
@@ -200,12 +200,12 @@ def test_hosts_are_chosen_in_their_own_order(include: str | None, exclude: str |
 @pytest.mark.parametrize(
     ("include", "exclude", "problem"),
     [
-        ("n05,n01", None, "--include: 'n05' is none of the hosts; did you mean 'n04'? they are n[03,01-02,04]"),
-        (None, "zebra", "--exclude: 'zebra' is none of the hosts; they are n[03,01-02,04]"),
-        ("n01:0,2", None, "--include: 'n01:0,2' picks slots of a host; Muster takes whole hosts, so write n01"),
-        (None, "n[01-04]", "--exclude: no host is left of n[03,01-02,04]; leave out fewer"),
-        ("n01", "n01", "--include and --exclude: no host is left"),
-        ("n[01", None, "has no partner"),
+        ("n05,n01", None, "--include: 'n05' is not one of the hosts; did you mean 'n04'? they are n[03,01-02,04]"),
+        (None, "zebra", "--exclude: 'zebra' is not one of the hosts; they are n[03,01-02,04]"),
+        ("n01:0,2", None, "--include: 'n01:0,2' selects slots of a host; Muster uses whole hosts, so write n01"),
+        (None, "n[01-04]", "--exclude: no host of n[03,01-02,04] is left; exclude fewer"),
+        ("n01", "n01", "--include and --exclude: no host of n[03,01-02,04] is left"),
+        ("n[01", None, "is unmatched"),
     ],
 )
 def test_a_choice_that_cannot_be_made_says_why(include: str | None, exclude: str | None, problem: str) -> None:

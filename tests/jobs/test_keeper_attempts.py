@@ -240,7 +240,7 @@ def test_a_start_while_ranks_run_is_refused_and_hurts_nobody(warm: Warm) -> None
     warm.start(warm.rank(0, SLEEP), attempt=0)
     warm.tell({"do": "start", "attempt": 1, "ranks": [warm.rank(0, ["true"])]})
     broken = warm.next("broken")
-    assert broken["broken"] == "attempt 1 is to start, and ranks of attempt 0 still run"
+    assert broken["broken"] == "attempt 1 cannot start while ranks of attempt 0 are running"
     assert (broken["code"], broken["attempt"]) == (76, 0)
     assert warm.stop(0)["attempt"] == 0
 

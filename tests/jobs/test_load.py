@@ -108,18 +108,18 @@ REFUSED = {
     ),
     "no section that says what to run": (
         "nodes: 2",
-        "job.yaml:1: no section says what to run; wanted exactly one of train, command, tryout",
+        "job.yaml:1: no section says what to run; expected exactly one of train, command, tryout",
     ),
     "a misspelt section, once": ("trian: {}", "job.yaml:1: trian: unknown key; did you mean 'train'?"),
     "two sections, both of which are checked": (
         "tryout: {sizes: 3}\ncommand: []\n",
         "job.yaml:1: tryout.sizes: must be a list, got 3",
-        "job.yaml:2: command: tryout and command are both given; wanted exactly one of train, command, tryout",
+        "job.yaml:2: command: tryout and command are both given; expected exactly one of train, command, tryout",
         "job.yaml:2: command: must have at least 1 item, got 0",
     ),
-    "a file that is empty": ("", "job.yaml:1: the file is empty; wanted lines of the form `key: value`"),
-    "a list": ("- a", "job.yaml:1: the file holds a list; wanted lines of the form `key: value`"),
-    "a number": ("7", "job.yaml:1: the file holds 7; wanted lines of the form `key: value`"),
+    "a file that is empty": ("", "job.yaml:1: the file is empty; expected lines of the form `key: value`"),
+    "a list": ("- a", "job.yaml:1: the file holds a list; expected lines of the form `key: value`"),
+    "a number": ("7", "job.yaml:1: the file holds 7; expected lines of the form `key: value`"),
     "keys that are no text, once": (
         "5: a\n~: b\n? [c]\n: d\n" + TRAIN,
         "job.yaml:1: the key 5 must be text; put it in quotes",
@@ -212,7 +212,7 @@ def test_a_folder_and_bytes_are_no_job_file(write: Write) -> None:
     assert complaints(Path()) == [".: cannot be read: is a directory"]
     path = write("")
     path.write_bytes(b"name: \xff\n")
-    assert complaints(path) == ["job.yaml: byte 6 is not UTF-8 text; wanted a YAML file"]
+    assert complaints(path) == ["job.yaml: byte 6 is not UTF-8 text; expected a YAML file"]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_path_that_was_typed_is_taken_from_the_working_folder(
 def test_a_program_in_the_place_of_a_job_file_is_told_how_to_run_it(write: Write, name: str, command: str) -> None:
     write("").rename(name)
     (complaint,) = complaints(Path(name))
-    assert complaint.startswith(f"{name}: is a program, wanted a job file; write one with command: {command}, as in ")
+    assert complaint.startswith(f"{name}: is a program, expected a job file; write one with command: {command}, as in ")
 
 
 def test_overrides_are_yaml_values_and_make_what_is_missing(write: Write) -> None:
@@ -284,8 +284,8 @@ def test_a_mistake_of_an_override_is_told_as_its_own_after_those_of_the_file(wri
         "job.yaml:4: train.model: unknown model 'vgg'; did you mean 'vgg19'? (valid: vgg11, vgg13, vgg16, vgg19, "
         "gpt-nano, gpt-micro, gpt-small, gpt-medium, gpt-large, gpt-xl, gpt-2.7b)",
         "--set train.steps=[: train.steps: not YAML: expected the node content, but found '<stream end>' (column 2); "
-        "put the value in quotes, inside the shell's own",
-        "--set setup.1=a: setup.1: setup is a list of 0, counted from 0; wanted a number of it",
+        "put the value in quotes within the shell's quotes",
+        "--set setup.1=a: setup.1: setup is a list of 0, counted from 0; give such a number",
         "--set train.optimzer.lr=0.1: train.optimzer: unknown key; did you mean 'optimizer'?",
         "--set nodes.x=1: nodes: must be a whole number, got a mapping",
         "--set grace_s=-1: grace_s: must be at least 0, got -1",

@@ -30,7 +30,7 @@ def test_split_layers_go_by_that_name_however_gradients_are_averaged() -> None:
 def test_single_runs_on_one_rank_only() -> None:
     assert MODES["single"].expand(1) == Parallel()
     assert mode_of(Parallel()) == "single"
-    with pytest.raises(RefusedError, match="single runs on one rank, this job has 2; set nodes: 1"):
+    with pytest.raises(RefusedError, match="single runs on one rank, but this job has 2; set nodes: 1"):
         MODES["single"].expand(2)
 
 

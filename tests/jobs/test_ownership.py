@@ -78,7 +78,7 @@ def test_folders_and_links_of_another_user_are_refused_and_left_out_of_lists(run
     assert rundir.list_runs(root) == rundir.list_runs(root) == [run]
     assert rundir.find_run(root, None) == run
     assert capsys.readouterr().err == (
-        f"muster: warning: {root}: left out 2 run folders of other users; name one to see why it is not used\n"
+        f"muster: warning: {root}: skipped 2 run folders of other users; name one to see why it is not used\n"
     )
     for given in ("strange", strange.name, str(strange), "link", str(link)):
         with pytest.raises(UntrustedError, match=f"belongs to user {ATTACKER}, expected 0"):

@@ -121,8 +121,8 @@ def _changed(**changes: Any) -> dict[str, Any]:
     ("value", "message"),
     [
         ([], "version None"),
-        (_changed(version=2), "version 2 was found; this Muster reads version 1"),
-        (_changed(world_size=3), "do not hold ranks"),
+        (_changed(version=2), "found version 2; this Muster reads version 1"),
+        (_changed(world_size=3), "do not have ranks"),
         (_changed(nodes=[{}]), "is damaged"),
         (_changed(nodes=None), "is damaged"),
         (_changed(nodes=[{**_changed()["nodes"][0], "ranks": "1"}]), "is damaged"),

@@ -85,7 +85,7 @@ def test_the_users_own_file_may_be_a_link_or_a_pipe(tmp_path: Path) -> None:
         assert [host.name for host in read_hostfile(Path(f"/dev/fd/{reading}"))] == ["node0"]
     finally:
         os.close(reading)
-    with little_memory(), pytest.raises(JobFileError, match=f"more than {SETTINGS_BYTES} bytes; wanted a hosts file"):
+    with little_memory(), pytest.raises(JobFileError, match=f"more than {SETTINGS_BYTES} bytes; expected a hosts file"):
         read_hostfile(link)
 
 

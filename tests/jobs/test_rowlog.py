@@ -49,7 +49,7 @@ def test_what_a_full_disk_does_not_take_is_written_when_it_does_again(tmp_path: 
     disk.free()
     disk.log.append([{"row": 3}])
     assert disk.rows() == [{"row": 1}, {"row": 2}, {"row": 3}]
-    assert disk.said[1].endswith("3 rows that the disk had not taken are written now")
+    assert disk.said[1].endswith("3 rows that were kept in memory are now written")
     disk.log.append([{"row": 4}])
     assert [row["row"] for row in disk.rows()] == [1, 2, 3, 4]
 

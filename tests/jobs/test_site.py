@@ -126,7 +126,10 @@ def test_anything_else_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("ssh: {options: [-v]}", "ssh.options: each must be Name=value, as for ssh -o, got '-v'"),
         ("ssh: {users: a}", "ssh.users: unknown key; did you mean 'user'?"),
         ("ssh: {connect_timeout_s: 0}", "ssh.connect_timeout_s: must be at least 1"),
-        ("iface: 10.0.0.0/99", "iface: '10.0.0.0/99' is no interface and no network; wanted a name such as eth1"),
+        (
+            "iface: 10.0.0.0/99",
+            "iface: '10.0.0.0/99' is neither an interface nor a network; expected a name such as eth1",
+        ),
     ],
 )
 def test_what_it_says_of_ssh_is_checked(tmp_path: Path, text: str, message: str) -> None:

@@ -81,11 +81,11 @@ def test_no_value_leaves_its_line(value: str) -> None:
         ("--no-requeue", "set slurm.requeue: false"),
         ("--signal=USR1@9", "set slurm.signal_s"),
         ("--nodes=2", "set nodes of the job"),
-        ("--gpus-per-task=1", "must see all its GPUs"),
-        ("--ntasks=8", "Muster itself decides this"),
-        ("--output=x", "Muster itself decides this"),
-        ("--export=NONE", "Muster itself decides this"),
-        ("--wrap=ls", "Muster itself decides this"),
+        ("--gpus-per-task=1", "must see all GPUs"),
+        ("--ntasks=8", "Muster sets this itself"),
+        ("--output=x", "Muster sets this itself"),
+        ("--export=NONE", "Muster sets this itself"),
+        ("--wrap=ls", "Muster sets this itself"),
         ("--arr=0-3", "--arr (it stands for --array) cannot be given here"),
         ("-p x", "must be of the form --name=value"),
         ("--gres disk:1", "must be of the form --name=value"),
@@ -124,7 +124,7 @@ def test_a_job_wins_over_its_site_by_what_it_names() -> None:
 
 
 def test_a_signal_before_the_job_begins_is_refused() -> None:
-    words = r"slurm.signal_s: 60 s before a time limit of 120 s \(slurm.time\).*more than 120 s"
+    words = r"slurm.signal_s: 60 s before a time limit of 120 s \(slurm.time\).*above 120 s"
     with pytest.raises(RefusedError, match=words):
         merged(SlurmSettings(time=2), SlurmSettings(signal_s=60))
     assert merged(SlurmSettings(time=2), SlurmSettings(signal_s=59)).signal_s == 59

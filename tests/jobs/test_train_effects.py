@@ -66,11 +66,13 @@ def test_a_setting_is_refused_by_the_modes_that_do_not_read_it(tmp_path: Path, s
         ),
         (
             {"model": {"make": "net.py:build", "vocabulary": 10}, "data": {"make": "net.py:data"}},
-            "train.model.vocabulary: has no effect with a made model on this data; it is for built-in models and data",
+            "train.model.vocabulary: has no effect with a model from model.make on this data; it is for "
+            "built-in models and data",
         ),
         (
             {"model": {"make": "net.py:build", "context": 10}, "data": {"make": "net.py:data"}},
-            "train.model.context: has no effect with a made model on this data; it is for built-in models and",
+            "train.model.context: has no effect with a model from model.make on this data; it is for "
+            "built-in models and",
         ),
         (
             {"model": {"make": "net.py:build", "units": ["blocks.*"]}, "data": {"make": "net.py:data"}},

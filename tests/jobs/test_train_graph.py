@@ -28,16 +28,22 @@ def settings(**more: Any) -> TrainSettings:
         ({"mode": "fsdp"}, "cuda_graph does not go with fsdp: .*; choose mode bucketed"),
         ({"model": {"name": "gpt-nano", "dropout": 0.1}}, "cuda_graph does not go with dropout: .* set dropout: 0"),
         ({"exact": True, "mode": "allreduce"}, "cuda_graph does not go with exact: .* remove one of them"),
-        ({"mode": "tensor"}, "cuda_graph does not go with tensor: exchanges within its layers have not been recorded"),
+        ({"mode": "tensor"}, "cuda_graph does not go with tensor: recording the collectives within its layers"),
         (
             {"mode": "zbv", "layerwise": True},
-            "cuda_graph does not go with layerwise: what is recorded keeps its memory",
+            "cuda_graph does not go with layerwise: a recorded graph keeps its memory",
         ),
         ({"mode": "1f1b", "activation_checkpointing": True}, "cuda_graph does not go with activation_checkpointing: "),
         (parallel(data=2, sync="ddp"), "cuda_graph does not go with ddp"),
         (parallel(data=2, pipe=2), "cuda_graph does not go with 2 data-parallel pipelines: gradients are averaged by"),
-        (parallel(tensor=2, pipe=2), "cuda_graph does not go with tensor parallel: exchanges within layers"),
-        ({"mode": "1f1b", "exact": True}, "cuda_graph does not go with exact where the head is the embedding: "),
+        (
+            parallel(tensor=2, pipe=2),
+            "cuda_graph does not go with tensor parallel: recording the collectives within layers",
+        ),
+        (
+            {"mode": "1f1b", "exact": True},
+            "cuda_graph does not go with exact if the head and the embedding share their weight: ",
+        ),
     ],
 )
 def test_what_the_host_decides_within_a_step_is_refused_with_what_to_do(more: dict[str, Any], message: str) -> None:

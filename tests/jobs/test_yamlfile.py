@@ -95,16 +95,16 @@ def test_all_mistakes_of_the_text_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: b: c", "f:1: not YAML: a second `: ` on one line; put text that holds one in quotes (column 5)"),
+        ("a: b: c", "f:1: not YAML: a second `: ` on one line; put text that contains `: ` in quotes (column 5)"),
         (
             "nodes: 2\n  name: a",
-            "f:2: not YAML: this key is indented further than the line above allows; begin "
-            "it where the other keys of its section do (column 7)",
+            "f:2: not YAML: this key is indented further than the line above allows; align it "
+            "with the other keys of its section (column 7)",
         ),
         (
             "a:\n  b: 1\n c: 2",
-            "f:3: not YAML: this line begins in a column where no section begins; begin "
-            "it where the other keys of its section do (column 2)",
+            "f:3: not YAML: this line begins in a column where no section begins; align it "
+            "with the other keys of its section (column 2)",
         ),
         ("a:\n\tb: 1", "f:2: not YAML: a tab; YAML indents with spaces (column 1)"),
         ("a: *x", "f:1: not YAML: found undefined alias 'x' (column 4)"),
@@ -112,7 +112,7 @@ def test_all_mistakes_of_the_text_are_told_at_once() -> None:
             "a: 1\n--- 2",
             "f:2: not YAML: expected a single document in the stream but found another document (column 1)",
         ),
-        ("&a [*a]", "f:1: more than 64 levels, or an alias that holds itself"),
+        ("&a [*a]", "f:1: more than 64 levels, or an alias that contains itself"),
     ],
 )
 def test_text_that_is_not_yaml_is_refused_with_its_place(text: str, message: str) -> None:
@@ -131,5 +131,5 @@ def test_aliases_cannot_multiply_without_end() -> None:
 def test_a_pair_of_escapes_as_json_writes_it_is_one_character_and_half_of_one_is_a_mistake() -> None:
     assert yamlfile.parse(json.dumps({"a": "🚀𐀀"}), "job.yaml").mapping() == {"a": "🚀𐀀"}
     document = yamlfile.parse('{"a": "\\ud83d"}', "job.yaml")
-    with pytest.raises(JobFileError, match=r"job\.yaml:1: a: holds half of a pair of escapes"):
+    with pytest.raises(JobFileError, match=r"job\.yaml:1: a: has half of a surrogate pair"):
         document.raise_mistakes()

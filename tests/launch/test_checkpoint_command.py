@@ -75,7 +75,7 @@ def test_verify_reads_every_byte_and_says_which_is_bad_with_66(saved, muster, mu
     before = state_of(saved)
     code, out, _ = muster("checkpoint", "verify")
     assert code == 66
-    assert "shard-00001.safetensors: its sha256 is not the saved one" in out
+    assert "shard-00001.safetensors: damaged: its sha256 differs from the saved one" in out
     assert [row["state"] for row in muster_json("checkpoint", "verify", "--step", "7")] == ["good"]
     assert muster("checkpoint", "verify", "--checkpoint", A9)[0] == 0
     assert state_of(saved) == before

@@ -35,7 +35,11 @@ def test_it_writes_to_a_file_and_says_so(tmp_path: Path, in_process) -> None:
     ("options", "code", "message"),
     [
         (["--nodes", "0"], 2, "--nodes: must be from 1 to 250, got 0"),
-        (["--lan-bandwidth", "fast"], 2, "--lan-bandwidth: 'fast' is no rate; wanted one such as 10gbit or 500mbit"),
+        (
+            ["--lan-bandwidth", "fast"],
+            2,
+            "--lan-bandwidth: 'fast' is not a rate; expected one such as 10gbit or 500mbit",
+        ),
         (["-o", "/none/x"], 73, "/none/x: cannot be written: no such file or directory"),
     ],
 )

@@ -101,7 +101,7 @@ def test_errors_about_a_hostile_job_are_not_obeyed(tmp_path: Path, text: str) ->
 @pytest.mark.parametrize(
     ("hosts", "source"),
     [
-        (["-w", "$(touch${IFS}PWNED)@h1"], "node list: '$(touch${IFS}PWNED)' is no user name"),
+        (["-w", "$(touch${IFS}PWNED)@h1"], "node list: '$(touch${IFS}PWNED)' is not a user name"),
         (["-H", "hosts"], "hosts:1:"),
         (["-w", "h1", "--login", "user=;id;"], "--login:"),
         (["-w", "h1", "--jump", "$(id)"], "--jump:"),

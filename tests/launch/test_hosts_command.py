@@ -97,13 +97,13 @@ def test_from_manifest_says_which_lan_and_what_is_left_out(hosts: Hosts) -> None
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["expand", "n[3-1]"], 2, "node list 'n[3-1]': [3-1] runs backwards; write [1-3]"),
+        (["expand", "n[3-1]"], 2, "node list 'n[3-1]': [3-1] is reversed; write [1-3]"),
         (["expand", "a,,b"], 2, "node list 'a,,b': no name before character 3; remove the comma"),
-        (["fold", "-"], 2, "node list: is empty; wanted names such as n01,n02 or n[01-16]"),
-        (["from-hostfile", "none"], 65, "none: no such file; wanted a hosts file"),
-        (["from-manifest", "none"], 65, "none: no such file; wanted a manifest; take the Manifest tab of the"),
+        (["fold", "-"], 2, "node list: is empty; expected names such as n01,n02 or n[01-16]"),
+        (["from-hostfile", "none"], 65, "none: no such file; expected a hosts file"),
+        (["from-manifest", "none"], 65, "none: no such file; expected a manifest; take the Manifest tab of the"),
         (["from-manifest", str(MANIFESTS / "two_lans.xml"), "--lan", "fast"], 2, "did you mean 'fast-lan'?"),
-        (["from-manifest", str(MANIFESTS / "vms.xml"), "--user=-x"], 2, "'-x' is no user name"),
+        (["from-manifest", str(MANIFESTS / "vms.xml"), "--user=-x"], 2, "'-x' is not a user name"),
     ],
 )
 def test_mistakes_are_one_line_with_their_code(hosts: Hosts, arguments: list[str], code: int, message: str) -> None:

@@ -93,7 +93,7 @@ def test_a_planted_run_is_not_resumed(plant, public: Path, victim: int, words: l
     assert done.returncode == (77 if words else 72)
     assert done.stderr.splitlines()[-1].startswith("muster: ")
     assert len(done.stderr.splitlines()) == (1 if words else 2)  # without a name, the warning of a folder left out
-    assert f"belongs to user {ATTACKER}" in done.stderr or "left out 1 run folder of other users" in done.stderr
+    assert f"belongs to user {ATTACKER}" in done.stderr or "skipped 1 run folder of other users" in done.stderr
     assert not list(public.glob("ran-*"))
 
 
@@ -123,7 +123,7 @@ def test_no_command_takes_a_planted_run_for_the_newest_or_by_its_name(plant, pub
     run = plant(ATTACKER)
     done = muster_as(VICTIM, *name.split("-"), "--runs", str(public / "runs"), cwd=public)
     assert (done.returncode, done.stdout) == (72, ""), done
-    assert "left out 1 run folder of other users" in done.stderr
+    assert "skipped 1 run folder of other users" in done.stderr
     assert "no runs here" in done.stderr
     if name != "list":
         done = muster_as(VICTIM, *name.split("-"), str(run.path), "--runs", str(public / "runs"), cwd=public)

@@ -26,7 +26,7 @@ def test_a_made_model_is_counted_before_a_run_and_beside_its_measurement(tmp_pat
     rows = {row["mode"]: row for row in found["modes"]}
     assert rows["zero3"]["memory"]["parameters"] == found["parameters"] * 4 / 2
     assert rows["1f1b"]["memory"]["activations"] > 0
-    assert (rows["tensor"]["memory"], rows["tensor"]["note"]) == (None, "its job names no model.plan")
+    assert (rows["tensor"]["memory"], rows["tensor"]["note"]) == (None, "the job has no model.plan")
     mode = ("--set", "train.mode=1f1b", "--set", "train.steps=3", *small)
     assert "the ranks cut its layers" in said(capfd, "plan", job, *mode)
     said(capfd, "run", job, *mode, *runs)

@@ -166,7 +166,7 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("timeout", {"message": "ranks 2-3, 7 never arrived within 60 s"}, "muster logs --rank 2-3,7"),
         ("timeout", {"message": "took too long"}, "start_timeout_s"),
         ("lost", {}, "supervisor was killed"),
-        ("storage", {"message": "3 saves in a row came to nothing; the last: No space left on device"}, "are intact"),
+        ("storage", {"message": "3 saves in a row failed; the last: No space left on device"}, "are intact"),
         ("timeout", {"message": "made no progress for 42 s after step 8: in all_reduce"}, "--stream err --rank 3"),
         # Out of memory before each save: more saves would be out of memory, too.
         (

@@ -69,8 +69,8 @@ def test_without_the_list_this_nodes_cores_are_taken_for_all() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"SLURM_JOB_NUM_NODES": "3"}, r"SLURM_JOB_NODELIST=sd\[0-1\] is 2 nodes, SLURM_JOB_NUM_NODES says 3"),
-        ({"SLURM_JOB_CPUS_PER_NODE": "2"}, "tells of 1 nodes, the job has 2"),
+        ({"SLURM_JOB_NUM_NODES": "3"}, r"SLURM_JOB_NODELIST=sd\[0-1\] has 2 nodes, but SLURM_JOB_NUM_NODES is 3"),
+        ({"SLURM_JOB_CPUS_PER_NODE": "2"}, "is for 1 nodes, but the job has 2"),
         ({"SLURM_JOB_CPUS_PER_NODE": "two"}, "must be of the form"),
         ({"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT must be a whole number"),
     ],

@@ -143,7 +143,7 @@ def test_an_sbatch_that_hangs_is_left_after_a_while(
 ) -> None:
     (slurm.folder / "sbatch").write_text("#!/bin/sh\nexec sleep 50\n")
     monkeypatch.setattr(client_module, "SUBMIT_S", 0.3)
-    with pytest.raises(UnreachableError, match=r"sbatch has not answered within 0.3 s, and there is no such job"):
+    with pytest.raises(UnreachableError, match=r"sbatch has not answered within 0.3 s, and the job does not exist"):
         Client(slurm.environment).submit(script, name="vgg-1")
     slurm.job("40", name="vgg-1", state="PENDING")
     assert Client(slurm.environment).submit(script, name="vgg-1").job_id == "40"

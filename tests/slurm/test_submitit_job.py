@@ -84,7 +84,7 @@ def test_what_an_earlier_start_has_left_is_waited_out(run: RunDir, monkeypatch: 
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     publish(run, {"arguments": ["old"]})
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with pytest.raises(TimeoutError, match="task 0 has not told"):
+    with pytest.raises(TimeoutError, match="task 0 has not published"):
         await_rendezvous(run, 0.3)
     later = threading.Timer(0.2, publish, (run, {"arguments": ["new"]}))
     later.start()

@@ -1,4 +1,4 @@
-"""Benchmarks on the ranks of `on_ranks`, without an agent; and what may befall a player."""
+"""Benchmarks on the ranks of `on_ranks`, without an agent; and what can happen to a launch worker."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster.collectives_bench.ranks import conductor, operations
+from muster.collectives_bench.ranks import launch_manager, operations
 from muster.collectives_bench.ranks.run import Task, conduct
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.files import read_lines
@@ -60,18 +60,18 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "exit": lambda: os._exit(3),
     "loop": _loop,
     "mismatch": _mismatch,
-    "kill conductor": lambda: os.kill(os.getppid(), signal.SIGKILL),
+    "kill launch manager": lambda: os.kill(os.getppid(), signal.SIGKILL),
 }
 
 
 def inject(fault: Fault, rank: int) -> None:
-    """Break an operation on this rank, or its start; its players are forks of this process."""
+    """Break an operation on this rank, or its start; its workers are forks of this process."""
     if fault.operation == "start" and rank == fault.rank:
         dist.new_group = lambda **_: FAULTS[fault.how]()
-    if fault.how == "mute conductor":
-        conductor.ENDINGS_S = 2.0  # in which a rank that is only slow is heard
+    if fault.how == "mute launch manager":
+        launch_manager.ENDINGS_S = 2.0  # in which a rank that is only slow is heard
         if rank == fault.rank:
-            conductor.Conductor._tell_ending = lambda *_: None
+            launch_manager.LaunchManager._tell_ending = lambda *_: None
         return
     prepare = operations.prepare
 

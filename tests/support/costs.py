@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
-from muster.collectives_bench.cost.second import Constants
+from muster.collectives_bench.cost.constants import Constants
 from muster.collectives_bench.records import Block, Header, Result, World
 from support.bench_records import a_block, a_cell, a_header, a_host, a_world
 

@@ -1,4 +1,4 @@
-"""Compare the states of all ranks, so that every rank refuses a difference and no rank waits for another."""
+"""Compare the states of all ranks. On a difference every rank raises, so that none waits for another."""
 
 import hashlib
 import json
@@ -27,10 +27,10 @@ def exchange(world: World, value: object) -> list[Any]:
 
 
 def refuse_together(world: World, problem: str | None) -> None:
-    """Fail on every rank if one has a problem: a collective.
+    """Raise on every rank if one has a problem: a collective.
 
     Raises:
-        RefusedError: a rank has a problem; the message is that of the first such rank.
+        RefusedError: if a rank has a problem; the message is that of the first such rank.
     """
     problems = exchange(world, problem)
     if first := next((rank for rank, each in enumerate(problems) if each is not None), None):
@@ -40,7 +40,7 @@ def refuse_together(world: World, problem: str | None) -> None:
 
 
 def agree(world: World, registered: Iterable[object], trees: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:
-    """Compare the states of all ranks, and tell pipelines about each other's layers: a collective.
+    """Compare the states of all ranks, and exchange the layer names of pipelines: a collective.
 
     Raises:
         RefusedError: on every rank, naming the first difference, or the first tensor that ranks do not cover.
@@ -107,7 +107,7 @@ def require_covered(world: World, names: Sequence[str], leaves: Sequence[Leaf]) 
     for name, elements, total in zip(names, together, whole, strict=True):
         if elements != total:
             raise RefusedError(
-                f"state: {name}: the ranks together hold {elements} elements of {total}; a model must be sharded over "
+                f"state: {name}: the ranks together hold {elements} of {total} elements; a model must be sharded over "
                 "all ranks of the run, or over a mesh of all of them"
             )
 

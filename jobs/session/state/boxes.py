@@ -1,6 +1,6 @@
-"""Where the local part of a DTensor lies in the whole.
+"""Compute which part of the whole tensor is the local part of a DTensor.
 
-(6, 4), Shard(0) over 4 ranks       rows 0:2, 2:4, 4:6 and none: as torch.chunk cuts
+(6, 4), Shard(0) over 4 ranks       rows 0:2, 2:4, 4:6 and none: cut like torch.chunk
 Shard(0) over tp, then over dp      [_StridedShard(0, split_factor=2), Shard(0)]: the mesh's last dimension cuts first
 """
 
@@ -17,7 +17,7 @@ def box_of(name: str, tensor: Any) -> tuple[tuple[Range, ...], bool]:
     """Return the range of each dimension that this rank holds, and whether it is the first rank with that box.
 
     Raises:
-        RefusedError: the DTensor is a partial sum, or its local part is not one box.
+        RefusedError: if the DTensor is a partial sum, or its local part is not one box.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     place = mesh.get_coordinate()
@@ -44,7 +44,7 @@ def box_of(name: str, tensor: Any) -> tuple[tuple[Range, ...], bool]:
 
 
 def _order(name: str, placements: Any, mesh: Any) -> list[int]:
-    """List the mesh dimensions that shard, in the order in which they cut the tensor."""
+    """List the mesh dimensions that shard the tensor, in the order in which they cut it."""
     order: list[int] = []
     waiting: list[tuple[int, int, int]] = []  # (tensor dimension, cuts still to come first, mesh dimension)
     for axis, kind in enumerate(placements):

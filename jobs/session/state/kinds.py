@@ -15,10 +15,10 @@ from muster.jobs.session.state.stages import StagesState
 
 
 def register(objects: Mapping[str, object]) -> dict[str, Registered]:
-    """Return how each object is stored, in the order given.
+    """Return the storage class of each object, in the given order.
 
     Raises:
-        RefusedError: an object cannot be stored.
+        RefusedError: if an object cannot be stored.
     """
     modules = {name: module_state(name, each) for name, each in objects.items() if is_module(each)}
     found: dict[str, Registered] = {}
@@ -40,10 +40,10 @@ def is_module(value: object) -> bool:
 
 
 def module_state(name: str, module: Any) -> ModuleState:
-    """Return how a module is stored.
+    """Return the storage class of a module.
 
     Raises:
-        RefusedError: the module cannot be stored.
+        RefusedError: if the module cannot be stored.
     """
     if is_a(module, "muster.pipe.pipeline", "Pipeline"):
         return StagesState(name, module)

@@ -24,14 +24,14 @@ CHUNK: Final = 1 << 24  # elements
 INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(slots=True, eq=False)  # a thousand are made at every save: a frozen one takes five times as long
+@dataclass(slots=True, eq=False)  # each save creates a thousand of them: frozen ones take five times as long
 class Leaf:
     """A tensor of the state.
 
-    dealt     every rank has the same values and writes a share; otherwise rank 0 writes all
+    dealt     every rank has the same values and writes a share; if False, rank 0 writes all
     compared  the values must be equal on every rank before the first step
-    piece     the part that this rank holds, where ranks hold different parts
-    answers   False: another rank writes the same part
+    piece     the part that this rank holds, if ranks hold different parts
+    answers   False if another rank writes the same part
     """
 
     name: str
@@ -53,7 +53,7 @@ class Leaf:
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """Address, shape, strides and type of the tensor: if they change, the parts are listed anew."""
+        """Address, shape, strides and dtype of the tensor: if they change, the parts are listed again."""
         local = self.tensor if type(self.tensor) in PLAIN else self.local
         return (self.name, self.answers, local.data_ptr(), local.shape, local.stride(), local.dtype)
 
@@ -129,7 +129,7 @@ class Leaves(list[Leaf]):
             value = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         if not isinstance(value, Tensor):
             return None
-        while path in self._names:  # of two keys that are spelt alike, as 1 and "1"
+        while path in self._names:  # two keys may have the same text, such as 1 and "1"
             path += "'"
         self.add(Leaf(path, value, compared=True))
         return {"$": "tensor", "v": path}
@@ -155,7 +155,7 @@ def parts_of(leaves: Iterable[Leaf], *, rank: int, ranks: int) -> tuple[list[Par
                 held.append(part)
         else:
             (shared if leaf.dealt else own).append(part)
-    # A range of a tensor that is not row-major is a copy, which the next step makes out of date.
+        # For a tensor that is not row-major, a range is a copy, which the next step would make stale.
     stays = ranks == 1 or all(part.tensor.is_contiguous() for part in shared)
     return [*deal(own, shared, rank=rank, ranks=ranks), *held], stays
 
@@ -166,7 +166,7 @@ def fingerprints(leaves: Sequence[Leaf]) -> Tensor:
     with torch.no_grad():
         for leaf in leaves:
             bits = leaf.tensor.detach().view(INTEGERS[leaf.tensor.element_size()]).reshape(-1)
-            # A sum in a wider type first converts its whole input, so chunks bound the memory.
+            # A sum in a wider dtype first converts its whole input, so chunks limit the memory.
             added = [chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK)]  # type: ignore[no-untyped-call]
             sums.append(torch.stack(added).sum().cpu())
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)

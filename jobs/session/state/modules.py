@@ -18,7 +18,7 @@ WRAPPERS: Final = {  # classes that wrap a module without changing its parameter
     "torch._dynamo.eval_frame": ("OptimizedModule", "_orig_mod"),
     "muster.ddp.base": ("DataParallel", "module"),
 }
-COMPILED: Final = "_orig_mod."  # in the names of submodules that torch.compile has wrapped
+COMPILED: Final = "_orig_mod."  # part of the names of submodules wrapped by torch.compile
 FSDP1: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
@@ -37,7 +37,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 class ModuleState(Registered):
-    """A module whose tensors every rank has whole, or as DTensors."""
+    """A module whose tensors each rank holds whole, or as DTensors."""
 
     kind = "module"
 
@@ -48,7 +48,7 @@ class ModuleState(Registered):
             raise RefusedError(
                 f"state: {name}: FullyShardedDataParallel cannot be stored; use fully_shard (FSDP2), or muster.zero"
             )
-        self.aliases: dict[str, str] = {}  # further stored names of tied tensors, to the first name
+        self.aliases: dict[str, str] = {}  # {other name of a tied tensor: its stored name}
         self.names: set[str] = set()  # of all its tensors
         self.parameters: dict[int, Leaf] = {}  # by identity
         self.is_in_place = True  # False: state_dict() returns copies, so load_state_dict() must be called
@@ -71,7 +71,7 @@ class ModuleState(Registered):
             self.is_in_place &= id(value) in own
             check(self.path(key), value)
             leaf = self.leaf(self.path(key), value)
-            # Empty tensors share an address, and a rank's part of a DTensor can be empty.
+            # Empty tensors share an address, and a rank's part of a DTensor may be empty.
             memory = id(value) if is_dtensor(value) or not value.numel() else leaf.memory[2:]
             if (known := first.setdefault(memory, leaf)) is not leaf:
                 self.aliases[leaf.name] = known.name
@@ -99,7 +99,7 @@ class ModuleState(Registered):
         return Leaf(path, value, dealt=is_parameter, compared=is_parameter)
 
     def restore(self, stored: Stored, tree: Any) -> None:
-        """Fill the tensors in place; hand the rest to the module."""
+        """Fill the tensors in place, and pass the rest to the module."""
         leaves = Leaves()
         extra = self.capture(Encoder(leaves.leaf), leaves)["extra"]
         found = as_mapping(as_mapping(tree, self.name, "module").get("extra"), self.name, "extra state")
@@ -115,7 +115,7 @@ class ModuleState(Registered):
         self.load_extra(found, leaves)
 
     def load_extra(self, found: Mapping[str, Any], leaves: Leaves) -> None:
-        """Hand what could not be filled in place to the module's load_state_dict()."""
+        """Pass values that could not be filled in place to the module's load_state_dict()."""
         if not found and self.is_in_place:
             return
         held = {leaf.name: leaf.tensor.detach() for leaf in leaves}
@@ -126,5 +126,5 @@ class ModuleState(Registered):
         self.module.load_state_dict({**values, **decoded})
 
     def known_names(self) -> set[str]:
-        """Return the stored names of the module's tensors on all ranks, with further names of tied ones."""
+        """Return the stored names of the module's tensors on all ranks, with the other names of tied ones."""
         return self.names | self.aliases.keys()

@@ -1,6 +1,6 @@
-"""The state of plain values, and of objects with `state_dict` and `load_state_dict`, as schedulers and samplers.
+"""The state of plain values, and of objects with `state_dict` and `load_state_dict`, such as schedulers and samplers.
 
-This module imports torch only where a tree has tensors, which means that the program has imported it.
+This module imports torch only if a tree has tensors, in which case the program has imported it already.
 """
 
 import sys
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Registered(ABC):
     """One registered object. `stored` and `leaves` are None if the program has not imported torch.
 
-    `kind` is what the object is saved as; a checkpoint's must be the same.
+    `kind` is the kind of the saved object; that in the checkpoint must be the same.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Registered(ABC):
 
 
 class ObjectState(Registered):
-    """An object that turns itself into a tree and back."""
+    """An object that converts itself to a tree and back."""
 
     kind = "object"
 
@@ -55,11 +55,11 @@ class ObjectState(Registered):
             raise RefusedError(f"state: {self.name}: its state_dict() failed: {error!s:.300}") from error
 
     def capture(self, encoder: Encoder, leaves: "Leaves") -> Any:
-        """Return the tree as JSON; the encoder takes its tensors out."""
+        """Return the tree as JSON; the encoder extracts its tensors."""
         return encoder.encode(self.value(), self.name)
 
     def restore(self, stored: "Stored", tree: Any) -> None:
-        """Read the tree, with tensors in the object's own memory where they fit, and give it to the object."""
+        """Read the tree, reusing the memory of the object's tensors if they fit, and pass it to the object."""
         if "torch" not in sys.modules:
             self.take(decode(tree, _no_tensor, self.name))
             return
@@ -71,12 +71,12 @@ class ObjectState(Registered):
         self.take(decode(tree, lambda name: stored.tensor(name, live.get(name)), self.name))
 
     def take(self, value: Any) -> None:
-        """Give the restored tree to the object."""
+        """Pass the restored tree to the object."""
         self.owner.load_state_dict(value)
 
 
 class ValueState(ObjectState):
-    """A plain value, which is replaced when it is restored."""
+    """A plain value. Restoring replaces it."""
 
     kind = "value"
 
@@ -90,10 +90,10 @@ class ValueState(ObjectState):
 
 
 def plain(name: str, value: object) -> Registered:
-    """Return how an object without tensors of its own is stored.
+    """Return the storage class of an object without its own tensors.
 
     Raises:
-        RefusedError: the object can be saved but not restored, or is a class.
+        RefusedError: if the object can be saved but not restored, or is a class.
     """
     saves, loads = (callable(getattr(value, each, None)) for each in ("state_dict", "load_state_dict"))
     if isinstance(value, type) and saves:

@@ -1,9 +1,9 @@
 """The state of a `torch.optim.Optimizer`: its tensors under the names of the parameters that they belong to.
 
-    optimizer/fc.weight/exp_avg      of the parameter fc.weight of the registered module
-    optimizer/3/exp_avg              of the fourth parameter, which no registered module has
+    optimizer/fc.weight/exp_avg      for the parameter fc.weight of the registered module
+    optimizer/3/exp_avg              for the fourth parameter, if no registered module has it
 
-Learning rates and other settings of the groups are JSON. Which group a parameter is in is the program's decision.
+Learning rates and other settings of the groups are JSON. The program decides which group a parameter is in.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,12 +31,12 @@ KERNELS: Final = {
     "fused",
     "capturable",
     "differentiable",
-}  # choices of this program, which are never restored
-MASTER: Final = "master"  # of muster.zero: the float32 copy of a 16-bit parameter
+}  # settings of this program that are never restored
+MASTER: Final = "master"  # in muster.zero: the float32 copy of a 16-bit parameter
 
 
 class OptimizerState(Registered):
-    """An optimizer whose `state_dict` is PyTorch's own."""
+    """An optimizer with PyTorch's own `state_dict`."""
 
     kind = "optimizer"
 
@@ -57,12 +57,12 @@ class OptimizerState(Registered):
             yield self._path(leaf.name, owner, owners), parameter, leaf, group
 
     def _owners(self) -> list[ModuleState]:
-        """List the modules that have some of the parameters."""
+        """List the modules that own some of the parameters."""
         mine = {id(parameter) for parameter, _ in self._grouped()}
         return [owner for owner in self.modules if not mine.isdisjoint(owner.parameters)]
 
     def _path(self, name: str, owner: ModuleState, owners: Sequence[ModuleState]) -> str:
-        """Return the path of a parameter from its stored name, without the module's name if there is one module."""
+        """Return the path of a parameter from its stored name; with a single module, its name is dropped."""
         return f"{self.name}/{name if len(owners) > 1 else name.removeprefix(f'{owner.name}/')}"
 
     def _grouped(self) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
@@ -71,7 +71,7 @@ class OptimizerState(Registered):
                 yield parameter, group
 
     def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
-        """Add the tensors to `leaves`; return the settings of the groups, and state that is no tensor, as JSON."""
+        """Add the tensors to `leaves`; return the settings of the groups and non-tensor state as JSON."""
         groups = [
             encoder.encode(self._settings(group), f"{self.name}/{GROUPS}/{place}")
             for place, group in enumerate(self.optimizer.param_groups)
@@ -96,10 +96,10 @@ class OptimizerState(Registered):
         return values
 
     def leaf_of(self, path: str, value: Tensor, parameter: Tensor, leaf: Leaf | None) -> Leaf:
-        """Return the leaf of a state tensor, which ranks share as they share its parameter.
+        """Return the leaf of a state tensor. Ranks share it in the same way as its parameter.
 
         Raises:
-            RefusedError: a sharded parameter has a state tensor that is not a DTensor.
+            RefusedError: if a sharded parameter has a state tensor that is not a DTensor.
         """
         if is_dtensor(parameter) and not is_dtensor(value) and value.dim():
             raise RefusedError(f"state: {path}: a plain tensor beside a DTensor parameter cannot be stored")
@@ -133,7 +133,7 @@ class OptimizerState(Registered):
                 del state[key]
             for key, piece in pieces.items():
                 if key == MASTER and MASTER not in state:
-                    continue  # this optimizer steps the parameter itself, with a state of the parameter's type
+                    continue  # this optimizer updates the parameter itself, with state of the parameter's dtype
                 casts = MASTER in pieces and MASTER not in state and piece.shape == tuple(parameter.shape)
                 wanted = replace(piece, dtype=DTYPES[parameter.dtype]) if casts and key not in ON_HOST else piece
                 state[key] = self._room(f"{path}/{key}", state.get(key), parameter, key, wanted, group)
@@ -148,7 +148,7 @@ class OptimizerState(Registered):
         """Return the stored tensors of each parameter by key.
 
         Raises:
-            RefusedError: a stored tensor belongs to no parameter of this optimizer.
+            RefusedError: if a stored tensor belongs to no parameter of this optimizer.
         """
         owners = self._owners()
         known, found = {path for path, *_ in self.parameters()}, dict[str, dict[str, Piece]]()
@@ -165,7 +165,7 @@ class OptimizerState(Registered):
         return found
 
     def _room(self, path: str, now: Any, parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
-        """Return the tensor to fill: the existing one, or a new one like the optimizer's first step creates."""
+        """Return the tensor to fill: the existing one, or a new one as the optimizer's first step would create."""
         if isinstance(now, Tensor) and (now.dtype, tuple(now.shape)) == (dtype_of(piece), piece.shape):
             return now
         is_like_it = piece.shape == tuple(parameter.shape) and key not in ON_HOST

@@ -20,7 +20,7 @@ RNG: Final = "rng"
 
 
 class Generators:
-    """The generators of one rank, and tensors at fixed addresses that their states are copied into."""
+    """The generators of one rank, and tensors at fixed addresses to which their states are copied."""
 
     def __init__(self, rank: int, device: torch.device | None) -> None:
         self.rank = rank
@@ -37,12 +37,12 @@ class Generators:
                 self._rooms[key].copy_(state)
 
     def restore(self, stored: Stored, ranks: int) -> Sequence[str]:
-        """Restore the states if the number of ranks is the same; return lines that say what was not restored."""
+        """Restore the states if the number of ranks is the same; return lines about those not restored."""
         saved = {int(name.split("/")[1]) for name in stored.under(RNG)}
         if len(saved) != ranks:
             return [
-                f"The random number generators are not restored: {len(saved)} ranks have saved theirs, and "
-                f"this run has {ranks} ranks. Random draws differ from those of an uninterrupted run."
+                f"The random number generators are not restored: {len(saved)} ranks saved theirs, but "
+                f"this run has {ranks} ranks. Random numbers differ from those of an uninterrupted run."
             ]
         missing = []
         for key, room in self._rooms.items():

@@ -2,7 +2,7 @@
 
     model/up.weight (4, 6)   rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
 
-Names are those of the module without its wrapper, so every other split reads the same checkpoint.
+Names are those of the unwrapped module, so a checkpoint can be read with any other split.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class ShardedModule(ModuleState):
         if is_a(wrapper.module, "muster.pipe.run", "StageLayers"):
             raise RefusedError(f"state: {name}: shards of a pipeline's stages cannot be stored; use DDP around them")
         self.wrapper = wrapper
-        self.has_masters = False  # True: the float32 copies were restored, and are rounded into the parameters
+        self.has_masters = False  # True: the float32 copies were restored, so the parameters are rounded from them
 
     def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
         """Add the buffers and this rank's ranges of the parameters; return extra states as JSON."""
@@ -63,7 +63,7 @@ class ShardedModule(ModuleState):
                 yield f"{path}.{EXTRA}".removeprefix("."), part.get_extra_state(), part
 
     def load_extra(self, found: Mapping[str, Any], leaves: Leaves) -> None:
-        """Hand the extra states to their modules."""
+        """Pass the extra states to their modules."""
         held = {leaf.name: leaf.tensor for leaf in leaves}
         for key, _, part in self._extras():
             part.set_extra_state(decode(found[key], held.__getitem__, self.path(key)))
@@ -79,14 +79,14 @@ class ShardedModule(ModuleState):
 
 
 class ShardedOptimizerState(OptimizerState):
-    """A `ShardedOptimizer`, alone or of a wrapper: its inner optimizer has the state of this rank's ranges."""
+    """A `ShardedOptimizer`, alone or of a wrapper. Its inner optimizer has the state of this rank's ranges."""
 
     def __init__(self, name: str, optimizer: "ShardedOptimizer", modules: Sequence[ModuleState]) -> None:
         super().__init__(name, optimizer, modules)
         self.sharded = optimizer
 
     def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
-        """Add this rank's ranges; what the inner optimizer has written into its groups is saved, too."""
+        """Add this rank's ranges. Values that the inner optimizer wrote into its groups are saved, too."""
         self.sharded.share_settings()
         return super().capture(encoder, leaves)
 
@@ -101,7 +101,7 @@ class ShardedOptimizerState(OptimizerState):
         return {}
 
     def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
-        """Create the inner optimizer's state like its first step does, then fill this rank's ranges."""
+        """Create the inner optimizer's state as its first step would, then fill this rank's ranges."""
         self.sharded.share_settings()
         self.sharded.source.mend()  # without a wrapper, this copies the restored parameters into their float32 copies
         by_path, names = self._stored_keys(stored, values), self._paths()
@@ -121,7 +121,7 @@ class ShardedOptimizerState(OptimizerState):
                 self.sharded.inner.state[segment.stepped] = made
         for path, held in self._held():
             if stored.piece(path) is not None:
-                stored.fill(leaf_of(path, held), casts=True)  # beside a float32 copy the state is float32, too
+                stored.fill(leaf_of(path, held), casts=True)  # with a float32 copy, the state is float32, too
                 for owner in self.modules if held.key == MASTER else ():
                     if isinstance(owner, ShardedModule):
                         owner.has_masters = True
@@ -142,13 +142,13 @@ class ShardedOptimizerState(OptimizerState):
         }
 
     def _segments(self) -> Iterator[tuple[dict[str, Any], "Segment"]]:
-        """Yield what the inner optimizer steps as one tensor, each with its group."""
+        """Yield the tensors that the inner optimizer updates, each with its group."""
         for group, segments in zip(self.sharded.param_groups, self.sharded.segments, strict=True):
             for segment in segments:
                 yield group, segment
 
 
 def leaf_of(name: str, held: "Held") -> Leaf:
-    """Return a range that a rank holds as a leaf."""
+    """Return the leaf for a range that a rank holds."""
     piece = range_piece(name, held.tensor.dtype, held.shape, held.start, held.stop)
     return Leaf(name, held.tensor, piece=piece, answers=held.answers)

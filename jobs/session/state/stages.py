@@ -1,9 +1,9 @@
-"""The state of a `muster.pipe.Pipeline`: each rank has the layers of its stages, whole, by their names in the model.
+"""The state of a `muster.pipe.Pipeline`: each rank holds the layers of its stages, whole, named as in the full model.
 
     rank 0  embed block1        rank 1  block2 norm head       one process reads and writes the same names
-    rank 2  embed block1        rank 3  block2 norm head       a second pipeline: copies are written in turn
+    rank 2  embed block1        rank 3  block2 norm head       a second pipeline: the ranks take turns in writing
 
-A weight that several stages have is saved once, by the first of them.
+A weight that several stages share is saved once, by the first of them.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class StagesState(ModuleState):
-    """The layers of one rank of a pipeline. `meet` takes the descriptions of all ranks, before the first save."""
+    """The layers of one rank of a pipeline. `meet` processes the descriptions of all ranks, before the first save."""
 
     def __init__(self, name: str, pipeline: "Pipeline") -> None:
         super().__init__(name, pipeline.module)
         self.tied = {self.path(own): self.path(first) for own, first in pipeline.tied.items()}
         self._known: set[str] = set()  # names of the whole model
         self._all_aliases: dict[str, str] = {}
-        self._writes: set[str] | None = None  # what this rank writes; None before the ranks have met
+        self._writes: set[str] | None = None  # names that this rank writes; None before the ranks have met
 
     def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
         """Add this rank's layers."""
@@ -50,7 +50,7 @@ class StagesState(ModuleState):
         return Leaf(name, value, piece=piece, answers=name == path and (self._writes is None or name in self._writes))
 
     def describe(self) -> Any:
-        """Describe this rank's tensors to the other ranks: names, whether each is a parameter, and aliases."""
+        """Describe this rank's tensors for the other ranks: names, whether each is a parameter, and aliases."""
         leaves = Leaves()
         self.capture(Encoder(leaves.leaf), leaves)
         own = [
@@ -59,7 +59,7 @@ class StagesState(ModuleState):
         return {"own": own, "aliases": self.aliases}
 
     def meet(self, rank: int, described: Sequence[Any]) -> None:
-        """Decide which rank writes each tensor: ranks take turns with parameters, the first one writes a buffer."""
+        """Decide which rank writes each tensor: ranks take turns with parameters; the first holder writes a buffer."""
         holders: dict[str, list[int]] = {}
         is_parameter: dict[str, bool] = {}
         for holder, each in enumerate(described):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from muster.jobs.world.world import World
 
 VERSION: Final = 1
-MODEL: Final = "model"  # whose tensors `muster checkpoint export` writes
+MODEL: Final = "model"  # the object whose tensors `muster checkpoint export` writes
 TAKEN: Final = {"rng", "parts", "meta", "join", "load", "notes", "has_tensors"}
 
 
@@ -46,7 +46,7 @@ class State:
     _given: Mapping[str, object]
     _trees: dict[str, Any] | None = None
     _aliases: Mapping[str, str] = {}
-    _rank: int | None = None  # of `_ranks`; None: not joined. The world itself has a process group, which must end
+    _rank: int | None = None  # None: not joined. The world is not kept, because its process group must end
     _ranks: int = 1
     _parts: "list[Part]"
     _memory: list[tuple[object, ...]] | None = None
@@ -66,7 +66,7 @@ class State:
         self._capture()
 
     if TYPE_CHECKING:
-        has_tensors: bool  # the program has imported torch: at least its generators are stored
+        has_tensors: bool  # the program has imported torch, so at least its generators are stored
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._registered:
@@ -86,7 +86,7 @@ class State:
         registered.owner = value
 
     def join(self, world: "World", device: "torch.device | None" = None) -> None:
-        """Check that every rank can store its state and that the states agree: a collective, before `load`.
+        """Check that every rank can store its state and that the states agree: a collective. Call it before `load`.
 
         Raises:
             RefusedError: on every rank, naming what cannot be stored or what differs, and the ranks.
@@ -117,7 +117,7 @@ class State:
         leaves = self._capture()
         if leaves is None:
             return []
-        assert self._rank is not None, "join() comes first"
+        assert self._rank is not None, "call join() first"
         assert self._generators is not None
         memory = [leaf.memory for leaf in leaves]
         if memory != self._memory:
@@ -158,10 +158,10 @@ class State:
         """Restore everything on this rank. Every rank calls it, after `join`.
 
         Raises:
-            RefusedError: another program or model was saved; the message names the first difference.
-            BadCheckpointError, StorageError: the checkpoint cannot be read.
+            RefusedError: if the checkpoint is of another program or model; the message names the first difference.
+            BadCheckpointError, StorageError: if the checkpoint cannot be read.
         """
-        assert self._rank is not None, "join() comes first"
+        assert self._rank is not None, "call join() first"
         state = meta.get("state")
         if not isinstance(state, dict) or state.get("version") != VERSION:
             raise RefusedError("state: the checkpoint was not saved by a session; restore with the job that saved it")
@@ -211,7 +211,7 @@ class State:
         return leaves
 
     def _in_order(self) -> Iterator[Registered]:
-        """Yield modules first: optimizers ask them for the names of parameters."""
+        """Yield modules first, because optimizers need their names of parameters."""
         yield from sorted(self._registered.values(), key=lambda each: each.kind != "module")
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is being restored: its tensors by name."""
+"""The tensors of a checkpoint that is being restored, by name."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ from muster.jobs.tensors.reading import fill
 
 
 class Stored:
-    """The tensors of a checkpoint. `aliases` maps further names of tied tensors to the stored ones."""
+    """The tensors of a checkpoint. `aliases` maps other names of tied tensors to the stored ones."""
 
     def __init__(self, manifest: Manifest, reader: Reader, aliases: Mapping[str, str]) -> None:
         self._reader = reader
@@ -25,7 +25,7 @@ class Stored:
         self.pieces: dict[str, Piece] = {name: manifest.piece(name) for name in manifest.tensors}
 
     def piece(self, name: str) -> Piece | None:
-        """Return the piece that is a whole tensor, by any name of the tensor; None if it is not stored."""
+        """Return the piece of a whole tensor, by any of its names; None if it is not stored."""
         return self.pieces.get(name) or self.pieces.get(self._aliases.get(name, ""))
 
     def under(self, name: str) -> list[str]:
@@ -33,10 +33,10 @@ class Stored:
         return sorted(each for each in self.pieces if each.startswith(f"{name}/"))
 
     def require_known(self, name: str, known: Iterable[str]) -> None:
-        """Check that the tensors below a path are all known.
+        """Check that all stored tensors below a path are known.
 
         Raises:
-            RefusedError: the checkpoint has another one.
+            RefusedError: if the checkpoint has another one.
         """
         if strange := sorted({*self.under(name)} - {*known}):
             raise RefusedError(
@@ -47,10 +47,10 @@ class Stored:
     def fill(self, leaf: Leaf, *, casts: bool = False) -> Tensor:
         """Read this rank's part of a leaf into its memory; return the leaf's tensor.
 
-        With `casts`, a tensor of another type is converted.
+        With `casts`, a tensor of another dtype is converted.
 
         Raises:
-            RefusedError: the checkpoint has no such tensor, or one of another type or shape.
+            RefusedError: if the checkpoint has no such tensor, or its dtype or shape differs.
         """
         found, (part, _) = self.piece(leaf.name), leaf.part()
         if found is None:
@@ -72,7 +72,7 @@ class Stored:
         return leaf.tensor
 
     def tensor(self, name: str, live: Tensor | None = None, device: str | torch.device = "cpu") -> Tensor:
-        """Return a stored tensor: in the live one's memory if that has the same form, else in new memory."""
+        """Return a stored tensor, in the memory of `live` if dtype and shape match, else in new memory."""
         piece = self.piece(name)
         if piece is None:
             raise KeyError(f"the tensor {name} is missing")
@@ -87,10 +87,10 @@ def _more(names: list[str]) -> str:
 
 
 def as_mapping(value: Any, name: str, key: str) -> Mapping[str, Any]:
-    """Return an object of a checkpoint's JSON.
+    """Check that a value of a checkpoint's JSON is an object; return it.
 
     Raises:
-        RefusedError: the value is not an object.
+        RefusedError: if the value is not an object.
     """
     if not isinstance(value, Mapping):
         raise RefusedError(f"state: {name}: the checkpoint has no {key}; it was saved by another program")

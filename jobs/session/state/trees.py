@@ -20,7 +20,7 @@ MAX_DEPTH: Final = 20  # a level takes up to three in JSON, and a checkpoint's J
 MAX_VALUES: Final = 200_000
 MAX_TEXT: Final = 8 << 20  # characters of text and bytes together
 INLINE_BYTES: Final = 1024  # larger numpy arrays are stored as tensors
-BIGGEST_INT: Final = 10**18  # the digits that a checkpoint's JSON may have
+BIGGEST_INT: Final = 10**18  # limited by the digits allowed in a checkpoint's JSON
 MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 TORCH_TYPES: Final = {"dtype", "device", "Size"}
 SCALARS: Final[dict[str, Callable[[str], Any]]] = {
@@ -32,10 +32,10 @@ Leaf = Callable[[str, Any], Any]  # (path, value) -> its JSON record if it is st
 
 
 class Encoder:
-    """Turns values into JSON. `leaf` takes tensors out; all values count towards one limit.
+    """Converts values to JSON. `leaf` extracts tensors. All values count towards one limit.
 
     Raises:
-        RefusedError: a value cannot be stored; the message begins with its path.
+        RefusedError: if a value cannot be stored; the message begins with its path.
     """
 
     def __init__(self, leaf: Leaf) -> None:
@@ -96,7 +96,7 @@ class Encoder:
                 )
             pairs.append([self.encode(key, path), self.encode(each, f"{path}/{_step(key, place)}")])
         keys = list(value)
-        # A checkpoint's JSON is sorted by key, so only a dict in that order may be an object of its own.
+        # Keys of a checkpoint's JSON are sorted, so only a dict in that order may become a JSON object.
         if kind is dict and all(type(key) is str for key in keys) and keys == sorted(keys) and "$" not in value:
             return dict(pairs)
         return _record(MAPPINGS[kind], pairs)
@@ -123,10 +123,10 @@ class Encoder:
 
 
 def decode(record: Any, tensor: Callable[[str], Any], path: str) -> Any:
-    """Return the value that a record was written from; `tensor` returns a tensor by its stored name.
+    """Return the value of a record; `tensor` returns a tensor by its stored name.
 
     Raises:
-        BadCheckpointError: the record is not one that `Encoder` writes.
+        BadCheckpointError: if `Encoder` cannot have written the record.
     """
     try:
         return _decoded(record, tensor)
@@ -173,7 +173,7 @@ def _torch(kind: str, value: Any) -> Any:
     if kind == "dtype":
         made = getattr(torch, value.removeprefix("torch."))
         if not isinstance(made, torch.dtype):
-            raise ValueError(f"{value} is no type of tensors")
+            raise ValueError(f"{value} is not a type of tensors")
         return made
     return torch.device(value) if kind == "device" else torch.Size(value)
 
@@ -187,6 +187,6 @@ def _text_of(value: bytes) -> str:
 
 
 def _step(key: object, place: int) -> str:
-    """Return a key as a part of a path, which is printable and at most 200 characters long."""
+    """Return a key as a part of a path, printable and at most 200 characters long."""
     text = str(key)
     return text if text.isprintable() and 0 < len(text) <= 200 else f"#{place}"

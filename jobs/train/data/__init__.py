@@ -1,4 +1,4 @@
-"""Data sets by name: a table of openers, and the one face that the trainer sees of them."""
+"""Data sets by name: a table of functions that open them, and the interface that the trainer uses."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
@@ -14,24 +14,25 @@ if TYPE_CHECKING:
 
 
 class Data(Protocol):
-    """Samples by index, split into a training and an evaluation part.
+    """Samples by index, in a training and an evaluation part.
 
-    Images are float32 (samples, 3, 32, 32) with int64 labels (samples,); tokens are int64 (samples, context) with
-    the tokens one later as targets. A training batch is a function of seed, epoch and indices, not of what was read
-    before it.
+    Images are float32 (samples, 3, 32, 32) with int64 labels (samples,). Tokens are int64 (samples, context); their
+    targets are the tokens shifted by one. A training batch is a function of seed, epoch and indices, and does not
+    depend
+    on earlier reads.
     """
 
     @property
     def name(self) -> str:
-        """What the data is called in messages."""
+        """The name of the data in messages."""
 
     @property
     def train_samples(self) -> int:
-        """Samples of the training part."""
+        """The number of training samples."""
 
     @property
     def eval_samples(self) -> int:
-        """Samples of the evaluation part."""
+        """The number of evaluation samples."""
 
     @property
     def vocabulary(self) -> int:
@@ -43,7 +44,7 @@ class Data(Protocol):
 
     @property
     def unit(self) -> str:
-        """What speed is counted in: samples or tokens."""
+        """The unit of speed: samples or tokens."""
 
     @property
     def units_per_sample(self) -> int:
@@ -51,10 +52,10 @@ class Data(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 of the data itself, in hex, computed when first asked for: the ranks of a run must agree."""
+        """The SHA-256 of the data in hex, computed on first use. The ranks of a run must agree on it."""
 
     def train_batch(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of training samples, augmented as the job says."""
+        """Return inputs and targets of training samples, augmented according to the job."""
 
     def eval_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of evaluation samples, never augmented."""
@@ -76,17 +77,17 @@ def open_data(settings: "TrainSettings") -> Data:
     """Open the data set of a job; files are mapped into memory, not read.
 
     Raises:
-        RefusedError: the data is not on this machine, is too small, or does not fit the model or `augment`.
-        StorageError: python-source cannot be prepared.
+        RefusedError: if the data is not on this machine, is too small, or does not fit the model or `augment`.
+        StorageError: if python-source cannot be prepared.
     """
     return OPENERS["make" if settings.data.make else settings.data.name or "text"](settings)
 
 
 def require_batch(settings: "TrainSettings", data: Data) -> None:
-    """Refuse a batch size that was given and that the data cannot fill; the default one shrinks to a small text.
+    """Refuse an explicit batch size larger than the data set. The default shrinks to a small text instead.
 
     Raises:
-        RefusedError: it is larger than the data set.
+        RefusedError: if it is larger than the data set.
     """
     if "batch_size" in given(settings) and settings.batch_size > data.train_samples:
         raise RefusedError(

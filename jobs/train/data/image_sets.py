@@ -1,4 +1,4 @@
-"""The image data sets: digits (shipped), cifar10 (downloaded), synthetic (drawn)."""
+"""The image data sets: digits (shipped), cifar10 (downloaded), synthetic (random)."""
 
 import hashlib
 from pathlib import Path
@@ -22,22 +22,22 @@ DIGIT_ROW: Final = 1 + 64
 DIGIT_TRAIN_SAMPLES: Final = 1437
 # Over all pixels of the 1,437 training images, 0..16 scaled to 0..1; three equal channels.
 DIGITS_NORM: Final = Normalise(16.0, (0.30538611,) * 3, (0.37550711,) * 3)
-# Over all pixels of the 50,000 training images, per channel; the values everybody uses.
+# Over all pixels of the 50,000 training images, per channel; the commonly used values.
 CIFAR10_NORM: Final = Normalise(255.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-# Of numbers drawn evenly from 0..1: mean 1/2, variance 1/12.
+# For uniform numbers in 0..1: mean 1/2, variance 1/12.
 SYNTHETIC_NORM: Final = Normalise(255.0, (0.5,) * 3, (0.28867513,) * 3)
 
 SYNTHETIC_TRAIN_SAMPLES: Final = 50_000
 SYNTHETIC_EVAL_SAMPLES: Final = 10_000
 SYNTHETIC_POOL: Final = 256
-# Draws under the key (SYNTHETIC, ...): what is drawn, by index of pixel, image or sample.
+# Random numbers under the key (SYNTHETIC, ...): their purpose, then the index of a pixel, image or sample.
 DRAW_PIXELS, DRAW_LABEL, DRAW_TRAIN_ROW, DRAW_EVAL_ROW = range(4)
 
 
 def open_digits(settings: "TrainSettings") -> Images:
-    """Open the shipped 8x8 digits as 3x32x32; not augmented unless asked, then cropped only.
+    """Open the shipped 8x8 digits as 3x32x32. They are augmented only if asked, by cropping.
 
-    A mirrored digit is another digit, or none, so digits are never flipped.
+    A mirrored digit is another digit or none, so digits are never flipped.
     """
     rows = map_bytes(datafiles.DIGITS).view(-1, DIGIT_ROW)
     small = rows[:, 1:].view(-1, 1, 8, 1, 8, 1)
@@ -56,10 +56,10 @@ def open_digits(settings: "TrainSettings") -> Images:
 
 
 def open_cifar10(settings: "TrainSettings") -> Images:
-    """Open CIFAR-10 (Krizhevsky 2009) as `muster data cifar10` prepared it; cropped and flipped unless told not to.
+    """Open CIFAR-10 (Krizhevsky 2009) as prepared by `muster data cifar10`; cropped and flipped by default.
 
     Raises:
-        RefusedError: it is not on this machine.
+        RefusedError: if it is not on this machine.
     """
     files = datafiles.cifar10_files(datafiles.data_root())
     augment = settings.augment is not False
@@ -87,7 +87,7 @@ def _cifar10_part(path: Path) -> Part:
 
 
 def open_synthetic(settings: "TrainSettings") -> Images:
-    """Draw a pool of noise images, each with a label of its own, and deal it out to as many samples as CIFAR-10 has."""
+    """Generate a pool of noise images with labels, and repeat it to as many samples as CIFAR-10 has."""
     classes = settings.model.vocabulary or CLASSES
     draws = key(SYNTHETIC)
     noise = bits(draws, torch.arange(SYNTHETIC_POOL * PIXELS), DRAW_PIXELS) & 0xFF

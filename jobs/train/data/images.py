@@ -1,4 +1,4 @@
-"""Images in memory or mapped from a file: batches by index, augmented by keyed randomness, normalised."""
+"""Images in memory or mapped from a file: batches by index, with keyed random augmentation, normalised."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from muster.jobs.train.rng.keyed import AUGMENT, key, uniform_ints
 
 SIDE = 32
 PADDING = 4
-# The draws of one sample in one epoch.
+# The random numbers of one sample in one epoch.
 DRAW_TOP, DRAW_LEFT, DRAW_FLIP = range(3)
 
 
@@ -46,7 +46,7 @@ class Normalise:
 
 @dataclass(frozen=True)
 class Images:
-    """An image data set; `crop` and `flip` say how training batches are augmented."""
+    """An image data set; `crop` and `flip` select how training batches are augmented."""
 
     name: str
     train: Part
@@ -62,12 +62,12 @@ class Images:
 
     @property
     def train_samples(self) -> int:
-        """Samples of the training part."""
+        """The number of training samples."""
         return len(self.train.labels)
 
     @property
     def eval_samples(self) -> int:
-        """Samples of the evaluation part."""
+        """The number of evaluation samples."""
         return len(self.evaluation.labels)
 
     @property
@@ -82,7 +82,7 @@ class Images:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The sha256 of the data, computed when first asked for."""
+        """The SHA-256 of the data, computed on first use."""
         return self.digest()
 
     def train_batch(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
@@ -96,13 +96,13 @@ class Images:
         return self.normalise(pixels), labels
 
     def eval_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images float32 (batch, 3, 32, 32) and labels int64 (batch,), as they are."""
+        """Return images float32 (batch, 3, 32, 32) and labels int64 (batch,), not augmented."""
         pixels, labels = self.evaluation.select(indices)
         return self.normalise(pixels), labels
 
 
 def cropped(pixels: Tensor, indices: Tensor, draws: int) -> Tensor:
-    """Pad with 4 black pixels on every side, then cut 32x32 at a place drawn for each sample."""
+    """Pad with 4 black pixels on every side, then cut 32x32 at a random position for each sample."""
     top = uniform_ints(draws, indices, DRAW_TOP, 2 * PADDING + 1)
     left = uniform_ints(draws, indices, DRAW_LEFT, 2 * PADDING + 1)
     batch, channels = pixels.shape[:2]
@@ -113,6 +113,6 @@ def cropped(pixels: Tensor, indices: Tensor, draws: int) -> Tensor:
 
 
 def flipped(pixels: Tensor, indices: Tensor, draws: int) -> Tensor:
-    """Mirror left and right the half of the samples that is drawn for it."""
+    """Mirror a random half of the samples left to right."""
     mirror = uniform_ints(draws, indices, DRAW_FLIP, 2) == 1
     return torch.where(mirror.view(-1, 1, 1, 1), pixels.flip(3), pixels)

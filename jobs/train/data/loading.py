@@ -1,4 +1,4 @@
-"""From a plan to tensors: what the virtual ranks of one rank read at each step, ahead of time if asked."""
+"""Read the inputs of a rank's virtual ranks at each step of a plan, ahead of time if asked."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroInput:
-    """Inputs and targets of a micro-batch; `samples` of them count, and the loss is multiplied by `weight`."""
+    """Inputs and targets of a micro-batch. Only the first `samples` count; the loss is multiplied by `weight`."""
 
     inputs: Tensor
     targets: Tensor
@@ -34,19 +34,19 @@ class ShardInput:
 
 @dataclass(frozen=True)
 class StepInput:
-    """What one rank reads in one step."""
+    """The inputs of one rank in one step."""
 
     batch: GlobalBatch
     shards: tuple[ShardInput, ...]
 
     @property
     def samples(self) -> int:
-        """Samples of this rank that count."""
+        """The number of samples of this rank that count."""
         return sum(micro.samples for shard in self.shards for micro in shard.micro_batches)
 
 
 class Steps(Dataset[StepInput]):
-    """The steps of a plan for some virtual ranks, by number; any step can be read at any time."""
+    """The steps of a plan for some virtual ranks, by number. Steps can be read in any order."""
 
     def __init__(self, data: "Data", plan: Plan, virtual_ranks: Sequence[int]) -> None:
         self.data = data
@@ -74,7 +74,7 @@ class Steps(Dataset[StepInput]):
 
 
 def read_steps(steps: Steps, first: int, stop: int, *, workers: int) -> Iterator[StepInput]:
-    """Yield the inputs of steps [first, stop), read by `workers` processes ahead, or here when there are none."""
+    """Yield the inputs of steps [first, stop), read ahead by `workers` processes, or in this process if that is 0."""
     if workers == 0:
         yield from map(steps.__getitem__, range(first, stop))
         return
@@ -84,12 +84,12 @@ def read_steps(steps: Steps, first: int, stop: int, *, workers: int) -> Iterator
         sampler=range(first, stop),
         num_workers=workers,
         collate_fn=_as_it_is,
-        multiprocessing_context="fork",  # data sets hold mapped files, which no other way of starting hands on
+        multiprocessing_context="fork",  # data sets have mapped files, which only a fork inherits
     )
 
 
 def move(step: StepInput, device: torch.device, dtype: torch.dtype) -> StepInput:
-    """Bring a step's tensors to the device; inputs that are not indices get the dtype."""
+    """Move a step's tensors to the device; inputs other than indices are converted to the dtype."""
     if device.type == "cpu" and dtype == torch.float32:
         return step
     shards = (
@@ -100,7 +100,7 @@ def move(step: StepInput, device: torch.device, dtype: torch.dtype) -> StepInput
 
 
 def move_inputs(inputs: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Bring inputs to the device, and to the dtype if they are not indices."""
+    """Move inputs to the device; convert them to the dtype unless they are indices."""
     return inputs.to(device, dtype if inputs.is_floating_point() else None, non_blocking=True)
 
 

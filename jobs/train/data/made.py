@@ -1,8 +1,8 @@
 """The user's own data: `train.data.make` names a function that returns (train, eval), two map-style Datasets.
 
-A sample is a pair, input and target, of tensors or numbers; samples of a batch are stacked. Before a training sample is
-read, the host's generators are seeded by (seed, epoch, sample): an augmentation draws the same on any number of ranks
-and after a restart.
+A sample is a pair of input and target, tensors or numbers. The samples of a batch are stacked. Before a training sample
+is read, the host's generators are seeded by (seed, epoch, sample), so that augmentation is the same on any number of
+ranks and after a restart.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 KEY: Final = "train.data"
 FIRST_EPOCH: Final = 0
-# What the evaluation samples are drawn for, in place of an epoch: they are the same every time.
+# Used in place of an epoch for evaluation samples, which are the same every time.
 EVALUATION: Final = -1
 
 
 class Made:
-    """Two data sets of the user's; `evaluation` None: there is nothing to evaluate on."""
+    """A user's two data sets. `evaluation` is None if there is nothing to evaluate on."""
 
     def __init__(self, text: str, train: Any, evaluation: Any, settings: "TrainSettings") -> None:
         self.name = text
@@ -51,7 +51,7 @@ class Made:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The sha256 of arguments, lengths, and the first, middle and last sample of both parts."""
+        """The SHA-256 of arguments, lengths, and the first, middle and last sample of both parts."""
         digest = hashlib.sha256(json.dumps([self.name, self.args, self.train_samples, self.eval_samples]).encode())
         for samples, read in (
             (self.train_samples, partial(self.train_batch, epoch=FIRST_EPOCH)),
@@ -64,7 +64,7 @@ class Made:
         return digest.hexdigest()
 
     def train_batch(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of training samples, (batch, ...) each, in float32 where they are float64."""
+        """Return inputs and targets of training samples, (batch, ...) each; float64 becomes float32."""
         return self._batch("train", self.train, indices.tolist(), epoch)
 
     def eval_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,8 +98,8 @@ def open_made(settings: "TrainSettings") -> Made:
     """Call the user's function.
 
     Raises:
-        RefusedError: it cannot be called, raises, or returns no two map-style Datasets; or a model of Muster's own
-            does not know the number of classes or tokens.
+        RefusedError: if it cannot be called, raises, or does not return two map-style Datasets; or if a built-in model
+            needs the number of classes or tokens and it is unknown.
     """
     text = settings.data.make
     assert text is not None
@@ -114,7 +114,7 @@ def open_made(settings: "TrainSettings") -> Made:
             if not hasattr(samples, method):
                 raise RefusedError(
                     f"{KEY}.make: {which} of {text}, a {type(samples).__name__}, has no {method}; "
-                    "return a map-style Dataset, whose samples have numbers"
+                    "return a map-style Dataset, whose samples are numbered"
                 )
     if not len(pair[0]):
         raise RefusedError(f"{KEY}.make: train of {text} has no samples; return at least one")
@@ -122,7 +122,7 @@ def open_made(settings: "TrainSettings") -> Made:
     data = Made(text, train, evaluation, settings)
     if settings.model.make is None and not data.vocabulary:
         raise RefusedError(
-            f"train.model.vocabulary: {text} does not say how many classes or tokens it has; add vocabulary to model"
+            f"train.model.vocabulary: {text} does not tell its number of classes or tokens; add vocabulary to model"
         )
     return data
 

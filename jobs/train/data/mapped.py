@@ -1,4 +1,4 @@
-"""Files as tensors, mapped into memory: the ranks of a node share one copy, read when it is touched."""
+"""Files as tensors, mapped into memory: the ranks of a node share one copy, which is read on first access."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def map_bytes(path: Path) -> Tensor:
-    """Map a file that is not empty as uint8 (bytes,); what is written to the tensor never reaches the file."""
+    """Map a nonempty file as uint8 (bytes,). Writes to the tensor never reach the file."""
     return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)

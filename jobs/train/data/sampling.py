@@ -1,12 +1,13 @@
-"""Which samples each virtual rank sees at each step: pure, and the same on every rank.
+"""The samples of each virtual rank at each step: pure, and the same on every rank.
 
     epoch        all samples once, in the order of a keyed permutation
     step         the next `batch_size` of them: the global batch (the last of an epoch may be shorter)
     shard        a slice of the global batch for one virtual rank; sizes differ by at most one, larger ones first
     micro-batch  a slice of a shard for gradient accumulation, sizes again differing by at most one
 
-A micro-batch's mean loss times its weight, samples x virtual ranks / global batch, makes the mean over virtual ranks
-of the gradients the mean over the global batch. With equal shards and no accumulation the weight is exactly 1.
+The mean loss of a micro-batch is multiplied by its weight, samples x virtual ranks / global batch. The mean of the
+gradients over virtual ranks then equals the mean over the global batch. With equal shards and no accumulation the
+weight is exactly 1.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ DEFAULT_EPOCHS: Final = 1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples [start, stop) of an epoch's order; `samples` of them count, the others only keep collectives matched."""
+    """Samples [start, stop) of an epoch's order. Only `samples` of them count; others keep collectives matched."""
 
     start: int
     stop: int
@@ -34,14 +35,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one virtual rank does in one step."""
+    """The micro-batches of one virtual rank in one step."""
 
     virtual_rank: int
     micro_batches: tuple[MicroBatch, ...]
 
     @property
     def samples(self) -> int:
-        """Samples that count."""
+        """The number of samples that count."""
         return sum(micro.samples for micro in self.micro_batches)
 
 
@@ -62,7 +63,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class Plan:
-    """How an epoch of `samples` is cut into global batches, shards and micro-batches."""
+    """The division of an epoch of `samples` into global batches, shards and micro-batches."""
 
     samples: int
     batch_size: int
@@ -72,7 +73,7 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches in an epoch, the short one included."""
+        """The number of global batches in an epoch, including a short last one."""
         return -(-self.samples // self.batch_size)
 
     def batch(self, step: int) -> GlobalBatch:
@@ -84,8 +85,8 @@ class Plan:
     def shard(self, batch: GlobalBatch, virtual_rank: int) -> Shard:
         """Return one virtual rank's part of a global batch.
 
-        All have as many micro-batches, for ranks may communicate in each of them. A batch with fewer samples than that
-        leaves the last of them empty: those repeat the batch's first sample with weight 0.
+        All virtual ranks have equally many micro-batches, because ranks may communicate in each of them. If a shard has
+        too few samples, its last micro-batches are empty: they repeat the batch's first sample with weight 0.
         """
         start, stop = part(batch.start, batch.stop, self.virtual_ranks, virtual_rank)
         largest = -(-batch.samples // self.virtual_ranks)
@@ -104,7 +105,7 @@ class Plan:
 
 
 def plan_of(settings: "TrainSettings", *, samples: int, world_size: int) -> Plan:
-    """Return the plan of a job's batches for a world size."""
+    """Return the batch plan of a job for a world size."""
     return Plan(
         samples=samples,
         batch_size=min(settings.batch_size, samples),
@@ -115,7 +116,7 @@ def plan_of(settings: "TrainSettings", *, samples: int, world_size: int) -> Plan
 
 
 def total_steps(settings: "TrainSettings", plan: Plan) -> int:
-    """Return how many steps the job asks for."""
+    """Return the number of steps that the job asks for."""
     return settings.steps or (settings.epochs or DEFAULT_EPOCHS) * plan.steps_per_epoch
 
 

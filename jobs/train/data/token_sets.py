@@ -1,4 +1,4 @@
-"""The token data sets: bytes of a text (python-source, or a file of the user's own), synthetic (drawn)."""
+"""The token data sets: bytes of a text (python-source, or a user's own file), and synthetic (random)."""
 
 import hashlib
 from collections.abc import Callable
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 BYTES: Final = 256
 SYNTHETIC_TRAIN_SAMPLES: Final = 8192
 SYNTHETIC_EVAL_SAMPLES: Final = 512
-TEXT_EVAL_SAMPLES: Final = 1024  # of a text's last tenth, which takes longer to read than a short training does
+TEXT_EVAL_SAMPLES: Final = 1024  # of a text's last tenth; reading all of it may take longer than a short training
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Windows of `context` tokens and the token after them; `train` and `evaluation` return some, by index.
+    """Windows of `context` tokens and the next token. `train` and `evaluation` return windows by index.
 
-    A window is int64 (batch, context + 1); its first `context` are the inputs, its last the targets.
+    A window is int64 (batch, context + 1); its first `context` tokens are the inputs, its last ones the targets.
     """
 
     name: str
@@ -50,20 +50,20 @@ class Tokens:
 
     @property
     def units_per_sample(self) -> int:
-        """Tokens that one sample trains on."""
+        """The number of tokens per sample."""
         return self.context
 
     @cached_property
     def fingerprint(self) -> str:
-        """The sha256 of the data, computed when first asked for."""
+        """The SHA-256 of the data, computed on first use."""
         return self.digest()
 
     def train_batch(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and the tokens one later, int64 (batch, context) each, the same in every epoch."""
+        """Return tokens and the tokens shifted by one, int64 (batch, context) each, the same in every epoch."""
         return _shifted(self.train(indices))
 
     def eval_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens and the tokens one later, int64 (batch, context) each."""
+        """Return tokens and the tokens shifted by one, int64 (batch, context) each."""
         return _shifted(self.evaluation(indices))
 
 
@@ -72,37 +72,38 @@ def _shifted(windows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def open_python_source(settings: "TrainSettings") -> Tokens:
-    """Open this Python's standard library as bytes, preparing it on the machine's first use.
+    """Open this Python's standard library as bytes; it is prepared on first use on a machine.
 
     Raises:
-        StorageError: the prepared file cannot be written.
+        StorageError: if the prepared file cannot be written.
     """
     return _text_tokens("python-source", datafiles.prepare_python_source(datafiles.data_root()).path, settings)
 
 
 def open_text(settings: "TrainSettings") -> Tokens:
-    """Open a file of the user's own as bytes.
+    """Open a user's own file as bytes.
 
     Raises:
-        RefusedError: it is missing, unreadable, empty or too short.
+        RefusedError: if it is missing, unreadable, empty or too short.
     """
     assert settings.data.text is not None
     return _text_tokens(f"text {settings.data.text}", datafiles.text_file(settings.data.text), settings)
 
 
 def _text_tokens(name: str, path: Path, settings: "TrainSettings") -> Tokens:
-    """Cut a file into windows; the last tenth of them, at least one, is held out of the training.
+    """Cut a file into windows; the last tenth of them, at least one, is held out from training.
 
-    An evaluation reads TEXT_EVAL_SAMPLES of the held-out windows, evenly spread, or with `evaluate: all` all of them.
-    Window i reads bytes i * context to (i + 1) * context, both included: each byte is the input of one window and
-    the target of one, but for the first, the last, and a tail shorter than a window, which is left out.
+    An evaluation reads TEXT_EVAL_SAMPLES of the held-out windows, evenly spread, or all of them with `evaluate: all`.
+    Window i reads bytes i * context to (i + 1) * context, both included. Each byte is the input of one window and the
+    target of one, except the first, the last, and a tail shorter than a window, which is dropped.
     """
     _refuse_augment(settings)
     context = context_of(settings.model)
     size = path.stat().st_size
     if size < 2 * context + 1:
         raise RefusedError(
-            f"{path}: {size} bytes are too short for a context of {context}: {2 * context + 1} make one window to "
+            f"{path}: {size} bytes are too few for a context of {context}, which needs {2 * context + 1}: one window "
+            "to "
             "train on and one to evaluate; use more text or a smaller train.model.context"
         )
     windows = map_bytes(path).unfold(0, context + 1, context)  # (windows, context + 1), a view
@@ -122,7 +123,7 @@ def _text_tokens(name: str, path: Path, settings: "TrainSettings") -> Tokens:
 
 
 def open_synthetic(settings: "TrainSettings") -> Tokens:
-    """Draw every token by itself, evenly: nothing to learn, the loss of a good model is log(vocabulary)."""
+    """Generate independent uniform tokens. There is nothing to learn: a good model's loss is log(vocabulary)."""
     _refuse_augment(settings)
     context = context_of(settings.model)
     vocabulary = settings.model.vocabulary or GptShape.vocabulary
@@ -148,4 +149,4 @@ def open_synthetic(settings: "TrainSettings") -> Tokens:
 
 def _refuse_augment(settings: "TrainSettings") -> None:
     if settings.augment:
-        raise RefusedError("train.augment: true is for images, this data is tokens; remove it")
+        raise RefusedError("train.augment: true is for images, but this data is tokens; remove it")

@@ -1,8 +1,8 @@
-"""Count a made model on PyTorch's meta device: parameters, buffers, work, and what a forward keeps for the backward.
+"""Count a user's model on PyTorch's meta device: parameters, buffers, work, and activations kept for the backward.
 
-The user's function is called as ranks call it, but its tensors have no memory (`followed.py`). A function that cannot
-build there, because it looks at numbers, is called again and builds on the CPU. A forward that cannot run there leaves
-the activations unknown; all else is counted.
+The user's function is called as on ranks, but its tensors have no memory (`followed.py`). If it cannot build the model
+there, because it reads values, it is called again and builds on the CPU. If the forward cannot run there, the
+activations are unknown; everything else is counted.
 """
 
 import io
@@ -42,20 +42,20 @@ from muster.pipe.tensor.plan import Column, Heads, Row, Vocabulary, matches
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
-FEW: Final = 2  # samples: a batch norm wants two
+FEW: Final = 2  # samples: batch norm needs two
 MANY: Final = 4
 CPU: Final = torch.device("cpu")
 KEY: Final = "train.model.make"
-SIDE: Final = 8  # of the parameter that a user's optimizer steps once
+SIDE: Final = 8  # side of the parameter that a user's optimizer updates once
 
 
 def count(settings: "TrainSettings") -> dict[str, Any]:
-    """Return the record of a job: {"model": null or what `jobs/models/counted.py` reads, "state_bytes": null or n}.
+    """Return the record of a job: {"model": null or the input of `jobs/models/counted.py`, "state_bytes": null or n}.
 
-    `state_bytes` are those of a user's optimizer, for one element of a parameter in float32.
+    `state_bytes` is the state of a user's optimizer per element of a float32 parameter.
 
     Raises:
-        RefusedError: the user's code fails.
+        RefusedError: if the user's code fails.
     """
     optimizer = settings.optimizer
     model = _Count(settings).record() if settings.model.make is not None else None
@@ -63,15 +63,15 @@ def count(settings: "TrainSettings") -> dict[str, Any]:
 
 
 def size_of_made(settings: "TrainSettings") -> dict[str, Any]:
-    """Return {"parameters": n, "flops": [of a sample's forward, with its backward], "context": tokens or null}.
+    """Return {"parameters": n, "flops": [forward, forward and backward] of a sample, "context": tokens or null}.
 
-    Operations are those of matrix products and convolutions; zeros where the forward cannot be followed.
+    Operations are those of matrix products and convolutions; zeros if the forward cannot be traced.
 
     Raises:
-        RefusedError: the user's code fails, or the data is not there.
+        RefusedError: if the user's code fails, or the data is missing.
     """
     counting, flops = _Count(settings), [0, 0]
-    with suppress(Exception), FlopCounterMode(display=False) as counter:  # such as a forward that looks at numbers
+    with suppress(Exception), FlopCounterMode(display=False) as counter:  # such as a forward that reads values
         loss = counting.forward(FEW)
         forward = counter.get_total_flops()
         torch.autograd.backward(loss)
@@ -82,7 +82,7 @@ def size_of_made(settings: "TrainSettings") -> dict[str, Any]:
 
 
 def _state_bytes(settings: "TrainSettings") -> int:
-    """Step one small parameter; return the bytes of the state tensors of its shape, for one element."""
+    """Update one small parameter; return the bytes per element of the state tensors with its shape."""
     text, args = settings.optimizer.make, {"lr": settings.optimizer.lr, **settings.optimizer.args}
     assert text is not None
     parameter = nn.Parameter(torch.ones(SIDE, SIDE))
@@ -98,38 +98,38 @@ def _state_bytes(settings: "TrainSettings") -> int:
 
 
 def _why(error: Exception) -> str:
-    """Return why a forward could not be followed, in one line."""
+    """Return in one line why a forward could not be traced."""
     if isinstance(error, RefusedError):
         return str(error)
     if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return f"the forward raised {code.spelt(error)}"
     frames = traceback.extract_tb(error.__traceback__)
     last = next((each for each in reversed(frames) if Path(each.filename).is_relative_to(Path.cwd())), frames[0])
-    return f"the forward looks at numbers, which are not computed here: {last.filename}, line {last.lineno}"
+    return f"the forward reads values, which are not computed here: {last.filename}, line {last.lineno}"
 
 
 class _Count:
-    """One made model, being counted."""
+    """One user's model that is being counted."""
 
     def __init__(self, settings: "TrainSettings") -> None:
         self.settings = settings
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.numerics = replace(numerics_of(settings, CPU), compile=False, recompute=False)
-        self.no_activations, self.no_layers, self.no_plan = "", "", "its job names no model.plan"
+        self.no_activations, self.no_layers, self.no_plan = "", "", "the job has no model.plan"
         self.model = self._built()
         self.layers = self._layers()
         self.cuts, self.roles = self._planned()
         own = [*self.model.parameters(), *self.model.buffers()]
-        # Each once more as the fake tensor that stands for it, where the model was built on the CPU.
+        # If the model was built on the CPU, each tensor is listed again as the fake tensor that represents it.
         self.own = own + [self.fake.from_tensor(each) for each in own if not isinstance(each, FakeTensor)]
-        # Of what several modules own, `named_parameters` gives the first name.
+        # For a parameter owned by several modules, `named_parameters` yields the first name.
         self.first_names = {id(each): name for name, each in self.model.named_parameters()}
 
     def record(self) -> dict[str, Any]:
-        """Return all that is known of the model."""
+        """Return everything that is known about the model."""
         try:
             passed = follow(self._follower, self.forward, FEW, MANY)
-        except Exception as error:  # the user's code or data, or an operator that needs numbers
+        except Exception as error:  # the user's code or data, or an operator that needs values
             self.no_activations = _why(error)
             passed = [Passed(name, "", is_last=True) for name, _ in [*self.model.named_modules()][::-1]]
         rows = self._rows(passed)
@@ -144,17 +144,17 @@ class _Count:
         }
 
     def _built(self) -> nn.Module:
-        """Build the model, without memory for its numbers if its function can."""
+        """Build the model, without memory for its values if the function allows that."""
         text, vocabulary = self.settings.model.make, 0
         if text is None:
             vocabulary = self.data.vocabulary
         else:
-            code.load(KEY, text, Path.cwd())  # what a file makes when it is imported has numbers
+            code.load(KEY, text, Path.cwd())  # tensors created on import have values
         loss_of(self.settings)
         try:
             with self.fake, redirect_stderr(io.StringIO()):
                 return self.numerics.place(model_of(self.settings, vocabulary=vocabulary))
-        except Exception:  # its function looks at numbers: the CPU has them, and shows what else is wrong
+        except Exception:  # the function reads values: build on the CPU, which also shows other errors
             return self.numerics.place(model_of(self.settings, vocabulary=vocabulary))
 
     def _layers(self) -> Stack | None:
@@ -166,7 +166,7 @@ class _Count:
             return None
 
     def _planned(self) -> tuple[dict[str, int], Roles]:
-        """Return the parameters that tensor ranks split, each with the dimension, and what modules become."""
+        """Return the parameters that tensor ranks split, with the dimension, and the roles of modules."""
         cuts, columns, rows = dict[str, int](), set[str](), set[str]()
         if self.settings.model.plan is None:
             return cuts, Roles()
@@ -209,11 +209,11 @@ class _Count:
 
     @cached_property
     def data(self) -> Data:
-        """The job's data: one sample of it shows the shapes and types."""
+        """The job's data; one sample of it gives shapes and dtypes."""
         return open_data(self.settings)
 
     def _rows(self, passed: list[Passed]) -> list[dict[str, Any]]:
-        """Spell the parts, and give each tensor to the part of its module, or of the nearest one that was run."""
+        """Return the parts as records; a tensor belongs to the part of its module, or the nearest one that ran."""
         names = {module: name for name, module in self.model.named_modules()}
         units = {
             names[module]: names[unit]
@@ -253,7 +253,7 @@ class _Count:
         return {"name": name, "shape": shape, "trained": trained, "cut": self.cuts.get(name)}
 
     def _weigh(self, layers: Stack, rows: list[dict[str, Any]]) -> None:
-        """Write the work of each layer, forward and backward, into the row of its end."""
+        """Write the work of each layer, forward and backward, to the row of its end."""
         try:
             inputs, _ = self._batch(FEW)
             work = weights_of(layers, "flops", inputs.shape)

@@ -1,10 +1,11 @@
-"""Follow one forward of a made model: what every module keeps for the backward, and what it hands on.
+"""Trace one forward of a user's model: what every module keeps for the backward, and what it outputs.
 
-Tensors are PyTorch's fake ones: kernels run on the meta device, and the tensors still say that they are on the CPU, so
-that the same kernels are chosen as in training. No memory is taken for numbers, and none is computed.
+Tensors are PyTorch's fake ones. Kernels run on the meta device, but the tensors claim to be on the CPU, so that the
+same
+kernels are chosen as in training. No memory is allocated for values, and none are computed.
 
-    frames    model ─ blocks.0 ─ blocks.0.up       bytes that autograd saves count for the innermost module
-    parts     up, [blocks.0: relu], down, blocks.0     a part ends where its module ends, or begins a child
+    frames    model ─ blocks.0 ─ blocks.0.up       bytes saved by autograd count for the innermost module
+    parts     up, [blocks.0: relu], down, blocks.0     a part ends when its module ends or calls a child
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Passed:
-    """A module, or what it computed before one of its children; bytes and elements of a whole batch."""
+    """A module, or its computation before one of its children; bytes and elements for a whole batch."""
 
     name: str
     layer: str
@@ -32,7 +33,7 @@ class Passed:
 
 @dataclass
 class Roles:
-    """What a plan for tensor ranks makes of modules, by name."""
+    """The roles of modules, by name, in a plan for tensor ranks."""
 
     columns: Collection[str] = ()  # whole inputs, split outputs
     rows: Collection[str] = ()  # split inputs, whole outputs
@@ -40,7 +41,7 @@ class Roles:
 
 @dataclass
 class Follower:
-    """Hooks on all modules of a model, for one forward; `owned` are keys of storages that do not count."""
+    """Hooks on all modules of a model during one forward. Storages with a key in `owned` do not count."""
 
     names: Mapping[nn.Module, str]
     layers: Collection[str]
@@ -52,12 +53,12 @@ class Follower:
         self._frames: list[Passed] = []
         self._seen = set(self.owned)
         self._layer = next(iter(self.layers), "")
-        self._input: int | None = None  # of the layer at work
+        self._input: int | None = None  # of the current layer
         self._split = False  # between a column layer and a row layer
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follow what is forwarded in this context."""
+        """Trace all forwards in this context."""
         handles = [
             handle
             for module in self.names
@@ -92,7 +93,7 @@ class Follower:
         self.passed.append(frame)
 
     def _flush(self, frame: Passed) -> None:
-        """End a part of a module that goes on."""
+        """End a part of a module that continues."""
         if not frame.kept:
             return
         self.passed.append(
@@ -111,21 +112,21 @@ class Follower:
 
 
 def key_of(tensor: Tensor) -> int:
-    """Return what two tensors of one storage have in common, while both live."""
+    """Return a key that tensors of one storage share while they live."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def follow(make: Callable[[], Follower], run: Callable[[int], object], few: int, many: int) -> list[Passed]:
-    """Forward two batches, of `few` and of `many` samples; return the parts as one sample adds to them.
+    """Run forwards with `few` and with `many` samples; return the parts with their cost per sample.
 
-    What does not grow with the batch - masks, positions, 16-bit copies of weights - is left out. A model whose parts
-    depend on the batch is halved instead: all that a batch of `few` keeps counts for its samples.
+    Tensors that do not grow with the batch (masks, positions, 16-bit copies of weights) are excluded. If the parts
+    themselves depend on the batch size, everything kept with `few` samples is divided by `few` instead.
     """
     found = []
     for samples in (few, many):
         follower = make()
         with follower.following():
-            kept = run(samples)  # holds the graph, and so the storages that the follower tells apart
+            kept = run(samples)  # keeps the graph and its storages alive, so that their keys stay distinct
         found.append(follower.passed)
         del kept
     first, second = found
@@ -137,7 +138,7 @@ def follow(make: Callable[[], Follower], run: Callable[[int], object], few: int,
 
 
 def _largest(made: Any) -> int:
-    """Return the elements of the largest tensor in what a module returned."""
+    """Return the number of elements of the largest tensor in a module's output."""
     if isinstance(made, Tensor):
         return made.numel()
     within = made.values() if isinstance(made, Mapping) else made if isinstance(made, tuple | list) else ()

@@ -1,10 +1,10 @@
-"""How much memory this process has taken, of the host and of its GPU: now, the peak since a point, and the peak of all.
+"""Measure the memory of this process on the host and its GPU: now, the peak since a point, and the overall peak.
 
-The kernel and the allocator have one peak each, for whoever asks. `since` sets them back; what they were stays known
-here, so that nobody who asks for the peak of all is told less.
+The kernel and the allocator have one peak counter each. `since` resets them; earlier peaks are kept here, so that the
+overall peak stays correct.
 
-What the kernel counts has holes in it: blocks that were freed, and lie between others that were not. `in_use` tells
-what the heap has handed out; it has no peak, and walks the heap, so it is asked now and then.
+The kernel also counts free blocks between used ones. `in_use` returns what is allocated on the heap. It has no peak
+counter and walks the heap, so it is called rarely.
 """
 
 import ctypes
@@ -14,20 +14,20 @@ import torch
 
 from muster.jobs.machine import resident
 
-_BEFORE: Final[dict[str, int]] = {}  # the peaks that were set back: of this process, as the counters are
+_BEFORE: Final[dict[str, int]] = {}  # the peaks before resets, per process like the counters
 _COUNTS: Final = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
 
 
 class _Heap(ctypes.Structure):
-    """What glibc's `mallinfo2` returns (malloc.h)."""
+    """The result of glibc's `mallinfo2` (malloc.h)."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in (*_COUNTS, "keepcost"))
 
 
 def in_use() -> int | None:
-    """Return the bytes that the heap has handed out, with memory that is shared with other ranks; None without glibc.
+    """Return the bytes allocated on the heap plus shared memory of ranks; None without glibc.
 
-    Mapped blocks count, too. It takes a tenth of a millisecond to some milliseconds.
+    Mapped blocks count, too. The call takes 0.1 ms to some milliseconds.
     """
     ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # from glibc 2.33 on
     if ask is None:
@@ -38,7 +38,7 @@ def in_use() -> int | None:
 
 
 def now(device: torch.device) -> dict[str, int]:
-    """Return what is taken: {"rss", "files"}, and on a GPU {"allocated", "reserved"}; bytes."""
+    """Return the memory in use: {"rss", "files"}, and on a GPU {"allocated", "reserved"}; bytes."""
     rss, files = resident.status("VmRSS", "RssFile")
     found = {"rss": rss, "files": files}
     if device.type == "cuda":
@@ -48,7 +48,7 @@ def now(device: torch.device) -> dict[str, int]:
 
 
 def since(device: torch.device) -> dict[str, int]:
-    """Return the peaks since this was last called, or since the process began, and begin anew."""
+    """Return the peaks since the last call, or since the process began, and reset them."""
     found = _peaks(device)
     for name, value in found.items():
         _BEFORE[name] = max(value, _BEFORE.get(name, 0))
@@ -66,7 +66,7 @@ def overall(device: torch.device) -> dict[str, int]:
 def _peaks(device: torch.device) -> dict[str, int]:
     found = {"rss": resident.status("VmHWM")[0]}
     if device.type == "cuda":
-        # The allocator of a rank that is alone has not been asked for anything yet.
+        # A single rank may not have initialized the allocator yet.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         found["allocated"] = torch.cuda.max_memory_allocated(device)
         found["reserved"] = torch.cuda.max_memory_reserved(device)

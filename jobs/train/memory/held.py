@@ -1,7 +1,7 @@
-"""Tensor accounting: the bytes that a rank holds for each purpose, whatever the allocator makes of them.
+"""Tensor accounting: the bytes that a rank holds for each purpose, independent of the allocator.
 
-What counts is storages, not tensors: views of a flat tensor are one storage, a sharded parameter is what this rank has
-of it, one whose memory was given back is nothing.
+It counts storages, not tensors: views of a flat tensor are one storage, a sharded parameter is this rank's part of it,
+and a parameter whose memory was freed counts nothing.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,22 +36,22 @@ def storages(held: Held) -> Iterator[tuple[str, torch.UntypedStorage]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that PyTorch has sharded (a DTensor), any other as it is."""
+    """Return this rank's part of a DTensor; other tensors unchanged."""
     own = getattr(tensor, "_local_tensor", tensor)
     assert isinstance(own, Tensor)
     return own
 
 
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> dict[str, list[Tensor]]:
-    """List what a rank holds of a module, its optimizer and, where there is one, what wraps the module.
+    """List the tensors that a rank holds of a module, its optimizer and, if there is one, the module's wrapper.
 
-    Of a sharded module that is its flat tensors (`homes`) and the shards beside them. What the inner optimizer steps
-    and is no parameter is a copy of one in more bits: the optimizer's.
+    For a sharded module these are its flat tensors (`homes`) and the shards. Tensors that the inner optimizer updates
+    and that are not parameters are float32 copies: they belong to the optimizer.
     """
     inner = getattr(optimizer, "inner", optimizer)
     asked, stepped = _parameters(optimizer), _parameters(inner)
     homes = getattr(wrapper, "homes", ())
-    at_home = {id(each) for home in homes for each in home.parameters}  # these may have no memory to ask for
+    at_home = {id(each) for home in homes for each in home.parameters}  # their memory may be freed
     every = [*module.parameters(), *asked]
     return {
         "parameters": [

@@ -1,9 +1,9 @@
-"""Count the user's model and optimizer of a job: a process of its own, in the Python that ranks run in.
+"""Count the user's model and optimizer of a job, in a separate process with the ranks' Python.
 
-    stdin     {"job": the job as `jobs/spec/plain.py` spells it}
-    stdout    one line: what `count.py` returns, or {"refused": message}
+    stdin     {"job": the job as serialized by `jobs/spec/plain.py`}
+    stdout    one line: the result of `count.py`, or {"refused": message}
 
-The working folder of the job is the current one. What the user's code prints goes to standard error.
+It runs in the working folder of the job. Output of the user's code goes to standard error.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Count what standard input names."""
+    """Count the model and optimizer of the job on standard input."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     with answer:

@@ -1,12 +1,12 @@
-"""Records what a rank's memory is for: before anything is made, after init, and around the first optimizer steps.
+"""Record a rank's memory by purpose: before the model is built, after init, and around the first optimizer steps.
 
     baseline     model, wrapper, optimizer  │ init │  forward  backward  │ before_step │ step │ after_step │ ...  │ end
-    heap                                            asked ^      ^ when the last gradient comes, and the largest
+    heap                                          sampled ^      ^ at the last gradient, and at the largest
 
-It is on in every run: eight rows in all, each some milliseconds at most, and nothing after the third step, when its
-hooks are taken off again. On CPUs the heap is asked what is in use at the two moments of every backward at which it is
-near its most: when all activations are there, and when the largest gradient is. A disk that does not take a row ends
-the record and not the training.
+It is active in every run: eight rows in all, each taking some milliseconds at most, and no cost after the third step,
+when its hooks are removed. On CPUs the heap is sampled twice per backward, when it is near its peak: when all
+activations exist, and when the largest gradient arrives. If the disk does not accept a row, recording ends but training
+continues.
 """
 
 import time
@@ -30,12 +30,13 @@ from muster.jobs.train.memory.held import bytes_by_kind
 if TYPE_CHECKING:
     from muster.jobs.train.engine import Engine
 
-MOST_ASKED: Final = 32  # times a step: a schedule is full after a few micro-batches, and a walk of the heap costs time
-STEPS: Final = 3  # the first makes what is made lazily, buckets of PyTorch's are made anew in the second
+# samples per step: a pipeline is full after a few micro-batches, and walking the heap takes time
+MOST_ASKED: Final = 32
+STEPS: Final = 3  # the first does all lazy setup, and in the second PyTorch rebuilds its buckets
 
 
 class MemoryRecorder:
-    """One rank's record, from before its model is made; as a context, around the training."""
+    """One rank's memory record, started before its model is built; a context manager around training."""
 
     def __init__(self, path: Path, device: torch.device, facts: Mapping[str, Any]) -> None:
         self.path = path
@@ -45,17 +46,17 @@ class MemoryRecorder:
         self._peaks: dict[str, int] = {}
         self._engine: Engine | None = None
         self._handles: list[RemovableHandle] = []
-        resident.give_back()  # what is free already must not be taken for what is given back later
+        resident.give_back()  # memory that is free already must not count as freed later
         gauge.since(device)
         self._used_before = gauge.in_use() if device.type == "cpu" else None
-        self._used: int | None = None  # the most since the point before
+        self._used: int | None = None  # the maximum since the previous point
         self._asked = 0
         self._append({"point": BASELINE, **facts, "now": gauge.now(device)})
 
     def watch(self, engine: "Engine") -> None:
-        """Write what is there before the first step, and watch the optimizer."""
+        """Record the state before the first step, and watch the optimizer."""
         self._engine = engine
-        resident.give_back()  # a whole model of which a stage is left: steps are to show what they need themselves
+        resident.give_back()  # frees the rest of a model cut into stages, so that steps show only their own memory
         self._point(INIT)
         self._handles = [
             engine.optimizer.register_step_pre_hook(self._before),
@@ -82,7 +83,7 @@ class MemoryRecorder:
     def _after(self, *_: object) -> None:
         if self.steps == STEPS:
             self._let_go()
-            resident.give_back()  # once, for what is there between two steps: not what they have left to the allocator
+            resident.give_back()  # once, to measure what lives between steps without free memory in the allocator
         self._point(AFTER, step=self.steps)
 
     def _ask_heap(self, _: Tensor) -> None:
@@ -108,7 +109,7 @@ class MemoryRecorder:
         self._append({"point": name, **more, "held": held, "now": now, "peak": peak, **used})
 
     def _since(self) -> dict[str, int]:
-        """Return the peaks since the point before, which count for all of the run."""
+        """Return the peaks since the previous point, and include them in the overall peaks."""
         found = gauge.since(self.device)
         self._peaks = {name: max(value, self._peaks.get(name, 0)) for name, value in found.items()}
         return found
@@ -120,11 +121,11 @@ class MemoryRecorder:
             append_line(self.path, {**row, "time": round(time.time(), 6)})
         except MusterError as error:
             self.failed = True
-            warn(f"{error}; nothing more is written about this rank's memory")
+            warn(f"{error}; memory of this rank is no longer recorded")
 
 
 def _telling(module: nn.Module) -> list[nn.Parameter]:
-    """Return the last parameter that learns, and the largest: with their gradients most of a backward is there."""
+    """Return the last trainable parameter and the largest: most of a backward's memory is in use at their gradients."""
     learning = [each for each in module.parameters() if each.requires_grad]
     found = [*learning[-1:], *sorted(learning, key=Tensor.numel)[-1:]]
     return list({id(each): each for each in found}.values())

@@ -1,4 +1,4 @@
-"""Models: Muster's own, each a flat stack of named layers that stages can be cut from, and the user's."""
+"""Models: Muster's own, each a flat stack of named layers for cutting into stages, and the user's."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def model_of(settings: "TrainSettings", *, vocabulary: int) -> nn.Module:
-    """Build a job's model on the CPU, in float32: one of Muster's own, or what the user's function returns.
+    """Build a job's model on the CPU, in float32: a built-in model, or the result of the user's function.
 
-    `vocabulary` is the number of classes or of tokens of the data, which a user's function is not told.
+    `vocabulary` is the number of classes or tokens of the data. It is not passed to a user's function.
 
     Raises:
-        RefusedError: settings and data do not fit, or the user's function fails.
+        RefusedError: if settings and data do not fit, or the user's function fails.
     """
     if settings.model.make is not None:
         return make_model(settings)
@@ -34,14 +34,14 @@ def model_of(settings: "TrainSettings", *, vocabulary: int) -> nn.Module:
 
 
 def build_model(settings: "ModelSettings", *, vocabulary: int, seed: int) -> Stack:
-    """Build a model on the CPU, in float32, its parameters a function of the seed alone.
+    """Build a model on the CPU, in float32, with parameters that depend only on the seed.
 
-    `vocabulary` is the number of classes or of tokens of the data. VGG maps images (batch, 3, 32, 32) to logits
-    (batch, classes); GPT maps tokens (batch, context) to logits (batch, context, vocabulary). With targets too, both
-    return the mean loss.
+    `vocabulary` is the number of classes or tokens of the data. VGG maps images (batch, 3, 32, 32) to logits
+    (batch, classes); GPT maps tokens (batch, context) to logits (batch, context, vocabulary). If called with targets,
+    both return the mean loss.
 
     Raises:
-        RefusedError: settings and data do not fit, as `resolve_shape` says.
+        RefusedError: if settings and data do not fit, as for `resolve_shape`.
     """
     shape = resolve_shape(settings, vocabulary)
     return build_vgg(shape, seed) if isinstance(shape, VggShape) else build_gpt(shape, seed)

@@ -1,7 +1,7 @@
 """A decoder-only transformer: learned positions, pre-norm blocks, causal attention, a GELU MLP.
 
-Each block has eight matrices and norms, as Stanford CS336 counts them: query, key, value and output of the
-attention, up and down of the MLP, and two norms.
+Each block has eight matrices and norms, as counted by Stanford CS336: query, key, value and output of the attention,
+up and down of the MLP, and two norms.
 """
 
 import math
@@ -49,13 +49,13 @@ class Attention(nn.Module):
         self.output = nn.Linear(shape.d_model, shape.d_model, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with those before it, (batch, tokens, d_model) to the same shape."""
+        """Mix each position with earlier ones, (batch, tokens, d_model) to the same shape."""
         query, key, value = self.project(x)
         mixed = self.mix(self._split(query), self._split(key), self._split(value))  # (batch, heads, tokens, width)
         return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(2)))  # (batch, tokens, d_model)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Return queries, keys and values; tensor parallel makes all three at once."""
+        """Return queries, keys and values; with tensor parallel all three at once."""
         return self.query(x), self.key(x), self.value(x)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -77,12 +77,12 @@ class Mlp(nn.Module):
         self.down = nn.Linear(shape.d_ff, shape.d_model, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map each position by itself, (batch, tokens, d_model) to the same shape."""
+        """Map each position separately, (batch, tokens, d_model) to the same shape."""
         return cast(Tensor, self.down(functional.gelu(self.up(x))))
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the normed input and added to it."""
+    """Attention, then MLP, each applied to the normed input and added to the residual."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
@@ -100,14 +100,14 @@ class Block(nn.Module):
 
 def build_gpt(shape: GptShape, seed: int) -> Stack:
     """Build embed, block1, ... norm, head; tokens (batch, context) to logits (batch, context, vocabulary)."""
-    with torch.random.fork_rng(devices=[]):  # the layers' own first values are drawn, then overwritten below
+    with torch.random.fork_rng(devices=[]):  # layers draw initial values, which are overwritten below
         model = assemble_gpt(shape)
     _initialise(model, shape.layers, torch.Generator().manual_seed(key(seed, INITIALISE)))
     return model
 
 
 def assemble_gpt(shape: GptShape) -> Stack:
-    """Put the layers together without giving them values that count; a tied head shares the embedding's weight."""
+    """Assemble the layers without meaningful values; a tied head shares the embedding's weight."""
     embed = Embed(shape)
     head = nn.Linear(shape.d_model, shape.vocabulary, bias=shape.bias and not shape.tied)
     if shape.tied:
@@ -126,9 +126,10 @@ def _norm(shape: GptShape) -> nn.Module:
 
 
 def _initialise(model: nn.Module, layers: int, generator: torch.Generator) -> None:
-    """Draw matrices as GPT-2 did: normal(0, 0.02), less where they add to the residual; biases are 0, norms 1."""
-    residual_std = WEIGHT_STD / math.sqrt(2 * layers)  # 2 additions a block: keeps the sum's variance near one's
-    for name, parameter in model.named_parameters():  # names a shared weight once
+    """Initialise matrices like GPT-2: normal(0, 0.02), smaller if added to the residual. Biases are 0, norms 1."""
+    # with 2 additions per block, keeps the variance of the sum near that of one
+    residual_std = WEIGHT_STD / math.sqrt(2 * layers)
+    for name, parameter in model.named_parameters():  # yields a shared weight once
         if name.endswith(("attention.output.weight", "mlp.down.weight")):
             nn.init.normal_(parameter, std=residual_std, generator=generator)
         elif parameter.dim() > 1:

@@ -1,4 +1,4 @@
-"""The model and the loss of the user, named by `train.model.make` and `train.loss`.
+"""The user's model and loss, named by `train.model.make` and `train.loss`.
 
     model                            data parallel, ZeRO     pipelines, layerwise
     an nn.Sequential                 its layers in turn      its layers
@@ -6,7 +6,7 @@
     any other nn.Module              its own forward         refused
 
 Each model gets a second argument: `forward(inputs)` returns outputs, `forward(inputs, targets)` their mean loss.
-Parameters keep the names that the model gives them, in every mode: a layer of stages() goes by its place in the model.
+Parameters keep their names in the model in every mode: a layer of stages() is named by its place in the model.
 """
 
 import hashlib
@@ -33,10 +33,10 @@ KEY = "train.model"
 
 
 def make_model(settings: "TrainSettings") -> nn.Module:
-    """Call the user's function and give its module the loss; random numbers are a function of the seed alone.
+    """Call the user's function and attach the loss to its module. Random numbers depend only on the seed.
 
     Raises:
-        RefusedError: it cannot be called, raises, or returns no module with trainable parameters.
+        RefusedError: if it cannot be called, raises, or does not return a module with trainable parameters.
     """
     text, args = settings.model.make, settings.model.args
     assert text is not None
@@ -54,7 +54,7 @@ def make_model(settings: "TrainSettings") -> nn.Module:
 
 
 def give_loss(model: nn.Module, loss: Loss) -> None:
-    """Let a model return the mean loss where it is given targets, too; in place."""
+    """Make a model return the mean loss if it is given targets, in place."""
     if isinstance(model, Stack):
         model.run_loss = partial(head_loss, loss)
         return
@@ -63,10 +63,10 @@ def give_loss(model: nn.Module, loss: Loss) -> None:
 
 
 def loss_of(settings: "TrainSettings") -> Loss:
-    """Return the job's loss of outputs and targets.
+    """Return the job's loss, a function of outputs and targets.
 
     Raises:
-        RefusedError: the user's function cannot be imported, or is none.
+        RefusedError: if the user's function cannot be imported, or is not callable.
     """
     if settings.loss is None:
         return mean_loss
@@ -80,7 +80,7 @@ def layers_of(model: nn.Module, settings: "TrainSettings") -> Stack:
     """Return the layers of a model, which share its parameters and their names.
 
     Raises:
-        RefusedError: it has no layers that run one after the other.
+        RefusedError: if it has no layers that run one after the other.
     """
     if isinstance(model, Stack):
         return model
@@ -89,8 +89,8 @@ def layers_of(model: nn.Module, settings: "TrainSettings") -> Stack:
     if not callable(stages):
         others = ", ".join(name for name in MODES if name not in PIPELINES and name != TENSOR)
         raise RefusedError(
-            f"{KEY}.make: {text} returned a {type(model).__name__}, which cannot be cut into layers: it is no "
-            f"nn.Sequential and has no stages() that returns one; add stages(), or choose one of {others}"
+            f"{KEY}.make: {text} returned a {type(model).__name__}, which cannot be cut into layers: it is not an "
+            f"nn.Sequential, and has no stages() that returns one; add stages(), or choose one of {others}"
         )
     found = code.called(f"{KEY}.make", f"stages() of {text}", stages)
     if not isinstance(found, nn.Sequential):
@@ -99,29 +99,29 @@ def layers_of(model: nn.Module, settings: "TrainSettings") -> Stack:
 
 
 def stack_of(named: list[tuple[str, nn.Module]], loss: Loss) -> Stack:
-    """Return a stack of layers under their names, which may have dots in them."""
+    """Return a stack of named layers; names may contain dots."""
     stack = Stack()
-    stack._modules.update(dict(named))  # add_module takes no dots; parameters' names then are the model's own
+    stack._modules.update(dict(named))  # add_module refuses dots, which are needed to keep the model's parameter names
     give_loss(stack, loss)
     return stack
 
 
 def require_graphable(model: nn.Module, settings: "TrainSettings") -> None:
-    """Refuse dropout in a made model whose steps are recorded: its numbers would not be keyed by the step.
+    """Refuse dropout in a user's model whose steps are recorded: its random numbers would not be keyed by the step.
 
     Raises:
-        RefusedError: it has a dropout layer.
+        RefusedError: if it has a dropout layer.
     """
     drops = [name for name, each in model.named_modules() if isinstance(each, nn.modules.dropout._DropoutNd) and each.p]
     if drops:
         raise RefusedError(
-            f"train.cuda_graph: does not go with dropout, and {settings.model.make} has it in {drops[0]}: the host "
-            "seeds every micro-batch anew; make the model without, or set cuda_graph: false"
+            f"train.cuda_graph: does not go with dropout, which {settings.model.make} has in {drops[0]}: the host "
+            "reseeds every micro-batch; remove it from the model, or set cuda_graph: false"
         )
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return the sha256 of names, types, shapes and values (the sum of their bits) of parameters and buffers."""
+    """Return the SHA-256 of names, dtypes, shapes and values (the sum of their bits) of parameters and buffers."""
     digest = hashlib.sha256()
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -144,10 +144,10 @@ def _checked(loss: Callable[..., Any], text: str, outputs: Any, targets: Tensor)
 
 
 def _named_in(model: nn.Module, found: nn.Sequential, text: str) -> list[tuple[str, nn.Module]]:
-    """Name the layers of stages() by their places in the model.
+    """Return the layers of stages() with their names in the model.
 
     Raises:
-        RefusedError: one holds parameters and is no module of the model, stands twice, or one is missing.
+        RefusedError: if a layer with parameters is not a module of the model, occurs twice, or is missing.
     """
     names = {id(module): name for name, module in model.named_modules()}
     named: dict[str, nn.Module] = {}
@@ -155,15 +155,15 @@ def _named_in(model: nn.Module, found: nn.Sequential, text: str) -> list[tuple[s
         name = names.get(id(layer))
         if name is None and any(True for _ in layer.state_dict()):
             raise RefusedError(
-                f"{KEY}.make: layer {number} of stages() of {text}, a {type(layer).__name__}, is no module of the "
+                f"{KEY}.make: layer {number} of stages() of {text}, a {type(layer).__name__}, is not a module of the "
                 "model itself, so its parameters have two names; keep it as an attribute of the model"
             )
         name = f"stage{number}" if name is None else name
         if name in named:
-            raise RefusedError(f"{KEY}.make: stages() of {text} has {name} twice; a layer can be in one place")
+            raise RefusedError(f"{KEY}.make: stages() of {text} has {name} twice; each layer may occur once")
         named[name] = layer
     own = {id(each) for layer in named.values() for each in layer.parameters()}
     left = [name for name, each in model.named_parameters() if id(each) not in own]
     if left:
-        raise RefusedError(f"{KEY}.make: stages() of {text} leaves out {left[0]}; every parameter belongs to a layer")
+        raise RefusedError(f"{KEY}.make: stages() of {text} omits {left[0]}; every parameter must belong to a layer")
     return list(named.items())

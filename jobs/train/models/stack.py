@@ -1,12 +1,12 @@
-"""A model as a stack of named layers: logits of its inputs or, where targets are given too, their mean loss.
+"""A model as a stack of named layers: returns logits for inputs, or the mean loss if targets are given too.
 
     body                                     head
     embed | block1 | block2 | ... | norm     head     gpt
     conv1 norm1 relu1 pool1 | conv2 ...      head     vgg
 
-Inputs and targets come through one `forward`, so that a wrapper that prepares for a step sees all of it. In training
-the body may be run in another way, by pieces that are compiled or forwarded again in the backward, and so may the head
-with the loss: `jobs/train/numerics/` says how. Evaluation runs the layers as they are.
+Inputs and targets go through one `forward`, so that a wrapper that prepares for a step sees all of it. In training, the
+body can run in pieces that are compiled, or recomputed in the backward, and so can the head with the loss
+(`jobs/train/numerics/`). Evaluation runs the plain layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ def head_loss(loss: Loss, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor
 
 
 class Stack(nn.Sequential):
-    """Named layers in order, of which slices are stages; the last one makes the logits."""
+    """Named layers in order; slices of them are stages, and the last one computes the logits."""
 
     run_body: Callable[[Layers, Tensor], Tensor] = staticmethod(in_turn)
     run_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = staticmethod(plain_loss)

@@ -1,6 +1,6 @@
-"""How layers are split over ranks: our GPT's plan for `pipe.tensor.split`, and a user's.
+"""How layers are split over ranks: the plan of Muster's GPT for `pipe.tensor.split`, and a user's plan.
 
-What is not named is whole on every rank: position embedding, and the biases of attention.output and mlp.down.
+Modules that a plan does not name are whole on every rank: position embedding, biases of attention.output and mlp.down.
 """
 
 from collections.abc import Mapping
@@ -40,13 +40,13 @@ GPT_PLAN: Final[Plan] = {
 def split_gpt(
     model: Stack, group: dist.ProcessGroup | None, *, sequence_parallel: bool = False, sequence_dimension: int = 1
 ) -> TensorParallel:
-    """Split a GPT over the ranks of a group, in place; its loss then is of split logits.
+    """Split a GPT over the ranks of a group, in place. Its loss then uses split logits.
 
     Raises:
-        ValueError: it is no GPT, or heads, d_ff or vocabulary cannot be split over so many ranks.
+        ValueError: if it is not a GPT, or heads, d_ff or vocabulary cannot be split over this many ranks.
     """
     if not any(isinstance(part, Attention) for part in model.modules()):
-        raise ValueError("tensor parallel splits the layers of a GPT; of other models it has no plan")
+        raise ValueError("tensor parallel splits the layers of a GPT; it has no plan for other models")
     split = parallelize(
         model, GPT_PLAN, group, sequence_parallel=sequence_parallel, sequence_dimension=sequence_dimension
     )
@@ -58,16 +58,16 @@ def split_made(model: nn.Module, settings: "TrainSettings", group: dist.ProcessG
     """Split a user's model by the user's plan over the ranks of a group, in place.
 
     Raises:
-        RefusedError: the plan is none, or splits the logits that a loss of the user's needs whole.
-        ValueError: layers cannot be split so.
+        RefusedError: if it is not a plan, or it splits the logits that a user's loss needs whole.
+        ValueError: if layers cannot be split like this.
     """
     text = settings.model.plan
     split = parallelize(model, plan_of(model, settings), group, sequence_parallel=settings.sequence_parallel)
     heads = [each for each in model.modules() if isinstance(each, VocabularyLinear)]
     if heads and settings.loss is not None:
         raise RefusedError(
-            f"train.loss: {settings.loss} needs whole logits, and model.plan {text} splits them by Vocabulary(); "
-            "plan the head as Row() or leave it out, or leave out loss"
+            f"train.loss: {settings.loss} needs whole logits, but model.plan {text} splits them by Vocabulary(); "
+            "plan the head as Row() or omit it, or remove loss"
         )
     if heads:
         give_loss(model, loss_of(heads[-1]))
@@ -78,7 +78,7 @@ def plan_of(model: nn.Module, settings: "TrainSettings") -> Plan:
     """Call the user's function for the plan of a user's model.
 
     Raises:
-        RefusedError: it cannot be called, raises, or returns no plan.
+        RefusedError: if it cannot be called, raises, or does not return a plan.
     """
     text = settings.model.plan
     assert text is not None
@@ -89,11 +89,11 @@ def plan_of(model: nn.Module, settings: "TrainSettings") -> Plan:
 
 
 def split_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of what a split head makes of `x`; the whole logits of a row are nowhere."""
+    """Return the mean loss of a split head's output for `x`. No rank ever has the whole logits of a row."""
     assert isinstance(head, VocabularyLinear)
     return loss_of(head)(head.split(x), targets)
 
 
 def loss_of(head: VocabularyLinear) -> SplitCrossEntropy:
-    """Return the loss of a split head's logits: for a pipeline, whose last stage makes logits first."""
+    """Return the loss of a split head's logits, for a pipeline, whose last stage computes the logits first."""
     return SplitCrossEntropy(head.region, head.out_features * head.region.ranks)

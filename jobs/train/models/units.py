@@ -1,11 +1,11 @@
-"""Units: what of a model is gathered and given back together where ranks share its parameters out.
+"""Units: the modules of a model that are gathered and freed together if ranks shard its parameters.
 
-    gpt    block1 | block2 | ...            around them, for the whole step: embed, norm, head
+    gpt    block1 | block2 | ...            gathered for the whole step: embed, norm, head
     vgg    conv1 norm1 | conv2 norm2 | ... | head
-    made   modules that `units:` names, or else repeated children with parameters: two or more of one class in a
+    made   modules named by `units:`, or else repeated children with parameters: two or more of one class in a
            ModuleList, ModuleDict or Sequential, or two or more composite ones of one class in any other module
 
-`jobs/models/anatomy.py` has the units of gpt and vgg by their shapes; a test compares the two.
+`jobs/models/anatomy.py` derives the units of gpt and vgg from their shapes; a test compares the two.
 """
 
 from collections import Counter
@@ -26,10 +26,10 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def units_of(model: nn.Module, settings: "ModelSettings") -> list[Unit]:
-    """List a model's units in the order of its forward, as modules that run one after the other.
+    """List a model's units in the order of its forward, each as modules that run one after the other.
 
     Raises:
-        RefusedError: `units:` names no module with parameters, or one module within another.
+        RefusedError: if `units:` names no module with parameters, or one module within another.
     """
     if settings.make is None:
         return own_units(model)
@@ -49,7 +49,7 @@ def repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def named_units(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """List the modules whose names match one of some patterns (`blocks.*`), in the model's order."""
+    """List the modules whose names match one of the patterns (`blocks.*`), in the model's order."""
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
         matching = {name: module for name, module in model.named_modules() if matches(pattern, name)}
@@ -79,7 +79,7 @@ def own_units(model: nn.Module) -> list[Unit]:
 
 
 def of_one_dtype(unit: Unit) -> list[Unit]:
-    """Cut a unit where the type of parameters changes; each module has parameters of one type."""
+    """Cut a unit where the dtype of parameters changes. Each module has parameters of one dtype."""
     cut: list[Unit] = []
     for module in unit:
         if cut and _dtype(cut[-1][-1]) == _dtype(module):

@@ -12,14 +12,14 @@ from muster.jobs.train.rng.keyed import INITIALISE, key
 
 def build_vgg(shape: VggShape, seed: int) -> Stack:
     """Build conv1, norm1, relu1, pool1, ... flatten, head; images (batch, 3, 32, 32) to logits (batch, classes)."""
-    with torch.random.fork_rng(devices=[]):  # the layers' own first values are drawn, then overwritten below
+    with torch.random.fork_rng(devices=[]):  # layers draw initial values, which are overwritten below
         model = assemble_vgg(shape)
     _initialise(model, torch.Generator().manual_seed(key(seed, INITIALISE)))
     return model
 
 
 def assemble_vgg(shape: VggShape) -> Stack:
-    """Put the layers together without giving them values that count."""
+    """Assemble the layers without meaningful values."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels, convolutions, pools = IMAGE_CHANNELS, 0, 0
     for width in shape.layers:
@@ -38,7 +38,7 @@ def assemble_vgg(shape: VggShape) -> Stack:
 
 
 def _initialise(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw convolutions as He et al. 2015 (normal, fan out), the head as normal(0, 0.01); biases are 0, norms 1."""
+    """Initialise convolutions as in He et al. 2015 (normal, fan out), the head normal(0, 0.01); biases 0, norms 1."""
     for layer in model.children():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=generator)

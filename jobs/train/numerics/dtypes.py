@@ -1,7 +1,8 @@
-"""Which types a precision gives to each layer: one forward and backward, watched.
+"""Determine the dtypes that a precision gives to each layer, by observing one forward and backward.
 
-Autocast casts by operation: products in 16 bits, sums and losses in 32. Which operations are which differs between
-devices - a layer norm is float32 on CUDA and 16 bits on a CPU - so the table is observed and not written down.
+Autocast casts by operation: products in 16 bits, sums and losses in 32. The choice differs between devices (a layer
+norm
+is float32 on CUDA and 16 bits on a CPU), so the table is measured rather than hard-coded.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ NONE: Final = "-"
 
 @dataclass(frozen=True)
 class DtypeRow:
-    """A layer without layers of its own; the last row is the loss. `-`: it has none, or was not called."""
+    """A layer without child modules; the last row is the loss. `-` means none, or not called."""
 
     layer: str
     kind: str
@@ -31,14 +32,14 @@ class DtypeRow:
 
 
 def dtype_rows(model: nn.Module, inputs: Tensor, targets: Tensor, numerics: Numerics) -> list[DtypeRow]:
-    """Forward and backward once, layer by layer; gradients are gone afterwards."""
+    """Run forward and backward once, layer by layer; the gradients are removed afterwards."""
     seen: dict[str, tuple[str, str]] = {}
     leaves = {name: module for name, module in model.named_modules() if not any(True for _ in module.children())}
     with ExitStack() as hooks:
         for name, module in leaves.items():
             hooks.callback(module.register_forward_hook(_watch(name, seen)).remove)
         with numerics.forward():
-            # A stack's pieces may be compiled, where no hook is called, and its loss may leave the logits out.
+            # A stack's pieces may be compiled, which skips hooks, and its loss may skip the logits.
             logits = in_turn(list(model), inputs) if isinstance(model, Stack) else model(inputs)
             loss = mean_loss(logits, targets)
         torch.autograd.backward(loss)
@@ -53,7 +54,7 @@ def dtype_rows(model: nn.Module, inputs: Tensor, targets: Tensor, numerics: Nume
 
 
 def render_dtypes(rows: Sequence[DtypeRow]) -> str:
-    """Set rows as a table of text."""
+    """Format rows as a text table."""
     table = [tuple(field.name for field in fields(DtypeRow)), *map(astuple, rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
@@ -68,6 +69,6 @@ def _watch(name: str, seen: dict[str, tuple[str, str]]) -> Callable[..., None]:
 
 
 def _spell(values: Sequence[Any]) -> str:
-    """Name the types of tensors, each once."""
+    """List the dtypes of tensors, each once."""
     names = dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in values if isinstance(each, Tensor))
     return ", ".join(names) or NONE

@@ -1,11 +1,11 @@
-"""The head of a GPT and its cross-entropy as one, by chunks: never more logits than a chunk has, and those in bfloat16.
+"""The head of a GPT and its cross-entropy combined, in chunks, so that at most one chunk of logits exists, in bfloat16.
 
-At vocabulary 50,304 the logits of 32 x 1,024 tokens are 3.3 GB in 16 bits and 6.6 GB in 32, several times a step. Here
-a chunk's logits become their gradient at once, and that the gradients of input and weight: what the backward has left
-to do is to multiply them by a number. Logarithms, sums and differences are float32.
+With a vocabulary of 50,304 the logits of 32 x 1,024 tokens take 3.3 GB in 16 bits and 6.6 GB in 32, several times per
+step. Here a chunk's logits are converted to their gradient at once, and that to the gradients of input and weight. The
+backward only multiplies these by a number. Logarithms, sums and differences are float32.
 
-Gradients are kept as those of the sum, not the mean. A bfloat16 has room for that; a float16 may have not, and no
-loss scale would reach it: fp16 does without.
+The stored gradients are those of the sum, not the mean. bfloat16 has the range for that. float16 may not, and a loss
+scale could not help, so fp16 does not use this.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from muster.jobs.train.numerics.pieces import compiled
 
-CHUNK_BYTES: Final = 2**28  # of logits
-COMPILED_CHUNK_BYTES: Final = 2**32  # compiled they are read and written once, and weights' gradients need no sum
+CHUNK_BYTES: Final = 2**28  # size of a chunk of logits
+COMPILED_CHUNK_BYTES: Final = 2**32  # compiled code reads and writes logits once, so one large chunk is best
 
 Kernel = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -40,7 +40,7 @@ def chunked_loss(
 
 
 class _LinearLoss(torch.autograd.Function):
-    """x (rows, d_model), weight (classes, d_model), bias (classes,) or None, targets (rows,) to the sum of losses."""
+    """Sum of losses of x (rows, d_model), weight (classes, d_model), bias (classes,) or None, targets (rows,)."""
 
     @staticmethod
     def forward(
@@ -77,7 +77,7 @@ class _LinearLoss(torch.autograd.Function):
 
 
 def _added(total: Tensor | None, more: Tensor, *, last: bool) -> Tensor:
-    """Add up in float32, and round once at the end."""
+    """Add in float32, and round once at the end."""
     if total is None:
         return more if last else more.float()
     total += more
@@ -85,7 +85,7 @@ def _added(total: Tensor | None, more: Tensor, *, last: bool) -> Tensor:
 
 
 def row_gradients(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Map logits (rows, classes) to the sum of their losses and its gradient, softmax - 1 at the target."""
+    """Return the sum of losses of logits (rows, classes), and its gradient: softmax, minus 1 at the target."""
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     wanted = targets[:, None]
     loss_sum = -log_p.gather(-1, wanted).sum()
@@ -94,7 +94,7 @@ def row_gradients(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_gradients_by_comparing(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `row_gradients` does without a write to one place of a row: it is compiled to one kernel."""
+    """Compute `row_gradients` without a scatter, so that it compiles to one kernel."""
     log_p = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     wanted = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]  # (rows, classes)
     loss_sum = -torch.where(wanted, log_p, 0.0).sum()
@@ -103,5 +103,5 @@ def row_gradients_by_comparing(logits: Tensor, targets: Tensor) -> tuple[Tensor,
 
 @cache
 def compiled_kernel() -> Kernel:
-    """Compile it once a process."""
+    """Compile the kernel once per process."""
     return compiled(row_gradients_by_comparing, "loss")

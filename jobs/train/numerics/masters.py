@@ -1,9 +1,9 @@
-"""Master weights: the optimizer steps float32 copies of 16-bit parameters, and writes them back rounded.
+"""Master weights: the optimizer updates float32 copies of 16-bit parameters, and rounds them into the parameters.
 
     gradients, 16 bits ─► float32 ─► one fused step of the masters ─► parameters, 16 bits
 
-An update is often smaller than the distance of two bfloat16: added to those it would be lost, in the masters it adds
-up. Each copy over all parameters is one call. Parameters of more bits are stepped as they are.
+An update is often smaller than the spacing of bfloat16 numbers and would be lost in the parameters; in the masters
+updates accumulate. Each copy over all parameters is one call. Wider parameters are updated directly.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,9 +16,9 @@ MASTER: Final = "master"
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """An optimizer of 16-bit parameters around one of their masters.
+    """An optimizer of 16-bit parameters that wraps one of their masters.
 
-    Groups list the parameters themselves; a parameter's state is that of its master, with the master in it.
+    Groups list the parameters themselves. A parameter's state is that of its master, and contains the master.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class MasterWeights(torch.optim.Optimizer):
         self.masters = [master for _, master in pairs]
         for parameter, each in zip(own, stepped, strict=True):
             state = self.inner.state[each]
-            self.state[parameter] = state  # one and the same: either sees what the other puts there
+            self.state[parameter] = state  # the same object, so both optimizers see all changes
             if parameter is not each:
                 state[MASTER] = each.detach()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step the masters with the parameters' gradients, and round them into the parameters."""
+        """Update the masters with the parameters' gradients, and round them into the parameters."""
         assert closure is None
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in outer.items() if key != "params"})

@@ -1,13 +1,13 @@
-"""One frozen object for all that `precision`, `compile` and `activation_checkpointing` change in a training.
+"""One frozen object with everything that `precision`, `compile` and `activation_checkpointing` change in training.
 
-    precision    weights   forward in    gradients   the optimizer steps      the loss is scaled
+    precision    weights   forward in    gradients   the optimizer updates    the loss is scaled
     fp32, fp64   itself    itself        itself      the weights              no
     bf16         float32   autocast      float32     the weights              no
     fp16         float32   autocast      float32     the weights              yes
     pure_bf16    bfloat16  bfloat16      bfloat16    float32 masters          no
 
-The loss is computed in float32 at least. Batch norms stay in float32 under pure_bf16: a running statistic that moves by
-a tenth of a difference would stand still in eight bits.
+The loss is computed in float32 at least. Batch norms stay in float32 under pure_bf16: with eight bits, a running
+statistic that moves by a tenth of a difference would not move at all.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,39 +55,39 @@ ROWS: Final["dict[Precision, Row]"] = {
 
 @dataclass(frozen=True)
 class Numerics:
-    """How one rank computes; what comes after `cut_anywhere` is for benchmarks to vary."""
+    """How one rank computes. Fields after `cut_anywhere` are for benchmarks to vary."""
 
     precision: "Precision"
     device: torch.device
     compile: bool = False
-    recompute: bool = False  # blocks are forwarded again in the backward
-    cut_anywhere: bool = False  # the optimizer's bits do not depend on how parameters are dealt to tensors and ranks
+    recompute: bool = False  # blocks are recomputed in the backward
+    cut_anywhere: bool = False  # the optimizer's bits must not depend on how parameters are divided
     compile_mode: str | None = None  # torch.compile's
     whole: bool = False  # the body is compiled as one piece
-    shows_skipped: bool = False  # rows say which steps were left out
-    made: "ModelSettings | None" = None  # of a user's model, which is compiled and forwarded again by its units
-    chunked: bool = True  # where bfloat16 computes, the head of a GPT and its loss go by chunks of the batch
+    shows_skipped: bool = False  # rows show which steps were skipped
+    made: "ModelSettings | None" = None  # for a user's model, which is compiled and recomputed by units
+    chunked: bool = True  # with bfloat16, compute the head of a GPT and its loss in chunks
 
     @property
     def weights(self) -> torch.dtype:
-        """The dtype of parameters, but for batch norms' under pure_bf16."""
+        """The dtype of parameters, except those of batch norms under pure_bf16."""
         return ROWS[self.precision].weights
 
     @property
     def inputs(self) -> torch.dtype:
-        """The dtype that images come in."""
+        """The dtype of image inputs."""
         return self.weights
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """What autocast casts to; None: there is none."""
+        """The dtype that autocast casts to; None without autocast."""
         return ROWS[self.precision].autocast
 
     def place(self, model: M) -> M:
-        """Move a model to its device and dtypes, and say how its training is run; all in place, names are kept.
+        """Move a model to its device and dtypes, and set how it runs in training. In place; names are kept.
 
         Raises:
-            RefusedError: it is to be compiled, and this machine cannot; or no unit could be forwarded again.
+            RefusedError: if it should be compiled and this machine cannot, or it has no unit to recompute.
         """
         if self.compile:
             require_compiler(self.device)
@@ -108,17 +108,17 @@ class Numerics:
         model.run_loss = self._loss_of(model)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return the context of every forward, of training and of evaluation; not of the backward."""
+        """Return the context of every forward, in training and evaluation, but not of the backward."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def loss(self, call: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss that a model, or a wrapper of one, computes."""
+        """Return the mean loss of a model or its wrapper."""
         with self.forward():
             loss: Tensor = call(inputs, targets)
         return loss
 
     def logits(self, call: Callable[..., Any], inputs: Tensor) -> Tensor:
-        """Return the logits that a model computes."""
+        """Return the logits of a model."""
         with self.forward():
             logits: Tensor = call(inputs)
         return logits
@@ -126,15 +126,15 @@ class Numerics:
     def optimizer(
         self, parameters: Iterable[nn.Parameter], settings: "OptimizerSettings", *, capturable: bool = False
     ) -> torch.optim.Optimizer:
-        """Build the job's optimizer; with `capturable` a CUDA graph may hold its step.
+        """Build the job's optimizer. With `capturable`, a CUDA graph can contain its step.
 
-        Its learning rate then is a tensor on the device.
+        Its learning rate is then a tensor on the device.
         """
         build = partial(build_optimizer, settings=settings, capturable=capturable, cut_anywhere=self.cut_anywhere)
         return MasterWeights(parameters, build) if self.weights.itemsize == 2 else build(parameters)
 
     def scaler(self) -> Scaler:
-        """Return what scales losses, which for all but fp16 leaves them alone, and leaves steps out."""
+        """Return the scaler of losses, which also skips bad steps. Except for fp16, its scale is 1."""
         fp16 = self.autocast == torch.float16
         return LossScaler(self.device) if fp16 else Scaler(self.device, shows_skipped=self.shows_skipped)
 
@@ -154,9 +154,10 @@ def numerics_of(settings: "TrainSettings", device: torch.device) -> Numerics:
         device,
         settings.compile,
         settings.activation_checkpointing,
-        cut_anywhere=settings.deterministic and not settings.exact,  # exact shards are cut where no vector ends
+        # with exact, shards are cut at multiples of the vector size
+        cut_anywhere=settings.deterministic and not settings.exact,
         shows_skipped=settings.non_finite == "skip",
-        # A pipeline's head and loss are two steps, a split head has a loss of its own.
+        # A pipeline computes head and loss in two steps, and a split head has its own loss.
         made=settings.model if settings.model.make is not None else None,
         chunked=not settings.is_pipeline and not settings.splits_layers,
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
 
 FUSED_ON: Final = ("cuda", "cpu")
-FUSED_ALIKE: Final = ("cuda",)  # where fused kernels treat all elements alike
+FUSED_ALIKE: Final = ("cuda",)  # devices whose fused kernels treat all elements alike
 
 
 def _sgd(settings: "OptimizerSettings") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -41,14 +41,14 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the job's optimizer over the trainable parameters, with its state.
 
-    With `capturable` a CUDA graph may hold its step: the learning rate is a tensor on the device.
+    With `capturable`, a CUDA graph can contain its step: the learning rate is a tensor on the device.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     kind, options = recipe(trainable, settings, cut_anywhere=cut_anywhere)
     if capturable and trainable:
         options["lr"] = torch.tensor(settings.lr, dtype=torch.float32, device=trainable[0].device)
         options |= {"capturable": True} if settings.name == "adamw" else {}
-    optimizer = kind([{"params": trainable}], **options)  # a slice of a model may have none
+    optimizer = kind([{"params": trainable}], **options)  # a slice of a model may have no parameters
     make_state(optimizer, settings)
     return optimizer
 
@@ -56,10 +56,10 @@ def build_optimizer(
 def recipe(
     trainable: Sequence[nn.Parameter], settings: "OptimizerSettings", *, cut_anywhere: bool = False
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the job's optimizer as a class and its options; fused into one kernel where the device has it.
+    """Return the class and options of the job's optimizer; fused into one kernel if the device supports it.
 
-    With `cut_anywhere` an element's bits do not depend on where in a tensor it lies, so that parameters may be shared
-    out. Fused kernels of CPUs round the end of a tensor, which fills no vector, in another way than the rest.
+    With `cut_anywhere` the bits of an element do not depend on its position in a tensor, so that parameters can be
+    sharded. On CPUs, fused kernels round the end of a tensor, which does not fill a vector, differently.
     """
     if settings.make is not None:
         return made_optimizer(settings.make), {"lr": settings.lr, **settings.args}
@@ -70,19 +70,19 @@ def recipe(
 
 
 def made_optimizer(text: str) -> type[torch.optim.Optimizer]:
-    """Return the user's class of optimizers.
+    """Return the user's optimizer class.
 
     Raises:
-        RefusedError: it cannot be imported, or is no such class.
+        RefusedError: if it cannot be imported, or is not an optimizer class.
     """
     kind = code.load("train.optimizer.make", text, Path.cwd())
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise RefusedError(f"train.optimizer.make: {text} is no class of torch.optim.Optimizer; name one")
+        raise RefusedError(f"train.optimizer.make: {text} is not a subclass of torch.optim.Optimizer; name one")
     return kind
 
 
 def make_state(optimizer: torch.optim.Optimizer, settings: "OptimizerSettings") -> None:
-    """Make what a first step would, for all that the optimizer steps; a user's optimizer makes its own then."""
+    """Create the optimizer state as a first step would. A user's optimizer creates its own in its first step."""
     if settings.make is not None:
         return
     for group in optimizer.param_groups:
@@ -99,8 +99,8 @@ def _adamw_state(parameter: Tensor, settings: "OptimizerSettings") -> dict[str, 
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
-# What a first step would make. Made before it, a first step that loss scaling leaves out leaves something behind (the
-# fused SGD would keep memory as it found it), and what a checkpoint or a graph fills stays where it is.
+# Functions that create the state of a first step in advance. Otherwise a first step skipped by loss scaling would leave
+# bad state behind (fused SGD would keep uninitialized memory), and state filled by checkpoints or graphs would move.
 STATE: Final = {"sgd": _sgd_state, "adamw": _adamw_state}
 
 
@@ -123,7 +123,7 @@ def learning_rate(settings: "ScheduleSettings", peak: float, step: int, steps: i
     """Return the learning rate of a step, counted from 0, of `steps`.
 
     lr  peak      ____
-                 /    \\__         warm-up of n steps reaches the peak at step n - 1,
+                 /    \\__         a warm-up of n steps reaches the peak at step n - 1,
         final   /        \\___     the last step of linear and cosine has peak * final
     """
     warmup = settings.warmup_steps
@@ -134,11 +134,11 @@ def learning_rate(settings: "ScheduleSettings", peak: float, step: int, steps: i
     span = steps - 1 - warmup
     done = min((step - warmup) / span, 1.0) if span > 0 else 0.0
     low = peak * settings.final
-    return min(peak, low + (peak - low) * SHAPES[settings.name](done))  # rounding may pass the peak by a bit
+    return min(peak, low + (peak - low) * SHAPES[settings.name](done))  # rounding may exceed the peak slightly
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set every group's learning rate; one on a device is filled, without waiting for it."""
+    """Set every group's learning rate; one on a device is filled without waiting for it."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(value)
@@ -147,17 +147,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """List the gradients that are there."""
+    """List the existing gradients."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient; zeros where there is none."""
+    """Return a parameter's gradient, or zeros if it has none."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def named_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Copy the gradients, by name of parameter."""
+    """Copy the gradients, by parameter name."""
     return {name: gradient_of(each).clone() for name, each in module.named_parameters() if each.requires_grad}
 
 
@@ -169,10 +169,10 @@ def clip(
     exact: bool = False,
     counted: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Scale gradients so that their global 2-norm is at most `most`; return that before.
+    """Scale gradients so that their global 2-norm is at most `most`; return the original norm.
 
-    Ranks of a `group` have one gradient together: a collective. `exact` gives the same bits whoever has which part.
-    `counted` are those of them that no other rank counts; None: all.
+    With a `group`, its ranks share the gradients, and this is a collective. `exact` gives the same bits however they
+    are distributed. `counted` are the gradients that no other rank counts (None: all).
     """
     norm_of = reproducible_norm if exact else plain_norm
     norm = norm_of(gradients if counted is None else counted, group, reduce=group is not None)

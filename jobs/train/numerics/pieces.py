@@ -1,10 +1,10 @@
-"""A stack's body in training, by pieces: a piece is compiled as one, or forwarded again in the backward to keep less.
+"""Run a stack's body in pieces during training. Each piece is compiled, or recomputed in the backward to save memory.
 
     embed | block1 | block2 | norm        conv1 norm1 relu1 pool1 | conv2 norm2 relu2 pool2 | ...
 
-A piece and not the whole, so that gradients of late layers are ready, and sent, while early ones are computed; and so
-that twelve equal blocks are compiled once. Of a piece that is forwarded again only its input is kept. Batch norms then
-compute with the batch's statistics, as the first time, and what they record is thrown away.
+With pieces instead of the whole, gradients of late layers are ready and sent while early ones are computed, and twelve
+equal blocks are compiled only once. Of a recomputed piece only the input is kept. Batch norms then use the batch's
+statistics again, and their recorded statistics are discarded.
 """
 
 import os
@@ -28,7 +28,7 @@ from muster.jobs.train.models.gpt import Block, Embed
 from muster.jobs.train.models.stack import Layers, Stack, in_turn
 
 FIRST_OF_PIECE: Final = (Embed, Block, nn.Conv2d, nn.LayerNorm, nn.RMSNorm)
-AGAIN: Final = (Block, nn.Conv2d)  # a piece that begins with one is worth to be forwarded again
+AGAIN: Final = (Block, nn.Conv2d)  # pieces that begin with one of these are worth recomputing
 COMPILERS: Final = {"cpu": ("g++", "clang++"), "cuda": ("gcc", "clang", "cc")}
 
 Run = Callable[[Layers, Tensor], Tensor]
@@ -44,14 +44,14 @@ class Piece:
 
 
 def cut(body: Layers) -> list[Piece]:
-    """Cut a body into pieces that are compiled, or forwarded again, by themselves."""
+    """Cut a body into pieces that are compiled or recomputed separately."""
     starts = [index for index, layer in enumerate(body) if index == 0 or isinstance(layer, FIRST_OF_PIECE)]
     stops = [*starts[1:], len(body)]
     return [Piece(a, b, isinstance(body[a], AGAIN)) for a, b in zip(starts, stops, strict=True)]
 
 
 class Body:
-    """Runs the pieces of a body one after the other; it holds no layer, so that a copy of the model is one."""
+    """Runs the pieces of a body one after the other. It has no reference to layers, so the model can be copied."""
 
     def __init__(
         self, model: Stack, pieces: Sequence[Piece], *, compile: bool, recompute: bool, mode: str | None = None
@@ -85,16 +85,16 @@ class Body:
 
 
 def by_units(model: nn.Module, units: Sequence[Sequence[nn.Module]], *, compile: bool, recompute: bool) -> None:
-    """Compile each unit of a user's model, or run its forward again in the backward to keep less; in place.
+    """Compile each unit of a user's model, or recompute it in the backward to save memory; in place.
 
     Raises:
-        RefusedError: there is no unit that could be forwarded again.
+        RefusedError: if there is no unit to recompute.
     """
     layers = [layer for unit in units for layer in unit]
     if recompute and not layers:
         raise RefusedError(
             f"train.activation_checkpointing: found no repeated children in {type(model).__name__}; name the modules "
-            "that are to run again in model.units, or set activation_checkpointing: false"
+            "to recompute in model.units, or set activation_checkpointing: false"
         )
     for layer in layers:
         if recompute:
@@ -118,7 +118,7 @@ def _forward_again(forward: Callable[..., Any], layer: nn.Module, *given: Any, *
 
 @contextmanager
 def silent(norms: Sequence[_NormBase]) -> Iterator[None]:
-    """Let batch norms record running statistics in copies that are thrown away."""
+    """Let batch norms record running statistics in copies that are discarded."""
     before = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, before, strict=True):
         norm._buffers.update({name: None if each is None else each.clone() for name, each in buffers.items()})
@@ -130,15 +130,15 @@ def silent(norms: Sequence[_NormBase]) -> Iterator[None]:
 
 
 def form(layers: Layers) -> str:
-    """Spell what kind of layers these are, with their sizes: pieces of one form share what is compiled."""
+    """Describe the kind and sizes of layers; pieces with the same description share compiled code."""
     return "\n".join(map(repr, layers))
 
 
 def compiled(function: Callable[..., Any], name: str, *, mode: str | None = None) -> Callable[..., Any]:
-    """Compile a function under a name of its own.
+    """Compile a function under its own name.
 
-    Compiled code is kept by code object, and another shape of an argument makes the next version one for all shapes:
-    two uses of one function for layers of two sizes would spoil each other.
+    Compiled code is cached by code object, and a second argument shape makes the next version generic. So two uses of
+    one function for layers of two sizes would slow each other down.
     """
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
@@ -151,18 +151,19 @@ def require_compiler(device: torch.device) -> None:
     """Check that generated code can be built for a device.
 
     Raises:
-        RefusedError: this machine lacks a compiler, or Python's headers.
+        RefusedError: if this machine lacks a compiler or Python's headers.
     """
     variable = {"cpu": "CXX", "cuda": "CC"}[device.type]
     names = (os.environ[variable],) if os.environ.get(variable) else COMPILERS[device.type]
     if not any(shutil.which(name) for name in names):
         raise RefusedError(
-            f"train.compile: torch.compile for {device.type} needs a compiler, none of {', '.join(names)} is here; "
+            f"train.compile: torch.compile for {device.type} needs a compiler, but none of {', '.join(names)} is "
+            "installed; "
             f"install one, name it in {variable}, or set compile: false"
         )
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.is_file():
         raise RefusedError(
-            f"train.compile: torch.compile needs Python's headers, {header} is not there; install them "
+            f"train.compile: torch.compile needs Python's headers, but {header} does not exist; install them "
             "(python3-dev), or set compile: false"
         )

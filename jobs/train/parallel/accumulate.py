@@ -1,7 +1,7 @@
-"""A step's forwards and backwards on a rank that has every layer: virtual rank by virtual rank, micro-batches in turn.
+"""The forwards and backwards of a step on a rank that has every layer: each virtual rank's micro-batches in turn.
 
-Batch norm computes with each virtual rank's own statistics; the running statistics, which are saved and used by
-evaluation, are those of virtual rank 0 alone (what PyTorch's DDP saves).
+Batch norm uses each virtual rank's own statistics. The running statistics, used by evaluation and saved, are those of
+virtual rank 0 only (as in PyTorch's DDP).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Accumulation:
-    """Runs all micro-batches of a rank's step, and lets the replica average their gradients."""
+    """Runs all micro-batches of a rank's step; the replica averages their gradients."""
 
     def __init__(self, replica: Replica, numerics: Numerics, scaler: Scaler, settings: "TrainSettings") -> None:
         self.replica = replica
@@ -33,7 +33,7 @@ class Accumulation:
         self.tracking = True
 
     def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Forward and backward every shard and average the gradients; return the sum of losses of each shard."""
+        """Run forward and backward on every shard and average the gradients; return the sum of losses per shard."""
         losses = [self._shard(step, shards[0], last=len(shards) == 1)]
         for shard in shards[1:]:
             self.replica.next_shard()
@@ -46,7 +46,7 @@ class Accumulation:
         return self.numerics.logits(self.replica.predict, inputs)
 
     def rehearse(self, shards: Sequence[ShardInput]) -> None:
-        """Forward and backward once, if the first backward decides the order of later sums."""
+        """Run forward and backward once, if the first backward determines the order of later sums."""
         if self.replica.learns_from_first:
             self._micro_batch(shards[0].micro_batches[0], last=True)
 
@@ -75,7 +75,7 @@ class Accumulation:
         return loss
 
     def _track(self, tracking: bool) -> None:
-        """Let batch norms update their running statistics, or only compute with the shard's own."""
+        """Set whether batch norms update their running statistics."""
         if tracking != self.tracking:
             self.tracking = tracking
             for norm in self.norms:

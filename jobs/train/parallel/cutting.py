@@ -1,8 +1,8 @@
-"""Where a model is cut into stages.
+"""Decide where a model is cut into stages.
 
 stage 0              stage 1          stage 2                   tied: head.weight is embed.token.weight
 embed block1 block2  block3 block4    block5 norm head
-gradient of embed's use ─────────── + ─────────── of head's     both ranks have the sum, and step alike
+gradient of embed's use ─────────── + ─────────── of head's     both ranks get the sum and make the same update
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 def cuts_of(
     settings: "TrainSettings", model: Stack, rank_of: Sequence[int], inputs: Sequence[int], world: World
 ) -> Cuts:
-    """Cut a model into stages as the job says, the same on every rank: a collective where layers are timed.
+    """Cut a model into stages according to the job, the same on every rank: a collective if layers are timed.
 
     `inputs` is the shape of a micro-batch's inputs.
 
     Raises:
-        RefusedError: it cannot be cut so.
+        RefusedError: if it cannot be cut like this.
     """
     names = [name for name, _ in model.named_children()]
     try:

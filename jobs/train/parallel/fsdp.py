@@ -1,7 +1,9 @@
-"""A copy of the model inside PyTorch's fully_shard (FSDP2): mode fsdp, the reference that zero3 is compared with.
+"""A copy of the model inside PyTorch's fully_shard (FSDP2): mode fsdp, for comparison with zero3.
 
-Parameters become DTensors, of whose rows every rank has some. Used as its documents say: one call a unit, from the
-inside out, then the whole. The optimizer is an ordinary one, of a rank's rows: the fused SGD knows no DTensors.
+Parameters become DTensors; every rank has some of their rows. As in PyTorch's documentation, fully_shard is called for
+each unit from the inside out, then for the whole model. The optimizer is an ordinary one of a rank's rows, because
+fused
+SGD does not support DTensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class FsdpReplica(Replica):
-    """A copy whose parameters, gradients and optimizer state PyTorch shares out by rows."""
+    """A copy whose parameters, gradients and optimizer state PyTorch shards by rows."""
 
     shares_out = True
     not_timed = "fully_shard launches its collectives on streams of its own"
@@ -51,7 +53,7 @@ class FsdpReplica(Replica):
         for unit in units_of(module, settings.model):
             for part in of_one_dtype(unit):
                 fully_shard(list(part), mesh=mesh, reshard_after_forward=reshard_after_forward)
-        # By default parameters of the root stay whole after its forward: the backward begins with them.
+        # By default the root's parameters stay whole after its forward, because the backward begins with them.
         root = fully_shard(module, mesh=mesh, reshard_after_forward=None if reshard_after_forward else False)
         assert isinstance(root, FSDPModule)
         self.root = root
@@ -75,14 +77,14 @@ class FsdpReplica(Replica):
         self.root.set_requires_gradient_sync(True)
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Keep whole gradients; where they are not kept, every micro-batch's are shared out and added then."""
+        """Accumulate full gradients, or else scatter the gradients of every micro-batch and accumulate those."""
         return self._adding_whole() if self.adds_whole else super().accumulating()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of a micro-batch; `last` is the rank's last one of the step.
 
-        On CUDA the end of the backward is marked before its last collectives are waited for, in fully_shard's own
-        callback: ours is asked for first.
+        On CUDA the end of the backward is marked before its last collectives are waited for in fully_shard's own
+        callback, because this hook is called first.
         """
         self.waits.phase = "backward"
         start = loss.clone()
@@ -95,14 +97,14 @@ class FsdpReplica(Replica):
         Variable._execution_engine.queue_callback(lambda: self.clock.lap("backward"))
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's rows of the mean gradients, which are with the rows from now on."""
+        """Return this rank's rows of the mean gradients; from now on they belong to the rows."""
         for parameter, row in zip(self.module.parameters(), self.rows.values(), strict=True):
             row.grad = None if parameter.grad is None else local(parameter.grad)
             parameter.grad = None
         return gradients_of(self.rows.values())
 
     def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
-        """Build what steps this rank's rows."""
+        """Build the optimizer of this rank's rows."""
         return numerics.optimizer(self.rows.values(), settings.optimizer)
 
     def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held]:
@@ -117,7 +119,7 @@ class FsdpReplica(Replica):
         return [each for each in own if each.start < each.stop]
 
     def _held(self, name: str, key: str | None, value: Tensor) -> Held:
-        if value.dim() == 0:  # one number, the same on every rank
+        if value.dim() == 0:  # a scalar, the same on every rank
             return Held(name, key, (), 0, 1, value, answers=self.world.rank == 0)
         shape = self.forms.pieces[name].shape
         each = -(-shape[0] // self.world.size)
@@ -127,12 +129,12 @@ class FsdpReplica(Replica):
         return Held(name, key, shape, start, stop, value.detach().view(-1))
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Run the model without gradients; parameters stay shared out."""
+        """Run the model without gradients; parameters stay sharded."""
         with self.clock.muted():
             outputs = super().predict(inputs)
         for each in self.module.modules():
             if isinstance(each, FSDPModule):
-                each.reshard()  # the root's parameters, or all, stay whole after a forward: a backward would need them
+                each.reshard()  # after a forward some parameters stay gathered for a backward
         return outputs
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -146,18 +148,18 @@ class FsdpReplica(Replica):
 
 
 class Marked:
-    """A collective of fully_shard's on CPUs, with a mark where it begins and where it ends."""
+    """A collective of fully_shard on CPUs, with time marks at its beginning and end."""
 
     def __init__(self, collective: Callable[..., Any], waits: Waits) -> None:
         self.collective = collective
         self.waits = waits
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make room for what it sends or receives."""
+        """Allocate memory for sending or receiving."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
-        """Communicate."""
+        """Run the collective."""
         self.waits.hear(True)
         finished = LOG.open(self.collective.__name__, max(output_tensor.nbytes, input_tensor.nbytes))
         work = self.collective(output_tensor, input_tensor, group=group, **options)
@@ -174,7 +176,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(like: Tensor, rows: Tensor) -> Tensor:
-    """Put a tensor together that is shared out as another one is: a collective."""
+    """Assemble a tensor that is sharded like another one: a collective."""
     assert isinstance(like, DTensor)
     shared = DTensor.from_local(rows, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
     return shared.full_tensor().clone()

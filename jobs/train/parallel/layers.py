@@ -1,20 +1,21 @@
-"""Which part of every layer a rank has, where layers are split over tensor ranks.
+"""The parts of layers that a tensor rank has.
 
-    tensor rank 0   F B  step      both read the same batch, draw the same numbers where they have the same, and have
-    tensor rank 1   F B  step      the same loss; their gradients are those of one process, of the part that each has
+    tensor rank 0   F B  step      both read the same batch, use the same random numbers for what both have, and get the
+    tensor rank 1   F B  step      same loss; each has the gradients of one process, restricted to its part
 
-whole         names, types and shapes of the model's tensors: what checkpoints know
-local         of this rank's parts of them
-slices        where each part lies in the whole; nothing where layers are not split
+whole         names, dtypes and shapes of the model's tensors, as in checkpoints
+local         names, dtypes and shapes of this rank's parts
+slices        the position of each part in the whole; empty if layers are not split
 
 A checkpoint knows no tensor ranks: a part is a piece of a global tensor.
 
 up (32, 16), split along 0      rank 1 of 2: one range of row-major elements        [flat 256:512]
 down (16, 32), split along 1    rank 1 of 2: a box                                  [0:16,16:32]
-a flat range of that box        as ZeRO cuts one: at most three boxes of a matrix   [3:4,20:32] [4:9,16:32] [9:10,16:17]
+a flat range of that box        as cut by ZeRO: at most three boxes of a matrix     [3:4,20:32] [4:9,16:32] [9:10,16:17]
 
-What tensor ranks have whole - norms, positions, some biases - has the same bits on all of them: the first one saves it
-and counts it in norms. One number for all of a parameter, as a step count is, the rank with its first element saves.
+Tensors that all tensor ranks have whole (norms, positions, some biases) have the same bits everywhere: the first rank
+saves them and counts them in norms. A scalar for a whole parameter, such as a step count, is saved by the rank with the
+parameter's first element.
 """
 
 import math
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """Which part of every tensor of a model this rank has: `whole` are the model's forms before it was split.
+    """This rank's part of every tensor of a model; `whole` are the model's forms before it was split.
 
-    `world` is that of the tensor ranks, which have all parts together; `local` are the forms of the parts.
+    `world` has the tensor ranks, which together have all parts; `local` are the forms of the parts.
     """
 
     whole: Forms
@@ -55,7 +56,7 @@ class Parts:
         return self.slices.get(self.whole.aliases.get(name, name))
 
     def answers(self, name: str) -> bool:
-        """True when, among the tensor ranks, this one saves its part of a parameter and counts it in norms."""
+        """Return True if, among the tensor ranks, this one saves its part of a parameter and counts it in norms."""
         cut = self.slice_of(name)
         return self.world.rank == 0 if cut is None else cut.answers
 
@@ -92,7 +93,7 @@ def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, 
     """Split a model's layers over the tensor ranks, in place; return the parts of this rank. A collective.
 
     Raises:
-        ValueError: its layers cannot be split over so many ranks.
+        ValueError: if its layers cannot be split over this many ranks.
     """
     if isinstance(module, Stack) and settings.model.make is None:
         split = split_gpt(module, groups.tensor, sequence_parallel=settings.sequence_parallel)
@@ -103,12 +104,13 @@ def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, 
 
 
 def parts_of(name: str, cut: TensorSlice, tensor: Tensor, start: int = 0) -> list[Part]:
-    """Return a range of this rank's part, which begins at element `start` in row-major order, as parts of the whole.
+    """Return a range of this rank's part, from element `start` in row-major order, as parts of the whole.
 
-    `name` is the checkpoint's ("model/...", "optimizer/..."), `tensor` holds them, flat or in the part's shape.
+    `name` is the name in a checkpoint ("model/...", "optimizer/..."); `tensor` has the range, flat or in the part's
+    shape.
 
     Raises:
-        ValueError: they are more than this rank's part has.
+        ValueError: if the range exceeds this rank's part.
     """
     dtype, flat = DTYPES[tensor.dtype], tensor.detach().view(-1)
     stop = start + flat.numel()

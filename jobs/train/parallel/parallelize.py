@@ -2,10 +2,10 @@
 
 {data: 2, pipe: 2, tensor: 2, zero: 1}        8 ranks; this one:
 
-tensor   a part of every layer            layers.py     the ranks with the other parts exchange activations
-pipe     of those, a slice of the layers  stages.py     the ranks with the other slices send it activations
-data     gradients become the mean over the ranks that have the same parts of the same layers     replica.py
-zero     ... which share out the optimizer's state (1), the gradients (2), the parameters (3)     sharded.py, fsdp.py
+tensor   a part of every layer            layers.py     exchanges activations with the ranks that have the other parts
+pipe     of those, a slice of the layers  stages.py     exchanges activations with the ranks of the other slices
+data     gradients are averaged over the ranks with the same parts of the same layers     replica.py
+zero     these ranks shard the optimizer state (1), the gradients (2), the parameters (3)     sharded.py, fsdp.py
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,8 +42,8 @@ TIMEOUT: Final = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 class RankModel:
     """The part of a model on one rank. Methods that return whole tensors are collectives.
 
-    `parts` say which part of every layer it has, `stages` which layers (None: all); `replica` holds those and makes
-    the mean of their gradients.
+    `parts` describes its part of every layer, `stages` lists its layers (None: all). `replica` averages their gradients
+    over the ranks with the same part.
     """
 
     parts: Parts
@@ -55,7 +55,7 @@ class RankModel:
 
     @property
     def module(self) -> nn.Module:
-        """The layers that this rank has."""
+        """The layers of this rank."""
         return self.replica.module
 
     @property
@@ -64,20 +64,20 @@ class RankModel:
         return self.parts.whole
 
     def is_counted(self, name: str) -> bool:
-        """True where no earlier stage, and no earlier tensor rank, has the same parameter."""
+        """Return True if no earlier stage and no earlier tensor rank has the same parameter."""
         return (self.stages is None or name not in self.stages.pipeline.tied) and self.parts.answers(name)
 
     def counted(self) -> list[Tensor] | None:
-        """Return the gradients that this rank adds to a norm over `norm_group`; None: all that it steps with."""
+        """Return the gradients that this rank contributes to a norm over `norm_group`; None means all of its own."""
         is_split = self.stages is not None or self.world.tensor > 1
         return self.replica.counted(self.is_counted) if is_split else None
 
     def state(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> ModelState:
-        """Return what of the state this rank saves and reads; `more` are further tensors, the same on every rank."""
+        """Return the state that this rank saves and loads; `more` are further tensors, equal on every rank."""
         return ModelState(self.replica, optimizer, self.parts, self.world, more)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Copy the gradients that the last step was made with, whole, by name of parameter: a collective."""
+        """Copy the gradients used in the last step, whole, by parameter name: a collective."""
         own = self.replica.full_gradients()
         if self.stages is not None:
             pieces = [each for name, each in self.parts.local.pieces.items() if name in self.whole.trained]
@@ -87,7 +87,7 @@ class RankModel:
     def full_state(self) -> dict[str, Tensor]:
         """Copy parameters and buffers, whole, by name: a collective.
 
-        A rank with a copy of a parameter that stages share returns its own copy.
+        A rank with a copy of a parameter shared by stages returns its own copy.
         """
         buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         own = {**self.replica.full_parameters(), **buffers}
@@ -104,7 +104,7 @@ class RankModel:
 
 
 def groups_of(world: World, split: Parallel) -> Groups | None:
-    """Make a rank's groups: a collective of all ranks; None where every rank has all layers whole."""
+    """Create a rank's process groups: a collective of all ranks. None if every rank has all layers whole."""
     if world.group is None or not (split.schedule or split.tensor > 1):
         return None
     return Mesh(split.data, split.pipe, split.tensor).groups(world.group, TIMEOUT)
@@ -126,13 +126,13 @@ def parallelize(
     `sample` is the shape of one input.
 
     Raises:
-        RefusedError: it cannot be cut so, or several ranks are to synchronize nothing.
-        ValueError: its layers cannot be split over so many tensor ranks.
+        RefusedError: if it cannot be split like this, or several ranks have no `sync`.
+        ValueError: if its layers cannot be split over this many tensor ranks.
     """
     whole = Forms(model)
     in_layers = bool(split.schedule) or (settings.layerwise and split.zero == 3)
     layers = layers_of(model, settings) if in_layers else None
-    if layers is not None and split.schedule:  # cuts go by the sizes or times of whole layers
+    if layers is not None and split.schedule:  # cuts depend on the sizes or times of whole layers
         table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
         samples = -(-settings.batch_size // (split.data * split.microbatches))
         cuts = cuts_of(settings, layers, table.rank_of, (samples, *sample), world)

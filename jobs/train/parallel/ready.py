@@ -1,10 +1,10 @@
-"""Tell a data-parallel wrapper when gradients of a pipeline are complete, so that averaging overlaps the last backward.
+"""Tell a data-parallel wrapper when a pipeline's gradients are complete, so that averaging overlaps the last backward.
 
-    stage 0   F0 F1 B0 F2 B1 .. B2 ====B3====          B3 is the last: each gradient is whole when B3 has added to it
-    buckets                         [==] [==] [=]      launched in one order on all ranks that average them
-    after the row                             |  tied weights are added up over stages, then their buckets go
+    stage 0   F0 F1 B0 F2 B1 .. B2 ====B3====          B3 is the last: a gradient is complete once B3 has added to it
+    buckets                         [==] [==] [=]      launched in the same order on all ranks that average them
+    after the row                             |  tied weights are summed over stages, then their buckets are launched
 
-A gradient that comes from several uses, on one rank or on two, is whole only after the row: its bucket goes last.
+A gradient with several uses, on one rank or on two, is complete only after the row, so its bucket is last.
 """
 
 from collections.abc import Collection
@@ -16,10 +16,10 @@ from muster.pipe import Pipeline
 
 
 class ReadyGradients:
-    """Reports complete gradients to a wrapper; `shared` names the parameters that are used more than once.
+    """Reports complete gradients to a wrapper; `shared` names the parameters with several uses.
 
-    The wrapper is in `no_sync()` while the pipeline runs: its own hooks only let gradients add up. These are called
-    after them, for they are registered later.
+    The wrapper is in `no_sync()` while the pipeline runs, so its own hooks only accumulate gradients. The hooks of this
+    class run after those, because they are registered later.
     """
 
     def __init__(self, pipeline: Pipeline, wrapper: Reduced, shared: Collection[str]) -> None:
@@ -33,7 +33,7 @@ class ReadyGradients:
                 each.register_post_accumulate_grad_hook(self._hear)  # type: ignore[no-untyped-call]
 
     def _hear(self, parameter: Tensor) -> None:
-        """Report a gradient after the last micro-batch has added to it."""
+        """Report a gradient after the last micro-batch was added to it."""
         assert isinstance(parameter, nn.Parameter)
         if self.pipeline.in_last_backward:
             self.wrapper.gradients_are_ready((parameter,))

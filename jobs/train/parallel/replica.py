@@ -1,11 +1,11 @@
-"""How one rank holds the layers that it has, and how their gradients become the mean over the ranks that have the same.
+"""One rank's copy of its layers, and the averaging of gradients over the ranks with the same layers.
 
 shard 0   F B  F B |  shard 1   F B  F B |          every backward but the last only accumulates
                    next_shard            finish      a late replica averages here
                                       ^-- an overlapped one in the last backward
 
-Gradients, parameters and the optimizer's state are whole on every such rank, or shared out (`shares_out`). What is
-asked for whole - to compare it, to evaluate - is a collective.
+Gradients, parameters and optimizer state are whole on every such rank, or sharded (`shares_out`). Methods that return
+them whole, for comparison or evaluation, are collectives.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """Layers that no other rank has, so nothing is synchronized. `world`: the ranks with the same layers."""
+    """Layers without other copies, so nothing is synchronized. `world` has the ranks with the same layers."""
 
-    learns_from_first = False  # True: the first backward decides in which order the later ones sum
-    shares_out = False  # True: these ranks have one gradient together
+    learns_from_first = False  # True: the first backward determines the order of sums in later ones
+    shares_out = False  # True: these ranks share one sharded gradient
     wrapper: nn.Module | None = None
     not_timed = ""  # why a timeline lacks this replica's collectives, if it does
 
@@ -49,7 +49,7 @@ class Replica:
         return loss
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Return the context of every micro-batch but a rank's last: its gradients only accumulate."""
+        """Return the context for all micro-batches but a rank's last: their gradients only accumulate."""
         return nullcontext()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -58,13 +58,13 @@ class Replica:
         self.clock.lap("backward")
 
     def next_shard(self) -> None:
-        """Go from one virtual rank to the next one."""
+        """Switch from one virtual rank to the next."""
 
     def finish(self) -> None:
-        """Make the gradients the mean over all virtual ranks."""
+        """Average the gradients over all virtual ranks."""
 
     def gradients(self) -> list[Tensor]:
-        """Return what of the mean gradients this rank steps with, to be changed in place."""
+        """Return this rank's part of the mean gradients, to be changed in place before the step."""
         return gradients_of(self.module.parameters())
 
     def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
@@ -74,8 +74,8 @@ class Replica:
     # What it is made of ---------------------------------------------------------------------------------------------
 
     def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
-        """Build what steps this rank's parameters."""
-        capturable = settings.cuda_graph and not settings.is_pipeline  # whose graphs are of actions, not of steps
+        """Build the optimizer of this rank's parameters."""
+        capturable = settings.cuda_graph and not settings.is_pipeline  # a pipeline records actions, not whole steps
         return numerics.optimizer(self.module.parameters(), settings.optimizer, capturable=capturable)
 
     def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held] | None:
@@ -86,15 +86,15 @@ class Replica:
         """Wait until the parameters have the values of the last step."""
 
     def refresh(self) -> None:
-        """Take over state that was read from a checkpoint: a collective."""
+        """Apply state that was loaded from a checkpoint: a collective."""
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Run the model without gradients: every rank as often."""
+        """Run the model without gradients; all ranks must call it equally often."""
         outputs: Tensor = self.module(inputs)
         return outputs
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Copy the gradients that the last step was made with, whole, by name of parameter: a collective."""
+        """Copy the gradients used in the last step, whole, by parameter name: a collective."""
         return named_gradients(self.module)
 
     def full_parameters(self) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class Replica:
 
 
 class WrappedReplica(Replica):
-    """A copy inside a wrapper, which keeps gradients on this rank while it is asked to."""
+    """A copy inside a wrapper, which does not communicate while asked not to."""
 
     wrapper: DataParallel | DistributedDataParallel
 
@@ -117,18 +117,18 @@ class WrappedReplica(Replica):
         return loss
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Keep the wrapper from communicating."""
+        """Return a context in which the wrapper does not communicate."""
         return self.wrapper.no_sync()
 
     def next_shard(self) -> None:
-        """Keep the gradients of the virtual rank before apart, so that they are summed in order."""
-        assert isinstance(self.wrapper, DataParallel), "PyTorch's wrapper sums in no promised order"
+        """Keep the gradients of the previous virtual rank separate, so that they are summed in order."""
+        assert isinstance(self.wrapper, DataParallel), "PyTorch's wrapper guarantees no order of sums"
         self.wrapper.next_shard()
         self.clock.lap("backward")
 
 
 class LateReplica(WrappedReplica):
-    """A copy whose gradients are averaged after the backward: all of the wait is exposed."""
+    """A copy whose gradients are averaged after the backward, so that all communication is exposed."""
 
     def finish(self) -> None:
         """Average the gradients."""
@@ -138,14 +138,14 @@ class LateReplica(WrappedReplica):
 
 
 class OverlappedReplica(WrappedReplica):
-    """A copy whose gradients are averaged during the last backward: the wait after the last gradient is exposed."""
+    """A copy whose gradients are averaged during the last backward; only the wait after it is exposed."""
 
     def __init__(self, wrapper: DataParallel | DistributedDataParallel, world: World, clock: Clock) -> None:
         super().__init__(wrapper, world, clock)
         self.ready = LastGradient(wrapper.module, clock)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add gradients; when the last micro-batch's returns they are the mean."""
+        """Add gradients. When this returns for the last micro-batch, they are averaged."""
         if not last:
             super().backward(loss, last=last)
             return
@@ -157,8 +157,8 @@ class OverlappedReplica(WrappedReplica):
 class TorchReplica(OverlappedReplica):
     """A copy inside PyTorch's DistributedDataParallel.
 
-    It deals gradients anew to its buckets after the first backward, and where a gradient lies in a bucket decides in
-    which order more than two ranks add it up.
+    It rebuilds its buckets after the first backward. The position of a gradient in a bucket determines the order in
+    which more than two ranks sum it.
     """
 
     learns_from_first = True
@@ -166,9 +166,9 @@ class TorchReplica(OverlappedReplica):
 
 
 class LastGradient:
-    """Within its context, marks the end of the backward at the gradient that becomes ready last.
+    """A context that marks the end of the backward, when the last gradient becomes ready.
 
-    The first backward watches all parameters to learn which one that is; later ones watch only it.
+    The first backward watches all parameters to learn which one is last; later ones watch only that one.
     """
 
     def __init__(self, module: nn.Module, clock: Clock) -> None:

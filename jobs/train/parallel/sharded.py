@@ -1,4 +1,4 @@
-"""Layers whose state ranks share out: modes zero1, zero2 and zero3, by the `zero` library."""
+"""Layers with sharded state: modes zero1, zero2 and zero3, by the `zero` library."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Waits:
-    """Marks of a step in which communication is waited for in the midst of forwards and backwards.
+    """Time marks for a step that waits for communication within forwards and backwards.
 
     forward ──┤wait├── forward ── | ── backward ──┤wait├── backward          between the bars: communication
     """
@@ -32,12 +32,12 @@ class Waits:
         self.phase: Phase = "forward"
 
     def hear(self, begins: bool) -> None:
-        """Mark where a wait begins, and where it ends."""
+        """Mark the beginning or the end of a wait."""
         self.clock.lap(self.phase if begins else "communication")
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Within it, what is not waiting belongs to a phase."""
+        """Attribute the time in this context to a phase, except waits."""
         self.phase = phase
         yield
         self.clock.lap(phase)
@@ -46,8 +46,9 @@ class Waits:
 class ShardedReplica(WrappedReplica):
     """A copy inside one of `zero`'s wrappers.
 
-    Gradients are shared out in the last backward, parameters gathered while they are used: nothing is left for
-    `finish`. With `marks_waits` what the rank waits in between counts as communication.
+    Gradients are scattered in the last backward, parameters gathered while they are used, so `finish` has nothing to
+    do.
+    With `marks_waits`, the waits in between count as communication.
     """
 
     wrapper: Sharded
@@ -66,12 +67,15 @@ class ShardedReplica(WrappedReplica):
         return super().forward(inputs, targets)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of a micro-batch; when the last one's returns, each rank has its share of the mean."""
+        """Add the gradients of a micro-batch.
+
+        When this returns for the last one, each rank has its share of the mean.
+        """
         with self.waits.during("backward"):
             torch.autograd.backward(loss)
 
     def next_shard(self) -> None:
-        """Keep the gradients of the virtual rank before apart, so that they are summed in order."""
+        """Keep the gradients of the previous virtual rank separate, so that they are summed in order."""
         with self.waits.during("backward"):
             self.wrapper.next_shard()
 
@@ -81,7 +85,7 @@ class ShardedReplica(WrappedReplica):
         return self.optimizer.gradients()
 
     def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
-        """Build what steps this rank's share; parameters of 16 bits in float32 copies."""
+        """Build the optimizer of this rank's share; 16-bit parameters get float32 copies."""
         trainable = [each for each in self.module.parameters() if each.requires_grad]
         kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)
         self.optimizer = self.wrapper.optimizer(kind, masters=True, **options)
@@ -89,7 +93,7 @@ class ShardedReplica(WrappedReplica):
         return self.optimizer
 
     def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
-        """Return this rank's ranges of the gradients of the parameters whose names are chosen."""
+        """Return this rank's ranges of the gradients of the chosen parameters."""
         return [
             home.of(home.grad, at)
             for home in self.wrapper.homes
@@ -103,15 +107,15 @@ class ShardedReplica(WrappedReplica):
         return [*self.wrapper.held_parameters(), *self.optimizer.held_state()]
 
     def settle(self) -> None:
-        """Wait for the parameters that are being gathered."""
+        """Wait for parameters that are being gathered."""
         self.wrapper.synchronize()
 
     def refresh(self) -> None:
-        """Gather the parameters whose shares have been written; of 16 bits, the float32 copies count."""
+        """Gather the parameters from their loaded shares; for 16-bit parameters, from the float32 copies."""
         self.wrapper.refresh(masters=True)
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Run the model without gradients; parameters stay shared out, for they may not fit into one rank's memory."""
+        """Run the model without gradients. Parameters stay sharded, because they may not fit in one rank's memory."""
         with self.clock.muted():
             outputs: Tensor = self.wrapper(inputs)
         return outputs
@@ -127,7 +131,7 @@ class ShardedReplica(WrappedReplica):
 
 
 class LayerwiseReplica(ShardedReplica):
-    """A copy inside a `Layerwise`: every micro-batch's gradients are shared out, layer by layer."""
+    """A copy inside a `Layerwise`: the gradients of every micro-batch are scattered, layer by layer."""
 
     wrapper: Layerwise
 

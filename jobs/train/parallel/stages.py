@@ -1,10 +1,10 @@
-"""One rank's slice of a model's layers: how a batch goes through it, and what of the model is on which rank.
+"""One rank's slice of a model's layers: run a batch through it, and locate the rest of the model.
 
     batch ─ micro-batches ─ forwards and backwards in the schedule's order ─ shared weights ─ mean over pipelines
-                            `pipe.Pipeline`                                  added up
+                            `pipe.Pipeline`                                  summed
 
-Gradients are those of one process that takes the same micro-batches one after another (`reference.py`). Batch norm
-computes with each micro-batch's own statistics, and records those of all of them, in order. Dropout is keyed by layer
+The gradients are those of one process that runs the same micro-batches one after another (`reference.py`). Batch norm
+uses each micro-batch's own statistics, and records those of all of them, in order. Dropout is keyed by layer
 (`layer_seeds.py`).
 
     data rank 0   F B F B F B F B │     │          every data rank's pipeline has its own part of the batch;
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class Stages:
-    """The layers of one rank of a pipeline, `module`; their gradients' mean over pipelines is a replica's."""
+    """The layers of one rank of a pipeline (`module`); a replica averages their gradients over pipelines."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Stages:
             for own, _ in chain(layer.named_parameters(name), layer.named_buffers(name)):
                 self.rank_of.setdefault(own, table.rank_of[stage])
         self.at = (0, world.data_rank)  # step, virtual rank
-        self.of_all: float | None = None  # samples of all pipelines, where they have different numbers
+        self.of_all: float | None = None  # samples of all pipelines, if their counts differ
         self.loss_of = split_loss_of(model[-1]) if isinstance(model[-1], VocabularyLinear) else loss_of(settings)
         in_autocast(model, numerics)
         self.pipeline = Pipeline(
@@ -96,24 +96,24 @@ class Stages:
     # A step ---------------------------------------------------------------------------------------------------------
 
     def attach(self, replica: Replica, scaler: Scaler, shared: Mapping[str, str]) -> None:
-        """Take what makes the mean over pipelines, if there are several, and what scales losses; before the first step.
+        """Set the replica, which averages over pipelines, and the loss scaler. Called before the first step.
 
-        `shared` are further names of shared parameters, with the first ones.
+        `shared` maps other names of shared parameters to the first ones.
         """
         self.replica, self.scaler = replica, scaler
-        self.ready: ReadyGradients | None = None  # None: all of it is averaged after the last backward
+        self.ready: ReadyGradients | None = None  # None: all gradients are averaged after the last backward
         if isinstance(replica.wrapper, Reduced) and not isinstance(replica.wrapper, FlatAllReduce):
             self.ready = ReadyGradients(self.pipeline, replica.wrapper, {*shared, *shared.values()})
 
     def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Run a batch through the pipeline; return the sum of the losses of its samples, as the only shard's."""
+        """Run a batch through the pipeline; return the sum of the losses of its samples, as one shard."""
         (shard,) = shards
         (batch,) = shard.micro_batches
         scale = self.scaler.scaled(torch.ones((), dtype=torch.float64, device=self.world.device))
         self.at, self.of_all = (step, shard.virtual_rank), None
         if batch.weight != 1.0:
             self.of_all = round(batch.samples * self.world.data_ranks / batch.weight) if batch.samples else math.inf
-        on_cpu = self.world.device.type == "cpu"  # elsewhere the host's times are not those of the device
+        on_cpu = self.world.device.type == "cpu"  # on a GPU, the host's times are not those of the device
         with self._averaging():
             self.pipeline.step(batch.inputs, batch.targets)
             if on_cpu:
@@ -125,7 +125,7 @@ class Stages:
 
     @contextmanager
     def _averaging(self) -> Iterator[None]:
-        """Within it a batch goes through the pipeline; after it the gradients are the mean over pipelines."""
+        """A context for running a batch through the pipeline; it ends by averaging gradients over pipelines."""
         wrapper = self.replica.wrapper
         if not isinstance(wrapper, Reduced):
             yield
@@ -150,15 +150,15 @@ class Stages:
     # The model ------------------------------------------------------------------------------------------------------
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Run the model without gradients; every rank of the pipeline has what comes out."""
+        """Run the model without gradients; every rank of the pipeline gets the outputs."""
         self.replica.settle()
         return self.pipeline.evaluate(inputs)
 
     def rehearse(self, shards: Sequence[ShardInput]) -> None:
-        """Do nothing: a first step teaches nothing."""
+        """Do nothing: later steps do not depend on the first."""
 
     def exchange(self, own: Mapping[str, Tensor], pieces: Iterable[Piece]) -> dict[str, Tensor]:
-        """Return tensors of all ranks of the pipeline, each of which has its layers' in `own`: a collective."""
+        """Return the tensors of all ranks of the pipeline; each rank passes its own: a collective."""
         found = {}
         for piece in pieces:
             name = piece.name.removeprefix(MODEL)
@@ -173,7 +173,7 @@ class Stages:
 
 
 def in_autocast(model: Stack, numerics: Numerics) -> None:
-    """Let every layer compute as autocast says by itself: a backward runs between the forwards of a pipeline."""
+    """Apply autocast to every layer separately, because a pipeline runs backwards between forwards."""
     if numerics.autocast is None:
         return
     for layer in model:
@@ -182,19 +182,20 @@ def in_autocast(model: Stack, numerics: Numerics) -> None:
 
 def _cast(numerics: Numerics, layer: nn.Module, x: Tensor) -> Tensor:
     with numerics.forward():
-        y: Tensor = type(layer).forward(layer, x)  # looked up now: what splits a layer's backward changes its class
+        # looked up on each call, because splitting a layer's backward changes its class
+        y: Tensor = type(layer).forward(layer, x)
     return y
 
 
 def phase_of(step: Step) -> Phase:
-    """Return which part of a rank's time a step of a schedule is counted in."""
+    """Return the phase in which the time of a schedule step is counted."""
     if not isinstance(step, Action):
         return "communication"
     return "forward" if step.kind == "F" else "backward"
 
 
 class _Weighed(torch.autograd.Function):
-    """A loss as it is, whose gradient is what its samples count among those of all pipelines, and not in their own."""
+    """The identity on a loss; its gradient is weighted by the samples of all pipelines instead of this one."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weight: float) -> Tensor:

@@ -1,10 +1,10 @@
 """The state of a model and its optimizer on one rank, as parts of named tensors.
 
-Names are "model/<name>" and "optimizer/<name of the parameter>/<key>", those of the whole model, whatever ranks hold
-them: a checkpoint of any number of ranks, in any mode, has the same tensors, in other pieces.
+Names are "model/<name>" and "optimizer/<parameter name>/<key>", as in the whole model. So a checkpoint has the same
+tensors for any number of ranks in any mode, only in other pieces.
 
-    whole on several ranks      dealt out: every rank writes a flat range of all bytes, and reads everything
-    shared out (ZeRO, fsdp)     block1.up (4, 6)    rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
+    whole on several ranks      dealt: every rank writes a flat range of all bytes, and reads everything
+    sharded (ZeRO, fsdp)        block1.up (4, 6)    rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
     a slice of the layers       rank 0  embed block1    rank 1  block2 norm head; a shared parameter by its first name
     a part of every layer       each of these placed in the whole, as boxes (`layers.py`)
 """
@@ -33,7 +33,7 @@ OPTIMIZER: Final = "optimizer/"
 
 
 class Forms:
-    """A model's names, types and shapes, taken before it is shared out or cut: a rank then has some of it only."""
+    """A model's names, dtypes and shapes, recorded before it is sharded or cut, when each rank still has all of it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.pieces = {
@@ -43,15 +43,15 @@ class Forms:
         self.buffers = [part.piece for part in buffer_parts(module)]
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         named = module.named_parameters(remove_duplicate=False)
-        # further names of shared parameters, each with the name that it is saved under
+        # other names of shared parameters, each with the name it is saved under
         self.aliases = {name: first[id(each)] for name, each in named if first[id(each)] != name}
 
 
 class ModelState:
-    """The parts that one rank saves and reads. `more` are further tensors, equal on all ranks.
+    """The parts that one rank saves and loads. `more` are further tensors, equal on all ranks.
 
-    To list a thousand tensors takes longer than to copy a small model, and would be part of every save's stall: the
-    list is made anew only when the optimizer has made state since.
+    Listing a thousand tensors takes longer than copying a small model, and would stall every save. So the list is
+    rebuilt only after the optimizer has created state.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class ModelState:
         self.model = parts
         self.more = more
         self.leads = world.pipe_rank == 0  # the first stage's ranks save `more`
-        self.aliases = parts.whole.aliases  # what a stage has under such a name, the one with the first name saves
+        self.aliases = parts.whole.aliases  # such tensors are saved by the stage with the first name
         self._parts: list[Part] = []
-        self._listed: list[object] | None = None  # the optimizer's tensors, as they were when parts were listed
+        self._listed: list[object] | None = None  # the optimizer's tensors at the time of the listing
 
     def parts(self) -> list[Part]:
-        """List the parts that this rank saves; all ranks together save each part once.
+        """List the parts that this rank saves. Together, the ranks save each part once.
 
-        The list stays the same object until the optimizer makes new state. Data rank 0 saves the buffers.
+        The list stays the same object until the optimizer creates new state. Data rank 0 saves the buffers.
         """
         stepping = getattr(self.optimizer, "inner", self.optimizer)
         now = [value for state in stepping.state.values() for value in state.values()]
@@ -85,7 +85,9 @@ class ModelState:
         return self._parts
 
     def _saved(self) -> tuple[list[Part], bool]:
-        """List what this rank saves of its own layers, and whether the list holds until state is made."""
+        """List the parts of its own layers that this rank saves, and whether the list stays valid until state is
+        created.
+        """
         module, rank, ranks = self.replica.module, self.replica.world.rank, self.replica.world.size
         own = [*buffer_parts(module), *(self._more() if self.leads else ())]
         ranges = self.replica.ranges(self.optimizer)
@@ -94,14 +96,14 @@ class ModelState:
             return [*(own if rank == 0 else ()), *held], not any(each.lent for each in ranges)
         every = [*parameter_parts(module), *optimizer_parts(module, self.optimizer)]
         shared = [part for part in every if parameter_of(part.piece.name) not in self.aliases]
-        # A range of a tensor that is not row-major is a copy, which the next step would leave behind.
+        # A range of a tensor that is not row-major is a copy, which would be stale after the next step.
         return deal(own, shared, rank=rank, ranks=ranks), all(part.tensor.is_contiguous() for part in shared)
 
     def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
-        """List what this rank reads of a checkpoint's tensors, to be filled in place.
+        """List the parts of a checkpoint that this rank loads, to be filled in place.
 
         Raises:
-            RefusedError: the checkpoint is of another model; on every rank, whatever it has.
+            RefusedError: on every rank, if the checkpoint is of another model.
         """
         forms = self.model.whole
         model = [*forms.pieces.values(), *forms.buffers]
@@ -116,7 +118,7 @@ class ModelState:
         return parts
 
     def _read(self, stored: Mapping[str, Piece]) -> list[Part]:
-        """List the parameters of this rank's layers and the stored state of their optimizer, by this rank's names."""
+        """List the parameters of this rank's layers and the stored optimizer state, under this rank's names."""
         module, ranges = self.replica.module, self.replica.ranges(self.optimizer)
         if ranges is not None:
             return [part for part in map(part_of, ranges) if self._named(part).piece.name in stored]
@@ -129,7 +131,7 @@ class ModelState:
         return [*parameter_parts(module), *stored_optimizer(module, self.optimizer, own)]
 
     def _named(self, part: Part) -> Part:
-        """Give a part the name that the whole model has for it."""
+        """Rename a part to its name in the whole model."""
         first = self.aliases.get(parameter_of(part.piece.name))
         return (
             part if first is None else replace(part, piece=replace(part.piece, name=named_as(part.piece.name, first)))
@@ -140,14 +142,14 @@ class ModelState:
 
 
 def parameter_of(name: str) -> str:
-    """Return the parameter or buffer that a stored name belongs to."""
+    """Return the parameter or buffer of a stored name."""
     if name.startswith(OPTIMIZER):
         return name.removeprefix(OPTIMIZER).rpartition("/")[0]
     return name.removeprefix(MODEL)
 
 
 def named_as(name: str, parameter: str) -> str:
-    """Return a stored name with another parameter in it."""
+    """Replace the parameter in a stored name."""
     return f"{OPTIMIZER}{parameter}/{name.rpartition('/')[2]}" if name.startswith(OPTIMIZER) else MODEL + parameter
 
 
@@ -159,17 +161,17 @@ def part_of(held: Held) -> Part:
 
 
 def buffer_parts(module: nn.Module) -> list[Part]:
-    """List the buffers that belong to the state, in the model's order; a shared one once."""
+    """List the persistent buffers in the model's order; a shared one once."""
     return [whole_part(MODEL + name, buffer) for name, buffer in persistent_buffers(module)]
 
 
 def parameter_parts(module: nn.Module) -> list[Part]:
-    """List the parameters, frozen ones too, in the model's order; a shared one once."""
+    """List the parameters, including frozen ones, in the model's order; a shared one once."""
     return [whole_part(MODEL + name, parameter) for name, parameter in module.named_parameters()]
 
 
 def optimizer_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
-    """List the tensors of the optimizer's state; an optimizer that has not stepped may have none."""
+    """List the tensors of the optimizer's state. Before the first step there may be none."""
     return [
         whole_part(f"{OPTIMIZER}{name}/{key}", value)
         for name, parameter in module.named_parameters()
@@ -179,7 +181,7 @@ def optimizer_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def stored_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Piece]) -> list[Part]:
-    """List stored state of an optimizer; what is not there yet is made, empty, as a first step would."""
+    """List stored optimizer state. Missing tensors are created empty, as the first step would create them."""
     options = {id(each): group for group in optimizer.param_groups for each in group["params"]}
     by_name = dict(module.named_parameters())
     parts = []
@@ -196,7 +198,7 @@ def require_same_names(wanted: Iterable[str], stored: Mapping[str, Piece]) -> No
     """Compare the names of a model's parameters and buffers with the stored ones.
 
     Raises:
-        RefusedError: they differ.
+        RefusedError: if they differ.
     """
     if other := sorted({name for name in stored if name.startswith(MODEL)} ^ set(wanted)):
         side = "only in the checkpoint" if other[0] in stored else "not in the checkpoint"
@@ -204,10 +206,10 @@ def require_same_names(wanted: Iterable[str], stored: Mapping[str, Piece]) -> No
 
 
 def require_trained(stored: Iterable[str], trained: Container[str]) -> None:
-    """Check that the stored state of an optimizer belongs to parameters that this model trains.
+    """Check that stored optimizer state belongs to parameters that this model trains.
 
     Raises:
-        RefusedError: some does not.
+        RefusedError: if some of it does not.
     """
     for name in stored:
         if name.startswith(OPTIMIZER) and parameter_of(name) not in trained:
@@ -216,10 +218,10 @@ def require_trained(stored: Iterable[str], trained: Container[str]) -> None:
 
 
 def require_same_form(wanted: Piece, found: Piece) -> None:
-    """Compare a tensor's type and shape with the stored one's.
+    """Compare a tensor's dtype and shape with the stored one's.
 
     Raises:
-        RefusedError: they differ.
+        RefusedError: if they differ.
     """
     if (wanted.dtype, wanted.shape) != (found.dtype, found.shape):
         raise RefusedError(

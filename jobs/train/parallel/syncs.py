@@ -1,4 +1,4 @@
-"""How ranks that have the same layers average gradients: a row for every `sync` of `jobs/spec/modes.py`."""
+"""How ranks with the same layers average gradients: one row for every `sync` of `jobs/spec/modes.py`."""
 
 import inspect
 from collections.abc import Callable
@@ -41,15 +41,16 @@ def replica_of(
     *,
     in_pipeline: bool,
 ) -> Replica:
-    """Hold layers whose gradients become the mean over a world, that of ranks which have the same: a collective.
+    """Build the replica of layers whose gradients are averaged over `world`, the ranks with the same layers: a
+    collective.
 
-    In a pipeline the stages run the layers, and say when gradients may be averaged.
+    In a pipeline the stages run the layers, and decide when gradients may be averaged.
 
     Raises:
-        RefusedError: several ranks are to synchronize nothing.
+        RefusedError: if several ranks have sync none.
     """
     if sync == "none" and world.size > 1:
-        raise RefusedError(f"train.parallel: sync none runs on one rank, this job has {world.size}; set a sync")
+        raise RefusedError(f"train.parallel: sync none runs on one rank, but this job has {world.size}; set a sync")
     if sync == "none":
         return Replica(module, world, clock)
     if sync == "fsdp":
@@ -76,7 +77,7 @@ def _torch_ddp(module: nn.Module, world: World, settings: "TrainSettings") -> Di
     # torch 2.13 renamed the switch and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    broadcast(list(module.buffers()), world.group)  # with the old name the wrapper leaves buffers as they are
+    broadcast(list(module.buffers()), world.group)  # with the old name the wrapper does not broadcast buffers
     buffers: dict[str, Any] = {switch: False}
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(
@@ -92,7 +93,7 @@ def _sharded(module: nn.Module, world: World, settings: "TrainSettings") -> Shar
         stage=settings.zero,
         units=None if settings.is_pipeline else units_of(module, settings.model),
         bucket_size_mb=settings.bucket_size_mb,
-        accumulate="local" if settings.is_pipeline else settings.accumulate,  # a resume may keep what is not read
+        accumulate="local" if settings.is_pipeline else settings.accumulate,  # a resume may leave an unused value
         reshard_after_forward=settings.reshard_after_forward,
         **options(settings),
     )
@@ -110,15 +111,15 @@ SYNCS: Final[dict[Sync, tuple[Wrap, Callable[..., Replica]]]] = {
 
 
 def options(settings: "TrainSettings") -> dict[str, Any]:
-    """Return what a job says to all of our own wrappers alike."""
+    """Return the options that a job passes to all of Muster's wrappers."""
     return {"exact": settings.exact, "communication_dtype": communication_dtype(settings)}
 
 
 def communication_dtype(settings: "TrainSettings") -> torch.dtype | None:
-    """Return what a job's gradients are sent as; None: as they are."""
+    """Return the dtype in which gradients are sent; None: their own."""
     return None if settings.communication_dtype is None else SENT_AS[settings.communication_dtype]
 
 
 def needs_group(split: Parallel) -> bool:
-    """True when a job of this split must make a process group."""
+    """Return True if a job of this split needs a process group."""
     return split.sync != "none" or bool(split.schedule) or split.world_size > 1

@@ -22,7 +22,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 
 def same(found: Tensor, wanted: Tensor) -> bool:
-    """True when two tensors differ by no more than rounding."""
+    """Return True if two tensors differ by no more than rounding."""
     return distance(found, wanted) <= TOLERANCE
 
 
@@ -35,7 +35,7 @@ def farthest(found: Tensors, wanted: Tensors) -> tuple[str, float]:
 
 @torch.no_grad()
 def factor(found: Tensor, wanted: Tensor) -> float | None:
-    """Return by which factor one tensor is another one; None if it is no multiple."""
+    """Return the factor between two tensors; None if they are not proportional."""
     if found.shape != wanted.shape:
         return None
     left, right = found.detach().double().flatten(), wanted.double().flatten()
@@ -46,7 +46,7 @@ def factor(found: Tensor, wanted: Tensor) -> float | None:
 
 
 def fault(found: Tensor | None, mean: Tensor, own: Sequence[Tensor], rank: int) -> str | None:
-    """Say what is wrong with a gradient that should be the mean over the ranks; None if it is right.
+    """Describe the error in a gradient that should be the mean over the ranks; None if it is right.
 
     `own` has the gradient of each rank alone.
     """

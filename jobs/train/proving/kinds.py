@@ -18,7 +18,7 @@ FULL: Final = "full_state_dict"
 
 @dataclass(frozen=True)
 class Kind:
-    """How a class of one kind is called, and the methods that it must have."""
+    """How to call classes of one kind, and the methods that they need."""
 
     name: str
     form: str
@@ -47,14 +47,14 @@ class UserClass:
 
     @property
     def takes_buckets(self) -> bool:
-        """True when it has a parameter for the size of buckets."""
+        """True if it has a parameter for the size of buckets."""
         return BUCKET in _parameters(self.cls)
 
     def build(self, *given: Any, **options: Any) -> Any:
         """Call the class.
 
         Raises:
-            RefusedError: it takes other parameters, raises, or its instances lack a method.
+            RefusedError: if it takes other parameters, raises, or its instances lack a method.
         """
         options = {**options, **self.args}
         try:
@@ -76,10 +76,10 @@ class UserClass:
 
 
 def load_class(text: str, named: str | None, args: Mapping[str, Any], folder: Path) -> UserClass:
-    """Import a user's class and tell its kind.
+    """Import a user's class and determine its kind.
 
     Raises:
-        RefusedError: it cannot be imported, or is not something to call.
+        RefusedError: if it cannot be imported, or is not callable.
     """
     cls = code.load(KEY, text, folder)
     if not callable(cls):
@@ -88,7 +88,7 @@ def load_class(text: str, named: str | None, args: Mapping[str, Any], folder: Pa
 
 
 def kind_of(cls: Callable[..., Any]) -> str:
-    """Tell the kind of a class by its methods and parameters."""
+    """Determine the kind of a class from its methods and parameters."""
     if hasattr(cls, "train_step"):
         return "pipeline"
     if "optimizer_cls" in _parameters(cls) or (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
@@ -99,5 +99,5 @@ def kind_of(cls: Callable[..., Any]) -> str:
 def _parameters(cls: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(cls).parameters
-    except (TypeError, ValueError):  # a class of compiled code: the call itself will tell
+    except (TypeError, ValueError):  # a class in compiled code: errors will show when it is called
         return {}

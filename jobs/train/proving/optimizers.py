@@ -1,4 +1,4 @@
-"""The probes of an optimizer that shares its state out: each rank steps a part of the parameters, then all have all."""
+"""The probes of a sharded optimizer: each rank updates a part of the parameters, then all ranks get all of them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -12,7 +12,7 @@ from muster.jobs.train.proving.judging import few, half_way, kib, nbytes, same, 
 
 STEPS: Final = 3
 OPTIONS: Final = {"lr": 0.01, "weight_decay": 0.1}
-LATER: Final = 4  # layers that are added as a group of their own
+LATER: Final = 4  # number of layers that are added as a separate group
 
 Recorded = list[torch.optim.Optimizer]
 
@@ -31,7 +31,7 @@ def recording(kind: type[torch.optim.Optimizer]) -> tuple[Callable[..., torch.op
 
 
 def state_bytes(optimizers: Sequence[Any]) -> int:
-    """Return the bytes of the state of optimizers, each storage once; numbers such as `step` are left out."""
+    """Return the bytes of the state of optimizers, each storage once; scalars such as `step` do not count."""
     tensors = [
         each
         for optimizer in optimizers
@@ -79,7 +79,7 @@ def give_gradients(bench: Bench, step: int, module: nn.Module, reference: nn.Mod
 
 
 def wrong_values(bench: Bench, module: nn.Module, reference: nn.Module) -> dict[str, list[int]]:
-    """Return the ranks on which a parameter is not the reference's, by name; the reference's values go on."""
+    """Return the ranks on which a parameter differs from the reference, by name; reset it to the reference's value."""
     wanted = dict(reference.named_parameters())
     mine = [name for name, each in module.named_parameters() if not same(each, wanted[name])]
     with torch.no_grad():
@@ -93,7 +93,7 @@ def wrong_values(bench: Bench, module: nn.Module, reference: nn.Module) -> dict[
 
 
 def judge_values(bench: Bench, wrong: dict[str, list[int]]) -> None:
-    """Check that every parameter is stepped by somebody, and that all ranks then have it."""
+    """Check that every parameter is updated by some rank, and that all ranks then have its new value."""
     nowhere = [name for name, ranks in wrong.items() if len(ranks) == bench.world.size]
     apart = {name: ranks for name, ranks in wrong.items() if name not in nowhere}
     said = f"{few(nowhere)} not as torch.optim.AdamW steps it, on any rank" if nowhere else "as torch.optim.AdamW"
@@ -118,7 +118,7 @@ def judge_state(bench: Bench, mine: int, whole: int) -> None:
 
 
 def groups(bench: Bench) -> None:
-    """Check groups with learning rates of their own, and a group that is added between steps."""
+    """Check groups with different learning rates, and a group that is added between steps."""
     module, reference = (bench.place(toys.layers(0)) for _ in range(2))
     plain = torch.optim.AdamW(parts_of(reference)[:2], **OPTIONS)  # type: ignore[arg-type]
     try:
@@ -144,7 +144,7 @@ def groups(bench: Bench) -> None:
 
 
 def parts_of(module: nn.Sequential) -> list[dict[str, Any]]:
-    """Return the parameters of a toy as three groups, of which one has its own learning rate."""
+    """Return the parameters of a toy as three groups, one of them with another learning rate."""
     children = list(module)
     cut = [children[:3], children[3:-LATER], children[-LATER:]]
     found: list[dict[str, Any]] = [{"params": [p for each in part for p in each.parameters()]} for part in cut]

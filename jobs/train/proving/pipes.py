@@ -1,4 +1,4 @@
-"""The probe of a pipeline class: who has which layers, who runs them, in which order, and what gradients result."""
+"""The probe of a pipeline class: which rank has which layers, who runs them in which order, and the gradients."""
 
 import time
 from typing import Any, Final
@@ -12,13 +12,13 @@ from muster.jobs.train.proving.judging import distance, factor, few, kib, same
 
 MICRO_BATCHES: Final = 4
 SAMPLES: Final = 2 * toys.BATCH
-SLOW_S: Final = 0.01  # a stage rests so long in each forward, so that spans of two stages that run at once overlap
+SLOW_S: Final = 0.01  # pause in each forward, so that forwards of stages that run in parallel overlap
 
 Span = tuple[float, float]
 
 
 class Watched:
-    """What the layers of a pipeline do on this rank: forwards and backwards in order, with their times."""
+    """The forwards and backwards of a pipeline's layers on this rank, in order, with their times."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         self.ran: list[str] = []

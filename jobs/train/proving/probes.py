@@ -1,8 +1,8 @@
 """One probe in a process of its own: join a fresh group, import the user's class, check it, report rows.
 
-What goes wrong ends this process only. It reports, as JSON lines to the rank that forked it:
+A failure ends only this process. It sends reports as JSON lines to the rank that forked it:
 
-    {"rows": [...]}                              properties, those before a failure too
+    {"rows": [...]}                              properties, including those before a failure
     {"refused": text}                            the class cannot be imported or built as its kind
     {"failed": {"step", "error", "traceback"}}   the user's code raised
     {"stuck": {"step", "where", "doing"}}        no progress for too long
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Probe = Callable[[Bench], None]
 
-# The probes of each kind, in order; a name is also that of the property that fails if the probe does not end well.
+# The probes of each kind, in order. If a probe does not end well, the property of the same name fails.
 PROBES: Final[Mapping[str, Mapping[str, Probe]]] = {
     "wrapper": {
         "runs": wrappers.synchronizes,
@@ -60,19 +60,19 @@ LEAST_POLL_S: Final = 0.05
 
 @dataclass(frozen=True)
 class Asked:
-    """What `muster verify --with` asks of a rank."""
+    """A request of `muster verify --with` to a rank."""
 
     text: str
     kind: str | None
     args: Mapping[str, Any]
     steps: int
-    silent_s: float  # without progress for so long, a rank is stuck
+    silent_s: float  # a rank without progress for this long is stuck
     folder: Path
-    probes: tuple[str, ...] = ()  # beside the first one; none: all
+    probes: tuple[str, ...] = ()  # besides the first one; empty: all
 
 
 class Progress:
-    """How far the user's code is; a thread of its own reports when that has not changed for too long."""
+    """The progress of the user's code. A separate thread reports if there is none for too long."""
 
     def __init__(self, tell: Tell, silent_s: float, folder: Path, traffic: Traffic) -> None:
         self.step = "construction"
@@ -82,7 +82,7 @@ class Progress:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def mark(self, step: str) -> None:
-        """Note that the user's code begins a step; "": that it has ended, and this rank may take its time."""
+        """Record that the user's code begins a step; "" records that it has ended, so that no time limit applies."""
         self._busy, self._since = bool(step), time.monotonic()
         self.step = step or self.step
 
@@ -122,7 +122,7 @@ def probe_in_child(
         progress = Progress(tell, asked.silent_s, asked.folder, traffic)
         try:
             make_deterministic(settings)
-            warnings.simplefilter("ignore", FutureWarning)  # torch's, of names that it has changed
+            warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about renamed functions
             progress.mark("import")
             user = load_class(asked.text, asked.kind, asked.args, asked.folder)
             progress.mark("")
@@ -145,7 +145,7 @@ def probe_in_child(
 
 
 def told_of(error: Exception, step: str, folder: Path) -> dict[str, Any]:
-    """Return what to report of an exception: another rank's failure, or this one's own with its traceback."""
+    """Return the report of an exception: another rank's failure, or this rank's own with its traceback."""
     if is_lost_connection(error):
         return {"victim": True}
     traced = code.own_traceback(error, folder)

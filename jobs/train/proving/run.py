@@ -1,10 +1,10 @@
-"""A rank of `muster verify --with`: fork a process for every probe, watch it, collect what all ranks found.
+"""A rank of `muster verify --with`: fork a process for every probe, watch it, collect the results of all ranks.
 
     rank            forks  probe  probe  probe   each with a process group of its own; never joins one itself
-    PROBE/trouble   store: a rank's probe has failed or is stuck; the others' are ended
-    PROBE/RANK      store: what that rank's probe reported; when all have, every rank goes on to the next probe
+    PROBE/trouble   store: a rank's probe has failed or is stuck, so the others are ended
+    PROBE/RANK      store: the reports of that rank's probe; once all are there, the next probe begins
 
-A class that raises, hangs or dies costs the probe it does so in.
+If a class raises, hangs or dies, only the current probe fails.
 """
 
 import json
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
 
 POLL_S: Final = 0.1
-VICTIM_S: Final = 1.0  # for a rank to report its own failure after another one's
+VICTIM_S: Final = 1.0  # time for a rank to report its own failure after another one's
 ENDING_S: Final = 3600.0  # rank 0 trains the reference after the others have ended
 
 TROUBLE: Final = frozenset({"failed", "stuck", "refused"})
@@ -52,7 +52,7 @@ Report = dict[str, Any]
 def prove_rank(payload: Mapping[str, Any]) -> int:
     """Take part in all probes. Rank 0 writes the table and returns 1 if a property fails.
 
-    `payload`: {"job": the spelled job, "steps": K, "with": FILE.py:NAME, "as": kind or null, "args": {...}, "waive":
+    `payload`: {"job": the serialized job, "steps": K, "with": FILE.py:NAME, "as": kind or null, "args": {...}, "waive":
     [...], "silent_s": seconds}.
     """
     show_stacks()
@@ -103,7 +103,7 @@ class Prover:
             failures = [{"rank": rank, **each["failed"]} for rank, each in enumerate(reports) if "failed" in each]
             tracebacks += [each for each in failures if each not in tracebacks]
             number += 1
-            if rows and rows[-1]["name"] == "no-hang":  # the next probes would wait as long
+            if rows and rows[-1]["name"] == "no-hang":  # the next probes would hang as long
                 break
         hung = [row for row in rows if row["name"] == "no-hang"]
         rows = [row for row in rows if row["name"] != "no-hang"]
@@ -124,7 +124,7 @@ class Prover:
         """Run one probe; return the reports of all ranks.
 
         Raises:
-            RefusedError: the class cannot be imported or built on some rank.
+            RefusedError: if the class cannot be imported or built on some rank.
         """
         place = PrefixStore(f"proving/{number}", self.store)
         mine = self.follow(name, number, place)
@@ -142,7 +142,7 @@ class Prover:
         return reports
 
     def follow(self, name: str, number: int, place: Store) -> Report:
-        """Fork the process of a probe, and follow it until it ends or has to."""
+        """Fork the process of a probe, and follow it until it ends or must be ended."""
         work = probe_in_child(name, number, self.asked, settings_of(self.job), self.env, self.device, self.timeout_s)
         report: Report = {}
         trouble_since: list[float] = []

@@ -1,4 +1,4 @@
-"""The probes of a module whose parameters are shared out: what each rank keeps, and whether it trains."""
+"""The probes of a module with sharded parameters: how much each rank keeps, and whether it trains."""
 
 import gc
 from typing import Any, Final
@@ -17,7 +17,7 @@ LR: Final = 0.1
 
 
 def keeps(bench: Bench) -> None:
-    """Check what a rank keeps of parameters, gradients and state, and the gradient of one step."""
+    """Check how much of parameters, gradients and state a rank keeps, and the gradient of one step."""
     reference = bench.place(toys.layers(0))
     own = gradients_alone(reference, bench.batches(0))
     whole = sum(each.numel() * each.element_size() for each in reference.parameters())
@@ -49,24 +49,24 @@ def tensors() -> list[Tensor]:
 
 
 def gradients() -> list[Tensor]:
-    """Return all gradients that stand in a parameter."""
+    """Return the gradients of all parameters."""
     return [each.grad for each in tensors() if each.is_leaf and each.grad is not None]
 
 
 def judge_share(bench: Bench, name: str, mine: int, whole: int) -> None:
-    """Check that this rank keeps about its share."""
+    """Check that this rank keeps about 1 / world size of the bytes."""
     mine = max(mine, 0)
     bench.row(name, mine <= half_way(bench.world.size) * whole, share(mine, whole, bench.world.size))
 
 
 def step_and_read(bench: Bench, sharded: Any) -> dict[str, Tensor] | None:
-    """Step the shards by plain gradient descent; return the whole parameters, None if a row says what is wrong."""
+    """Update the shards by plain gradient descent; return the whole parameters, or None after adding a failed row."""
     torch.optim.SGD(list(sharded.parameters()), lr=LR).step()
     return whole_state(bench, sharded, dict(toys.layers(0).named_parameters()))
 
 
 def whole_state(bench: Bench, sharded: Any, wanted: Tensors) -> dict[str, Tensor] | None:
-    """Return `full_state_dict()`; None, and a row, if it has not the names and shapes of the module."""
+    """Return `full_state_dict()`; None, after adding a failed row, if names or shapes are not the module's."""
     with bench.own_code(0, f"{FULL}(), after step"):
         found = {name: each.detach() for name, each in getattr(sharded, FULL)().items()}
     wrong = [name for name, each in wanted.items() if name not in found or found[name].shape != each.shape]
@@ -76,7 +76,7 @@ def whole_state(bench: Bench, sharded: Any, wanted: Tensors) -> dict[str, Tensor
 
 
 def judge_gradients(bench: Bench, found: Tensors, own: list[dict[str, Tensor]]) -> None:
-    """Check the gradients that a step of plain gradient descent has shown."""
+    """Check the gradients, derived from a step of plain gradient descent."""
     mean = mean_of(own)
     wrong = {
         name: what
@@ -89,7 +89,7 @@ def judge_gradients(bench: Bench, found: Tensors, own: list[dict[str, Tensor]]) 
 
 
 def judge_state(bench: Bench, sharded: Any, batch: tuple[Tensor, Tensor], whole: int) -> None:
-    """Check what an optimizer over the shards keeps."""
+    """Check how much state an optimizer over the shards keeps."""
     cls, made = recording(torch.optim.AdamW)
     optimizer = cls(sharded.parameters())
     optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Small models with what classes of this kind often get wrong, and batches that are a function of step and rank.
+"""Small models with features that wrappers often handle wrongly, and batches that depend on step and rank only.
 
 All computation is in float64, so that any order of summation agrees to 1e-12 and a fault stands out.
 """
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 WIDTH: Final = 32
 LAYERS: Final = 10
-BATCH: Final = 8  # samples of a rank in a step
+BATCH: Final = 8  # samples per rank and step
 
 
 class Toy(nn.Module):

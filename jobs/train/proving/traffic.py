@@ -1,4 +1,4 @@
-"""Record the collectives of a user's class: which, how many bytes, and when they start and are waited for.
+"""Record the collectives of a user's class: their names, bytes, and when they start and are waited for.
 
 All functions of `torch.distributed` call a method of `ProcessGroup`, and `wait` of the `Work` that it returns. Both
 classes are patched, so it does not matter how the user's file imports or calls them. Collectives that compiled code
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import torch
 from torch.distributed import ProcessGroup, Work
 
-# The argument that holds what this rank sends (or, for a receiver, gets).
+# The argument with the data that this rank sends (or, for a receiver, gets).
 SENT: Final = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "scatter", "send"), 0),
     **dict.fromkeys(("allgather", "_allgather_base", "allgather_coalesced", "all_gather_single", "gather"), 1),
@@ -29,22 +29,22 @@ TO_ONE: Final = ("send", "recv", "recv_anysource")
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened: a gradient is ready, a collective starts, a collective is waited for."""
+    """A recorded event: a gradient is ready, a collective starts, a collective is waited for."""
 
     kind: Literal["ready", "start", "wait"]
     name: str
     size: int = 0  # bytes
-    of: int = -1  # which start a wait belongs to
+    of: int = -1  # the start that a wait belongs to
 
 
 class Traffic:
-    """What has been recorded since `begin`, in order."""
+    """The events recorded since `begin`, in order."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.on = False
-        self.doing = ""  # the call that this rank is in, for messages
-        self._works: dict[int, tuple[Any, int]] = {}  # a reference to each Work: no id is used twice
+        self.doing = ""  # the current call of this rank, for messages
+        self._works: dict[int, tuple[Any, int]] = {}  # keeps each Work alive, so that ids are unique
         self._inside = False
         for name in SENT:
             if hasattr(ProcessGroup, name):
@@ -60,7 +60,7 @@ class Traffic:
 
     @contextmanager
     def recording(self) -> Any:
-        """Record what happens within, from an empty list on."""
+        """Record all events within the block, starting with an empty list."""
         self.events, self._works, self.on = [], {}, True
         try:
             yield self
@@ -89,7 +89,7 @@ class Traffic:
     def _call(self, name: str, function: Any) -> Any:
         @functools.wraps(function)
         def call(group: Any, *args: Any, **options: Any) -> Any:
-            if self._inside:  # one method that calls another
+            if self._inside:  # a method called by another one
                 return function(group, *args, **options)
             self.doing, self._inside = name, True
             if self.on:

@@ -25,12 +25,12 @@ from muster.jobs.train.reference import Reference, Setting, state_of
 from muster.jobs.train.rng.draws import seed_all
 from muster.jobs.train.rng.layer_seeds import forward_seed
 
-MICRO_BATCHES: Final = 4  # of a pipeline, unless the job accumulates
+MICRO_BATCHES: Final = 4  # for a pipeline, unless the job accumulates gradients
 Found = tuple[list[float], dict[str, Tensor]]
 
 
 def trains(bench: Bench) -> None:
-    """Compare the losses and the final state with one process, which rank 0 trains alone."""
+    """Compare the losses and the final state with those of one process, run by rank 0."""
     setting = setting_of(bench)
     if why := unfit(bench, setting):
         bench.row("one-process", None, why)
@@ -48,7 +48,7 @@ def trains(bench: Bench) -> None:
 
 
 def setting_of(bench: Bench) -> Setting:
-    """Return the job in float64, plain: without what is a mode's alone, clipping, and a schedule."""
+    """Return the job in float64, without mode-specific settings, clipping, and a schedule."""
     own = bench.settings
     plain: dict[str, Any] = dict.fromkeys(("exact", "compile", "activation_checkpointing", "cuda_graph"), False)
     plain |= dict.fromkeys(("parallel", "clip_norm", "communication_dtype"))
@@ -77,7 +77,7 @@ def unfit(bench: Bench, setting: Setting) -> str:
 
 
 class Task:
-    """The job's model, and its batches as this rank reads them."""
+    """The job's model, and this rank's batches."""
 
     def __init__(self, setting: Setting, rank: int) -> None:
         self.setting, self.rank, self.settings = setting, rank, setting.settings
@@ -111,7 +111,7 @@ class Task:
 
 
 def by_batches(bench: Bench, setting: Setting) -> Found:
-    """Train with the class around the model, or in place of the optimizer; every rank has its part of a batch."""
+    """Train with the class wrapping the model, or as the optimizer; every rank has its part of a batch."""
     task, losses, kind = Task(setting, bench.world.rank), [], bench.user.kind.name
     names = [name for name, _ in task.model.named_parameters()]
     call, trained = task.model, [each for each in task.model.parameters() if each.requires_grad]
@@ -137,7 +137,7 @@ def by_batches(bench: Bench, setting: Setting) -> Found:
 
 
 def average(parameters: list[nn.Parameter]) -> None:
-    """Average gradients over the ranks, as a class of optimizers finds them."""
+    """Average gradients over the ranks before the optimizer's step."""
     for each in parameters:
         each.grad = torch.zeros_like(each) if each.grad is None else each.grad
         dist.all_reduce(each.grad)

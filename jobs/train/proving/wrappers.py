@@ -1,4 +1,4 @@
-"""The probes of a data-parallel wrapper: what is broadcast, averaged, sent, and when."""
+"""The probes of a data-parallel wrapper: broadcasts, averages, and the size and time of collectives."""
 
 from contextlib import nullcontext
 from math import ceil
@@ -11,11 +11,11 @@ from muster.jobs.train.proving.bench import Bench, copy_into, finish, gradients_
 from muster.jobs.train.proving.judging import fault, few, kib, same
 from muster.jobs.train.proving.kinds import BUCKET
 
-LIMIT_MB: Final = 0.02  # of a bucket: two layers of the toy
+LIMIT_MB: Final = 0.02  # bucket size: two layers of the toy
 STEPS: Final = 3
 TIED: Final = "layers.0.weight"
 SPARE: Final = ("spare.weight", "spare.bias")
-SAMPLES: Final = 103  # of a data set that is dealt: no multiple of a usual number of ranks
+SAMPLES: Final = 103  # of a data set to divide: not a multiple of usual numbers of ranks
 REFUSALS: Final = (RuntimeError, ValueError, NotImplementedError)
 Faults = dict[str, str]
 
@@ -48,9 +48,9 @@ def build(bench: Bench, module: toys.Toy) -> Any:
 
 
 def one_pass(wrapped: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run forward and backward of micro-batches; synchronize with the last one where the class has `no_sync()`.
+    """Run forward and backward of micro-batches; synchronize at the last one if the class has `no_sync()`.
 
-    The caller calls `finish`. Where the class has no `no_sync()`, it is called after every other one here.
+    The caller calls `finish` for the last one. Without `no_sync()`, it is called here after every other one.
     """
     can_wait = hasattr(wrapped, "no_sync")
     for index, (inputs, targets) in enumerate(micro_batches):
@@ -62,14 +62,14 @@ def one_pass(wrapped: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]
 
 
 def faults_of(bench: Bench, module: torch.nn.Module, own: list[dict[str, torch.Tensor]]) -> Faults:
-    """Return what is wrong with the gradients that stand in a module, by parameter."""
+    """Return the errors in the gradients of a module, by parameter."""
     mean, named = mean_of(own), dict(module.named_parameters())
     found = {name: fault(named[name].grad, mean[name], [each[name] for each in own], bench.world.rank) for name in mean}
     return {name: what for name, what in found.items() if what}
 
 
 def judge_start(bench: Bench, module: toys.Toy, reference: toys.Toy) -> None:
-    """Check that all ranks have rank 0's values: each was built with others."""
+    """Check that all ranks have rank 0's values, although each was built with different ones."""
     pairs = zip(module.named_parameters(), reference.parameters(), strict=True)
     wrong = [name for (name, each), wanted in pairs if not same(each, wanted)]
     trained = [name for name in wrong if name != "frozen"]
@@ -86,7 +86,7 @@ def judge_start(bench: Bench, module: toys.Toy, reference: toys.Toy) -> None:
 
 
 def judge_gradients(bench: Bench, faults: Faults, module: toys.Toy) -> None:
-    """Check that gradients are means, and that no parameter is left out."""
+    """Check that gradients are averaged, and that no parameter is omitted."""
     names = [name for name, each in module.named_parameters() if each.requires_grad and name != TIED]
     left = [name for name in names if faults.get(name) in ("own", "missing")]
     wrong = [name for name in names if name in faults and name not in left]
@@ -135,7 +135,7 @@ def judge_traffic(bench: Bench, gradient_bytes: int, gradients: int, synchronize
 
 
 def judge_dealing(bench: Bench, wrapped: Any) -> None:
-    """Check the samples that each rank is dealt, by a class that has `sampler(dataset)`."""
+    """Check the samples that a class with `sampler(dataset)` assigns to each rank."""
     if not hasattr(wrapped, "sampler"):
         bench.row("steps", None, "the class has no sampler(dataset)")
         bench.row("data", None, "the class has no sampler(dataset)")
@@ -153,7 +153,7 @@ def judge_dealing(bench: Bench, wrapped: Any) -> None:
 
 
 def accumulates(bench: Bench) -> None:
-    """Check the gradient of two micro-batches; whether the class synchronizes in `no_sync()`."""
+    """Check the gradient of two micro-batches, and whether the class synchronizes in `no_sync()`."""
     module = bench.place(toys.Toy(0))
     wrapped, reference = build(bench, module), bench.place(toys.Toy(0))
     with bench.own_code(0), bench.traffic.recording():
@@ -214,7 +214,7 @@ def unused(bench: Bench) -> None:
 
 
 def said_of(fault: str) -> str:
-    """Write a fault of a gradient."""
+    """Return the text for an error in a gradient."""
     return "this rank's own" if fault == "own" else fault
 
 

@@ -1,4 +1,4 @@
-"""The generators of the host, which a user's code draws from: torch's, Python's and NumPy's."""
+"""The host's random number generators used by a user's code: torch's, Python's and NumPy's."""
 
 import random
 import sys
@@ -10,7 +10,7 @@ from torch.random import default_generator  # type: ignore[attr-defined]
 
 @contextmanager
 def drawing(seed: int) -> Iterator[None]:
-    """Within it the generators are seeded; after it they go on as before."""
+    """Seed the generators within the block, and restore them afterwards."""
     numpy = sys.modules.get("numpy")
     torch_state, python_state = default_generator.get_state(), random.getstate()
     numpy_state = numpy.random.get_state() if numpy else None
@@ -25,7 +25,7 @@ def drawing(seed: int) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators; NumPy's only where it is imported."""
+    """Seed the generators; NumPy's only if it is imported."""
     default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):

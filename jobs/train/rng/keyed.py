@@ -1,8 +1,9 @@
-"""Keyed randomness: every draw is a function of the numbers it is for, never of a process's history.
+"""Keyed random numbers: each is a function of its purpose, never of a process's history.
 
-A key mixes whole numbers - a seed, what the draw is for, an epoch, a sample, a step - into 63 bits with the
-finalizer of splitmix64 (Steele, Lea & Flood 2014). `bits` does the same for a whole tensor of indices, so that the
-draw of sample 17 is the same whichever rank, batch or release of torch computes it.
+A key mixes integers (a seed, the purpose, an epoch, a sample, a step) into 63 bits with the finalizer of splitmix64
+(Steele, Lea & Flood 2014). `bits` does the same for a whole tensor of indices. So the random number for sample 17 is
+the
+same on any rank, in any batch, with any release of torch.
 """
 
 from typing import Final
@@ -10,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# What a draw is for: the second part of a key, so that two uses of one seed never share their draws.
+# The purpose of a random number: the second part of a key, so that different uses of a seed share no numbers.
 SHUFFLE: Final = 1
 AUGMENT: Final = 2
 INITIALISE: Final = 3
@@ -24,7 +25,7 @@ _WORD: Final = (1 << 64) - 1
 
 
 def key(*parts: int) -> int:
-    """Mix whole numbers, in this order, into one of 0 .. 2**63 - 1."""
+    """Mix integers, in this order, into one in 0 .. 2**63 - 1."""
     return _absorb(0, *parts) >> 1
 
 
@@ -38,14 +39,14 @@ def bits(seed_key: int, index: Tensor, draw: int) -> Tensor:
 
 
 def uniform_ints(seed_key: int, index: Tensor, draw: int, bound: int) -> Tensor:
-    """Draw one of 0 .. bound - 1 for each index; the bias of the remainder is below bound / 2**63."""
+    """Return a number in 0 .. bound - 1 for each index; the bias of the remainder is below bound / 2**63."""
     return bits(seed_key, index, draw) % bound
 
 
 def permutation(seed: int, epoch: int, samples: int) -> Tensor:
     """Return the order in which an epoch visits its samples, int64 (samples,): each of 0 .. samples - 1 once."""
     order = bits(key(seed, SHUFFLE, epoch), torch.arange(samples), 0)
-    return torch.argsort(order, stable=True)  # stable: were two draws equal, every sort would still agree
+    return torch.argsort(order, stable=True)  # stable: the result is unique even if two numbers are equal
 
 
 def _absorb(state: int, *parts: int) -> int:
@@ -58,10 +59,10 @@ def _absorb(state: int, *parts: int) -> int:
 
 
 def _shift_right(word: Tensor, by: int) -> Tensor:
-    """Shift in zeros: torch's >> copies the sign bit of an int64."""
+    """Shift in zeros; torch's >> copies the sign bit of an int64."""
     return (word >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(word: int) -> int:
-    """Return the int64 that has the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     return word - (1 << 64) if word >> 63 else word

@@ -1,8 +1,10 @@
-"""What dropout draws from. Of a model whose layers are on several ranks every layer draws for itself, by its number.
+"""Seeds for dropout. If a model's layers are on several ranks, every layer has its own seed, by its number.
 
-A rank that has layers 5 to 8 cannot know how much the layers before them have drawn, so where layers are split the
-draws are functions of (seed, step, virtual rank, micro-batch, layer): the same however the model is cut, and on one
-process. The modes that have all layers on a rank seed once a micro-batch.
+A rank with layers 5 to 8 cannot know how many random numbers earlier layers have used. So if layers are split, seeds
+are
+functions of (seed, step, virtual rank, micro-batch, layer): the same however the model is cut, and in one process.
+Modes
+with all layers on each rank seed once per micro-batch.
 """
 
 from functools import partial
@@ -15,12 +17,12 @@ from muster.pipe.rng_streams import seed_generators
 
 
 def forward_seed(seed: int, step: int, virtual_rank: int, microbatch: int) -> int:
-    """Return what a forward of all layers draws from."""
+    """Return the seed for a forward of all layers."""
     return key(seed, DROPOUT, step, virtual_rank, microbatch)
 
 
 def layer_seed(seed: int, step: int, virtual_rank: int, microbatch: int, layer: int) -> int:
-    """Return what a layer draws from in one forward."""
+    """Return the seed for one layer in one forward."""
     return key(seed, DROPOUT, step, virtual_rank, microbatch, layer)
 
 
@@ -34,7 +36,7 @@ class LayerSeeds:
             layer.register_forward_pre_hook(partial(self._seed, number))
 
     def enter(self, step: int, virtual_rank: int, microbatch: int) -> None:
-        """Say what is forwarded next."""
+        """Set the position of the next forward."""
         self._at = (step, virtual_rank, microbatch)
 
     def _seed(self, number: int, layer: nn.Module, inputs: Any) -> None:

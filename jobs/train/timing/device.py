@@ -1,4 +1,4 @@
-"""The clock of a device: nothing is over until the device says so; and how fast it multiplies matrices."""
+"""The clock of a device, which waits for the device to finish; and its speed of matrix products."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -11,24 +11,24 @@ from muster.jobs.train.numerics.numerics import ROWS
 
 CPU_SIDES: Final = (256, 512, 1024, 2048)
 CUDA_SIDE: Final = 8192
-ENOUGH_S: Final = 0.05  # for one product on a CPU: a larger one would be no faster
+ENOUGH_S: Final = 0.05  # for one product on a CPU: a larger one would not be faster
 TRIES: Final = 6
 
 
 def claim(device: torch.device) -> None:
-    """Make a GPU this process's own."""
+    """Select a GPU for this process."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was asked to."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that work takes, until the device is done with it."""
+    """Return the seconds that `work` takes, until the device has finished it."""
     began = perf_counter()
     work()
     synchronize(device)
@@ -36,7 +36,7 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def product_rate(precision: Precision, device: torch.device) -> tuple[int, float]:
-    """Return the side of the matrices, and the best rate of some products in FLOP/s."""
+    """Return the side of the matrices, and the best rate of several products in FLOP/s."""
     row = ROWS[precision]
     dtype = row.autocast or row.weights
     side, seconds = CUDA_SIDE, float("inf")
@@ -49,7 +49,7 @@ def product_rate(precision: Precision, device: torch.device) -> tuple[int, float
 
 
 def _best(side: int, dtype: torch.dtype, device: torch.device, *, tries: int = TRIES) -> float:
-    """Return the seconds of the fastest of some products, after one that does not count."""
+    """Return the seconds of the fastest product, after one for warming up."""
     one = torch.randn(side, side, device=device).to(dtype)
     other = torch.randn(side, side, device=device).to(dtype)
     out = torch.mm(one, other)

@@ -1,7 +1,7 @@
-"""How much memory a row takes, and how much it may: on a CPU so much that the kernel never has to end anybody.
+"""The memory that a row needs and may use. On a CPU the limit keeps the kernel from killing processes.
 
-On a CPU a row is refused before its model is made where what it must hold is more than what is free; and its process
-has a limit of its own, so that what nobody foresaw is an error in it and not the end of the machine.
+On a CPU a row is refused before its model is built if it must hold more than is free. Its process also has its own
+limit, so that unforeseen needs become an error in it rather than the end of the machine.
 """
 
 import re
@@ -22,32 +22,32 @@ OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 FIRST_TO_GO: Final = "1000"
 GB: Final = 2**30
 
-# Bytes a parameter, by pass: itself, with its gradient, with AdamW's two moments (and a master).
+# Bytes per parameter, by pass: the parameter; with its gradient; with AdamW's two moments (and a master).
 STATES: Final[dict[Pass, int]] = {"forward": 4, "backward": 8, "step": 16}
 PURE_STATES: Final[dict[Pass, int]] = {"forward": 2, "backward": 4, "step": 16}
 ITEMSIZE: Final[dict[Precision, int]] = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2, "pure_bf16": 2}
 
-# How torch, C++ and oneDNN say that there was none: not all raise torch.OutOfMemoryError.
+# How torch, C++ and oneDNN report a lack of memory: not all raise torch.OutOfMemoryError.
 SAID: Final = re.compile(r"out of memory|can't allocate memory|bad_alloc|could not create a memory|CUBLAS_STATUS_ALLOC")
 TRIED: Final = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
 
 
 class Growth:
-    """By how much the memory of this process, or of its GPU, grew at most: all that was allocated since it was made."""
+    """The peak growth of this process's or its GPU's memory since this object was created."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         (self._anonymous,) = resident.status("RssAnon")
 
     def forget_peak(self) -> None:
-        """Let what the making of the model took for a moment not count; what is still held counts."""
+        """Exclude temporary memory used while the model was built; memory that is still held counts."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
         resident.forget_peak()
 
     def peak_bytes(self) -> int:
-        """Return the most so far. The pages of libraries, which come with their first use, do not count."""
+        """Return the peak so far. Pages of libraries, which are loaded on first use, do not count."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         peak, files = resident.status("VmHWM", "RssFile")
@@ -57,7 +57,7 @@ class Growth:
 def refusal(
     model: Anatomy, batch: int, *, pass_name: Pass, precision: Precision, recompute: bool, allowed: int
 ) -> str | None:
-    """Say why a row cannot fit into `allowed` bytes of a host; None where it may. It counts what must be held."""
+    """Return why a row cannot fit in `allowed` bytes of a host, or None. Only what must be held is counted."""
     states = (PURE_STATES if precision == "pure_bf16" else STATES)[pass_name] * model.elements
     if precision == "fp64":
         states *= 2
@@ -68,17 +68,17 @@ def refusal(
     return (
         f"needs {states / GB:.1f} GB for {held[pass_name]}"
         + (f" and {kept / GB:.1f} GB for activations" if kept else "")
-        + f", {allowed / GB:.1f} GB may be taken here; take a smaller batch or model"
+        + f", but only {allowed / GB:.1f} GB may be used here; use a smaller batch or model"
     )
 
 
 def allowed_bytes(share: float) -> int:
-    """Return what a row may take of this host's free memory."""
+    """Return how much of this host's free memory a row may use."""
     return int(free.free_bytes() * share)
 
 
 def shield(device: torch.device, allowed: int) -> None:
-    """Let this process fail before the host does: limit its memory, and be the first to go if that does not help."""
+    """Limit this process's memory, so that it fails before the host; make it the kernel's first choice to kill."""
     with suppress(OSError):
         OOM_SCORE.write_text(FIRST_TO_GO, encoding="ascii")
     if device.type == "cpu":
@@ -87,15 +87,15 @@ def shield(device: torch.device, allowed: int) -> None:
 
 
 class OutOfMemory(Exception):
-    """There was not enough memory; the message says how much was asked for."""
+    """There was not enough memory; the message says how much was requested."""
 
 
 @contextmanager
 def telling(device: torch.device) -> Iterator[None]:
-    """Turn every way in which memory can be missing into one.
+    """Convert every kind of out-of-memory error to OutOfMemory.
 
     Raises:
-        OutOfMemory: it was.
+        OutOfMemory: if memory ran out.
     """
     try:
         yield
@@ -111,10 +111,10 @@ def _reason(device: torch.device, said: str) -> str:
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_allocated(device)
-        return f"{asked} with {held / GB:.1f} GB held of this GPU's {total / GB:.1f} GB; take a smaller batch or model"
-    return f"{asked} than may be taken here; take a smaller batch or model"
+        return f"{asked} with {held / GB:.1f} GB held of this GPU's {total / GB:.1f} GB; use a smaller batch or model"
+    return f"{asked} than may be used here; use a smaller batch or model"
 
 
 def _readable(amount: str) -> str:
-    """Write bytes as the CPU's allocator tells them in GB; CUDA's has units already."""
+    """Format the CPU allocator's bytes in GB; CUDA's text has units already."""
     return f"{int(amount.split()[0]) / GB:.1f} GB" if amount.endswith("bytes") else amount

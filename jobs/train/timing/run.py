@@ -1,4 +1,4 @@
-"""What the rank of a `timing:` job runs: a conductor, then the table of what it has measured."""
+"""The rank of a `timing:` job: runs the launch manager, then prints the table of measurements."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from muster.jobs.timing.files import read_timings
 from muster.jobs.timing.settings import TimingSettings
 from muster.jobs.timing.table import report_lines
 from muster.jobs.train.numerics.pieces import require_compiler
-from muster.jobs.train.timing.conductor import Conductor
+from muster.jobs.train.timing.launch_manager import LaunchManager
 from muster.jobs.world.guard import complain, guarded, make_own_folder, measured, show_stacks
 from muster.jobs.world.world import choose_device, this_peer
 
@@ -40,10 +40,10 @@ def run_rank(payload: Mapping[str, Any]) -> int:
 
 
 def device_of(settings: TimingSettings) -> torch.device:
-    """Choose the device, and check that it can do what is asked for.
+    """Choose the device, and check that it supports the settings.
 
     Raises:
-        RefusedError: there is no GPU, or no compiler.
+        RefusedError: if there is no GPU, or no compiler.
     """
     device = choose_device(settings.device, 0, [this_peer()], key="timing.device")
     if settings.compile:
@@ -55,12 +55,12 @@ def device_of(settings: TimingSettings) -> torch.device:
 
 
 def time_all(settings: TimingSettings, device: torch.device, path: Path, *, name: str, reporter: Reporter) -> int:
-    """Measure into a file, print the table, and say what failed; return the exit code."""
+    """Measure into a file, print the table, and report failures; return the exit code."""
     make_own_folder(path.parent)
-    conductor = Conductor(settings, device, RowLog(path, patient=True, say=complain), name=name)
-    conductor.run()
+    manager = LaunchManager(settings, device, RowLog(path, patient=True, say=complain), name=name)
+    manager.run()
     print("\n".join(report_lines(read_timings([path]))), flush=True)
-    rows = conductor.rows.values()
+    rows = manager.rows.values()
     failed = [row for row in rows if row.state == "failed"]
     if not failed and (settings.dtypes or any(row.summary is not None for row in rows)):
         return 0

@@ -1,13 +1,13 @@
-"""What the process of one row does: make the model as `train:` would, then step and tell each step's time.
+"""The process of one timing row: builds the model as `train:` would, then runs steps and reports the time of each.
 
 {"build_s": s}, {"step": s} for each step, {"peak_bytes": n}; or {"memory": why}, {"refused": why}
-{"gpu": name}, {"rate": [precision, side, FLOP/s]}      of a survey
-{"own": {"parameters": n, "flops": [n, n], "context": n or null}}     of a survey, where train: is timed
-{"layers": [...]}                                       of a table of types
+{"gpu": name}, {"rate": [precision, side, FLOP/s]}      from a survey
+{"own": {"parameters": n, "flops": [n, n], "context": n or null}}     from a survey, if train: is timed
+{"layers": [...]}                                       for a table of dtypes
 
 forward    model · loss
-backward   gradients away · model · loss · backward
-step       gradients away · model · loss · backward · optimizer
+backward   zero gradients · model · loss · backward
+step       zero gradients · model · loss · backward · optimizer
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ IMAGE_SIDE = 32
 
 @dataclass(frozen=True)
 class Task:
-    """One row, on which device, and how much of a host's memory it may take."""
+    """One row, its device, and how much of a host's memory it may use."""
 
     settings: TimingSettings
     case: Case
@@ -69,7 +69,7 @@ def measure(task: Task, tell: Tell, page: Page) -> None:
 
 
 def survey(settings: TimingSettings, device: torch.device, tell: Tell) -> None:
-    """Name the GPU, and measure how fast it multiplies matrices in each of the precisions."""
+    """Report the name of the GPU, and the speed of matrix products in each precision."""
     claim(device)
     if device.type == "cuda":
         tell({"gpu": torch.cuda.get_device_name(device)})
@@ -78,12 +78,12 @@ def survey(settings: TimingSettings, device: torch.device, tell: Tell) -> None:
             tell({"rate": [precision, *product_rate(precision, device)]})
     own = next((case for case in settings.cases() if case.is_own), None)
     if own is not None:
-        with suppress(RefusedError):  # its rows say why
+        with suppress(RefusedError):  # its rows give the reason
             tell({"own": size_of_made(settings.training(own))})
 
 
 def find_types(task: Task, tell: Tell) -> None:
-    """Tell the types of each layer in a step."""
+    """Report the dtypes of each layer in a step."""
     from muster.jobs.train.numerics.dtypes import dtype_rows
 
     claim(task.device)
@@ -97,7 +97,7 @@ def find_types(task: Task, tell: Tell) -> None:
 
 
 def build(task: Task) -> tuple[torch.nn.Module, Numerics, tuple[Tensor, Tensor]]:
-    """Make the model as the loop of a `train:` job does, and a batch."""
+    """Build the model as the loop of a `train:` job does, and a batch."""
     training = task.settings.training(task.case)
     numerics = numerics_of(training, task.device)
     if task.case.is_own:
@@ -111,13 +111,13 @@ def build(task: Task) -> tuple[torch.nn.Module, Numerics, tuple[Tensor, Tensor]]
 
 
 def first_batch(task: Task, data: Data, numerics: Numerics) -> tuple[Tensor, Tensor]:
-    """Read the first samples of a job's data, again from the start where there are fewer."""
+    """Read the first samples of a job's data, starting over if there are too few."""
     inputs, targets = data.train_batch(torch.arange(task.settings.batch) % data.train_samples, 0)
     return move_inputs(inputs, task.device, numerics.inputs), targets.to(task.device)
 
 
 def random_batch(task: Task, numerics: Numerics) -> tuple[Tensor, Tensor]:
-    """Draw a batch, the same for every row of a model: tokens and those that follow, or images and their classes."""
+    """Generate a batch, the same for every row of a model: tokens and the next tokens, or images and classes."""
     settings, draw = task.settings, torch.Generator().manual_seed(key(task.settings.seed, SYNTHETIC))
     if task.case.is_image:
         images = torch.randn(settings.batch, IMAGE_CHANNELS, IMAGE_SIDE, IMAGE_SIDE, generator=draw)
@@ -129,7 +129,7 @@ def random_batch(task: Task, numerics: Numerics) -> tuple[Tensor, Tensor]:
 
 
 def build_step(task: Task) -> Callable[[], None]:
-    """Make a row's model, batch and optimizer; return what one step does."""
+    """Build a row's model, batch and optimizer; return a function that runs one step."""
     model, numerics, (inputs, targets) = build(task)
     if task.case.pass_name == "forward":
         return lambda: _drop(numerics.loss(model, inputs, targets))
@@ -152,4 +152,4 @@ def build_step(task: Task) -> Callable[[], None]:
 
 
 def _drop(loss: Tensor) -> None:
-    """Let a loss go, and with it all that its backward would need."""
+    """Drop a loss, and with it everything that its backward would need."""

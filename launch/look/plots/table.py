@@ -17,12 +17,11 @@ FORMATS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {  # by unit
 
 def render(plot: Plot) -> str:
     """Render every panel: a line for each x, a column for each series; never thinned."""
-    return "\n\n".join(_panel(panel) for panel in plot.panels)
+    return "\n\n".join(drawing(panel) if panel.style == "lanes" else _text(*grid(panel)) for panel in plot.panels)
 
 
-def _panel(plot: Plot) -> str:
-    if plot.style == "lanes":
-        return drawing(plot)
+def grid(plot: Plot) -> tuple[str, list[str], list[list[str | None]]]:
+    """Return what the numbers of one panel are, their columns, and a row for each x."""
     unit, text = FORMATS.get(plot.unit, (plot.unit, lambda value: f"{value:,.0f}"))
     series = [each for each in plot.series if plot.unit != "share" or each.role != "reference"]
     columns = [{str(x): place for place, x in enumerate(each.x)} for each in series]
@@ -34,7 +33,11 @@ def _panel(plot: Plot) -> str:
     ]
     head = f"{plot.title}: {plot.y_label}{f' in {unit}' if unit else ''}{f'; {plot.note}' if plot.note else ''}"
     heads = [plot.x_label + ">" if plot.style == "lines" else "run", *(f"{each.label}>" for each in series)]
-    return f"{head}\n\n{screen.table(heads, rows)}"
+    return head, heads, rows
+
+
+def _text(head: str, columns: list[str], rows: list[list[str | None]]) -> str:
+    return f"{head}\n\n{screen.table(columns, rows)}"
 
 
 def _name(x: float | str) -> str:

@@ -24,7 +24,7 @@ def run(*words: str) -> "subprocess.CompletedProcess[str]":
         (["up", "--nodes", "0"], "muster: box box: nodes must be from 1 to 250, got 0\n"),
         (
             ["up", "--rate", "fast"],
-            "muster: 'fast' is no rate; wanted one from 8kbit to 400gbit, such as 100mbit, or none\n",
+            "muster: 'fast' is not a rate; expected one from 8kbit to 400gbit, such as 100mbit, or none\n",
         ),
         (["up", "--name", "a/b"], "muster: 'a/b' cannot name a box; wanted up to 32 letters, digits, dots, - and _\n"),
         (["up", "--clock", "node1"], "muster: --clock node1: wanted NODE=OFFSET, such as node2=+180s\n"),

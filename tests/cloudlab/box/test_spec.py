@@ -79,7 +79,7 @@ def test_rates(text: str, rate: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "fast", "1", "1g", "1gbyte", "-1gbit", "0mbit", "7999bit", "500gbit", "1 gbit"])
 def test_what_is_no_rate(text: str) -> None:
-    with pytest.raises(UsageError, match="is no rate; wanted one from 8kbit to 400gbit, such as 100mbit, or none"):
+    with pytest.raises(UsageError, match="is not a rate; expected one from 8kbit to 400gbit, such as 100mbit, or none"):
         parse_rate(text)
 
 

@@ -98,7 +98,7 @@ def test_which_box_is_meant(root: Path) -> None:
     ("fields", "said"),
     [
         ({"complete": False}, "is only half made; sudo muster box down --name one, then up"),
-        ({"boot": "earlier"}, "is of an earlier start of this machine; sudo muster box down"),
+        ({"boot": "earlier"}, "was made before this machine restarted; sudo muster box down"),
     ],
 )
 def test_half_made_boxes_and_those_of_an_earlier_start_are_no_hosts(root: Path, fields, said: str) -> None:
@@ -133,7 +133,7 @@ def test_a_held_lock_is_waited_for_and_then_named(root: Path, monkeypatch: pytes
     root.mkdir()
     with (
         locked_folder(root),
-        pytest.raises(RefusedError, match="another muster box command works on it"),
+        pytest.raises(RefusedError, match="another muster box command has been working on it"),
         locked_folder(root),
     ):
         pass
@@ -173,7 +173,7 @@ def test_a_state_that_another_user_wrote_or_that_is_a_link_is_not_used(root: Pat
     os.chown(file, 0, 0)
     file.rename(file.with_name("elsewhere"))
     file.symlink_to("elsewhere")
-    with pytest.raises(RunFolderError, match=r"state.json: is a link, expected a file; it was not used: remove it"):
+    with pytest.raises(RunFolderError, match=r"state.json: is a link, expected a file; it was not used; remove it"):
         read_state("one")
 
 

@@ -137,7 +137,7 @@ def test_back_to_back_calls_have_their_own_curve_where_they_were_measured() -> N
 def test_another_type_is_that_many_bytes_and_says_so() -> None:
     found = profile(curve()).predict("all_reduce", 4 * MB, ranks=2, dtype="bf16")
     assert found.seconds == 5e-3
-    assert found.warnings == ("bf16 was not measured: the time is that of as many bytes of fp32",)
+    assert found.warnings == ("bf16 was not measured: the time is for the same number of bytes of fp32",)
     own = profile(curve(), curve(dtype="bf16", points=[(MB, 1e-3), (4 * MB, 2e-3), (16 * MB, 9e-3)]))
     assert own.predict("all_reduce", 4 * MB, ranks=2, dtype="bf16").seconds == 2e-3
 
@@ -206,7 +206,7 @@ def test_a_profile_reads_back_as_it_was_written_and_is_small(tmp_path: Path) -> 
         ("{", "not JSON"),
         ("[]", "not a result of muster bench fit"),
         ('{"muster_bench": 1}', "not a result of muster bench fit"),
-        ('{"muster_profile": 1, "name": "x", "old": 1}', "version 1, this muster reads version 2"),
+        ('{"muster_profile": 1, "name": "x", "old": 1}', "version 1, but this muster reads version 2"),
         ('{"muster_profile": 2}', "name: field required"),
         ('{"muster_profile": 2, "name": "x", "curves": [{}]}', "curves.0.operation"),
     ],

@@ -2,8 +2,8 @@
 
 import pytest
 
+from muster.collectives_bench.cost.constants import Constants
 from muster.collectives_bench.cost.formulas import cost
-from muster.collectives_bench.cost.second import Constants
 from muster.collectives_bench.cost.shared import LINKS, Point, fit_constants
 from support.costs import SIZES, OnLinks, OnOneHost
 

@@ -46,6 +46,6 @@ def test_a_launch_that_does_not_start_is_tried_twice_and_after_two_such_launches
         skipped = agenda.never_began("rank 1 has no memory")
         assert skipped == [(cell, "the launch did not start: rank 1 has no memory") for cell in range(7)]
         assert agenda.left == []
-    reason = "skipped: no launch came to a start: rank 1 has no memory"
+    reason = "skipped: no launch could start: rank 1 has no memory"
     assert agenda.begin(2) == [(cell, reason) for cell in range(7)]
     assert agenda.left == []

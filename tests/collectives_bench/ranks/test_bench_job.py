@@ -20,16 +20,16 @@ def job(what="all_reduce", sizes="4K", launches=2, nodes=2, more="block_s: 0.02"
     return JOB.format(what=what, sizes=sizes, launches=launches, nodes=nodes, more=more)
 
 
-def player_of(live: LiveRun, rank: int) -> int:
+def worker_of(live: LiveRun, rank: int) -> int:
     """The process that measures for a rank; waits for it, for between two launches there is none."""
     found: list[int] = []
-    conductor = live.pid_of(rank)
+    manager = live.pid_of(rank)
 
     def is_there() -> bool:
-        found[:] = linux.descendants(conductor)
+        found[:] = linux.descendants(manager)
         return bool(found)
 
-    wait_until(is_there, "a player")
+    wait_until(is_there, "a launch worker")
     return found[0]
 
 
@@ -47,26 +47,26 @@ def test_ctrl_c_leaves_no_player_and_a_file_of_whole_lines(tmp_path: Path) -> No
     live = LiveRun(tmp_path, job(launches=500, sizes="4K:1M"))
     out = live.run.attempt(0).bench
     wait_until(lambda: len(list(read_lines(out))) > 3, "some blocks")
-    assert all(player_of(live, rank) for rank in (0, 1))
+    assert all(worker_of(live, rank) for rank in (0, 1))
     live.interrupt()
     assert live.end() == 130
     assert live.left() == []
     rows = list(read_lines(out))
     assert rows[0]["record"] == "header"
     assert {row["record"] for row in rows[1:]} == {"block"}
-    assert {row["state"] for row in rows[1:]} == {"ok"}  # players end by the same signal: that is no failure of theirs
+    assert {row["state"] for row in rows[1:]} == {"ok"}  # workers end by the same signal: that is no failure of theirs
     assert out.read_bytes().count(b"\n") == len(rows)
 
 
-@pytest.mark.cluster  # needs no box, but 12 s; test_conductor.py stops players as well
+@pytest.mark.cluster  # needs no box, but 12 s; test_launch_manager.py stops launch workers as well
 @pytest.mark.soak
 def test_a_stopped_player_of_a_running_job_costs_one_operation_and_the_job_ends(tmp_path: Path) -> None:
-    """The supervisor must not take the conductors, who wait for their players, for ranks that hang."""
+    """The supervisor must not take the launch managers, who wait for their workers, for ranks that hang."""
     text = "hang_s: 1\n" + job(what="[all_reduce, barrier]", launches=4, more="block_s: 0.4, timeout_s: 2.0")
     live = LiveRun(tmp_path, text)
     out = live.run.attempt(0).bench
     wait_until(lambda: len(list(read_lines(out))) > 1, "a block")
-    linux.kill_quietly(player_of(live, 1), signal.SIGSTOP)
+    linux.kill_quietly(worker_of(live, 1), signal.SIGSTOP)
     assert live.end() == 1
     found = blocks(out)
     (late,) = (each for each in found if each["state"] == "timeout")
@@ -80,7 +80,7 @@ def test_a_killed_rank_of_a_running_job_is_a_row_and_so_is_all_that_is_not_measu
     live = LiveRun(tmp_path, job(what="[all_reduce, barrier]", launches=20, more="block_s: 0.4"))
     out = live.run.attempt(0).bench
     wait_until(lambda: len(list(read_lines(out))) > 1, "a block")
-    assert player_of(live, 1)
+    assert worker_of(live, 1)
     linux.kill_quietly(live.pid_of(1), signal.SIGKILL)
     assert live.end() == 137
     assert live.left() == []
@@ -102,7 +102,7 @@ def test_a_player_of_pairs_that_dies_costs_no_pair_but_its_own(tmp_path: Path) -
     live = LiveRun(tmp_path, text)
     out = live.run.attempt(0).bench
     wait_until(lambda: out.is_file() and list(read_lines(out)), "the header")
-    linux.kill_quietly(player_of(live, 2), signal.SIGKILL)
+    linux.kill_quietly(worker_of(live, 2), signal.SIGKILL)
     assert live.end() in (0, 1)  # 0: it was not in a pair
     assert "rank 2 was killed by SIGKILL" in live.run.attempt(0).err(0).read_text()
     found = blocks(out)

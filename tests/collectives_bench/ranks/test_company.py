@@ -45,7 +45,7 @@ def test_gpus_that_were_asked_for_and_are_not_there_are_refused(backend, device,
 
 def test_pairs_of_one_node_are_refused_however_many_ranks_it_has() -> None:
     env = RankEnv(0, 4, 0, 4, 0, 1, "127.0.0.1", 1)
-    with pytest.raises(RefusedError, match=r"^bench\.pairs: needs 2 nodes or more, this job has 1"):
+    with pytest.raises(RefusedError, match=r"^bench\.pairs: needs 2 nodes or more, but this job has 1"):
         assemble(env, BenchSettings(operation=["barrier"], pairs=True), 1.0, lambda: None)
 
 

@@ -68,5 +68,5 @@ def test_records_are_never_added_to_a_file_that_is_there(tmp_path: Path, capsys,
     kept = tmp_path / "bench.jsonl"
     kept.write_text("mine\n")
     assert direct.main(["--operation", "all_reduce", "--out", str(kept)]) == 78
-    assert "is there already; remove it, or name another file" in capsys.readouterr().err
+    assert "exists already; remove it, or name another file" in capsys.readouterr().err
     assert kept.read_text() == "mine\n"

@@ -51,11 +51,11 @@ CASES = {
     ),
     "who says nothing while the others waited": (
         [victim(0, TIMED_OUT), silent(1, message="bench.py:7 run"), victim(2, TIMED_OUT)],
-        Blame(1, "timeout", f"{LATE}: rank 1 did not come (it is at bench.py:7 run)", 1),
+        Blame(1, "timeout", f"{LATE}: rank 1 did not arrive (it is at bench.py:7 run)", 1),
     ),
     "the last of those that say nothing": (
         [victim(0, TIMED_OUT, beats=41), silent(1, beats=41), silent(2, beats=38)],
-        Blame(2, "timeout", f"{LATE}: rank 2 did not come", 1),
+        Blame(2, "timeout", f"{LATE}: rank 2 did not arrive", 1),
     ),
     "who is behind when all say nothing": (
         [silent(0, beats=41), silent(1, beats=39), silent(2, beats=41)],

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks import memory
 from muster.collectives_bench.ranks.operations import prepare
-from muster.collectives_bench.ranks.sampling import Voices
+from muster.collectives_bench.ranks.sampling import ControlGroup
 from muster.collectives_bench.records import Cell
 from muster.jobs.machine import free
 from muster.jobs.world.world import World
@@ -93,8 +93,9 @@ def test_what_fits_is_not_refused(monkeypatch):
 def test_a_refusal_says_what_is_needed_what_is_free_and_what_to_do(monkeypatch):
     monkeypatch.setattr(free, "free_bytes", lambda: 11 * GB)
     assert memory.refusal(cell_of("all_gather"), GB, ranks=(4, 4), memory_share=0.8) == (
-        "needs 9.062 GB on this host for its 4 of 4 ranks, 11 GB are free and memory_share 0.8 lets it take 8.8 GB; "
-        "take smaller sizes, fewer ranks on a node, or a larger memory_share"
+        "needs 9.062 GB on this host for its 4 of 4 ranks, but 11 GB are free and memory_share 0.8 lets it "
+        "use 8.8 GB; "
+        "use smaller sizes, fewer ranks on a node, or a larger memory_share"
     )
 
 
@@ -105,7 +106,7 @@ def test_only_the_ranks_of_this_host_count(monkeypatch):
 
 def told(world: World, refusing: list[int]) -> list[str | None]:
     reason = f"rank {world.rank} has not — enough" if world.rank in refusing else None
-    return Voices(dist.new_group(backend="gloo"), lambda: None).told(reason)
+    return ControlGroup(dist.new_group(backend="gloo"), lambda: None).told(reason)
 
 
 @pytest.mark.ranks

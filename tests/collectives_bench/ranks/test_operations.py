@@ -175,13 +175,13 @@ def test_there_is_a_call_for_every_operation_of_the_catalog_and_no_other():
 @pytest.mark.parametrize(
     ("operation", "place", "call", "dtype", "backend", "device", "words"),
     [
-        ("all_reduce", "in", "sync", "fp32", "nccl", "cpu", "nccl moves tensors of GPUs only"),
-        ("send_recv", "out", "sync", "fp32", "gloo", "cuda:1", "gloo sends tensors of the CPU only"),
-        ("ring_all_reduce", "in", "sync", "fp32", "gloo", "cuda", "gloo sends tensors of the CPU only"),
+        ("all_reduce", "in", "sync", "fp32", "nccl", "cpu", "nccl supports only GPU tensors"),
+        ("send_recv", "out", "sync", "fp32", "gloo", "cuda:1", "gloo's send and recv support only CPU tensors"),
+        ("ring_all_reduce", "in", "sync", "fp32", "gloo", "cuda", "gloo's send and recv support only CPU tensors"),
         ("tree_reduce", "in", "async", "fp32", "nccl", "cuda", "without an async_op"),
         ("ping_pong", "out", "async", "fp32", "gloo", "cpu", "without an async_op"),
-        ("gather_scatter", "in", "sync", "int32", "gloo", "cpu", "takes a mean"),
-        ("all_to_all", "in", "sync", "fp32", "gloo", "cpu", "no form with its result over its input"),
+        ("gather_scatter", "in", "sync", "int32", "gloo", "cpu", "computes a mean"),
+        ("all_to_all", "in", "sync", "fp32", "gloo", "cpu", "no variant with its result over its input"),
         ("all_reduce", "in", "async", "int32", "gloo", "cuda", None),
         ("gather_scatter", "in", "sync", "bf16", "gloo", "cuda", None),
         ("ring_all_reduce", "in", "sync", "fp32", "nccl", "cuda", None),

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from muster.collectives_bench.ranks.pairs import PairGame
-from muster.collectives_bench.ranks.sampling import Voices
+from muster.collectives_bench.ranks.sampling import ControlGroup
 from muster.collectives_bench.records import HostFacts, Pair
 from muster.collectives_bench.records import World as BenchWorld
 from muster.collectives_bench.settings import BenchSettings
@@ -38,10 +38,10 @@ def company_of(world: World, ranks_per_node: int) -> Company:
 
 
 def pairs(world: World, ranks_per_node: int, without: tuple = ()) -> list:
-    voices = Voices(dist.new_group(backend="gloo"), lambda: None)
+    control_group = ControlGroup(dist.new_group(backend="gloo"), lambda: None)
     company = company_of(world, ranks_per_node)
     settings = BenchSettings(pairs=True, **FEW)
-    game = PairGame(company, settings, dist.group.WORLD, voices)
+    game = PairGame(company, settings, dist.group.WORLD, control_group)
     found = {pair.nodes: pair for known in game.play(3, without=without) for pair in known}
     return [found[nodes].model_dump(mode="json", exclude={"time"}) for nodes in sorted(found)]
 
@@ -70,14 +70,14 @@ def test_a_pair_that_has_failed_can_be_left_out(on_ranks):
 
 
 def without_one(world: World) -> str:
-    voices = Voices(dist.new_group(backend="gloo"), lambda: None)
+    control_group = ControlGroup(dist.new_group(backend="gloo"), lambda: None)
     company = company_of(world, 1)
     if world.rank == 1:
-        voices.gather([1.0, 0.0])
-        voices.barrier()
+        control_group.gather([1.0, 0.0])
+        control_group.barrier()
         return "left"
     try:
-        list(PairGame(company, BenchSettings(pairs=True, **FEW), dist.group.WORLD, voices).play(0))
+        list(PairGame(company, BenchSettings(pairs=True, **FEW), dist.group.WORLD, control_group).play(0))
     except RuntimeError as error:
         return str(error)
     return "no error"

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from muster.collectives_bench.ranks.sampling import HostClock, Run, Sampler, Voices
+from muster.collectives_bench.ranks.sampling import ControlGroup, HostClock, Run, Sampler
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.world.world import World
 
@@ -18,8 +18,8 @@ def sampler_of(world: World, **settings) -> tuple[Sampler, list[int]]:
     def beat() -> None:
         beats[0] += 1
 
-    voices = Voices(world.group, beat)
-    return Sampler(HostClock(voices, torch.device("cpu")), voices, BenchSettings(**settings)), beats
+    control_group = ControlGroup(world.group, beat)
+    return Sampler(HostClock(control_group, torch.device("cpu")), control_group, BenchSettings(**settings)), beats
 
 
 def sleep_longer_on_higher_ranks(world: World) -> dict:
@@ -101,7 +101,7 @@ class ToldClock:
 def warm(world: World, times_ms: list[float]) -> list[int]:
     made: list[int] = []
     clock = ToldClock(world.rank, times_ms)
-    sampler = Sampler(clock, Voices(world.group, lambda: None), BenchSettings())  # type: ignore[arg-type]
+    sampler = Sampler(clock, ControlGroup(world.group, lambda: None), BenchSettings())  # type: ignore[arg-type]
     first = sampler.first(lambda: made.append(1))
     return [sampler.warm_up(lambda: made.append(1), first), len(made)]
 

@@ -216,7 +216,7 @@ def test_two_runs_that_differ_by_noise_measure_no_cost() -> None:
     blocks = [a_block([value] * 7, launch=start + i) for start in (0, 1000) for i, value in enumerate(noise)]
     finding = only(*TWO_RUNS, blocks=blocks)
     assert (finding.measured, finding.factor) == (False, None)
-    assert finding.cost.startswith("not to be told from noise here")
+    assert finding.cost.startswith("cannot be distinguished from noise here")
 
 
 def test_a_finding_is_one_line_that_says_what_is_known_and_what_to_do() -> None:

@@ -130,7 +130,7 @@ TIMING = json.loads(BLOCKS[0].model_dump_json())["latency"]
         ({"state": "fine"}, "line 2: state: "),
         ({"samples_us": [1.0, float("nan")]}, "line 2: "),
         ({"latency": {**TIMING, "n": 0}}, "line 2: latency.n: input should be greater than or equal to 1, got 0"),
-        ({"latency": {**TIMING, "min_us": 1e9}}, "line 2: latency: value error, times that cannot be"),
+        ({"latency": {**TIMING, "min_us": 1e9}}, "line 2: latency: value error, inconsistent times"),
         ({"samples_us": [-1.0]}, "line 2: samples_us.0: input should be greater than or equal to 0, got -1.0"),
         ({"world": {**WORLD, "ranks": 0}}, "line 2: world.ranks: input should be greater than or equal to 1, got 0"),
         ({"cell": {**CELL, "operation": "all_redcue"}}, "unknown operation 'all_redcue'; did you mean 'all_reduce'"),

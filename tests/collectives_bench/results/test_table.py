@@ -152,7 +152,7 @@ def test_bytes_on_the_wire_are_held_against_both_formulas() -> None:
     assert told["all_reduce", "4", "KB"].endswith("not judged below 1 MB: headers count")
     assert told["reduce_scatter", "4", "MB"].startswith("2.00 2.00 1.00 +0.0 reduce_scatter moves 2.00 x the best")
     assert told["reduce", "4", "MB"].endswith(
-        "+56.0 reduce moves 2.34 x the best algorithm's bytes; 1.50 x was expected of it"
+        "+56.0 reduce moves 2.34 x the best algorithm's bytes; 1.50 x was expected"
     )
     assert audit.lines(rows_of(Result(blocks=[block(world(), CELL)]))) == []
 

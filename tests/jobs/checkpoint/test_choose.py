@@ -56,7 +56,7 @@ def test_a_bad_one_is_put_aside_in_one_line_and_the_one_before_is_taken(saved, w
     damage(folder.shard(1) if which == "shard" else folder.manifest, -5)
     assert chosen(saved) == A5
     (line,) = saved.said
-    assert line.startswith(f"{A9} is bad and was put aside as bad-{A9}: ")
+    assert line.startswith(f"{A9} is bad and was renamed to bad-{A9}: ")
     assert "\n" not in line
     assert saved.names() == [f"bad-{A9}", A5]
     assert chosen(saved) == A5
@@ -114,7 +114,7 @@ def test_an_attempt_that_does_not_say_what_it_begins_from_is_passed_over(saved, 
     if text is not None:
         saved.run.attempt(1).resume.write_text(text)
     assert chosen(saved) == A5
-    assert any("going by the attempt before it" in line for line in saved.said) == (text is not None)
+    assert any("using the attempt before it" in line for line in saved.said) == (text is not None)
 
 
 def test_one_that_was_asked_for_is_taken_or_it_is_said_why_not(saved) -> None:
@@ -146,7 +146,7 @@ def test_one_that_cannot_be_read_at_the_moment_is_left_where_it_is(saved, monkey
     monkeypatch.setattr(choose, "verify", failing)
     assert chosen(saved) == A5
     assert saved.names() == [A5, A9]
-    assert saved.said == [f"{A9} cannot be read at the moment and is left alone: input/output error"]
+    assert saved.said == [f"{A9} is unreadable at the moment and was left alone: input/output error"]
 
 
 def test_a_disk_that_takes_no_writes_still_gives_its_checkpoints(saved, monkeypatch) -> None:
@@ -160,7 +160,7 @@ def test_a_disk_that_takes_no_writes_still_gives_its_checkpoints(saved, monkeypa
     assert chosen(saved) == A5
     assert saved.said == [
         "cannot commit what is pending: read-only file system",
-        f"{A5} is good, but that cannot be noted: read-only file system",
+        f"{A5} is valid, but could not be marked as verified: read-only file system",
     ]
 
 

@@ -116,7 +116,7 @@ def test_a_manifest_of_something_else_is_not_overwritten(saved) -> None:
 def test_a_late_writer_of_a_dead_attempt_cannot_commit(saved) -> None:
     folder = saved.write(5)
     saved.attempt(1)
-    with pytest.raises(FencedError, match="attempt 1 has begun; attempt 0 commits nothing"):
+    with pytest.raises(FencedError, match="attempt 1 has begun; attempt 0 can no longer commit"):
         commit.commit(saved.run, folder, 2)
     with pytest.raises(FencedError):
         begin(saved.run, 6, 0)
@@ -166,13 +166,13 @@ def test_a_branch_that_was_given_up_is_not_rolled_forward(saved) -> None:
         (lambda folder: folder.shard(1).unlink(), "missing, although its .ok is there"),
         (lambda folder: folder.shard(1).write_bytes(b"short"), "5 bytes, its .ok says"),
         (lambda folder: damage(folder.ok(1), 30), "damaged"),
-        (lambda folder: shutil.copy(folder.ok(0), folder.ok(1)), "shard-00000.safetensors.*wanted.*shard-00001"),
-        (lambda folder: reseal(folder.ok(1), writers=3), "one of 3 writers, wanted 2"),
-        (lambda folder: reseal(folder.ok(1), step=4), "step is 4, wanted 5"),
-        (lambda folder: reseal(folder.ok(1), tensors=[]), "its parts hold .* elements of"),
-        (lambda folder: reseal(folder.ok(1), bytes=True), "no such numbers"),
-        (lambda folder: reseal(folder.ok(1), tensors=[{"name": "x", "shape": []}]), "unknown type"),
-        (lambda folder: reseal(folder.ok(1), more=1), "wanted the keys"),
+        (lambda folder: shutil.copy(folder.ok(0), folder.ok(1)), "shard-00000.safetensors.*expected.*shard-00001"),
+        (lambda folder: reseal(folder.ok(1), writers=3), "lists 3 writers, expected 2"),
+        (lambda folder: reseal(folder.ok(1), step=4), "step is 4, expected 5"),
+        (lambda folder: reseal(folder.ok(1), tensors=[]), "its parts hold .* elements"),
+        (lambda folder: reseal(folder.ok(1), bytes=True), "not valid numbers"),
+        (lambda folder: reseal(folder.ok(1), tensors=[{"name": "x", "shape": []}]), "unknown dtype"),
+        (lambda folder: reseal(folder.ok(1), more=1), "expected the keys"),
         (lambda folder: reseal(folder.ok(0), meta=None), "meta must be an object"),
     ],
 )
@@ -196,7 +196,7 @@ def reseal(path, **fields) -> None:
         ((3, 8), (8,), "model/w"),
         ((5, 8), (8,), "model/w"),
         ((4, 7), (8,), "model/w"),
-        ((4, 8), (2, 4), "do not agree on its type and shape"),
+        ((4, 8), (2, 4), "disagree on its dtype and shape"),
     ],
 )
 def test_writers_that_overlap_leave_a_hole_or_disagree_make_no_checkpoint(saved, second, shape, message: str) -> None:

@@ -102,7 +102,7 @@ def test_a_bad_newest_one_costs_no_good_one(saved) -> None:
     damage(saved.run.checkpoint(3, 0).shard(0))
     assert retain(saved.run, 2, say=saved.say) == []
     assert saved.names() == [f"bad-{names(3)[0]}", *names(1, 2)]
-    assert "put aside" in saved.said[0]
+    assert "renamed to" in saved.said[0]
 
 
 def test_what_the_newest_attempt_began_from_stays_and_what_it_left_behind_goes(saved) -> None:

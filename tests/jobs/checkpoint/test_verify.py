@@ -104,7 +104,7 @@ def test_without_reading_every_byte_sizes_and_headers_are_still_compared(saved) 
     damage(folder.shard(0))
     verify(folder, deep=False)
     damage(folder.shard(0), folder.shard(0).read_bytes().index(b"model/whole"))
-    with pytest.raises(BadCheckpointError, match="does not hold the tensors"):
+    with pytest.raises(BadCheckpointError, match="does not match the tensors"):
         verify(folder, deep=False)
 
 

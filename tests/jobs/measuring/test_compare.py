@@ -161,7 +161,7 @@ def test_slower_medians_keep_equal_quartiles_from_being_the_same() -> None:
     before, after = (rows_of(Result(blocks=each)) for each in blocks)
     (verdict,) = compare(before, after)
     assert verdict.verdict == "no verdict"
-    assert verdict.why == "the quicker calls are the same, the medians are 1.50x"
+    assert verdict.why == "the faster calls are the same, but the medians are 1.50x"
 
 
 def test_lower_quartiles_are_compared_where_both_have_samples_and_medians_where_not() -> None:
@@ -178,7 +178,7 @@ def test_without_enough_launches_it_says_how_many_would_do() -> None:
     rng = random.Random(7)
     found = [simulated(rng, 8, 1, slower=1.0).rows[0] for _ in range(20)]
     whys = [verdict.why for verdict in found if verdict.verdict == "no verdict"]
-    assert any("of each would tell 10 %" in why for why in whys)
+    assert any("of each could detect 10 %" in why for why in whys)
 
 
 def test_swapping_the_sides_turns_the_answer_round() -> None:

@@ -27,7 +27,7 @@ def test_equal_losses_are_said_once_when_the_last_of_them_is_there() -> None:
     told = Told()
     replay = Replay({3: 0.1, 4: None, 5: 0.3}, told)
     assert replay.check([(3, 0.1), (4, math.nan)]) is None
-    assert replay.check([(5, 0.3), (6, 0.2)]) == "3 steps done again: the same losses, bit by bit"
+    assert replay.check([(5, 0.3), (6, 0.2)]) == "3 steps repeated: the same losses, bit by bit"
     assert replay.check([(7, 0.2)]) is None
     (row,) = told.rows
     assert (row["report"], row["steps"], row["compared"], row["worst"]) == ("replayed", 3, 3, 0.0)
@@ -36,13 +36,13 @@ def test_equal_losses_are_said_once_when_the_last_of_them_is_there() -> None:
 def test_other_losses_are_said_with_the_largest_difference() -> None:
     told = Told()
     said = Replay({3: 0.5, 4: 2.0}, told).check([(3, 0.5), (4, 2.0 * (1 + 3e-7))])
-    assert said == "2 steps done again: losses differ by at most 3e-07, relative to the logged ones"
+    assert said == "2 steps repeated: losses differ by at most 3e-07, relative to the logged ones"
     assert told.rows[0]["worst"] > 0.0
 
 
 def test_a_loss_that_is_a_number_on_one_side_only_differs() -> None:
     said = Replay({1: None}, Told()).check([(1, 0.5)])
-    assert said == "1 step done again: losses differ by at most inf, relative to the logged ones"
+    assert said == "1 step repeated: losses differ by at most inf, relative to the logged ones"
 
 
 def test_without_logged_steps_nothing_is_said() -> None:

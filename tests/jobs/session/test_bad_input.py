@@ -37,7 +37,7 @@ ALONE = {  # program; what it says
     ),
     "a loop in a loop": (
         "run = muster.session()\ns = run.state(a=1)\nfor i in run.steps(3, s):\n    for j in run.steps(3, s): pass",
-        "muster: rank 0, after 0 steps: session: a loop of run.steps or run.epochs is under way; end it before",
+        "muster: rank 0, after 0 steps: session: a loop of run.steps or run.epochs is active; end it before",
     ),
     "a text that is logged": (
         "run = muster.session()\nfor i in run.steps(3):\n    run.log(loss='low')",
@@ -99,7 +99,7 @@ GROUP = START + "dist.init_process_group('gloo')\n"
 RANKS = {
     "no process group": (
         START + "for i in run.steps(3): pass",
-        "session: torch.distributed is not initialized, by which the 2 ranks agree; call",
+        "session: the 2 ranks cannot agree, because torch.distributed is not initialized; call",
     ),
     "a state that differs": (
         GROUP + "torch.manual_seed(0)\nfor i in run.steps(3, run.state(m=torch.nn.Linear(2, 2), n=run.rank)): pass",

@@ -85,14 +85,16 @@ def test_reading_ahead_does_not_move_the_position() -> None:
 
 def test_other_data_or_another_seed_is_refused() -> None:
     saved = make(32, 4, 0, 1).state_dict()
-    with pytest.raises(RefusedError, match=r"saved with samples 32, this program has 33; use the same data and seed"):
+    with pytest.raises(
+        RefusedError, match=r"saved with samples 32, but this program has 33; use the same data and seed"
+    ):
         make(33, 4, 0, 1).load_state_dict(saved)
     with pytest.raises(RefusedError, match="saved with seed 0, this program has 1"):
         make(32, 4, 0, 1, seed=1).load_state_dict(saved)
 
 
 def test_what_cannot_be_dealt_is_refused() -> None:
-    with pytest.raises(RefusedError, match="3 samples are too few for 4 ranks with 2 a batch; use fewer ranks"):
+    with pytest.raises(RefusedError, match="3 samples are too few for 4 ranks with a batch of 2; use fewer ranks"):
         make(3, 2, 0, 4)
     with pytest.raises(RefusedError, match="batch_size must be at least 1, got 0"):
         make(3, 0, 0, 1)

@@ -52,8 +52,8 @@ def test_a_torn_last_line_is_passed_over_and_the_timing_is_not_over(tmp_path):
     ("text", "message"),
     [
         ('{"record": "timing"}\n{"record": "end", "seconds": 1.0, "time": 1.0}\n', "line 1: name: field required"),
-        ('{"record": "timing", "version": 9}\n\n', "written as version 9, this muster reads version 1"),
-        ('{"record": "end", "seconds": 1.0, "time": 1.0}\n', "says nothing of what was measured"),
+        ('{"record": "timing", "version": 9}\n\n', "written as version 9, but this muster reads version 1"),
+        ('{"record": "end", "seconds": 1.0, "time": 1.0}\n', "has no measurements"),
         ('{"muster_timing": 1, "timings": []}', "timings: list should have at least 1 item"),
         ("hello", "not JSON"),
     ],

@@ -41,8 +41,8 @@ def test_a_row_is_trained_as_a_job_with_the_same_settings_would():
     ("values", "message"),
     [
         ({"model": "gpt-nanno"}, "unknown model 'gpt-nanno'; did you mean 'gpt-nano'?"),
-        ({"model": ["vgg11", "vgg16"], "context": 64}, "context is of GPTs, and none is timed"),
-        ({"model": "vgg11", "tied": False}, "tied is of GPTs, and none is timed"),
+        ({"model": ["vgg11", "vgg16"], "context": 64}, "context is for GPTs, but none is timed"),
+        ({"model": "vgg11", "tied": False}, "tied is for GPTs, but none is timed"),
         ({"model": "gpt-nano", "steps": 0}, "greater than or equal to 1"),
         ({"model": "gpt-nano", "warmup": -1}, "greater than or equal to 0"),
         ({"model": []}, "no model is named; add model: with names, or train: with a section"),
@@ -55,7 +55,7 @@ def test_what_cannot_be_is_refused(values, message):
 
 def test_a_model_is_timed_on_one_rank():
     settings(model="vgg11").check_world(1)
-    with pytest.raises(RefusedError, match="on one rank, this job has 2"):
+    with pytest.raises(RefusedError, match="on one rank, but this job has 2"):
         settings(model="vgg11").check_world(2)
 
 
@@ -85,7 +85,7 @@ def test_the_model_of_a_train_section_is_one_row_more_with_its_data_loss_and_opt
     assert asked.makes == {"train.model.make": "net.py:build", "train.loss": "net.py:loss"}
     for wrong, message in (
         ({"train": OWN | {"model": {"make": "net"}}}, "must be FILE.py:NAME or package.module:NAME, got 'net'"),
-        ({"train": OWN, "dtypes": True}, "dtypes is of models that ship with Muster"),
+        ({"train": OWN, "dtypes": True}, "dtypes is for built-in models"),
     ):
         with pytest.raises(ValidationError, match=re.escape(message)):
             settings(**wrong)

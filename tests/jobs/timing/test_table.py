@@ -17,8 +17,8 @@ GOLDEN = """\
       vgg11     step      fp32     9,228,362    16       -     11.0     11.0   0.0     11.0       -     11.0     1,455     0.281      -    1,024  -
    gpt-2.7b     step      fp32 2,543,000,000    16     128  out of memory: needs 38.1 GB for weights, gradients and moments
 # the first step takes up to 10.0 x the fastest (gpt-nano forward)
-# rate counts tokens and images; work is what the model needs, matmul its share of the product above; memory the most by which the process grew
-# +- encloses the median with 0% (1 launch: samples of one launch, which say nothing of others); more --launches make it surer
+# rate counts tokens and images; work is what the model needs, matmul its share of the product above; memory the peak growth of the process
+# +- encloses the median with 0% (1 launch: samples of one launch, which tell nothing about others); more --launches increase the confidence
 # verdict: OK"""  # noqa: E501
 
 
@@ -50,7 +50,7 @@ def test_the_table_has_a_line_for_each_row_and_reasons_in_place_of_numbers():
 def test_without_warm_up_it_says_that_the_first_step_counts():
     row = timed(warm_up_s=[], steps_s=[0.1, 0.011, 0.010, 0.012])
     (said,) = [line for line in report_lines(Timings(timings=[timing(row)])) if "the first step" in line]
-    assert said.endswith("(gpt-nano forward), and counts: --warmup 1 leaves it out")
+    assert said.endswith("(gpt-nano forward), and is included: --warmup 1 excludes it")
 
 
 def test_many_warm_up_steps_are_shown_by_their_first():

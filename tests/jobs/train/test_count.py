@@ -176,8 +176,8 @@ def test_what_needs_numbers_is_built_on_the_cpu_and_a_forward_that_reads_them_le
         expected = 2 * 3 + (3 * 6 + 6) + (18 * 6 + 18 + 6 * 6 + 6) + 6 * 10 + 10
         assert (found.model.elements, found.model.trained) == (expected, expected - 6)
         assert sum(part.buffer_bytes for part in found.model.parts) == 2 * 3 * 4 + 8
-        assert "is no nn.Sequential" in found.no_layers
-        assert found.why_not("tensor") == "its job names no model.plan"
+        assert "is not an nn.Sequential" in found.no_layers
+        assert found.why_not("tensor") == "the job has no model.plan"
         assert math.isnan(found.model.saved_bytes(4)) is reads
         assert ("needs_numbers.py, line 20" in found.no_activations) is reads
 

@@ -221,7 +221,7 @@ def test_a_text_is_fingerprinted_by_its_bytes_not_its_name(tmp_path: Path):
 
 def test_a_text_too_short_for_its_context_is_refused(tmp_path: Path):
     (tmp_path / "text").write_bytes(b"x" * 128)
-    with pytest.raises(RefusedError, match="128 bytes are too short for a context of 64: 129 make"):
+    with pytest.raises(RefusedError, match="128 bytes are too few for a context of 64, which needs 129:"):
         open_data(settings("gpt-nano", {"text": str(tmp_path / "text")}))
     (tmp_path / "text").write_bytes(b"x" * 129)
     data = open_data(settings("gpt-nano", {"text": str(tmp_path / "text")}))

@@ -214,7 +214,7 @@ def test_a_job_of_two_ranks_that_is_started_as_one_says_so_and_goes_on(run_here,
     ((_, err, code),) = run_here([str(JOB), "--runs", str(tmp_path)])
     assert (code, err) == (
         0,
-        "muster: the job asks for 2 ranks, this start has 1 (no rank variables found: see muster env); "
+        "muster: the job asks for 2 ranks, but this start has 1 (no rank variables found: see muster env); "
         "--num-nodes and --rank start more\n",
     )
 
@@ -226,7 +226,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_another_which_it_has_said(tmp_path):
         rank.send_signal(signal.SIGINT)
         assert rank.wait(timeout=30) == -signal.SIGINT
         assert rank.stderr.read() == ""
-    assert re.fullmatch(r"muster: rank 0 of 2 meets the others at 127.0.0.1:\d+, until \d\d:\d\d:\d\d\n", said)
+    assert re.fullmatch(r"muster: rank 0 of 2 waits for the others at 127.0.0.1:\d+ until \d\d:\d\d:\d\d\n", said)
 
 
 def test_help_does_not_wait_for_torch():
@@ -261,7 +261,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_under_any_launcher(forked, tmp
     run = only_run(tmp_path)
     results = forked(tmp_path, range(2), 2, *saves, "--set", "train.steps=5", "--resume", run.name[-6:])
     assert [code for _, _, code in results] == [0, 0], results
-    assert "goes on from step-00000003.a000, step 3 of 5" in results[0][0]
+    assert "continues from step-00000003.a000, step 3 of 5" in results[0][0]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["attempt"]) for row in rows] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1)]
     assert json.loads((run / "attempt-001" / "resume.json").read_text()) == {
@@ -276,4 +276,4 @@ def test_a_run_without_a_checkpoint_cannot_be_gone_on_with_on_any_rank(forked, t
     assert code == 0
     for _, err, code in forked(tmp_path, range(2), 2, "--resume", only_run(tmp_path).name):
         assert code == 66
-        assert "no usable checkpoint; leave --resume out to begin anew" in err
+        assert "no usable checkpoint; omit --resume to start a new run" in err

@@ -151,10 +151,10 @@ WRONG = {
     "none.py:build": "train.model.make: none.py: no such file in .*support/made; correct it, or set workdir",
     "no.module:build": "train.model.make: no module no for .*; install it there, or correct the name",
     "net.py:biuld": r"train.model.make: net.py has no biuld; did you mean 'build'\? \(it has Block, Net, build",
-    "net.py:raises": "train.model.make: net.py:raises raised ValueError: no such luck; its traceback stands above",
+    "net.py:raises": "train.model.make: net.py:raises raised ValueError: no such luck; see the traceback above",
     "net.py:nothing": "train.model.make: net.py:nothing returned a int; return an nn.Module",
     "net.py:frozen": "train.model.make: net.py:frozen returned a Linear without parameters to train",
-    "net.py:late": "rank 0: step 1 raised KeyError: 'late'; its traceback stands above",
+    "net.py:late": "rank 0: step 1 raised KeyError: 'late'; see the traceback above",
 }
 
 
@@ -182,11 +182,11 @@ def test_wrong_data_is_refused(here, make):
     ("keys", "said"),
     [
         ({"model": {**NET, "args": {"widht": 3}}}, "train.model.args: net.py:build takes (width: int = 16) -> net.Net"),
-        ({"optimizer": {"make": "net.py:build"}}, "train.optimizer.make: net.py:build is no class of torch.optim."),
+        ({"optimizer": {"make": "net.py:build"}}, "train.optimizer.make: net.py:build is not a subclass of torch"),
         ({"loss": "net.py:per_sample"}, "train.loss: net.py:per_sample returned [12]; return the mean loss, a tensor"),
         ({"loss": "net.py:JOB"}, "train.loss: net.py has no JOB"),
         ({"model": {**NET, "units": ["no.*"]}, "activation_checkpointing": True}, "train.model.units: 'no.*' names no"),
-        ({"model": "vgg11", "data": {"make": "net.py:few"}}, "train.model.vocabulary: net.py:few does not say how"),
+        ({"model": "vgg11", "data": {"make": "net.py:few"}}, "train.model.vocabulary: net.py:few does not tell its"),
     ],
 )  # fmt: skip
 def test_so_are_other_wrong_keys(here, keys, said):
@@ -199,9 +199,9 @@ def test_so_are_other_wrong_keys(here, keys, said):
         ("net.py:uncut", "train.model.make: net.py:uncut returned a Uncut, which cannot be cut into layers: it is no"),
         (
             "net.py:renamed",
-            "train.model.make: layer 1 of stages() of net.py:renamed, a Sequential, is no module of the",
+            "train.model.make: layer 1 of stages() of net.py:renamed, a Sequential, is not a module of the",
         ),
-        ("net.py:short", "train.model.make: stages() of net.py:short leaves out body.blocks.0.norm.weight; every"),
+        ("net.py:short", "train.model.make: stages() of net.py:short omits body.blocks.0.norm.weight; every"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(here, make, said):
@@ -223,7 +223,7 @@ def of_the_rank(world: World) -> str:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_whose_models_differ_all_hear_of_it(on_ranks):
-    said = "model net.py:of_the_rank of rank 1 differs from rank 0's; let it depend on args and torch's random numbers"
+    said = "model net.py:of_the_rank of rank 1 differs from rank 0's; it may depend only on args and torch"
     assert all(each.startswith(said) for each in on_ranks(2, of_the_rank))
 
 
@@ -249,5 +249,5 @@ def test_a_run_goes_on_with_changed_code_on_another_number_of_ranks(tmp_path):
     words = ["resume", live.run.run_id, "--runs", str(live.root), "--set", "train.steps=12", "--ranks-per-node", "1"]
     argv = [sys.executable, "-m", "muster", *words]
     said = subprocess.run(argv, capture_output=True, text=True, timeout=90, check=True).stdout
-    assert "net.py has changed since step-00000008.a000 was saved; training goes on with it as it is now" in said
+    assert "net.py has changed since step-00000008.a000 was saved; training continues with the current version" in said
     assert "step 12/12" in said

@@ -81,4 +81,4 @@ def test_a_rank_whose_store_goes_away_blames_the_process_that_served_it() -> Non
     served.wait(["arrived/1"])
     del served
     thread.join()
-    assert [str(error).partition(" at ")[0] for error in raised] == ["rank 1 waited for the others, and the store"]
+    assert [str(error).partition(" at ")[0] for error in raised] == ["rank 1 was waiting for the others when the store"]

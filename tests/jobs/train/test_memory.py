@@ -236,7 +236,7 @@ def test_a_disk_that_takes_no_row_ends_the_record_and_not_the_training(tmp_path,
         engine.optimizer.step()
         engine.optimizer.step()
     assert written == ["baseline", "init", "before_step"]
-    assert capsys.readouterr().err.count("nothing more is written about this rank's memory") == 1
+    assert capsys.readouterr().err.count("memory of this rank is no longer recorded") == 1
 
 
 def test_a_training_that_fails_says_what_it_had(tmp_path):

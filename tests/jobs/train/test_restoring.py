@@ -113,7 +113,7 @@ def test_a_checkpoint_that_changed_since_it_was_chosen_is_refused_on_all_ranks(o
     other = {str(rank): {"sha256": "cd" * 32} for rank in range(2)}
     for code, said, _ in on_ranks(2, go_on, folder=str(saved), settings=GPT_4, of_rank=other):
         assert code == 78
-        assert "chosen was one with cdcdcdcdcdcd and step 2; choose again: muster resume" in said
+        assert "but the chosen one had cdcdcdcdcdcd and step 2; choose again: muster resume" in said
 
 
 def listen(world: World, **arguments) -> str:
@@ -128,8 +128,8 @@ def test_steps_that_are_done_again_are_compared_with_the_log_of_the_first_time(o
     # An attempt goes on to the end, saves nothing and is lost: the next one does its steps again.
     assert [code for code, _, _ in on_ranks(2, go_on, folder=str(saved), settings=GPT_4)] == [0, 0]
     said, silent = on_ranks(2, listen, folder=str(saved), settings=GPT_4, number=2)
-    assert "goes on from step-00000002.a000, step 2 of 4, read in " in said
-    assert "2 steps done again: the same losses, bit by bit\n" in said
+    assert "continues from step-00000002.a000, step 2 of 4, read in " in said
+    assert "2 steps repeated: the same losses, bit by bit\n" in said
     assert silent == ""
     logged = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["attempt"]) for row in logged] == [(1, 0), (2, 0), (3, 1), (4, 1), (3, 2), (4, 2)]

@@ -154,7 +154,7 @@ def test_one_save_is_in_flight_and_others_are_left_out_and_counted(run: RunDir, 
     assert [row["step"] for row in training.told.of("saved")] == [1, 2, 6]
     (missed,) = training.told.of("missed")
     assert (missed["step"], missed["missed"]) == (3, 0)
-    assert missed["message"] == "left out: the save of step 2 is not done yet on rank 0"
+    assert missed["message"] == "skipped a checkpoint: the save of step 2 is still being written on rank 0"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "frozen"])
@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_the_training_and_the_last_good_one_and_the_third_mis
     training.step()
     assert [row["missed"] for row in training.told.of("missed")] == [1, 2]
     assert capfd.readouterr().err.count("muster: step 2 was not saved (1 in a row): ") == 1
-    with pytest.raises(StorageError, match=r"3 saves in a row came to nothing; the last: .*File too large"):
+    with pytest.raises(StorageError, match=r"3 saves in a row failed; the last: .*File too large"):
         training.step()
     assert newest(run) == (1, 1.0)
 
@@ -231,7 +231,7 @@ def test_an_end_that_cannot_be_saved_is_a_storage_error_that_names_the_last_good
     training.settle()
     training.step()
     fill_disk(training)
-    message = r"after step 3 could not be saved; the last good one is step-00000002\.a000"
+    message = r"after step 3 could not be saved; the last valid checkpoint is step-00000002\.a000"
     with pytest.raises(StorageError, match=message):
         training.saver.finish(3, [])
 

@@ -31,7 +31,7 @@ def test_a_slower_result_is_worse_row_by_row_and_fails_a_gate(files, capsys) -> 
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines[0].split()) == "row before after time from to launches verdict why"
     shown = " ".join(lines[1].split())
-    assert shown == "all_reduce 1 MB fp32 in 1.172 ms 1.523 ms 1.300 1.300 1.300 5/5 worse slower beyond doubt"
+    assert shown == "all_reduce 1 MB fp32 in 1.172 ms 1.523 ms 1.300 1.300 1.300 5/5 worse significantly slower"
     assert lines[3].startswith("barrier ")
     assert lines[-1] == "worse: of 3 common rows 3 worse"
     for fail_on, code in (("worse", 1), ("any", 1), ("better", 0)):
@@ -68,7 +68,7 @@ def test_what_is_no_longer_measured_does_not_pass_a_gate(tmp_path: Path, files, 
     assert [cli.main([*argv, "--fail-on", word]) for word in ("worse", "any", "better")] == [1, 1, 0]
     captured = capsys.readouterr()
     assert "--fail-on worse: 1 row that was measured before has no time after" in captured.err
-    assert "1 measured before and not after" in captured.out
+    assert "1 measured before but not after" in captured.out
     assert cli.main(["bench", "compare", str(fewer), files["a"], "--fail-on", "worse"]) == 0  # what is new harms none
 
 
@@ -143,13 +143,14 @@ def test_a_result_is_shown_again_world_by_world(tmp_path: Path, capsys) -> None:
     assert heads == [
         "# demo: 1 node x 2 ranks, gloo on cpu",
         "# all_reduce: every rank gets the sum of all",
-        "# barrier: nobody leaves before all have come",
+        "# barrier: no rank leaves before all have arrived",
         "# demo: 2 nodes x 2 ranks, gloo on cpu",
         "# all_reduce: every rank gets the sum of all",
-        "# barrier: nobody leaves before all have come",
+        "# barrier: no rank leaves before all have arrived",
     ]
     assert lines[-2:] == [
-        "# +- encloses the median with 75% (3 launches: medians of the launches); more --launches make it surer",
+        "# +- encloses the median with 75% (3 launches: medians of the launches); more --launches "
+        "increase the confidence",
         "# verdict: OK",
     ]
     assert sum(not line.startswith("#") for line in lines) == 6
@@ -169,8 +170,8 @@ def test_a_result_that_was_broken_off_is_not_ok_whoever_reads_it(tmp_path: Path,
     write_result(made.model_copy(update={"blocks": [block(world(), first)]}), tmp_path / "cut.json")
     assert cli.main(["bench", "show", str(tmp_path / "cut.json")]) == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "# +- encloses the median with 96% (1 launch: samples of one launch, which say nothing of others); "
-        "more --launches make it surer",
+        "# +- encloses the median with 96% (1 launch: samples of one launch, which tell nothing about others); "
+        "more --launches increase the confidence",
         "# not finished: 1 of 15 blocks; 2 rows never begun",
         "# verdict: UNFINISHED",
     ]

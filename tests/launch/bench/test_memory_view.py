@@ -163,4 +163,4 @@ def test_a_pipeline_that_cannot_be_cut_is_told_in_its_line_and_a_product_is_refu
     split = ("--set", "train.parallel={data: 3, pipe: 2}")
     Path(job).write_text(JOB.replace("  mode: zero2\n", ""))
     assert main(["memory", job, *split]) == 78
-    assert "data 3 x pipe 2 makes 6 ranks, the job has 4" in capsys.readouterr().err
+    assert "data 3 x pipe 2 makes 6 ranks, but the job has 4" in capsys.readouterr().err

@@ -100,7 +100,7 @@ def test_warnings_stand_below_the_table_once(profile: str, capsys) -> None:
     assert cli.main([*argv, "--dtype", "bf16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("warning")] == [
-        "warning: bf16 was not measured: the time is that of as many bytes of fp32",
+        "warning: bf16 was not measured: the time is for the same number of bytes of fp32",
         "warning: 1 GB is more than 4 times the largest size measured, 64 MB",
         "warning: 2 GB is more than 4 times the largest size measured, 64 MB",
     ]

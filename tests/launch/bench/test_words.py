@@ -61,7 +61,7 @@ def test_options_are_settings_with_the_types_of_the_job_file() -> None:
         ("--launches 0", "--launches: must be at least 1, got 0"),
         ("--launches x", "--launches: must be a whole number, got 'x'"),
         ("--block-s soon", "--block-s: must be a number, got 'soon'"),
-        ("--backend nccl --device cpu", "nccl speaks for GPUs only"),
+        ("--backend nccl --device cpu", "nccl supports only GPUs"),
     ],
 )
 def test_a_wrong_option_is_a_usage_error_that_names_it(arguments: str, message: str) -> None:

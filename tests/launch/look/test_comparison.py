@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,28 @@ def test_the_newest_attempt_counts_and_torn_rows_do_not(tmp_path: Path) -> None:
     )
     found = read_measured(run)
     assert (found.steps[-1].number, found.steps[-1].seconds, found.ranks) == (30, 9.0, 1)
+
+
+def test_rows_of_any_form_are_read_as_whole_chunks_are(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "one")
+    whole = read_measured(run, skip=0)
+    for path in (run.metrics, run.attempt(0).metrics(0)):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        spoilt = [
+            '{"step": 98, "step_s": true}',
+            '{"step": 1e400',
+            "[1]",
+            '{"step": 99, "loss": {"a": [1]}}',
+            "\x00" * 99,
+        ]
+        path.write_text("\n".join([*spoilt, *map(json.dumps, rows), *spoilt, '{"step": 30, "st']))
+    assert read_measured(run, skip=0) == whole
+    nan = [{**row, "loss": math.nan, "note": ": NaN"} for row in rows]
+    run.attempt(0).metrics(0).write_text("".join(json.dumps(row) + "\n" for row in nan))
+    assert read_measured(run, skip=0) == whole
+    twice = ({"step": 30, "loss": math.nan}, {"step": 29, "loss": 2}, {"step": 29, "evaluation": True, "loss": 9})
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in twice))
+    assert [step.loss for step in read_measured(run, skip=0).steps[-2:]] == [2.0, None]
 
 
 def groups(root: Path, times: dict[str, float], runs: int) -> dict[str, Any]:

@@ -191,7 +191,7 @@ def test_the_site_files_hosts_are_used_by_default(job: Path, words: list[str]) -
 
 
 def test_a_site_file_whose_hosts_file_is_missing_is_refused_instead_of_running_here(job: Path) -> None:
-    with pytest.raises(JobFileError, match="nowhere: no such file; wanted a hosts file"):
+    with pytest.raises(JobFileError, match="nowhere: no such file; expected a hosts file"):
         with_site(job, "hosts: nowhere\n")
 
 
@@ -214,9 +214,9 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (["--on", "local", "-w", "n1"], UsageError, "--on local: hosts are given, but local uses none"),
         (["-w", "n1", "-H", "hosts"], UsageError, "--hosts and --nodelist both name the hosts; keep one of them"),
         (["--on", "ssh", "-e", "n1"], UsageError, "--include and --exclude choose among hosts, and none are given"),
-        (["-w", "n1", "-e", "n1"], UsageError, "no host is left"),
-        (["-w", "n1", "-e", "n2"], UsageError, "--exclude: 'n2' is none of the hosts; they are n1"),
-        (["-H", "no-such-file"], JobFileError, "no-such-file: no such file; wanted a hosts file"),
+        (["-w", "n1", "-e", "n1"], UsageError, "no host of n1 is left"),
+        (["-w", "n1", "-e", "n2"], UsageError, "--exclude: 'n2' is not one of the hosts; they are n1"),
+        (["-H", "no-such-file"], JobFileError, "no-such-file: no such file; expected a hosts file"),
         (["-w", "n1", "-N", "2"], RefusedError, "needs 2 hosts, got 1; add hosts or lower nodes"),
         (
             ["-w", "n1", "--master-addr", "head"],
@@ -253,8 +253,12 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (["-w", "n1", "--port", "9000"], UsageError, "--port: has no effect with --on ssh; it is for hand"),
         (["--on", "slurm", "--jump", "gate"], UsageError, "--jump: has no effect with --on slurm; it is for ssh, pdsh"),
         (["-w", "n1", "--lan", "lan0"], UsageError, "--lan lan0: names a network of a manifest; add --manifest FILE"),
-        (["-w", "n1", "--iface", "10.0.0.0/99"], UsageError, "--iface: '10.0.0.0/99' is no interface and no network"),
-        (["-w", "n1", "--iface", "10.0.0.1"], UsageError, "--iface: '10.0.0.1' is no interface and no network"),
+        (
+            ["-w", "n1", "--iface", "10.0.0.0/99"],
+            UsageError,
+            "--iface: '10.0.0.0/99' is neither an interface nor a network",
+        ),
+        (["-w", "n1", "--iface", "10.0.0.1"], UsageError, "--iface: '10.0.0.1' is neither an interface nor a network"),
         (["--on", "hand", "--port", "99999"], UsageError, "--port: must be a number from 1 to 65535, got '99999'"),
         (["--on", "hand", "--port", "-1"], UsageError, "--port: must be a number from 1 to 65535, got '-1'"),
     ],

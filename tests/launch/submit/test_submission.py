@@ -141,7 +141,7 @@ def test_one_that_was_made_before_nodes_had_keys_is_still_read(run: RunDir) -> N
         ({"site": {"no_such_key": 1}}, "cannot be read"),
         ({"route": {}}, "cannot be read"),
         ({"route": None}, "cannot be read"),
-        ({"placement": {"version": 7}}, "placement: version 7 was found"),
+        ({"placement": {"version": 7}}, "placement: found version 7"),
     ],
 )
 def test_one_that_was_tampered_with_is_refused_with_its_path(

@@ -140,8 +140,8 @@ def test_a_lost_node_that_stays_away_is_unreachable_and_the_last_reason_is_told(
         (None, "3 nodes left, and the job needs 4 (restart.min_nodes)"),
         (
             1,
-            "3 nodes left, on which the job cannot continue: train.parallel: data 2 x pipe 2 makes 4 ranks, the job "
-            "has 3; set nodes and ranks_per_node to match",
+            "3 nodes left, on which the job cannot continue: train.parallel: data 2 x pipe 2 makes 4 ranks, but the "
+            "job has 3; set nodes and ranks_per_node to match",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def test_a_stage_may_lack_what_rows_speak_of():
 
 
 def test_only_a_gpt_has_a_plan():
-    with pytest.raises(ValueError, match="of other models it has no plan"):
+    with pytest.raises(ValueError, match="it has no plan for other models"):
         split_gpt(build_vgg(VGG_SHAPES["vgg11"], 1), None)
 
 

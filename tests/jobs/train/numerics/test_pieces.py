@@ -186,7 +186,9 @@ def test_code_generated_for_the_cpu_agrees(precision):
 def test_a_machine_without_a_compiler_is_told_what_it_lacks(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RefusedError, match=r"train.compile: .* needs a compiler, none of g\+\+, clang\+\+ is here"):
+    with pytest.raises(
+        RefusedError, match=r"train.compile: .* needs a compiler, but none of g\+\+, clang\+\+ is installed"
+    ):
         Numerics("fp32", CPU, compile=True).place(model_of("gpt"))
     tool = tmp_path / "g++"
     tool.write_text("#!/bin/sh\n")

@@ -4,7 +4,7 @@ import pytest
 
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.timing.settings import Case
-from muster.jobs.train.timing.conductor import judged, size_of
+from muster.jobs.train.timing.launch_manager import judged, size_of
 from muster.jobs.train.timing.memory import GB, refusal
 from muster.jobs.world.forked import Ended
 from support.timings import settings
@@ -59,9 +59,14 @@ def test_without_warm_up_the_first_step_counts():
     [
         ([*BUILT, {"memory": "asked for 2.0 GB"}], DONE, "memory", "asked for 2.0 GB"),
         ([{"refused": "no compiler"}], DONE, "refused", "no compiler"),
-        ([], LATE, "timeout", "its model was not made in 3 s (--timeout)"),
+        ([], LATE, "timeout", "its model was not built in 3 s (--timeout)"),
         ([*BUILT, *STEPS[:2]], LATE, "timeout", "2 of 3 steps were done in 3 s (--timeout)"),
-        (BUILT, Ended("died", 1.0, message="was killed by SIGKILL"), "memory", "as the kernel does where memory ends"),
+        (
+            BUILT,
+            Ended("died", 1.0, message="was killed by SIGKILL"),
+            "memory",
+            "which the kernel does when memory runs out",
+        ),
         (BUILT, Ended("died", 1.0, message="was killed by SIGABRT; last words: std::bad_alloc"), "memory", "bad_alloc"),
         (BUILT, Ended("died", 1.0, message="was killed by SIGSEGV"), "failed", "was killed by SIGSEGV"),
         (BUILT, Ended("raised", 1.0, message="ValueError: no"), "failed", "ValueError: no"),
@@ -96,8 +101,8 @@ def test_a_row_is_refused_when_what_it_must_hold_is_more_than_it_may():
     fields = {"precision": "fp32", "recompute": False, "allowed": 20 * GB}
     assert refusal(xl, 1, pass_name="forward", **fields) is None
     assert refusal(xl, 1, pass_name="step", **fields) == (
-        "needs 22.0 GB for weights, gradients and moments and 0.7 GB for activations, 20.0 GB may be taken here; "
-        "take a smaller batch or model"
+        "needs 22.0 GB for weights, gradients and moments and 0.7 GB for activations, but only 20.0 GB may be "
+        "used here; use a smaller batch or model"
     )
     vgg = anatomy(VGG_SHAPES["vgg11"])
     assert "for activations" in str(refusal(vgg, 1 << 20, pass_name="forward", **fields))

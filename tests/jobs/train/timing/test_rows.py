@@ -15,7 +15,7 @@ from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.timing.settings import Case, TimingSettings
 from muster.jobs.train.timing import memory, work
-from muster.jobs.train.timing.conductor import Conductor
+from muster.jobs.train.timing.launch_manager import LaunchManager
 from muster.jobs.train.timing.work import Task
 from muster.jobs.world.world import World
 from support.timings import settings
@@ -62,7 +62,7 @@ def conduct(world: World, folder: str, asked: dict[str, Any], fault: str = "", a
         memory.allowed_bytes = lambda share: allowed
     path = Path(folder) / "bench.jsonl"
     wanted = TimingSettings.model_validate(asked)
-    Conductor(wanted, CPU, RowLog(path, patient=False, say=print), name="test").run()
+    LaunchManager(wanted, CPU, RowLog(path, patient=False, say=print), name="test").run()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -108,7 +108,7 @@ def test_memory_that_nobody_foresaw_is_an_error_of_the_row_and_not_of_the_machin
     rows, _ = timed(on_ranks, tmp_path, allowed=150 * MB, fault="devour", steps=20)
     assert [row["state"] for row in rows] == ["memory"] * 2
     assert 2 <= len(rows[0]["warm_up_s"] + rows[0]["steps_s"]) <= 5  # of 32 MB each
-    assert rows[0]["reason"] == "asked for 0.0 GB more than may be taken here; take a smaller batch or model"
+    assert rows[0]["reason"] == "asked for 0.0 GB more than may be used here; use a smaller batch or model"
 
 
 def test_a_row_whose_time_is_over_is_given_up_and_the_next_one_goes_on(on_ranks, tmp_path):
@@ -122,7 +122,7 @@ def test_a_row_whose_time_is_over_is_given_up_and_the_next_one_goes_on(on_ranks,
     [
         ("raise", "failed", "ValueError: a mistake of the model's own"),
         ("abort", "failed", "was killed by SIGABRT"),
-        ("kill", "memory", "was killed by SIGKILL, as the kernel does where memory ends"),
+        ("kill", "memory", "was killed by SIGKILL, which the kernel does when memory runs out"),
     ],
 )
 def test_a_row_whose_process_fails_says_why(on_ranks, tmp_path, fault, state, reason):

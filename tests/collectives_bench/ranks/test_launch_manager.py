@@ -1,4 +1,4 @@
-"""Launches on real ranks: what is written when all goes well, and when a player fails in any way it can."""
+"""Launches on real ranks: what is written when all goes well, and when a launch worker fails in any possible way."""
 
 import pytest
 
@@ -71,7 +71,7 @@ SAID = {
     "kill": "rank 1 was killed by SIGKILL",
     "exit": "rank 1 ended with code 3",
     "stop": "no progress for 1.5 s (timeout_s): rank 1 stands still, stopped by a signal",
-    "loop": "no progress for 1.5 s (timeout_s): rank 1 did not come (it is at support/bench.py:",
+    "loop": "no progress for 1.5 s (timeout_s): rank 1 did not arrive (it is at support/bench.py:",
 }
 
 
@@ -133,7 +133,7 @@ def test_launches_that_do_not_start_are_tried_twice_and_told_and_then_no_more_ar
     assert codes == [1, 0, 0]
     reason = "rank 1: ValueError: a mistake of the rank's own"
     assert [each["reason"] for each in found] == [f"the launch did not start: {reason}"] * 10 + [
-        f"skipped: no launch came to a start: {reason}"
+        f"skipped: no launch could start: {reason}"
     ] * 5
 
 
@@ -156,7 +156,7 @@ def test_what_would_not_fit_is_refused_on_all_ranks_alike(on_ranks, tmp_path):
 
 def test_a_rank_whose_own_process_stands_still_is_told_and_all_that_it_keeps_from_being_measured(on_ranks, tmp_path):
     out = tmp_path / "bench.jsonl"
-    fault = {"how": "mute conductor", "operation": "", "rank": 1}
+    fault = {"how": "mute launch manager", "operation": "", "rank": 1}
     wanted = {**QUICK, "launches": 3}
     codes = on_ranks(3, measure, group=False, settings=wanted, out=str(out), port=free_port(), fault=fault)
     assert 0 not in codes

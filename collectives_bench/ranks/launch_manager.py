@@ -1,16 +1,16 @@
-"""The conductor: what a rank's own process does. It forks a player for each launch, watches it, and never joins in.
+"""The launch manager: runs in each rank's own process. It forks a worker for each launch, watches it, and never
+measures.
 
-    conductors               rank 0's leads: it says what is played, judges what went wrong, writes the file
-    TRY/order                the leader's: an `Order`, or null: it is over
-    TRY/trouble              anybody's: a player has failed or stands still; everybody's is ended
-    TRY/ending/RANK          how that rank's player ended; the leader waits for all, then says what comes next
+    launch managers          rank 0's is the leader: it decides what to measure, judges failures, writes the file
+    TRY/order                from the leader: an `Order`, or null at the end
+    TRY/trouble              from any: a worker has failed or hangs, so all workers are ended
+    TRY/ending/RANK          how that rank's worker ended; the leader waits for all, then decides how to continue
     leaving/RANK             that rank has been asked to end, by SIGTERM
 
-A conductor that dies or stands still ends the attempt: the world has a hole. The leader notices it by itself, or is
-asked to end by a supervisor that has; either way it writes rows of all that is not measured before it goes.
-
-A player that dies takes its process group with it, so what is left of a launch is tried again with fresh players.
-Conductors run no torch operation and have no threads: each of them forks.
+A launch manager that dies or hangs ends the attempt, because a rank is missing. The leader notices that itself, or a
+supervisor that noticed it asks the leader to end. In both cases it first writes rows for all cells not measured. A
+worker that dies breaks its process group, so the rest of its launch is retried with fresh workers. Launch managers run
+no torch operation and have no threads, because they fork.
 """
 
 import os
@@ -25,8 +25,8 @@ from typing import Any, Final, NoReturn
 from muster.collectives_bench.ranks.agenda import Agenda, Skipped
 from muster.collectives_bench.ranks.company import Company
 from muster.collectives_bench.ranks.judge import Ending, judge, pair_culprit
+from muster.collectives_bench.ranks.launch_worker import LEAST_INIT_S, Order, play
 from muster.collectives_bench.ranks.ledger import Ledger
-from muster.collectives_bench.ranks.player import LEAST_INIT_S, Order, play
 from muster.collectives_bench.records import Cell, State
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.errors import StartTimeoutError
@@ -34,13 +34,13 @@ from muster.jobs.basics.words import spell_ranks
 from muster.jobs.world.forked import Forked
 
 POLL_S: Final = 0.2
-VICTIM_S: Final = 1.0  # for a player to notice by itself that another one has failed
-CAUSE_S: Final = 0.3  # the same when the failure has explained itself
+VICTIM_S: Final = 1.0  # time for a worker to notice that another one has failed
+CAUSE_S: Final = 0.3  # the same if the cause of the failure is known
 STALL_MARGIN_S: Final = 1.0  # beyond timeout_s, when every wait in a group has ended with an error
 ENDINGS_S: Final = 20.0
-NEXT_ORDER_S: Final = 600.0  # the leader may wait for a slow disk
-LEAVE_S: Final = 2.0  # for the others to say that they leave too: who does not has gone; less than most graces
-MOST_TRIES: Final = 3  # of a launch of pairs, without those that have failed in it
+NEXT_ORDER_S: Final = 600.0  # long, because the leader may wait for a slow disk
+LEAVE_S: Final = 2.0  # time for others to say that they leave too; shorter than most grace periods
+MOST_TRIES: Final = 3  # of a launch of pairs; later tries skip failed pairs
 GOING: Final = "the rest cannot be measured without it in this attempt"
 
 
@@ -48,8 +48,8 @@ class Leaving(Exception):
     """This rank has been asked to end, by SIGTERM."""
 
 
-class Conductor:
-    """One rank's conductor; `ledger` only on rank 0, the leader."""
+class LaunchManager:
+    """One rank's launch manager; `ledger` exists only on rank 0, the leader."""
 
     def __init__(self, company: Company, settings: BenchSettings, cells: Sequence[Cell], ledger: Ledger | None) -> None:
         self.company = company
@@ -59,16 +59,16 @@ class Conductor:
         self.ledger = ledger
         self.agenda = Agenda(self.cells, settings.seed)
         self._number = 0
-        self._tries = 0  # of this launch
-        self._at: int | None = None  # the cell that our player entered last
-        self._pair: tuple[int, int] | None = None  # of nodes, which it measured last
+        self._tries = 0  # tries of this launch
+        self._at: int | None = None  # the cell that the worker entered last
+        self._pair: tuple[int, int] | None = None  # the pair of nodes that it measured last
         self._is_asked_to_end = False
 
     def run(self) -> None:
-        """Conduct all launches.
+        """Run all launches.
 
         Raises:
-            StartTimeoutError: another conductor has gone.
+            StartTimeoutError: if another launch manager is gone.
         """
         before = signal.signal(signal.SIGTERM, self._on_sigterm)
         try:
@@ -81,7 +81,7 @@ class Conductor:
             self._leave()
         finally:
             signal.signal(signal.SIGTERM, before)
-        if self._is_asked_to_end:  # at the last moment
+        if self._is_asked_to_end:  # SIGTERM arrived while the last launch ended
             os.kill(os.getpid(), signal.SIGTERM)
 
     # The leader -----------------------------------------------------------------------------------------------------
@@ -110,9 +110,9 @@ class Conductor:
             for key in keys:
                 self._wait(key, deadline)
             return [Ending(**self.company.hear(key, ENDINGS_S)) for key in keys]
-        except StartTimeoutError as error:  # a rank has gone, and not only its player: there is no going on
+        except StartTimeoutError as error:  # a rank is gone, not only its worker: measuring cannot continue
             missing: list[int] = []
-            with suppress(StartTimeoutError):  # the store itself
+            with suppress(StartTimeoutError):  # the store may be gone, too
                 missing = [rank for rank, key in enumerate(keys) if not self.company.has_been_said(key)]
             self._write_rest(ledger, missing, str(error), state="timeout" if missing else "failed")
             raise
@@ -137,12 +137,12 @@ class Conductor:
             self._write_skipped(ledger, agenda.launch, agenda.failed(cell))
 
     def _may_try_again(self, ledger: Ledger, endings: Sequence[Ending]) -> bool:
-        """True where other pairs of a launch may still be measured, without those that have failed."""
+        """Return True if other pairs of a launch can still be measured without the failed ones."""
         nodes, began = self.company.world.nodes, any(each.cell is not None for each in endings)
         return began and self._tries < MOST_TRIES and len(ledger.failed_pairs) < nodes * (nodes - 1) // 2
 
     def _write_rest(self, ledger: Ledger, missing: Sequence[int], why: str, *, state: State = "failed") -> None:
-        """Write rows of all that will not be measured, for these ranks have gone: it ends here."""
+        """Write rows for everything that will not be measured, because these ranks are gone."""
         agenda, at = self.agenda, self._at
         whom = f"{spell_ranks(list(missing)) if missing else 'the store'} {'have' if len(missing) > 1 else 'has'} gone"
         reason = f"{whom}: {why}; {GOING}"
@@ -168,11 +168,11 @@ class Conductor:
         return None if said is None else Order(**said)
 
     def _wait(self, key: str, deadline: float) -> None:
-        """Wait for a value until then (monotonic seconds); errors as `Company.hear`, and `Leaving`."""
+        """Wait for a value until a deadline (monotonic seconds); errors as for `Company.hear`, and `Leaving`."""
         while not self.company.comes(key, POLL_S):
             self._check_leaving()
             if time.monotonic() >= deadline:
-                self.company.hear(key, 0.001)  # which says whom we waited for in vain
+                self.company.hear(key, 0.001)  # raises an error that names the missing rank
                 return
 
     def _on_sigterm(self, *_: object) -> None:
@@ -183,11 +183,12 @@ class Conductor:
             raise Leaving
 
     def _leave(self) -> NoReturn:
-        """End as SIGTERM ends who does not listen to it; the leader looks first who has gone before it was asked."""
+        """End as SIGTERM ends a process by default. The leader first finds out which rank was gone before."""
         with suppress(StartTimeoutError):
             self.company.say(f"leaving/{self.rank}", "")
             if self.ledger is not None:
-                self.company.say(f"{self._number}/trouble", {"explained": True})  # for who has not been asked to end
+                # for ranks that have not been asked to end
+                self.company.say(f"{self._number}/trouble", {"explained": True})
                 if missing := self._missing():
                     self._write_rest(self.ledger, missing, "its process has ended, or stands still")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -195,7 +196,7 @@ class Conductor:
         raise AssertionError("SIGTERM is not blocked")
 
     def _missing(self) -> list[int]:
-        """List the ranks that neither leave nor have told how their player ended."""
+        """List the ranks that neither leave nor have reported how their worker ended."""
         deadline = time.monotonic() + LEAVE_S
         left = [rank for rank in range(self.company.env.world_size) if rank != self.rank]
         while left and time.monotonic() < deadline:
@@ -212,9 +213,9 @@ class Conductor:
         self.company.say(f"{order.number}/ending/{self.rank}", asdict(ending))
 
     def _perform(self, order: Order) -> Ending:
-        """Have a player play; return how it ended, after the others have been told of a failure."""
+        """Run a worker; return how it ended, after reporting a failure to the others."""
         trouble = f"{order.number}/trouble"
-        player = Forked(lambda tell, page: play(self.company, self.settings, self.cells, order, tell, page))
+        worker = Forked(lambda tell, page: play(self.company, self.settings, self.cells, order, tell, page))
         watch = Watch(self.settings.timeout_s)
         self._at = self._pair = None
         end_at = float("inf")
@@ -225,11 +226,11 @@ class Conductor:
             now = time.monotonic()
             if end_at == float("inf") and self.company.has_been_said(trouble):
                 end_at = now + (CAUSE_S if self.company.hear(trouble, ENDINGS_S)["explained"] else VICTIM_S)
-            return now >= end_at or watch.is_stalled(player.page.beats, now, has_begun=self._at is not None)
+            return now >= end_at or watch.is_stalled(worker.page.beats, now, has_begun=self._at is not None)
 
-        ended = player.followed(self._note, is_over, POLL_S)
+        ended = worker.followed(self._note, is_over, POLL_S)
         ending = Ending(rank=self.rank, cell=self._at, pair=self._pair, **asdict(ended))
-        self._check_leaving()  # who is asked to end is so with its player: that is no failure
+        self._check_leaving()  # a rank that was asked to end ends its worker: that is not a failure
         if ending.how != "done" and end_at == float("inf"):
             self.company.say(trouble, {"explained": ending.is_cause})
         return ending
@@ -252,7 +253,7 @@ class Conductor:
 
 
 class Watch:
-    """Notices a player that begins no call for longer than one may take."""
+    """Detects a worker that starts no call for longer than a call may take."""
 
     def __init__(self, timeout_s: float) -> None:
         self.limit_s = timeout_s + STALL_MARGIN_S
@@ -261,7 +262,7 @@ class Watch:
         self._since = time.monotonic()
 
     def is_stalled(self, beats: int, now: float, *, has_begun: bool) -> bool:
-        """True when its last call is over its time; `now` in monotonic seconds."""
+        """Return True if its last call exceeded the limit; `now` in monotonic seconds."""
         if beats != self._beats:
             self._beats, self._since = beats, now
         return now - self._since > (self.limit_s if has_begun else self.first_limit_s)

@@ -1,10 +1,12 @@
-"""The player: one rank of one launch. It makes fresh process groups, plays cells in the order it was given, and ends.
+"""The launch worker: one rank of one launch. It creates fresh process groups, measures cells in a given order, and
+ends.
 
-    group     what is measured
-    control   gloo, beside it: barriers, and the ranks' times
+    group     the process group that is measured
+    control   gloo, beside it: barriers, and exchange of times
 
-What it tells its conductor, of which only rank 0's is more than how far it is:
-{"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}; of pairs {"meet": two nodes or null} and, round by
+Messages to its launch manager; only rank 0's have results:
+
+{"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}; for pairs {"meet": two nodes or null} and, after each
 round, {"pairs": [Pair, with all its samples so far]}.
 """
 
@@ -29,22 +31,22 @@ from muster.collectives_bench.ranks.company import Company
 from muster.collectives_bench.ranks.load import History
 from muster.collectives_bench.ranks.nccl import StreamClock
 from muster.collectives_bench.ranks.pairs import PairGame
-from muster.collectives_bench.ranks.sampling import Clock, HostClock, Sampler, TooSlowError, Voices
+from muster.collectives_bench.ranks.sampling import Clock, ControlGroup, HostClock, Sampler, TooSlowError
 from muster.collectives_bench.records import Block, Cell, Memory, Timing, Wire
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.machine import load
 from muster.jobs.node.page import Page
 from muster.jobs.world.forked import Tell
 
-LEAST_INIT_S: Final = 30.0  # c10d may look up names for 5 s and more when a group is made
-PATIENCE_S: Final = 0.5  # a call that takes too long should end with its own error, not with one of those who wait
+LEAST_INIT_S: Final = 30.0  # creating a group, c10d may spend 5 s and more on name lookups
+PATIENCE_S: Final = 0.5  # so that a slow call fails with its own error before those that wait for it
 FAREWELL_S: Final = 10.0
-DIGITS: Final = 2  # of microseconds
+DIGITS: Final = 2  # decimal places of microseconds
 
 
 @dataclass(frozen=True)
 class Order:
-    """What one try of a launch plays; `number` counts the tries of the whole job."""
+    """The work of one try of a launch; `number` counts the tries of the whole job."""
 
     number: int
     launch: int
@@ -53,7 +55,7 @@ class Order:
 
 
 class Stage:
-    """One rank of a launch, its groups made."""
+    """One rank of a launch, with its process groups."""
 
     def __init__(self, company: Company, settings: BenchSettings, order: Order, page: Page) -> None:
         self.company = company
@@ -63,13 +65,13 @@ class Stage:
         self.store = self._own_store()
         started = time.perf_counter()
         self.group, control = self._groups()
-        self.voices = Voices(control, page.beat)
-        self.init_s = self.voices.largest(time.perf_counter() - started)
+        self.control_group = ControlGroup(control, page.beat)
+        self.init_s = self.control_group.largest(time.perf_counter() - started)
         backend = company.world.backend
-        clock: Clock = HostClock(self.voices, self.device)
+        clock: Clock = HostClock(self.control_group, self.device)
         if backend == "nccl":
-            clock = StreamClock(self.voices, self.group, self.device)
-        self.sampler = Sampler(clock, self.voices, settings)
+            clock = StreamClock(self.control_group, self.group, self.device)
+        self.sampler = Sampler(clock, self.control_group, settings)
         self.history = History([seat.machine for seat in company.seats], [seat.host for seat in company.seats])
         self.counter: wire.WireCounter | None = None
         if settings.wire and company.counts_the_wire(self.rank):
@@ -78,7 +80,7 @@ class Stage:
             self.counter = wire.WireCounter(wire.interfaces_of(interface, alone=alone))
 
     def _own_store(self) -> PrefixStore:
-        """Dial the store anew: the conductor's connection is the conductor's."""
+        """Open a new connection to the store; the existing one belongs to the launch manager."""
         env, timeout = self.company.env, timedelta(seconds=max(LEAST_INIT_S, self.settings.timeout_s))
         dialled = TCPStore(
             env.master_addr, env.master_port, env.world_size, is_master=False, timeout=timeout, wait_for_workers=False
@@ -109,12 +111,12 @@ class Stage:
     # Blocks ---------------------------------------------------------------------------------------------------------
 
     def read_load(self) -> Any:
-        """Tell each other what the hosts do; return the load since a while ago, None at the first reading."""
-        told = self.voices.gather(load.read())
+        """Exchange the loads of hosts; return the recent load, None for the first reading."""
+        told = self.control_group.gather(load.read())
         return self.history.add(time.perf_counter(), [load.Reading(*each) for each in told])
 
     def play(self, cell: Cell) -> Block:
-        """Measure one cell; return its block, the same on every rank but for what only rank 0 knows."""
+        """Measure one cell; return its block, the same on every rank except for rank 0's additional facts."""
         nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, self.size, cell.dtype)
         if reason := operations.unsupported(cell, self.company.world.backend, self.device):
             return self.block(cell, nbytes, state="unsupported", reason=reason)
@@ -128,11 +130,11 @@ class Stage:
 
     def _refusal(self, cell: Cell, nbytes: int) -> str | None:
         share, here = self.settings.memory_share, len(self.company.companions(self.rank))
-        self.voices.barrier()  # until the buffers of the last cell are gone on all ranks of this host
+        self.control_group.barrier()  # until the last cell's buffers are freed on all ranks of this host
         reason = memory.refusal(cell, nbytes, ranks=(self.size, here), memory_share=share)
         if reason is None and self.device.type == "cuda":
             reason = memory.gpu_refusal(cell, nbytes, ranks=self.size, memory_share=share)
-        return next((each for each in self.voices.told(reason) if each), None)  # the same on all ranks
+        return next((each for each in self.control_group.told(reason) if each), None)  # the same on all ranks
 
     def _measure(self, cell: Cell, nbytes: int, call: Call) -> Block:
         sampler, parts = self.sampler, call.parts
@@ -148,7 +150,7 @@ class Stage:
         call.fill()
         hidden = self._last_call(call, nbytes)
         wrong += self._wrong(call)
-        wrong_of_all = round(sum(each[0] for each in self.voices.gather([wrong])))
+        wrong_of_all = round(sum(each[0] for each in self.control_group.gather([wrong])))
         return self.block(
             cell,
             nbytes,
@@ -164,38 +166,38 @@ class Stage:
             samples_us=samples_us,
             wire=counted,
             memory=Memory(
-                buffers_bytes=round(self.voices.largest(call.buffers_bytes)),
+                buffers_bytes=round(self.control_group.largest(call.buffers_bytes)),
                 hidden_bytes=hidden,
                 of="cuda" if self.device.type == "cuda" else "rss",
             ),
         )
 
     def _last_call(self, call: Call, nbytes: int) -> int | None:
-        """Make the call whose result is checked; in the first launch it shows what memory a call needs as well."""
+        """Make the call whose result is checked; in the first launch also measure its memory."""
         if self.order.launch != 0:
             call.run()
             return None
         hidden = memory.hidden_bytes(call.run, nbytes, self.device)
-        largest = round(self.voices.largest(-1 if hidden is None else hidden))
+        largest = round(self.control_group.largest(-1 if hidden is None else hidden))
         return largest if largest >= 0 else None
 
     def _count_the_wire(self, cell: Cell, nbytes: int, call: Call) -> Wire | None:
-        """Count what the interfaces send, once in a job; NVLink passes them by."""
+        """Count the bytes that interfaces send, once per job; NVLink traffic is not seen."""
         if not self.settings.wire or self.order.launch != 0 or self.company.world.backend != "gloo":
             return None
 
         def run() -> None:
-            self.voices.beat()
+            self.control_group.beat()
             call.run()
 
-        return wire.audit(run, cell, nbytes, counter=self.counter, control=self.voices.group)
+        return wire.audit(run, cell, nbytes, counter=self.counter, control=self.control_group.group)
 
     def _wrong(self, call: Call) -> int:
-        self.voices.beat()
+        self.control_group.beat()
         return call.wrong() if self.settings.check else 0
 
     def block(self, cell: Cell, nbytes: int, **found: Any) -> Block:
-        """Make the record of a cell in this launch."""
+        """Build the record of a cell in this launch."""
         return Block(
             launch=self.order.launch,
             world=self.company.world,
@@ -207,7 +209,7 @@ class Stage:
         )
 
     def leave(self) -> None:
-        """End together: who left before the others have read their last message would look like a failure."""
+        """End together; a rank that left before the others read its last message would look like a failure."""
         if self.store.add("left", 1) == self.size:
             self.store.set("all-left", "")
         self.store.wait(["all-left"], timedelta(seconds=FAREWELL_S + self.settings.timeout_s))
@@ -216,7 +218,7 @@ class Stage:
 def play(
     company: Company, settings: BenchSettings, cells: Sequence[Cell], order: Order, tell: Tell, page: Page
 ) -> None:
-    """Play a launch, or what is left of it, as one rank."""
+    """Run a launch, or the rest of it, as one rank."""
     stage = Stage(company, settings, order, page)
     tell({"ready": stage.init_s})
     stage.read_load()
@@ -228,9 +230,9 @@ def play(
 
 
 def play_cells(stage: Stage, cells: Sequence[Cell], tell: Tell, page: Page) -> None:
-    """Measure cell after cell; rank 0 tells each block as it ends."""
-    gc.freeze()  # what was there before the fork is none of our garbage
-    gc.disable()  # not while a call is timed
+    """Measure the cells in turn; rank 0 reports each block as it ends."""
+    gc.freeze()  # never collect objects from before the fork
+    gc.disable()  # no collection while a call is timed
     for index in stage.order.cells:
         page.beat()
         tell({"enter": index})
@@ -243,10 +245,10 @@ def play_cells(stage: Stage, cells: Sequence[Cell], tell: Tell, page: Page) -> N
 
 
 def play_all_pairs(stage: Stage, tell: Tell) -> None:
-    """Measure every pair of nodes, which is one cell to the conductors; rank 0 tells what is known after each round."""
+    """Measure every pair of nodes, as one cell for the launch managers; rank 0 reports results after each round."""
     (index,) = stage.order.cells
     tell({"enter": index})
-    game = PairGame(stage.company, stage.settings, stage.group, stage.voices)
+    game = PairGame(stage.company, stage.settings, stage.group, stage.control_group)
     for found in game.play(stage.order.launch, without=stage.order.without, meets=lambda pair: tell({"meet": pair})):
         if stage.rank == 0:
             tell({"pairs": [pair.model_dump(mode="json") for pair in found]})

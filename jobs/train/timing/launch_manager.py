@@ -35,13 +35,13 @@ from muster.jobs.world.forked import Ended, Forked, Tell
 
 SURVEY_S: Final = 60.0
 POLL_S: Final = 0.5
-DIGITS: Final = 9  # of seconds
+DIGITS: Final = 9  # digits of seconds
 KILLED: Final = "was killed by SIGKILL"
 
 Heard = list[dict[str, Any]]
 
 
-class Conductor:
+class LaunchManager:
     """Times all rows of a job on one device."""
 
     def __init__(self, settings: TimingSettings, device: torch.device, log: RowLog, *, name: str) -> None:
@@ -50,11 +50,11 @@ class Conductor:
         self.name = name
         self.rows: dict[Case, Timed] = {}
         self.rates: dict[str, float] = {}
-        self.own: dict[str, Any] = {}  # what the survey said of the model of `train`
+        self.own: dict[str, Any] = {}  # the survey's results for the model of `train`
         self._log = log
 
     def run(self) -> None:
-        """Survey the machine, then measure; each record is written as it comes."""
+        """Survey the machine, then measure. Each record is written at once."""
         began = time.monotonic()
         self._survey()
         cases = self.settings.cases()
@@ -94,7 +94,7 @@ class Conductor:
             self._write(Peak(precision=precision, side=side, flops_per_s=rate))
 
     def _launch(self, case: Case) -> None:
-        """Launch a row once, and write it."""
+        """Run one launch of a row, and write the row."""
         allowed = memory.allowed_bytes(self.settings.memory_share)
         if self.device.type == "cpu" and not case.is_own:
             why = memory.refusal(
@@ -130,7 +130,7 @@ class Conductor:
         self._write(self.rows[case])
 
     def _find_types(self, case: Case) -> None:
-        """Write the types of one model; of a case that cannot be built, a row with the reason."""
+        """Write the dtypes of one model; for a case that cannot be built, a row with the reason."""
         task = Task(self.settings, case, self.device, memory.allowed_bytes(self.settings.memory_share))
         heard, ended = listen(lambda tell, page: work.find_types(task, tell), self.settings.timeout_s)
         layers = merged(heard).get("layers")
@@ -142,25 +142,25 @@ class Conductor:
 
 
 def listen(do: Callable[[Tell, Page], None], timeout_s: float) -> tuple[Heard, Ended]:
-    """Have a fork do something, killed when its time is over; return all it told, and how it ended."""
+    """Run a function in a fork, killed after its timeout; return all its messages, and how it ended."""
     heard: Heard = []
     deadline = time.monotonic() + timeout_s
     return heard, Forked(do).followed(heard.append, lambda: time.monotonic() >= deadline, POLL_S)
 
 
 def merged(heard: Heard) -> dict[str, Any]:
-    """Put all that was told into one: of what is told again, the last."""
+    """Merge all messages into one; later values replace earlier ones."""
     return {key: value for message in heard for key, value in message.items()}
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is: parameters, operations of one sample's forward and backward, tokens of a sample."""
+    """The size of a model: parameters, operations of one sample's forward and backward, tokens of a sample."""
 
     parameters: int
     forward: int
     backward: int
-    context: int | None  # None: samples are no tokens
+    context: int | None  # None: samples are not tokens
 
 
 def size_of(settings: TimingSettings, case: Case) -> Size:
@@ -172,7 +172,7 @@ def size_of(settings: TimingSettings, case: Case) -> Size:
 
 
 def own_size(told: dict[str, Any]) -> Size:
-    """Return the size of the model of `train`, as the survey found it; zeros where it could not be counted."""
+    """Return the size of the model of `train`, as the survey counted it; zeros if it could not be counted."""
     forward, whole = told.get("flops", (0, 0))
     return Size(told.get("parameters", 0), forward, whole - forward, told.get("context"))
 
@@ -188,7 +188,7 @@ def judged(
     earlier: Timed | None = None,
     foreign: float | None = None,
 ) -> Timed:
-    """Return the row of a case from its earlier launches, the messages of its process, and how that ended."""
+    """Return the row of a case from its earlier launches, the messages of its process, and how the process ended."""
     told = merged(heard)
     seconds = [round(message["step"], DIGITS) for message in heard if "step" in message]
     warm_up, steps = seconds[: settings.warmup], seconds[settings.warmup :]
@@ -228,25 +228,25 @@ def judged(
 
 
 def verdict_of(settings: TimingSettings, told: dict[str, Any], steps: int, ended: Ended) -> tuple[State, str]:
-    """Say what became of a row, and why."""
+    """Return the state of a row and the reason."""
     for state in ("memory", "refused"):
         if state in told:
             return cast(State, state), told[state]
     if ended.how == "silent":
         wanted = settings.warmup + settings.steps
-        done = "its model was not made" if "build_s" not in told else f"{steps} of {counted(wanted, 'step')} were done"
+        done = "its model was not built" if "build_s" not in told else f"{steps} of {counted(wanted, 'step')} were done"
         return "timeout", f"{done} in {settings.timeout_s:g} s (--timeout)"
     if ended.how == "done":
         return "ok", ""
     if memory.SAID.search(ended.message):
-        return "memory", f"{ended.message}; take a smaller batch or model"
+        return "memory", f"{ended.message}; use a smaller batch or model"
     if ended.message.startswith(KILLED):
-        return "memory", f"{KILLED}, as the kernel does where memory ends; take a smaller batch or model"
+        return "memory", f"{KILLED}, which the kernel does when memory runs out; use a smaller batch or model"
     return "failed", ended.message
 
 
 def summarized(seconds: Sequence[float]) -> Summary | None:
-    """Return mean, deviation and minimum of the steps that count; None where there are none."""
+    """Return mean, deviation and minimum of the measured steps; None if there are none."""
     if not seconds:
         return None
     deviation = round(statistics.stdev(seconds), DIGITS) if len(seconds) > 1 else None

@@ -1,4 +1,4 @@
-"""The constants of a cluster, which every operation and every world shares through the formulas. Pure.
+"""The constants of a cluster, which the formulas use for every operation and every world. Pure.
 
 `collectives_bench/cost/shared.py` fits them. They predict worlds, and operations, that were not measured.
 """
@@ -12,20 +12,20 @@ from muster.collectives_bench.cost.curves import Errors
 from muster.collectives_bench.cost.formulas import Cost, cost
 from muster.jobs.spec.strict import Strict
 
-UNSURE: Final = (0.5, 2.0)  # interval of what the constants were not tried on: an operation, or a world
+UNSURE: Final = (0.5, 2.0)  # interval for an operation or a world on which the constants were not tested
 
 
-ACTIVE: Final = {"ping_pong": 2.0}  # ranks at work, where most are idle
+ACTIVE: Final = {"ping_pong": 2.0}  # busy ranks of operations in which most are idle
 
 
 class Constants(Strict):
-    """What a message and a byte cost on one node (`network` false) or between nodes (true); see `formulas`."""
+    """The cost of a message and of a byte, on one node (`network` false) or between nodes (true); see `formulas`."""
 
     backend: str
     device: str
     dtype: str
     network: bool
-    one_host: bool = False  # several nodes, but all of them pretend nodes of one host
+    one_host: bool = False  # several nodes, all of them pretend nodes of one host
     base_s: float = 0.0
     alpha_s: float = 0.0
     beta_s: float = 0.0
@@ -34,17 +34,17 @@ class Constants(Strict):
     delta_s: float = 0.0
     overhead_s: float = 0.0
     host_s: float = 0.0  # 1 / W: seconds for a byte that a host's ranks send
-    crowding: float = 0.0  # by how much more the host's part takes with every further rank a core
+    crowding: float = 0.0  # factor by which the host's part grows with each further rank for each core
     cores: int = Field(1, ge=1)  # of a host
-    worlds: list[int] = Field(default_factory=list)  # ranks that it was fitted on; empty: it was given
-    operations: list[str] = Field(default_factory=list)  # that it was fitted on
-    sizes: tuple[int, int] = (0, 0)  # the smallest and the largest it was fitted on, in bytes
+    worlds: list[int] = Field(default_factory=list)  # the fitted worlds, by ranks; empty: given, not fitted
+    operations: list[str] = Field(default_factory=list)  # the fitted operations
+    sizes: tuple[int, int] = (0, 0)  # the smallest and the largest fitted size, in bytes
     low: float = UNSURE[0]
     high: float = UNSURE[1]
-    held_out: Errors | None = None  # on worlds that the fit had not seen
+    held_out: Errors | None = None  # on worlds that were left out of the fit
 
     def seconds(self, counts: Cost, ranks_here: float) -> float:
-        """Return the time of an exchange by its counts, with so many ranks on a host."""
+        """Return the time of an exchange from its counts, with `ranks_here` ranks on a host."""
         links = counts.steps * self.alpha_s + counts.link_bytes * self.beta_s
         own = counts.rank_bytes * self.rank_s + counts.reduced_bytes * self.gamma_s + counts.copied_bytes * self.delta_s
         hosts = counts.host_messages * self.overhead_s + counts.host_bytes * self.host_s

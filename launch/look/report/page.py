@@ -1,0 +1,81 @@
+"""A report as one HTML file that loads nothing. Jinja2 escapes all texts; the page allows no script but ours."""
+
+import base64
+import hashlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.terminal import printable
+from muster.jobs.trace.flame import HUES
+from muster.launch.look.comparison import Row
+from muster.launch.look.plots.draw import page_css
+from muster.launch.look.report.pictures import Picture, Styles
+from muster.launch.look.report.runs import RunView
+from muster.launch.look.report.tables import Table
+
+FOLDER: Final = Path(__file__).parent
+MARK: Final = "muster report"  # what a file of ours says of itself
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a page shows."""
+
+    title: str
+    lead: str
+    made: str
+    version: str
+    command: str
+    rows: Sequence[Row]
+    comparison: Table | None
+    notes: Sequence[str]
+    pictures: Sequence[Picture]
+    runs: Sequence[RunView]
+    records: Sequence[dict[str, Any]]
+
+
+def render(report: Report, styles: Styles) -> str:
+    """Write the page.
+
+    Raises:
+        RefusedError: Jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+    except ModuleNotFoundError as error:
+        need = f"a report needs {error.name}, which {sys.executable} does not have"
+        raise RefusedError(f"{need}; install the extra `plots`: ./setup.sh, or pip install '.[plots]'") from error
+
+    def plain(value: Any) -> Any:
+        """Escape what reorders or hides text, as on a terminal; a page keeps its lines."""
+        if isinstance(value, str) and not isinstance(value, Markup):
+            return "\n".join(map(printable, value.split("\n")))
+        return value
+
+    loader = FileSystemLoader(FOLDER)
+    pages = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=plain
+    )
+    pages.filters["drawn"] = Markup  # of our own making: pictures, the style sheet and the script
+    hues = "".join(f".k-{kind}{{--hue:{hue}}}" for kind, hue in HUES.items())
+    style = (
+        (FOLDER / "style.css").read_text(encoding="utf-8")
+        + page_css().replace("@media(", "@media screen and (")
+        + hues
+        + styles.css()
+    )
+    script = (FOLDER / "page.js").read_text(encoding="utf-8")
+    policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'; "
+    policy += "form-action 'none'"
+    return pages.get_template("page.html.j2").render(
+        report=report, mark=MARK, policy=policy, style=style, script=script
+    )
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
