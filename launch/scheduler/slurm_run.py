@@ -1,4 +1,4 @@
-"""The requests to Slurm, and the last row of a run whose supervisor wrote none."""
+"""The resources to request from Slurm, and the last row of a run whose supervisor wrote none."""
 
 import os
 import time

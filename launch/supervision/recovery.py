@@ -39,7 +39,7 @@ NO_PROGRAM: Final = frozenset({126, 127})
 
 @dataclass(frozen=True)
 class Past:
-    """The facts about an ended attempt on which decisions depend."""
+    """The facts about an ended attempt that decisions need."""
 
     verdict: Verdict
     culprit: int | None  # slot of the node of the first failure
