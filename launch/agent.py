@@ -1,13 +1,14 @@
-"""The start of an agent, one per node: it greets the supervisor before it imports what the rest of it needs.
+"""The entry point of an agent, one per node: greet the supervisor, then import the rest and serve.
 
-Started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours, and given
-everything over its channel: nothing of the user's stands on its command line. The carrier is its standard input and
-output, or, with --connect, a TCP connection that it dials. There both ends first prove that they hold this node's key
-(launch/wire/handshake.py); until then nothing is obeyed. Then `launch/node/serve.py` takes over.
+It is started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours.
+All of the user's data arrives over the channel, none on the command line. The carrier of the channel is
+the agent's standard input and output or, with --connect, a TCP connection that the agent dials. Over TCP both ends
+first prove that they hold this node's key (launch/wire/handshake.py), and obey nothing before. Then
+`launch/node/serve.py` takes over.
 
-Of 64 nodes that are started from one machine the last has greeted when the sum of all starts is done. So nothing is
-imported up to the greeting that Python has not imported already (json costs 5 ms, socket 4, where all of this costs 1),
-and what comes after it, 40 ms, waits until the supervisor's first message: it comes when everybody has greeted.
+When one machine starts 64 agents, the last one greets only after the start-up times of all have added up. So the code
+up to the greeting imports only what Python itself has already imported: json costs 5 ms, socket 4 ms, all of this code
+1 ms. The remaining imports (40 ms) wait for the supervisor's first message, which is sent when every agent has greeted.
 """
 
 import os
@@ -20,16 +21,17 @@ from muster.launch.common.host import identity, visible_gpus
 from muster.launch.wire.keys import KEY, SECRET
 
 DIAL_PAUSE_S = 0.2
-ANSWER_S = 10.0  # for who answers to prove that it is the supervisor
-DIAL_EACH_S = 3.0  # one of several addresses of the supervisor may swallow packets
+ANSWER_S = 10.0  # within this time the other end must prove that it is the supervisor
+DIAL_EACH_S = 3.0  # per address: one of the supervisor's addresses may drop packets silently
 DIAL_TIMEOUT_S = 60.0
-UNREACHABLE, REFUSED, STOPPED = 69, 78, 130  # of jobs/basics/exits.py, whose dataclass costs as much as all else here
+# as in jobs/basics/exits.py, which is not imported: its dataclass costs as much as all else here
+UNREACHABLE, REFUSED, STOPPED = 69, 78, 130
 LONGEST_SECRET = 256
-WORD_S = 600.0  # for the supervisor's first word: until the slowest node has greeted, or has failed
+WORD_S = 600.0  # until the supervisor's first message, sent when the slowest node has greeted or failed
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
-PASSED_ON = ("PATH", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what a plan for this node depends on
+PASSED_ON = ("PATH", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # a plan for this node depends on these
 
-TYPE_CHECKING = False  # typing's own costs 5 ms
+TYPE_CHECKING = False  # importing typing costs 5 ms
 if TYPE_CHECKING:
     import socket
 
@@ -44,14 +46,14 @@ def main() -> None:
         select.select([max(carrier, 0)], [], [], WORD_S)
         from muster.launch.node.serve import serve
     except ConnectionError:
-        sys.exit(UNREACHABLE)  # the supervisor has gone meanwhile, and nobody is left to hear of it
+        sys.exit(UNREACHABLE)  # the supervisor is gone, so there is nobody to report to
     except KeyboardInterrupt:
         raise gave_up(STOPPED, f"{os.uname().nodename}: stopped by Ctrl-C before the run began") from None
 
     keeper = int(options["keeper-fd"]) if "keeper-fd" in options else None
     lease_s = float(options.get("lease-s", 0))
     code = serve(node_of(options["node"]), carrier, keeper, lease_s, options.get("alone", ""))
-    if options.get("end-as") == "run":  # somebody started this by hand, and looks at how it ends
+    if options.get("end-as") == "run":  # a user started this agent by hand and sees its exit code
         sys.exit(code)
 
 
@@ -78,7 +80,7 @@ def greet(options: Options) -> int:
 
 
 def key_of(node: int, options: Options) -> str:
-    """Return this node's key: its own, or that which follows from the run's secret."""
+    """Return this node's key: the one it was given, or the one derived from the run's secret."""
     key, secret = os.environ.pop(KEY, ""), os.environ.pop(SECRET, "")
     if "secret-file" in options:
         secret = read_secret(options["secret-file"])
@@ -90,22 +92,22 @@ def key_of(node: int, options: Options) -> str:
 
 
 def parse(words: list[str]) -> Options:
-    """Read `--name value` pairs; a transport of ours wrote them."""
+    """Read `--name value` pairs, written by one of our transports."""
     return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
 
 
 def node_of(text: str) -> int:
-    """Return the node's number; `slurm` stands for the one that Slurm gave this task."""
+    """Return the node's number; `slurm` means the number that Slurm gave this task."""
     return int(os.environ["SLURM_NODEID"] if text == "slurm" else text)
 
 
 def line(message: "dict[str, object]") -> bytes:
-    """Spell a message as the channel does."""
+    """Encode a message as one line, as the channel does."""
     return (spell(message) + "\n").encode(errors="replace")
 
 
 def spell(value: object) -> str:
-    """Write plain values as JSON (RFC 8259): json itself costs 5 ms."""
+    """Encode plain values as JSON (RFC 8259) without importing json, which costs 5 ms."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{spell(str(name))}: {spell(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list):
@@ -116,7 +118,7 @@ def spell(value: object) -> str:
 
 
 def read_secret(path: str) -> str:
-    """Read the run's secret from a file of this user's or root's, or end with what to do."""
+    """Read the run's secret from a file owned by this user or root; if that fails, exit with advice."""
     host = os.uname().nodename
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -130,13 +132,13 @@ def read_secret(path: str) -> str:
     except OSError as error:
         raise gave_up(
             REFUSED,
-            f"{host}: cannot read {path}: {error.strerror}; over this transport the run folder must be on storage that "
+            f"{host}: cannot read {path}: {error.strerror}; with this transport the run folder must be on storage that "
             "every node sees: choose one with --runs DIR, or use --on ssh",
         ) from error
 
 
 def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket.socket":
-    """Dial until the supervisor answers at one of its addresses and proves that it is; or end, and say why."""
+    """Dial the addresses until the supervisor answers and proves its identity; on failure exit with the reason."""
     from muster.launch.wire.handshake import HandshakeError, TurnedAwayError
 
     deadline = time.monotonic() + timeout_s
@@ -148,7 +150,7 @@ def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket
                 return meet(address, node, key, min(timeout_s, DIAL_EACH_S))
             except TurnedAwayError as error:
                 raise gave_up(
-                    REFUSED, f"{os.uname().nodename}: the supervisor at {where} refuses it: {error}"
+                    REFUSED, f"{os.uname().nodename}: the supervisor at {where} refuses this agent: {error}"
                 ) from error
             except HandshakeError as error:
                 strangers, why = strangers + 1, str(error)
@@ -157,8 +159,8 @@ def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket
         if strangers == len(addresses):
             raise gave_up(
                 REFUSED,
-                f"{os.uname().nodename}: who answers at {where} {why}, so it was not obeyed; paste the lines of one "
-                "muster cmd, and let no other program take that port",
+                f"{os.uname().nodename}: the program that answers at {where} {why}, so it was not obeyed; paste the "
+                "lines of one muster cmd, and let no other program use that port",
             )
         if is_abandoned():
             sys.exit(UNREACHABLE)
@@ -167,11 +169,11 @@ def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket
 
 
 def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket":
-    """Connect to an address, and let both ends prove that they hold the key.
+    """Connect to an address and run the handshake, in which both ends prove that they hold the key.
 
     Raises:
-        OSError: if nobody answers there.
-        HandshakeError: if somebody else does.
+        OSError: if nothing answers at the address.
+        HandshakeError: if something other than the supervisor answers.
         TurnedAwayError: if the supervisor refuses this agent.
     """
     import socket
@@ -182,7 +184,7 @@ def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket"
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     try:
         if connection.getsockname() == connection.getpeername():
-            raise OSError("it reached itself")  # dialled from the very port it dials
+            raise OSError("the connection reached itself")  # a dialling socket can be given the very port that it dials
         connection.settimeout(ANSWER_S)
         end = AgentSide(key, node, address)
         connection.sendall(end.greeting())
@@ -196,10 +198,10 @@ def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket"
 
 
 def read_line(connection: "socket.socket") -> bytes:
-    """Read one line of the handshake: nothing follows before we answer.
+    """Read one line of the handshake. The supervisor sends nothing more until we answer.
 
     Raises:
-        OSError: if the connection ends: it expects nobody now, or is no supervisor.
+        OSError: if the connection ends: the supervisor expects no agent now, or it is another program.
     """
     from muster.launch.wire.handshake import LONGEST
 
@@ -213,22 +215,22 @@ def read_line(connection: "socket.socket") -> bytes:
 
 
 def is_abandoned() -> bool:
-    """True when nobody can read our standard error any more: the pdsh or srun that started us has been ended."""
+    """True when nobody reads our standard error any more: the pdsh or srun that started us has ended."""
     watch = select.poll()
     watch.register(2, 0)
     return bool(watch.poll(0))
 
 
 def gave_up(code: int, text: str) -> SystemExit:
-    """Say why on standard error, which every transport brings home; return the end to raise."""
+    """Print the reason on standard error, which every transport brings back; return the exception to raise."""
     print(f"muster agent on {text}", file=sys.stderr)
     return SystemExit(code)
 
 
 def hello(address: str) -> dict[str, object]:
-    """Say what this node has; looks for torch without importing it.
+    """Describe this node for the supervisor; look for torch without importing it.
 
-    `address` is the one that the supervisor reached this node by; ssh tells it in its own variable.
+    `address` is the local address of the connection to the supervisor. Over ssh it comes from SSH_CONNECTION.
     """
     over_ssh = os.environ.get("SSH_CONNECTION", "").split()
     return {

@@ -1,12 +1,12 @@
-"""Start a process of Muster's: `python -I ROOT/muster/launch/boot.py muster.MODULE arguments...`.
+"""Start one of Muster's processes: `python -I ROOT/muster/launch/boot.py muster.MODULE arguments...`.
 
--I keeps the user's own packages and PYTHON variables out. This file registers the package `muster` of the root that it
-lies in, so that a node runs the code it was told to (a checkout, a copy, a snapshot in the run folder), whatever its
-Python has installed. The root itself is never on `sys.path`: what else lies there cannot be imported. Then MODULE is
-`__main__`, as after `python -m`. Nothing new is imported: `runpy` and `importlib.util` would cost 4 ms more.
+-I keeps out the user's own packages and PYTHON variables. This file registers its own root folder as the package
+`muster`. So a node runs the intended code (a checkout, a copy, or a snapshot in the run folder), whatever its Python
+has installed. The root itself is never on `sys.path`, so nothing else in it can be imported. MODULE then runs as
+`__main__`, as after `python -m`. `runpy` and `importlib.util` are not imported, because they cost 4 ms more.
 
-The warm process of a job with a `python:` of its own runs without -I: its ranks need the packages that this Python
-finds by PYTHONPATH or in the user's site-packages.
+The warm process of a job that sets `python:` runs without -I: its ranks need the packages that this Python finds
+through PYTHONPATH or in the user's site-packages.
 """
 
 import os
@@ -14,12 +14,12 @@ import sys
 from _frozen_importlib_external import spec_from_file_location
 
 OLDEST = (3, 10)
-REFUSED = 78  # of jobs/basics/exits.py
+REFUSED = 78  # as in jobs/basics/exits.py
 
 
 def main() -> None:
-    """Run the module that the first argument names."""
-    if sys.version_info < OLDEST:  # said before any newer syntax of ours is read
+    """Run the module named by the first argument."""
+    if sys.version_info < OLDEST:  # checked before any file with newer syntax is read
         found = "{}.{}.{}".format(*sys.version_info[:3])
         key = "interpreter in the site file" if sys.flags.isolated else "python in the job file"
         raise refusal(f"{sys.executable} is Python {found}, Muster needs 3.10 or newer; set {key}")
@@ -27,7 +27,7 @@ def main() -> None:
         raise refusal("boot.py starts Muster's own processes and was given no module; users run muster")
     launch = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     if not sys.flags.isolated and os.path.realpath(sys.path[0]) == os.path.realpath(launch):
-        del sys.path[0]  # this file's folder, in which a user's import would find our modules
+        del sys.path[0]  # this file's folder, where a user's import would find our modules
     here = os.path.dirname(launch)  # noqa: PTH120
     register(here)
     run(sys.argv[1], here)
@@ -53,7 +53,7 @@ def run(name: str, folder: str) -> None:
         path = __import__(parent, fromlist=["__path__"]).__path__ if parent else None
     except ModuleNotFoundError as error:
         if error.name is None or not f"{parent}.".startswith(f"{error.name}."):
-            raise  # the package is there, and lacks another
+            raise  # the package exists, but one of its own imports is missing
         path = []
     found = (finder.find_spec(name, path) for finder in sys.meta_path)
     spec = next((each for each in found if each is not None), None)
@@ -61,7 +61,7 @@ def run(name: str, folder: str) -> None:
         raise refusal(f"there is no {name} in {folder}; run muster sync, or correct code in the site file")
     if spec.submodule_search_locations is not None:
         return run(f"{name}.__main__", folder)
-    code = spec.loader.get_code(name)  # type: ignore[attr-defined]  # reads and writes the .pyc as an import would
+    code = spec.loader.get_code(name)  # type: ignore[attr-defined]  # uses the .pyc as an import would
     module = type(sys)("__main__")
     module.__file__ = spec.origin
     module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, parent
@@ -71,7 +71,7 @@ def run(name: str, folder: str) -> None:
 
 
 def refusal(text: str) -> SystemExit:
-    """Say on standard error, which every transport brings home, why nothing runs here."""
+    """Print why nothing runs here on standard error, which every transport brings back; return the exception."""
     print(f"muster agent on {os.uname().nodename} {text}", file=sys.stderr)
     return SystemExit(REFUSED)
 

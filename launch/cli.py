@@ -1,7 +1,7 @@
 """The `muster` command: a table of subcommands, each a module with `configure(parser)` and `run(args)`.
 
-Only the chosen subcommand is imported: `muster --help` costs little more than Python's own start. Errors of
-`jobs/basics/errors.py` are printed here, as one line on standard error, and become the exit code; nowhere else.
+Only the chosen subcommand is imported, so `muster --help` costs little more than starting Python. Errors of
+`jobs/basics/errors.py` are printed here and nowhere else, as one line on standard error, and become the exit code.
 """
 
 import errno
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-TYPE_CHECKING = False  # typing costs every start 3 ms
+TYPE_CHECKING = False  # importing typing would cost every start 3 ms
 if TYPE_CHECKING:
     from typing import Any
 
@@ -22,31 +22,31 @@ GROUPS = (
     (
         "start",
         (
-            ("run", "start the ranks of a job, watch them, and say how it went"),
-            ("submit", "start a run and leave: in the background, or in Slurm's queue"),
-            ("resume", "go on with a run that is over, from its newest good checkpoint"),
-            ("sweep", "run every point of a grid of settings, and compare them"),
+            ("run", "start the ranks of a job, watch them and report the outcome"),
+            ("submit", "start a run and return: it runs in the background or in Slurm's queue"),
+            ("resume", "continue a finished run from its newest good checkpoint"),
+            ("sweep", "run every point of a grid of settings and compare the results"),
             ("plan", "show what run would do: hosts, ranks, environment, commands"),
-            ("cmd", "print the line to paste on each node, to start by hand"),
-            ("save", "have a running training save a checkpoint now, and go on"),
-            ("stop", "end a run, and whatever is left of it"),
+            ("cmd", "print the line to paste on each node to start a run by hand"),
+            ("save", "make a running training save a checkpoint now and continue"),
+            ("stop", "end a run and any processes that it left behind"),
         ),
     ),
     (
         "look",
         (
             ("list", "list the runs of a folder"),
-            ("status", "show one run: how far it is, and every rank"),
-            ("watch", "show a run as it goes on: step, rate, next checkpoint, and every node and rank"),
+            ("status", "show the progress of one run and the state of every rank"),
+            ("watch", "show a run in progress: step, rate, next checkpoint, and every node and rank"),
             ("compare", "show where the time of a step went in several runs, and which of them is faster"),
             ("plot", "draw one picture of several runs, or print its numbers"),
             ("report", "write one HTML page: comparison, plots, attempts, memory, profiles; it needs no network"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
-            ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
+            ("profile", "show what ranks recorded: times, overlap, operators, and where the traces are"),
             ("timeline", "draw what the ranks did in a step: computing, communicating, waiting"),
-            ("memory", "predict what a rank holds in every mode, or show what a run's ranks held, by purpose"),
-            ("why", "name the first failure, its last lines, and the next step"),
-            ("checkpoint", "list, verify, show or export what a run has saved"),
+            ("memory", "predict a rank's memory in every mode, or show what a run's ranks used, by purpose"),
+            ("why", "show the first failure of a run, its last lines, and what to do next"),
+            ("checkpoint", "list, verify, show or export the checkpoints of a run"),
         ),
     ),
     (
@@ -59,9 +59,9 @@ GROUPS = (
     (
         "measure",
         (
-            ("bench", "measure collectives, or models alone; show, compare, plot and fit what came of it"),
-            ("predict", "predict times, the best bucket and a job's steps from what was measured"),
-            ("schedule", "draw a pipeline's step: who computes what when, and how long ranks are idle"),
+            ("bench", "measure collectives, or models alone; show, compare, plot and fit the results"),
+            ("predict", "predict times, the best bucket and a job's steps from measurements"),
+            ("schedule", "draw a pipeline's step: which rank computes what and when, and how long ranks are idle"),
         ),
     ),
     (
@@ -70,7 +70,7 @@ GROUPS = (
             ("check", "test every node before a run: ssh, versions, code, network, clock, storage"),
             ("hosts", "expand, fold and convert lists of hosts"),
             ("sync", "bring this code to nodes that do not share a file system"),
-            ("box", "make a small real cluster inside this machine, and break it"),
+            ("box", "make a small real cluster inside this machine, and inject failures"),
             ("cloudlab", "write the profile of a CloudLab experiment"),
         ),
     ),
@@ -79,7 +79,7 @@ GROUPS = (
         (
             ("schema", "print the JSON Schema of the job file"),
             ("completion", "print a script that completes commands and options in bash, zsh or fish"),
-            ("env", "show the rank variables found here, and who set them"),
+            ("env", "show the rank variables found here, and which launcher set them"),
         ),
     ),
 )
@@ -96,7 +96,7 @@ LOOKING = (
     "timeline",
     "memory",
     "why",
-)  # of runs they only show files
+)  # these commands only read the files of runs
 INTERRUPTED = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 NOT_FOUND = 72
@@ -105,10 +105,10 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit code (the table is `jobs/basics/exits.py`)."""
+    """Run one subcommand and return its exit code (see the table in `jobs/basics/exits.py`)."""
     _open_standard_streams()
     try:
-        os.getcwd()  # noqa: PTH109 (pathlib costs 8 ms that --help does not have)
+        os.getcwd()  # noqa: PTH109 (importing pathlib costs 8 ms, which --help avoids)
     except FileNotFoundError:
         print("muster: the current folder no longer exists; cd to another", file=sys.stderr)
         return NOT_FOUND
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = [*arguments[1:2], "--help"]
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()  # here, where a closed pipe is still ours to answer
+        sys.stdout.flush()  # here, where we can still handle a closed pipe
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -149,7 +149,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def command_of(words: Sequence[str]) -> "tuple[Parser, list[str], Collection[str], Callable[[Any], int]]":
-    """Return the parser of a command, its further words, the commands within it, and what runs it."""
+    """Return the parser of a command, its remaining words, its subcommands, and the function that runs it."""
     from importlib import import_module
 
     from muster.launch.common.parser import Parser
@@ -172,8 +172,8 @@ def _run(name: str, arguments: list[str]) -> int:
 
     parser, arguments, _, run = command_of([name, *arguments])
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # ranks print what they like; a terminal's encoding may not know it
-    terminal.guard()  # they, files and other machines say what we print
+        sys.stdout.reconfigure(errors="replace")  # ranks may print characters that the terminal's encoding lacks
+    terminal.guard()  # from here on the output may contain text of ranks, files and other machines
     try:
         with _looking() if name in LOOKING else nullcontext():
             return int(run(parse(parser, arguments)))
@@ -185,7 +185,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _looking() -> AbstractContextManager[None]:
-    """Let a command that only shows runs show those of colleagues, if both they and this user share theirs."""
+    """Let a command that only reads runs open those of colleagues, if both they and this user share theirs."""
     from muster.jobs.basics.ownership import looking
 
     def shares() -> bool:
@@ -203,12 +203,12 @@ def _help() -> str:
         lines.append(f"{group}:")
         lines += [f"  {name:{width}}  {phrase}" for name, phrase in commands]
         lines.append("")
-    lines.append("muster COMMAND --help shows its options and examples; muster help hosts: those about hosts.")
+    lines.append("muster COMMAND --help shows its options and examples; muster help hosts shows those about hosts.")
     return "\n".join(lines)
 
 
 def _help_of_hosts() -> str:
-    """Return the options about hosts and network, which many commands share."""
+    """Return the help for the options about hosts and network, which many commands share."""
     from muster.launch.common.options import add_hosts, add_network
     from muster.launch.common.parser import Parser
 
@@ -246,7 +246,7 @@ def _unknown(name: str) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Put /dev/null where a standard stream was closed: else the next socket gets its number, and children lose it."""
+    """Open /dev/null for each closed standard stream: otherwise the next socket would take its number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -260,7 +260,7 @@ def _open_standard_streams() -> None:
 
 
 def _forget_stdout() -> None:
-    """Point standard output nowhere, so that Python's own flush at exit does not complain."""
+    """Redirect standard output to /dev/null, so that Python's own flush at exit reports no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

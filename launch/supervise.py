@@ -1,6 +1,6 @@
-"""`python -I launch/boot.py launch.supervise RUN`: supervise a run that was submitted; the next attempt of it.
+"""Supervise a submitted run, starting with its next attempt: `python -I launch/boot.py launch.supervise RUN`.
 
-The detached supervisor of ssh, pdsh and local runs, and what Slurm's batch script becomes.
+This is the detached supervisor of ssh, pdsh and local runs. Slurm's batch script execs it.
 """
 
 import os
@@ -20,7 +20,7 @@ from muster.launch.supervision.console import Console
 
 
 def main() -> int:
-    """Supervise the run that is named; the exit code is its verdict's."""
+    """Supervise the named run; return the exit code of its verdict."""
     terminal.guard()
     try:
         if len(sys.argv) != 2:
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def at_home(submission: Submission) -> Submission:
-    """Put in what only the place of the supervisor tells: the nodes that Slurm has given."""
+    """Fill in what is known only where the supervisor runs: the nodes that Slurm allocated."""
     if submission.route.transport != "slurm" and submission.route.executor != "slurm":
         return submission
     context = submission.context

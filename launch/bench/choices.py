@@ -1,4 +1,4 @@
-"""Options that stand for settings of a job's section, as tables: added to a parser, read, checked all at once."""
+"""Options that stand for settings of a job's section, as tables: add them to a parser, read and check them."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ PLOTS: Final = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Choice:
-    """An option that stands for a setting."""
+    """An option that sets one field of a section."""
 
     flag: str
     field: str
@@ -30,13 +30,13 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The attribute that argparse gives it."""
+        """The option's attribute in argparse's namespace."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 
 @dataclass(frozen=True)
 class Switch:
-    """An option without a value, which gives a setting one of its own."""
+    """An option without a value; it sets a field to a fixed value."""
 
     flag: str
     field: str
@@ -45,7 +45,7 @@ class Switch:
 
 
 def word_list(text: str) -> list[str]:
-    """Read words with commas between them."""
+    """Split a comma-separated list of words."""
     return [word.strip() for word in text.split(",")]
 
 
@@ -66,7 +66,7 @@ def number(text: str) -> float:
 
 
 def add(group: argparse._ActionsContainer, choices: Sequence[Choice], switches: Sequence[Switch]) -> None:
-    """Add options to a parser, or to a group of it."""
+    """Add options to a parser, or to one of its groups."""
     for choice in choices:
         group.add_argument(choice.flag, metavar=choice.metavar, help=choice.help)
     for switch in switches:
@@ -75,20 +75,20 @@ def add(group: argparse._ActionsContainer, choices: Sequence[Choice], switches: 
 
 @dataclass(frozen=True)
 class Output:
-    """Where a result goes; a field for each option."""
+    """The destinations of a result; one field per option."""
 
     out: str | None = None
     plot: str | None = None
     json: bool = False
 
     def check(self) -> None:
-        """Refuse files that could not be written in the end; errors as `check_output`."""
+        """Refuse files that could not be written. Errors as for `check_output`."""
         check_output("--out", self.out, (".json",))
         check_output("--plot", self.plot, PLOTS)
 
 
 def add_measuring(parser: argparse.ArgumentParser, *, plot: str) -> None:
-    """Add where results of a measurement go, and what `muster run` takes; `plot` says what is drawn."""
+    """Add the options for results of a measurement, and those of `muster run`; `plot`: what the plot shows."""
     results = parser.add_argument_group("results")
     results.add_argument("--out", metavar="FILE.json", help="write all records there, and the rows beside it as .csv")
     results.add_argument("--plot", metavar="FILE", help=f"draw {plot}: .png, .svg or .pdf")
@@ -102,10 +102,10 @@ def add_measuring(parser: argparse.ArgumentParser, *, plot: str) -> None:
 def changes(
     given: Mapping[str, Any], model: type[BaseModel], choices: Sequence[Choice], switches: Sequence[Switch]
 ) -> dict[str, Any]:
-    """Return the settings that the options `given` change, checked one by one and against one another.
+    """Return the settings changed by the options `given`, checked one by one and in combination.
 
     Raises:
-        UsageError: some are wrong; all of them at once.
+        UsageError: if some are wrong; names all of them at once.
     """
     found: dict[str, Any] = {}
     unread: set[str] = set()
@@ -134,15 +134,15 @@ def changes(
 
 
 def job_text(words: Sequence[str], **sections: Any) -> str:
-    """Return the job file that a command line without one stands for, named by some words."""
+    """Return the text of the job file for a command line without one; `words` form its name."""
     return yamlfile.dump({"name": "-".join(words)[:LONGEST_NAME].rstrip("-._"), **sections})
 
 
 def check_output(flag: str, given: str | None, suffixes: tuple[str, ...]) -> None:
-    """Refuse a file that could not be written in the end, before anything is measured.
+    """Refuse a file that could not be written, before anything is measured.
 
     Raises:
-        UsageError: its folder is missing, or its suffix is another.
+        UsageError: if its folder is missing or not writable, or its suffix is not one of `suffixes`.
     """
     if given is None:
         return

@@ -1,4 +1,4 @@
-"""The closed forms that `muster predict` prints for an exchange or a job, with the numbers filled in."""
+"""The closed forms in the output of `muster predict`, for an exchange or a job, with the numbers filled in."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Profile
     from muster.jobs.spec.train import TrainSettings
 
-MOST_RINGS: Final = 4  # below a table of exchanges
+MOST_RINGS: Final = 4  # shown below a table of exchanges
 
 
 def ring(profile: "Profile", operation: str, nbytes: int, ranks: int, seconds: float | None) -> dict[str, Any] | None:
-    """Return a ring's counts, with the time that is predicted, and the link's constants where they were given."""
+    """Return a ring's counts, the predicted time and, if they were given, the link's latency and bandwidth."""
     from muster.collectives_bench.cost.closed import ring_of
 
     found = ring_of(operation, nbytes, ranks)
@@ -25,7 +25,7 @@ def ring(profile: "Profile", operation: str, nbytes: int, ranks: int, seconds: f
 
 
 def ring_text(record: dict[str, Any]) -> str:
-    """Write a ring's steps, bytes and time with the numbers filled in."""
+    """Format a ring's steps, bytes and time, with the numbers filled in."""
     from muster.collectives_bench.sizes import time_text
 
     n, sent, seconds = record["ranks"], count_text(record["bytes_per_rank"]), record["seconds"]
@@ -48,7 +48,7 @@ def ring_text(record: dict[str, Any]) -> str:
 def of_job(
     settings: "TrainSettings", load: "Load", profile: "Profile", nodes: int, ways: "Sequence[Way]"
 ) -> dict[str, Any]:
-    """Return the closed forms of a job: the ring of its gradients, its pipeline's boundaries and the best bucket."""
+    """Return a job's closed forms: the ring of its gradients, the messages between its stages, and the best bucket."""
     from muster.collectives_bench.cost.buckets import Lanes
     from muster.collectives_bench.cost.closed import best_bucket
     from muster.collectives_bench.cost.exposed import Times
@@ -64,7 +64,7 @@ def of_job(
             load.recipe.gradient,
             host_s,
         )
-    except RefusedError:  # the profile has no all-reduce; rows of modes say so
+    except RefusedError:  # the profile has no all-reduce, which the rows of the modes report
         pass
     return {
         "ring": ring(profile, "all_reduce", gradients, load.ranks, seconds),
@@ -74,7 +74,7 @@ def of_job(
 
 
 def _boundaries(settings: "TrainSettings", load: "Load", ways: "Sequence[Way]") -> dict[str, Any] | None:
-    """Return what passes the boundaries of the job's own pipeline, else of one with a stage on every rank."""
+    """Return the messages between the stages of the job's own pipeline, else of one with a stage per rank."""
     from muster.collectives_bench.cost.modes import cut, messages
     from muster.jobs.basics.errors import RefusedError
     from muster.launch.bench.own_split import own_split
@@ -83,7 +83,7 @@ def _boundaries(settings: "TrainSettings", load: "Load", ways: "Sequence[Way]") 
     if settings.is_pipeline:
         try:
             way, load = own_split(settings, load)
-        except RefusedError:  # its cut fits another number of layers or ranks
+        except RefusedError:  # its cut is for another number of layers or ranks
             return None
     if way is None or way.schedule is None:
         return None
@@ -91,13 +91,13 @@ def _boundaries(settings: "TrainSettings", load: "Load", ways: "Sequence[Way]") 
     slices = cut(load.model, way.schedule, stages, names)
     if slices is None or stages < 2:
         return None
-    sizes = [each * load.itemsize for each in messages(slices, way.schedule)]  # bytes of a sample
+    sizes = [each * load.itemsize for each in messages(slices, way.schedule)]  # bytes per sample
     record = {"mode": way.name, "stages": stages, "batch": load.batch, "boundaries": sizes}
     return record | dict.fromkeys(("forward_bytes", "backward_bytes"), load.batch * sum(sizes))
 
 
 def job_text(record: dict[str, Any], simulated: float | None) -> list[str]:
-    """Write the closed forms of a job; `simulated` is the best bucket of the curve, where one was asked for."""
+    """Format the closed forms of a job; `simulated`: the best bucket of the simulated curve, if there is one."""
     lines = [f"closed forms: {ring_text(record['ring'])}"] if record["ring"] else []
     lines += [_pipeline_text(record["pipeline"])] if record["pipeline"] else []
     return lines + ([_bucket_text(record["bucket"], simulated)] if record["bucket"] else [])
@@ -110,7 +110,7 @@ def _pipeline_text(pipe: dict[str, Any]) -> str:
         formula = f"(P - 1) B N_f = {p - 1} x {batch} x {count_text(sizes[0])}"
     return (
         f"{pipe['mode']} with P = {p} stages: a forward sends {formula} = {count_text(pipe['forward_bytes'])} bytes,\n"
-        "  over all boundaries; a backward sends as many"
+        "  over all boundaries; a backward sends the same amount"
     )
 
 

@@ -1,4 +1,4 @@
-"""`muster bench compare A B`: of every row that two results share, whether it is better, worse or the same, and why."""
+"""`muster bench compare A B`: whether each row that two results share is better, worse or the same, and why."""
 
 import argparse
 import json
@@ -23,20 +23,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "before", metavar="BEFORE", help="a result file, or a run (its id or its folder), or several, as in A1,A2"
     )
-    parser.add_argument("after", metavar="AFTER", help="the same; where runs took turns, A B B A, drift falls out")
+    parser.add_argument("after", metavar="AFTER", help="the same; alternating runs (A B B A) cancel out drift")
     parser.add_argument(
         "--fail-on",
         metavar="WHAT",
         choices=sorted(FAILING),
-        help="worse, better or any: end with 1 where a row is so, or where nothing could be judged; worse and any also "
-        "where a row is no longer measured",
+        help="worse, better or any: exit with 1 if a row has this verdict or nothing could be judged; with worse and "
+        "any also if a row is no longer measured",
     )
     add_runs(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare and print; the exit code is what `--fail-on` makes of it."""
+    """Compare and print. Without `--fail-on` the exit code is 0."""
     from muster.jobs.measuring.compare import comparison
 
     before, after = (_rows(word, args.runs) for word in (args.before, args.after))
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(word: str, runs: str | None) -> "Sequence[MeasuredRow]":
-    """Read a side, and say what of it is missing."""
+    """Read one side, and warn about its missing parts."""
     found = results.side(word, runs)
     if found.missing:
         print(f"muster: warning: {word}: {found.missing}", file=sys.stderr)
@@ -54,7 +54,7 @@ def _rows(word: str, runs: str | None) -> "Sequence[MeasuredRow]":
 
 
 def gate(found: "Comparison[Any]", fail_on: str) -> int:
-    """Return 1 where a row, or all together, is what nobody wants; also where a row has gone, or nothing was seen."""
+    """Return 1 if a row or the total has the verdict `fail_on`; also if a row is gone or nothing could be judged."""
     said = {each.verdict for each in (*found.rows, found.together)}
     if said == {"no verdict"}:
         print(f"muster: --fail-on {fail_on}: no row could be judged, so nothing is known to be good", file=sys.stderr)
@@ -84,13 +84,13 @@ def record(found: "Comparison[Any]") -> dict[str, Any]:
 def _plain(verdict: "Verdict[Any]", labels: dict[str, Any]) -> dict[str, Any]:
     values = {**vars(verdict), **labels}
     del values["row"]
-    for name in ("ratio", "low", "high"):  # JSON has no infinity: an interval without an end has none
+    for name in ("ratio", "low", "high"):  # JSON has no infinity: null stands for an open end of an interval
         values[name] = None if values[name] in (float("inf"), float("-inf")) else values[name]
     return values
 
 
 def render(found: "Comparison[Any]") -> str:
-    """Lay a comparison out as a table: `time` is after over before, above 1 is slower, `from` and `to` its interval."""
+    """Format a comparison as a table. `time`: after / before, above 1 is slower; `from` and `to`: its interval."""
     from muster.launch.common import screen
 
     measured = [each.row for each in found.rows if each.row is not None]

@@ -1,4 +1,4 @@
-"""Have the user's model and optimizer of a job counted by its ranks' Python. This side needs no torch."""
+"""Have the ranks' Python count the job's own model and optimizer, so that this process needs no torch."""
 
 import json
 import os
@@ -24,17 +24,17 @@ TIMEOUT_S: Final = 300.0
 
 @dataclass(frozen=True)
 class OwnCode:
-    """What the user's code of a job makes; None where the job makes no model, or no optimizer."""
+    """The counts of the user's code in a job; None if the job makes no model, or no optimizer."""
 
     model: Counted | None = None
-    state_bytes: int | None = None  # of the optimizer, for an element of a parameter
+    state_bytes: int | None = None  # of the optimizer, per parameter element
 
 
 def own_code(job: "Job", settings: "TrainSettings", workdir: str | None = None) -> OwnCode:
-    """Count what the user's code makes, if the job names any; `workdir` in place of the job's.
+    """Count the objects that the user's code makes, if the job names any; `workdir`: used instead of the job's.
 
     Raises:
-        RefusedError: the code fails, or its Python has no torch.
+        RefusedError: if the code fails, or its Python has no torch.
     """
     if settings.model.make is None and settings.optimizer.make is None:
         return OwnCode()
@@ -63,6 +63,8 @@ def _asked(job: "Job", workdir: str) -> Mapping[str, Any]:
     except subprocess.TimeoutExpired as error:
         raise RefusedError(f"train: the user's code took longer than {TIMEOUT_S:g} s to build and follow") from error
     if done.returncode:
-        raise RefusedError(f"train: counting the model ended with {done.returncode}; what {words[0]} said stands above")
+        raise RefusedError(
+            f"train: counting the model ended with {done.returncode}; see the output of {words[0]} above"
+        )
     record: Mapping[str, Any] = json.loads(done.stdout)
     return record

@@ -1,4 +1,4 @@
-"""`muster bench fit R... -o profile.json`: from results to a profile, and how wrong it is on what it had not seen."""
+"""`muster bench fit R... -o profile.json`: fit a profile to results, and report its error on held-out data."""
 
 import argparse
 import json
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     """Fit, save, and print the table of fits with their held-out errors.
 
     Raises:
-        RefusedError: nothing can be fitted.
-        RunFolderError, StorageError: the profile cannot be written.
+        RefusedError: if nothing can be fitted.
+        RunFolderError, StorageError: if the profile cannot be written.
     """
     from muster.collectives_bench.cost.fit import fit
     from muster.collectives_bench.cost.profile import save
@@ -77,13 +77,14 @@ def record(profile: "Profile") -> dict[str, object]:
 
 
 def render(profile: "Profile") -> str:
-    """Lay the fits out as a table, the constants below it, and the errors on all that was held out."""
+    """Format the fits as a table, followed by the constants and the errors on all held-out data."""
     from muster.launch.common import screen
 
     lines = [f"# {profile.made_of}"] if profile.made_of else []
     lines += [
-        "# mean, max, in 10 %: error at sizes left out one at a time, the first and the last never; 90 %: the share of",
-        "# the time that predictions are good to; alpha and beta are of the line: time = alpha + S * beta",
+        "# mean, max, in 10 %: errors at sizes left out one at a time, except the first and the last; 90 %: the error "
+        "that",
+        "# 90 % of predictions stay within; alpha and beta are those of the line: time = alpha + S * beta",
         screen.table(COLUMNS, [_cells(each) for each in profile.curves if not each.back_to_back]),
     ]
     behind = sum(each.back_to_back for each in profile.curves)
@@ -99,7 +100,7 @@ def render(profile: "Profile") -> str:
 
 
 def text(errors: "Errors | None") -> str:
-    """Write errors as a line: mean, median, largest, shares."""
+    """Format errors as one line: mean, median, maximum, shares."""
     if errors is None:
         return "none: fewer than three worlds, or four sizes of an operation"
     return (

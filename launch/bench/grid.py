@@ -1,4 +1,4 @@
-"""The worlds that `muster bench` measures in: the typed request, and one prepared run for each world."""
+"""The worlds in which `muster bench` measures: the typed request, and one prepared run for each world."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -13,36 +13,37 @@ from muster.launch.submit.hostsource import site_of
 from muster.launch.submit.prepare import prepare, route_of
 from muster.launch.submit.request import Request
 
-RANKS_HERE: Final = 2  # of a job without a file on this machine, where it has not several GPUs
-NODES_AWAY: Final = 2  # of one in a queue, where no hosts are named
+RANKS_HERE: Final = 2  # for a job without a file on this machine, unless it has several GPUs
+NODES_AWAY: Final = 2  # for a job without a file in a queue, if no hosts are named
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What to measure, with which settings over those of the job file, in which worlds."""
+    """The operations or job to measure, the settings that override the job file's, and the worlds."""
 
     what: str  # a job file or operations; empty: pairs
     settings: dict[str, Any]
-    worlds: list[tuple[int | None, int | str | None]]  # nodes and ranks per node; None where nobody says
+    worlds: list[tuple[int | None, int | str | None]]  # nodes and ranks per node; None if not given
     request: Request  # without nodes and ranks
 
     @property
     def is_pairs(self) -> bool:
-        """True for messages between every two nodes."""
+        """True when messages between every two nodes are measured."""
         return "pairs" in self.settings
 
 
 def check(grid: Grid, output: Output) -> None:
-    """Refuse what could not end well, before anything starts.
+    """Refuse combinations of options that cannot work, before anything starts.
 
     Raises:
-        UsageError: it could not.
+        UsageError: if options contradict each other.
     """
     measuring.check(grid.request, output)
     what = grid.what
     if output.plot is not None and grid.is_pairs:
         raise UsageError(
-            f"--plot {output.plot}: pairs are measured at one size, which is no line; leave one of both out"
+            f"--plot {output.plot}: pairs are measured at one size, so there is no line to draw; leave out --pairs or "
+            "--plot"
         )
     if grid.is_pairs and ("wire" in grid.settings or (what and not words.is_file(what))):
         unused = "--wire" if "wire" in grid.settings else what
@@ -54,11 +55,11 @@ def check(grid: Grid, output: Output) -> None:
 
 
 def prepare_worlds(grid: Grid) -> list[World]:
-    """Prepare a run for each world, before anything starts. A world that is refused alone is left out of the grid.
+    """Prepare a run for each world before anything starts. A world that is refused is left out of the grid.
 
     Raises:
-        UsageError, JobFileError: the command line or the job file is wrong.
-        RefusedError: no world is possible.
+        UsageError, JobFileError: if the command line or the job file is wrong.
+        RefusedError: if no world is possible.
     """
     what, worlds = grid.what, []
     of_file = words.is_file(what)
@@ -81,7 +82,7 @@ def prepare_worlds(grid: Grid) -> list[World]:
 
 
 def prepare_world(request: Request, label: str) -> World:
-    """Prepare one run; errors as `prepare_worlds`, but for a refusal."""
+    """Prepare one run. Errors as for `prepare_worlds`, except that a refusal is returned."""
     try:
         prepared = prepare(request)
     except RefusedError as error:
@@ -91,12 +92,12 @@ def prepare_world(request: Request, label: str) -> World:
         kind = prepared.context.job.kind
         raise UsageError(f"{request.job}: is a {kind}: job; muster bench measures bench: jobs, muster run runs it")
     if settings.is_hello:
-        raise UsageError(f"{request.job}: hello measures nothing; start it by muster run")
+        raise UsageError(f"{request.job}: hello measures nothing; start it with muster run")
     return World(label, prepared)
 
 
 def usual_world(grid: Grid, nodes: int | str | None) -> tuple[int, int]:
-    """Return nodes and ranks per node where nobody says: all hosts that are named; here the GPUs, else two ranks."""
+    """Return the default nodes and ranks per node: all named hosts; on this machine a rank per GPU, else two."""
     route = route_of(grid.request, site_of(grid.request))
     if not route.is_here:
         return len(route.hosts.hosts) or NODES_AWAY, 1

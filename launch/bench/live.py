@@ -1,4 +1,4 @@
-"""What `muster bench` shows of collectives while ranks measure: a table of the medians so far, or plain lines."""
+"""The display of `muster bench` while ranks measure collectives: a table of the medians so far, or plain lines."""
 
 import statistics
 from typing import TYPE_CHECKING, Final
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 Record = Header | Block | Pair | End
 STATE_STYLE: Final = {"ok": "", "wrong": "bold red", "failed": "red", "timeout": "red"}
-COLUMN: Final = 11  # characters of a size's column
+COLUMN: Final = 11  # width of a size's column in characters
 
 
 class CollectivesView(View):
-    """A run of a `bench:` job: what is done, what is under way, the medians so far."""
+    """The progress of a `bench:` job: blocks done, the current cell, the medians so far."""
 
     def __init__(self, run: RunDir) -> None:
         super().__init__(run, FORMAT)
 
     def forget(self) -> None:
-        """Begin without records."""
+        """Reset to the state without records."""
         self.header: Header | None = None
         self.cells: list[Cell] = []
         self.launches = 0
@@ -39,7 +39,7 @@ class CollectivesView(View):
         self._done: dict[int, set[Cell]] = {}
 
     def take(self, record: Record) -> None:
-        """Take in a record."""
+        """Process one record."""
         if isinstance(record, Header):
             self.header, self.launches = record, record.settings.launches
             self.cells = [] if record.settings.pairs else cells_of(record.settings, record.world.ranks)
@@ -57,7 +57,7 @@ class CollectivesView(View):
 
     @property
     def launch(self) -> int:
-        """The launch that is under way, from 0: the newest that has said something, or the one after it."""
+        """The current launch, from 0: the newest that has written a record or, if that one is complete, the next."""
         if not self.cells:
             return max((pair.launch for pair in self.pairs), default=0)
         newest = max(self._done, default=0)
@@ -66,12 +66,12 @@ class CollectivesView(View):
 
     @property
     def done(self) -> int:
-        """Blocks that have ended."""
+        """The number of finished blocks."""
         return sum(len(cells) for cells in self._done.values())
 
     @property
     def total(self) -> int:
-        """Blocks in all, or pairs."""
+        """The total number of blocks, or of pairs."""
         if self.header is not None and not self.cells:
             nodes = self.header.world.nodes
             return nodes * (nodes - 1) // 2 * self.launches
@@ -79,7 +79,7 @@ class CollectivesView(View):
 
     @property
     def current(self) -> Cell | None:
-        """The cell that is being measured: the first in the launch's order that has not ended."""
+        """The cell being measured: the first unfinished one in the launch's order."""
         if self.header is None or self.is_over:
             return None
         done = self._done.get(self.launch, set())
@@ -92,11 +92,11 @@ class CollectivesView(View):
         return statistics.median(found) if found else None
 
     def state(self, cell: Cell) -> str:
-        """Return ok, the state of its last block that was not, or nothing before its first one."""
+        """Return ok, the state of the last block that was not ok, or "" before the first block."""
         return self._states.get(cell, "")
 
     def line_of(self, record: Record) -> str | None:
-        """Return the plain line that a record is worth: what begins, what fails, and the end of each launch."""
+        """Return the plain line for a record, if it has one: for a start, a failure, or the end of a launch."""
         if isinstance(record, Header):
             what = counted(len(self.cells), "cell") if self.cells else "pairs"
             launches = f"{self.launches} launch{'es' * (self.launches != 1)}"
@@ -127,7 +127,7 @@ class CollectivesView(View):
         return f"launch {pair.launch + 1} of {self.launches}: {counted(len(alike), 'pair')}"
 
     def table(self, width: int) -> "Group | None":
-        """Return the medians so far: one line for each operation and way, one column for each size that fits."""
+        """Return the medians so far: one line per operation and way, one column per size, as far as they fit."""
         from rich import box
         from rich.console import Group
         from rich.table import Table
@@ -152,7 +152,7 @@ class CollectivesView(View):
         for size in sizes:
             grid.add_column(size_text(size) if size else "", justify="right", no_wrap=True)
         for way in ways:
-            alone = by_place.get((way, 0))  # an operation without sizes is told in the first column
+            alone = by_place.get((way, 0))  # an operation without sizes uses the first column
             cells = [alone, *([None] * (len(sizes) - 1))] if alone else [by_place.get((way, size)) for size in sizes]
             grid.add_row(way, *(self._entry(cell, current) for cell in cells))
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in head]
@@ -174,7 +174,7 @@ def _way(cell: Cell) -> str:
 
 
 def _spaced(sizes: list[int], most: int) -> list[int]:
-    """Choose at most so many sizes, spread evenly, the first and the last among them."""
+    """Choose at most `most` sizes, evenly spread, including the first and the last."""
     if len(sizes) <= most:
         return sizes
     if most == 1:

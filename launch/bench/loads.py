@@ -1,4 +1,4 @@
-"""From a job to what is predicted of it: the job itself, its load on a rank, and how much a rank may hold."""
+"""The input of predictions: the job, the load that it puts on a rank, and the memory limit of a rank."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
     from muster.launch.bench.counting import OwnCode
 
-MICROBATCHES: Final = 8  # of a pipeline, where the job says nothing
+MICROBATCHES: Final = 8  # default for a pipeline
 UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -25,8 +25,8 @@ def train_job(path: str, overrides: Sequence[str]) -> "Job":
     """Load a job that trains.
 
     Raises:
-        JobFileError: it is wrong.
-        RefusedError: it does not train.
+        JobFileError: if the file is invalid.
+        RefusedError: if the job does not train.
     """
     from muster.jobs.spec.load import load_job
     from muster.launch.common.kinds import KINDS
@@ -38,10 +38,10 @@ def train_job(path: str, overrides: Sequence[str]) -> "Job":
 
 
 def ranks_of(job: "Job", path: str, option: str) -> int:
-    """Return how many ranks a job has.
+    """Return the number of a job's ranks.
 
     Raises:
-        UsageError: that depends on its hosts; the message names the option that says it.
+        UsageError: if it depends on the hosts; the message names the option that sets it.
     """
     if not isinstance(job.ranks_per_node, int):
         raise UsageError(f"{path}: ranks_per_node: {job.ranks_per_node} depends on the hosts; give {option}")
@@ -51,12 +51,12 @@ def ranks_of(job: "Job", path: str, option: str) -> int:
 def load_of(
     job: "Job", *, ranks: int, backend: str, microbatches: int | None = None, own: "OwnCode | None" = None
 ) -> "Load":
-    """Return what a rank holds and computes of a job; `microbatches` of pipelines, by default the job's.
+    """Return the state and the computation of a job's rank; `microbatches` of pipelines default to the job's.
 
-    `own` is what the user's code makes, counted by `counting.py`.
+    `own`: the objects of the user's code, as counted by `counting.py`.
 
     Raises:
-        RefusedError: the job makes its model, and that has not been counted.
+        RefusedError: if the job makes its own model, and it has not been counted.
     """
     from muster.collectives_bench.cost.load import SIZES, Load
     from muster.jobs.spec.expand import FILL
@@ -75,7 +75,7 @@ def load_of(
         recipe=_recipe(settings, own),
         ranks=ranks,
         batch=settings.batch_size,
-        microbatches=min(microbatches, settings.batch_size),  # a sample at least
+        microbatches=min(microbatches, settings.batch_size),  # at least one sample each
         itemsize=SIZES[settings.precision].activation,
         backend=backend,
         bucket_bytes=None if bucket_mb is None else int(bucket_mb * 2**20),
@@ -107,10 +107,10 @@ def _recipe(settings: "TrainSettings", own: "OwnCode | None") -> "Recipe":
     recipe = Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, precision=settings.precision)
     if own is None or own.state_bytes is None:
         return recipe
-    wider = 2 if settings.precision == "fp64" else 1  # counted in float32
+    wider = 2 if settings.precision == "fp64" else 1  # the state was counted in float32
     return replace(recipe, optimizer=own.state_bytes * wider + recipe.master)
 
 
 def memory_limit(text: str | None) -> float | None:
-    """Return bytes; errors as `quantity`."""
+    """Return a size in bytes. Errors as for `quantity`."""
     return None if text is None else quantity("--memory", text, _MEMORY, UNITS, "a size such as 80G or 512M")

@@ -1,4 +1,4 @@
-"""A measurement: one run after another, each shown while it measures, then one result of all of them."""
+"""A measurement: runs one after another, each displayed while it measures, then one result of them all."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from muster.slurm.states import Outcome
 
 @dataclass(frozen=True)
 class World:
-    """One run that is to be made, or why it cannot be."""
+    """One prepared run, or the reason why it is refused."""
 
     label: str
     prepared: Prepared | None
@@ -29,21 +29,21 @@ class World:
 
 
 def check(request: Request, output: Output) -> None:
-    """Refuse what could not end well, before anything starts.
+    """Refuse requests that cannot work, before anything starts.
 
     Raises:
-        UsageError: people would have to start the ranks, or a file could not be written.
+        UsageError: if people would have to start the ranks, or a file could not be written.
     """
     if request.on == "hand":
         raise UsageError(
-            "--on hand: muster bench starts its runs itself; write a job file, start it by muster cmd JOB.yaml, and "
-            "see it by muster bench show RUN"
+            "--on hand: muster bench starts its runs itself; write a job file, start it with muster cmd JOB.yaml, "
+            "and show it with muster bench show RUN"
         )
     output.check()
 
 
 def measure(worlds: Sequence[World], view_of: Callable[[RunDir], View], output: Output) -> int:
-    """Measure, show and write; return the exit code: that of the first world that failed, or 1 for a bad result."""
+    """Measure, show and write; return the exit code of the first failed world, or 1 for a bad result."""
     codes, runs, unmeasured = [], [], []
     for number, world in enumerate(worlds, 1):
         if len(worlds) > 1:
@@ -67,7 +67,7 @@ def measure(worlds: Sequence[World], view_of: Callable[[RunDir], View], output: 
 
 
 def run_world(world: World, view_of: Callable[[RunDir], View]) -> int:
-    """Start one run and stay with it to its end; return its exit code. What went wrong has been said then."""
+    """Run one world to its end; return its exit code. Errors have been printed then."""
     if world.prepared is None:
         assert world.refusal is not None
         say(f"muster: {world.refusal}")
@@ -76,7 +76,7 @@ def run_world(world: World, view_of: Callable[[RunDir], View]) -> int:
 
 
 def run_watched(prepared: Prepared, view: View) -> int:
-    """Start a run, show it as it measures, and stay to its end; return its exit code, with all said that went wrong."""
+    """Start a run and show it until it ends; return its exit code. Errors have been printed then."""
     run, console = prepared.context.run, BenchConsole()
     try:
         with watching(view, console):
@@ -91,6 +91,6 @@ def run_watched(prepared: Prepared, view: View) -> int:
 
 
 def has_rows(run: RunDir) -> bool:
-    """Say whether a run has measured something."""
+    """Return whether a run has measured anything."""
     files = [run.attempt(number).bench for number in run.attempt_numbers()]
     return any(Path(file).is_file() and file.stat().st_size for file in files)

@@ -1,4 +1,4 @@
-"""`muster memory JOB.yaml`: what the fullest rank of a job would hold in every mode, as records and as a table."""
+"""`muster memory JOB.yaml`: the predicted memory of a job's fullest rank in every mode, as records and as a table."""
 
 import math
 from contextlib import suppress
@@ -30,18 +30,18 @@ COLUMNS: Final = (
 )
 KINDS: Final = ("parameters", "gradients", "optimizer", "buffers", "communication", "activations")
 LEGEND: Final = """\
-of the rank that holds most; 1 MB is 2^20 bytes. communication: what gradients and parameters pass through;
-total: with all activations there, the largest gradient twice where several backwards add up, and float32 gradients
-of a 16-bit step where those are more. Not counted: Python with torch (300 MB on a CPU, a CUDA context on a GPU),
+Of the rank with the largest total; 1 MB is 2^20 bytes. communication: buffers for sending gradients and parameters;
+total: at the peak, with all activations, the largest gradient twice if several backwards accumulate, and float32
+gradients of a 16-bit step if those are more. Not counted: Python with torch (300 MB on a CPU, a CUDA context on a GPU),
 freed blocks that the allocator keeps, scratch memory of kernels."""
 
 
 def predict(asked: Wanted) -> dict[str, Any]:
-    """Return everything as plain values, in bytes.
+    """Return the prediction as plain values, in bytes.
 
     Raises:
-        UsageError, JobFileError: options or files are wrong.
-        RefusedError: the job does not train.
+        UsageError, JobFileError: if options or files are wrong.
+        RefusedError: if the job does not train.
     """
     from muster.jobs.spec.train import TrainSettings
 
@@ -77,15 +77,15 @@ def _modes(
     limit: float | None,
     made: "Counted | None",
 ) -> list[dict[str, Any]]:
-    """Return a row for every mode that is asked for, and one for the job's own product."""
+    """Return a row for every requested mode, and one for the job's own product of modes."""
     from muster.jobs.spec.expand import split_text
     from muster.launch.bench.own_split import at_world, own_split
 
     rows = {way.name: _of_way(way.name, way, load, limit) for way in asked.ways}
     if not settings.is_product and settings.mode_name in rows:
         if asked.world is None and asked.microbatches is None:
-            with suppress(RefusedError):  # a mode's own line says why
-                way, of = own_split(settings, load)  # cut as the job says
+            with suppress(RefusedError):  # the mode's own row gives the reason
+                way, of = own_split(settings, load)  # with the stages that the job sets
                 rows[settings.mode_name] = _of_way(split_text(settings), way, of, limit)
         rows[settings.mode_name]["is_jobs"] = True
     if settings.is_product and asked.modes is None:
@@ -126,7 +126,7 @@ def _of_way(name: str, way: "Way", load: "Load", limit: float | None) -> dict[st
 
 
 def render(record: dict[str, Any]) -> str:
-    """Lay the records out."""
+    """Format the records as text."""
     from muster.launch.common import screen
 
     head = (

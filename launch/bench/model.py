@@ -1,4 +1,4 @@
-"""`muster bench model`: time models alone - forward, backward, whole steps - on this machine or on a cluster's node."""
+"""`muster bench model`: time models alone (forward, backward, whole steps), on this machine or a cluster's node."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
 
 EPILOG: Final = """\
-What is timed is what train: would run on one rank: its model, loss, numbers and optimizer (AdamW), on a random batch.
-Each launch of a row has a process of its own. What does not fit in memory, or not in its time, is a row with the
-reason. The exit code is 1 where a row failed, or none has a time.
+The timed work is what train: would run on one rank: its model, loss, precision and optimizer (AdamW), on a random
+batch. Each launch of a row runs in its own process. A row that exceeds memory or its time limit shows the reason
+instead of a time. The exit code is 1 if a row failed, or if no row has a time.
 """
 
 
 def _each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return what reads words that must stand in a table, with the nearest one that does in the error."""
+    """Return a reader of words that must be in a table; its error suggests the nearest word in the table."""
 
     def read(text: str) -> list[str]:
         if wrong := [word for word in word_list(text) if word not in valid]:
@@ -38,7 +38,7 @@ def _each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 AGAIN: Final = ("activation_checkpointing", "activation_checkpointing")
-OF_JOB: Final = {  # settings, with the key of a train: section that is their default
+OF_JOB: Final = {  # field of TimingSettings: the key of the train: section that is its default
     "batch": "batch_size",
     "precision": "precision",
     "compile": "compile",
@@ -62,24 +62,26 @@ CHOICES: Final = (
         "P,P",
         "fp32 (default), bf16, fp16, pure_bf16, fp64",
     ),
-    Choice("--warmup", "warmup", whole, "N", "steps of a launch before those that count (default: 1)"),
-    Choice("--steps", "steps", whole, "N", "steps of a launch that are timed (default: 2)"),
+    Choice("--warmup", "warmup", whole, "N", "untimed steps at the start of a launch (default: 1)"),
+    Choice("--steps", "steps", whole, "N", "timed steps of a launch (default: 2)"),
     Choice("--launches", "launches", whole, "N", "fresh processes for each row: the unit of comparison (default: 3)"),
     Choice("--batch", "batch", whole, "N", "samples (default: 16)"),
-    Choice("--context", "context", whole, "N", "of GPTs: tokens of a sample (default: 128)"),
-    Choice("--vocabulary", "vocabulary", whole, "N", "of GPTs (default: 10000)"),
-    Choice("--norm", "norm", str, "NAME", "of GPTs: rms (default), layer"),
+    Choice("--context", "context", whole, "N", "GPTs only: tokens of a sample (default: 128)"),
+    Choice("--vocabulary", "vocabulary", whole, "N", "GPTs only: size of the vocabulary (default: 10000)"),
+    Choice("--norm", "norm", str, "NAME", "GPTs only: rms (default), layer"),
     Choice("--device", "device", str, "NAME", "auto (default), cpu, cuda"),
-    Choice("--timeout", "timeout_s", number, "S", "for a launch of a row; the row says when it ran out (default: 300)"),
+    Choice("--timeout", "timeout_s", number, "S", "time limit for a launch of a row (default: 300)"),
     Choice("--seed", "seed", whole, "N", "of the model and its batch (default: 0)"),
 )
 SWITCHES: Final = (
-    Switch("--compile", "compile", True, "torch.compile, block by block"),
-    Switch("--activation-checkpointing", "activation_checkpointing", True, "forward every block again in the backward"),
-    Switch("--bias", "bias", True, "of GPTs: linear layers with biases"),
-    Switch("--untied", "tied", False, "of GPTs: a head of its own"),
-    Switch("--dtypes", "dtypes", True, "instead of times: the types of each layer in a step, as autocast chooses them"),
-    Switch("--no-matmul", "matmul", False, "do not time a matrix product to hold the rows against"),
+    Switch("--compile", "compile", True, "use torch.compile, block by block"),
+    Switch("--activation-checkpointing", "activation_checkpointing", True, "recompute every block in the backward"),
+    Switch("--bias", "bias", True, "GPTs only: linear layers have biases"),
+    Switch("--untied", "tied", False, "GPTs only: the head does not share the embedding's weight"),
+    Switch(
+        "--dtypes", "dtypes", True, "instead of times: show the types that autocast chooses for each layer in a step"
+    ),
+    Switch("--no-matmul", "matmul", False, "do not time a matrix product as a reference for the rows"),
 )
 
 
@@ -90,14 +92,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "trained",
         metavar="JOB",
         nargs="?",
-        help="a train: job: time its model, on its data, with its loss and optimizer",
+        help="a train: job whose model is timed, with its data, loss and optimizer",
     )
     choices.add(parser.add_argument_group("what is timed"), CHOICES, SWITCHES)
     choices.add_measuring(parser, plot="the time of every row")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time every row, then show the table; the exit code is the run's, or 1 for a bad result."""
+    """Time every row, then print the table; return the run's exit code, or 1 for a bad result."""
     from muster.launch.bench import measuring
     from muster.launch.bench.model_view import ModelView
     from muster.launch.common.host import visible_gpus
@@ -118,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     text = choices.job_text(words, threads_per_rank="auto", timing=asked, **of_job)
     prepared = prepare(replace(request, job=COMMAND_LINE, job_text=text))
     if asked.get("device") == "cuda" and prepared.submission.route.is_here and not visible_gpus():
-        raise RefusedError("--device: cuda: this machine has no GPU; name a host that has (-w HOST), or take cpu")
+        raise RefusedError("--device: cuda: this machine has no GPU; name a host that has one (-w HOST), or use cpu")
     return measuring.measure([measuring.World("", prepared)], ModelView, output)
 
 
@@ -126,8 +128,8 @@ def _timeable(path: str) -> "Job":
     """Load a job whose model is timed.
 
     Raises:
-        JobFileError: the file is wrong.
-        RefusedError: it does not train, or in another Python than Muster's.
+        JobFileError: if the file is invalid.
+        RefusedError: if the job does not train, or sets a Python other than Muster's.
     """
     job = train_job(path, ())
     if job.python is not None:
@@ -136,7 +138,7 @@ def _timeable(path: str) -> "Job":
 
 
 def _asked(args: argparse.Namespace, job: "Job | None") -> dict[str, Any]:
-    """Return the settings that options and a job ask for; options win."""
+    """Return the settings from the options and the job; options take precedence."""
     if job is None:
         return choices.changes(vars(args), TimingSettings, CHOICES, SWITCHES)
     section: dict[str, Any] = job.settings.model_dump(mode="json", exclude_unset=True)

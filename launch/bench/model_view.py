@@ -1,4 +1,4 @@
-"""What `muster bench model` shows while a rank times: the rows so far, or a plain line for each."""
+"""The display of `muster bench model` while a rank measures: the rows so far, or a plain line for each."""
 
 from typing import TYPE_CHECKING
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class ModelView(View):
-    """A run of a `timing:` job."""
+    """The progress of a `timing:` job."""
 
     def __init__(self, run: RunDir) -> None:
         super().__init__(run, FORMAT)
 
     def forget(self) -> None:
-        """Begin without records."""
+        """Reset to the state without records."""
         self._records: list[Record] = []
 
     def take(self, record: Record) -> None:
-        """Take in a record."""
+        """Process one record."""
         self._records.append(record)
 
     def line_of(self, record: Record) -> str | None:
-        """Return the plain line that a record is worth: what begins, and each row."""
+        """Return the plain line for a record, if it has one: for the start, and for each row."""
         if isinstance(record, Header):
             machine = record.machine
             return f"timing {counted(len(record.settings.cases()), 'row')} on {machine.gpu or machine.cpu}"
@@ -39,7 +39,7 @@ class ModelView(View):
         return f"types of {record.model} in {record.precision}" if isinstance(record, Dtypes) else None
 
     def table(self, width: int) -> "Group | None":
-        """Return the rows so far, and which is under way."""
+        """Return the rows so far, and the row being measured."""
         from rich.console import Group
         from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""A job's own split as the model of its cost sees it: what is product, and where its pipeline is cut."""
+"""A job's own split in terms of the cost model: its product of modes, and the stages of its pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
-    """Return a job's mode and load, with its degrees, its micro-batches and its stages.
+    """Return a job's mode and load, with its degrees, micro-batches and stages.
 
-    A pipeline that is cut by measured times is taken for one that is cut by operations.
+    A pipeline that is cut by measured times is treated as one that is cut by operations.
 
     Raises:
-        RefusedError: the split does not fit so many ranks, or the model.
+        RefusedError: if the split does not fit the number of ranks, or the model.
     """
     from muster.collectives_bench.cost.load import Split
     from muster.collectives_bench.cost.modes import WAYS
@@ -40,10 +40,10 @@ def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
 
 
 def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
-    """Return the settings of a product with its data degree scaled to another number of ranks.
+    """Return the settings of a product of modes, with its data degree scaled to another number of ranks.
 
     Raises:
-        RefusedError: the other degrees do not divide the ranks.
+        RefusedError: if the other degrees do not divide the ranks.
     """
     from muster.jobs.spec.split import ParallelSettings
 
@@ -57,7 +57,7 @@ def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
 
 
 def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -> list[list[str]]:
-    """Return the names of every stage's layers, as `jobs/train/stages.py` cuts them."""
+    """Return the names of every stage's layers, cut as in `jobs/train/stages.py`."""
     from muster.jobs.spec.expand import first_layers, layer_names
     from muster.pipe.schedules.cuts import balanced_ranks, by_hand, lengths
     from muster.pipe.schedules.tables import SCHEDULES
@@ -77,7 +77,7 @@ def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -
 
 
 def _weight(by: str, parts: "Sequence[Part]") -> float:
-    """Return what a layer weighs: operations are those of matrix products and convolutions."""
+    """Return a layer's weight for the cut; `operations` counts those of matrix products and convolutions."""
     if by == "count":
         return 1.0
     if by == "parameters":
@@ -88,7 +88,7 @@ def _weight(by: str, parts: "Sequence[Part]") -> float:
 def _multiplies(part: "Part") -> bool:
     from muster.jobs.models.counted import CountedPart
 
-    if isinstance(part, CountedPart):  # only such operations are counted
+    if isinstance(part, CountedPart):  # only operations of this kind are counted
         return True
     matrix = any(len(tensor.shape) > 1 for tensor in part.tensors) and part.name != "embed"
     return matrix or part.repeats > 1

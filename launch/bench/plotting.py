@@ -1,4 +1,4 @@
-"""`muster bench plot R... --output FILE`: busbw and time against size, or times of models, of runs or files."""
+"""`muster bench plot R... --output FILE`: plot busbw and time against size, or times of models, from runs or files."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw."""
+    """Draw the plot."""
     choices.check_output("--output", args.output, choices.PLOTS)
     results.read(args.results, args.runs).plot(Path(args.output), flag="--output")
     return 0

@@ -1,4 +1,4 @@
-"""A result and all that is made of it: the report on standard output, files, plots, rows to compare."""
+"""A result and its outputs: the report on standard output, files, plots, and rows for comparison."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +23,11 @@ Write = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured, and all that is made of it."""
+    """One result, with functions that print, write and plot it."""
 
     whole: BaseModel
     lines: Callable[[], list[str]]
-    rows: "Callable[[], Sequence[MeasuredRow]]"  # runs of one world or model joined
+    rows: "Callable[[], Sequence[MeasuredRow]]"  # with runs of one world or model joined
     missing: str  # what was requested but not measured; empty if nothing is missing
     is_bad: bool
     write: Write
@@ -35,18 +35,18 @@ class Report:
     draw: Write
 
     def show(self, *, as_json: bool) -> int:
-        """Print it on standard output, as text or JSON; return 1 for a bad result."""
+        """Print the report, as text or JSON; return 1 for a bad result."""
         print(self.whole.model_dump_json(indent=1) if as_json else "\n".join(self.lines()))
         return int(self.is_bad)
 
     def deliver(self, output: Output) -> int:
-        """Write `--out`, show it, and draw `--plot`; return 1 for a bad result.
+        """Write `--out`, print the report, and draw `--plot`; return 1 for a bad result.
 
         Raises:
-            RunFolderError, StorageError: a file cannot be written; the runs keep what was measured.
-            UsageError: as `plot`.
+            RunFolderError, StorageError: if a file cannot be written; the runs keep the measurements.
+            UsageError: as for `plot`.
         """
-        try:  # the file first: a reader that goes away (| head) ends us; and the report whatever becomes of the file
+        try:  # write the file first, because a closed reader (| head) ends this process; print even if writing fails
             if output.out is not None:
                 self._save(Path(output.out))
         finally:
@@ -56,11 +56,11 @@ class Report:
         return code
 
     def plot(self, path: Path, *, flag: str = "--plot") -> None:
-        """Draw it into the file that an option names.
+        """Draw the plot into the file that an option names.
 
         Raises:
-            UsageError: there is nothing to draw.
-            RunFolderError, StorageError: it cannot be written.
+            UsageError: if there is nothing to draw.
+            RunFolderError, StorageError: if the file cannot be written.
         """
         from muster.jobs.measuring.figures import NothingToPlotError
 
@@ -80,7 +80,7 @@ class Report:
 
 
 def of_models(timings: "Timings") -> Report:
-    """Return the report of timings."""
+    """Return the report of timings of models."""
     from muster.jobs.timing import files, plots, table
     from muster.jobs.timing.rows import joined_rows
 
@@ -97,7 +97,7 @@ def of_models(timings: "Timings") -> Report:
 
 
 def of_collectives(result: "Result", unmeasured: Sequence[str] = ()) -> Report:
-    """Return the report of collectives; `unmeasured` names the worlds of a grid of which there is nothing."""
+    """Return the report of collectives; `unmeasured`: the worlds of the grid without any measurement."""
     from muster.collectives_bench.results import files, plots
     from muster.collectives_bench.results.missing import missing
     from muster.collectives_bench.results.report import is_failed, report_lines
@@ -118,14 +118,14 @@ def of_collectives(result: "Result", unmeasured: Sequence[str] = ()) -> Report:
 
 @contextmanager
 def naming(flag: str) -> Iterator[None]:
-    """Say of a file that cannot be written which option named it: `--runs` would not help."""
+    """Name the option in errors about an unwritable file, since the usual advice, `--runs`, would not help."""
     try:
         yield
     except (RunFolderError, StorageError) as error:
         found = str(error).partition(";")[0]
-        raise type(error)(f"{flag}: {found}; choose another place, for the runs keep what was measured") from error
+        raise type(error)(f"{flag}: {found}; choose another place; the runs keep the measurements") from error
 
 
 def say(text: str) -> None:
-    """Say one thing of ours, beside the data on standard output."""
+    """Print one message on standard error, apart from the data on standard output."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Results by the words that name them: a result file, a run folder, or a run by its id."""
+"""Find and read results: a result file, a run folder, or a run by its id."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,17 +10,17 @@ from muster.launch.bench.report import Report, of_collectives, of_models
 
 
 def read(words: Sequence[str], runs: str | None) -> Report:
-    """Read what was measured, all of it as one; without words, the newest run. `runs` is the folder of all runs.
+    """Read results and join them into one report; without words, read the newest run. `runs`: the folder of all runs.
 
     Raises:
-        UsageError: nothing is there under one of the names, or they name collectives and models.
-        MusterError: what is there cannot be read.
+        UsageError: if a name matches nothing, or the names mix collectives and models.
+        MusterError: if a result cannot be read.
     """
     return of_paths([locate(word, runs) for word in words] or [find_run(runs_root(runs), None).path])
 
 
 def of_paths(paths: Sequence[Path], unmeasured: Sequence[str] = ()) -> Report:
-    """Read files and run folders; `unmeasured` as `of_collectives`, errors as `read`."""
+    """Read files and run folders; `unmeasured` as for `of_collectives`, errors as for `read`."""
     from muster.collectives_bench.results.files import read_result
 
     timings = [path for path in paths if is_timing(path)]
@@ -31,7 +31,7 @@ def of_paths(paths: Sequence[Path], unmeasured: Sequence[str] = ()) -> Report:
 
 
 def side(word: str, runs: str | None) -> Report:
-    """Read one side of a comparison: one result, or several with commas between; errors as `read`."""
+    """Read one side of a comparison: one result, or several separated by commas. Errors as for `read`."""
     return read([word] if Path(word).exists() else word.split(","), runs)
 
 
@@ -39,7 +39,7 @@ def locate(word: str, runs: str | None) -> Path:
     """Return the file or folder that a word names.
 
     Raises:
-        UsageError: there is none.
+        UsageError: if there is none.
     """
     path = Path(word)
     try:

@@ -1,4 +1,4 @@
-"""How long a rank of a finished run computed: forward, backward and optimizer, from the rows of its metrics."""
+"""The compute times of a rank in a finished run (forward, backward and optimizer), from the rows of its metrics."""
 
 from itertools import islice
 from pathlib import Path
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
 
 MOST_STEPS: Final = 1_000_000
-SKIPPED: Final = 2  # steps: caches, first calls, and DistributedDataParallel's new deal of buckets
+# the first steps, which fill caches, make first calls, and let DistributedDataParallel rebuild its buckets
+SKIPPED: Final = 2
 PHASES: Final = ("forward_s", "backward_s", "optimizer_s")
 
 
 def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "tuple[Compute, str]":
-    """Return the compute times of a run of the same model, for so many samples a rank, and where they are from.
+    """Return compute times from a run of the same model, scaled to `samples` per rank, and a text about their origin.
 
-    Forward and backward are taken to be proportional to the samples.
+    Forward and backward are assumed to be proportional to the number of samples.
 
     Raises:
-        NotFoundError: there is no such run.
-        RefusedError: it trained something else, or too few steps.
+        NotFoundError: if there is no such run.
+        RefusedError: if it trained something else, or too few steps.
     """
     from muster.collectives_bench.cost.exposed import Compute
 
@@ -35,7 +36,7 @@ def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "
     ranks = [found for path in _newest(run) if (found := _of_rank(path))]
     if not ranks:
         raise RefusedError(
-            f"--run {given}: has no more than {SKIPPED} steps with times; let it train some more, or give --forward-ms"
+            f"--run {given}: has no more than {SKIPPED} steps with times; train more steps, or give --forward-ms"
         )
     slowest = max(ranks, key=lambda times: times["forward_s"] + times["backward_s"])
     scale = samples / slowest["samples"]
@@ -61,7 +62,7 @@ def _must_be_alike(run: RunDir, job: "Job") -> None:
 
 
 def _newest(run: RunDir) -> list[Path]:
-    """List the metrics of the ranks of the newest attempt that has any."""
+    """List the ranks' metrics files of the newest attempt that has any."""
     for number in reversed(run.attempt_numbers()):
         if found := sorted(run.attempt(number).path.glob("metrics-*.jsonl")):
             return found
@@ -69,7 +70,7 @@ def _newest(run: RunDir) -> list[Path]:
 
 
 def _of_rank(path: Path) -> dict[str, float]:
-    """Return the medians of a rank's steps; nothing where there are too few."""
+    """Return the medians over a rank's steps; {} if there are too few steps."""
     wanted = (*PHASES, "samples")
     every = ({name: real(row.get(name)) for name in wanted} for row in read_lines(path) if "backward_s" in row)
     rows = list(islice((row for row in every if None not in row.values() and row["samples"]), SKIPPED, MOST_STEPS))

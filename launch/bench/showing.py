@@ -1,6 +1,6 @@
-"""`muster bench show R...`: the report of runs or result files, as it was printed when they had been measured.
+"""`muster bench show R...`: print the report of runs or result files, as it was printed after the measurement.
 
-Collectives and timings of models have reports of their own, and are not shown as one.
+Collectives and timings of models have separate kinds of report, which cannot be combined.
 """
 
 import argparse
@@ -16,13 +16,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_results(parser: argparse.ArgumentParser) -> None:
-    """Add the results that a command reads, and where runs are."""
+    """Add the arguments that name results, and the folder of runs."""
     parser.add_argument(
-        "results", metavar="RESULT", nargs="*", help="a result file, or a run: its id or its folder (the newest)"
+        "results", metavar="RESULT", nargs="*", help="a result file, or a run by id or folder (default: the newest run)"
     )
     add_runs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print; return 1 for a bad result, as the measurement did."""
+    """Print the report; return 1 for a bad result, as after the measurement."""
     return results.read(args.results, args.runs).show(as_json=args.json)

@@ -1,4 +1,4 @@
-"""Where predictions come from: the profile that `--profile` names, or the link that `--link` and `--latency` give."""
+"""The source of predictions: the profile named by `--profile`, or a link given by `--link` and `--latency`."""
 
 import re
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ def source_of(asked: Wanted) -> "Profile":
     """Return the profile that `--profile` names, or one for `--link`.
 
     Raises:
-        UsageError: neither or both are given, or what they say cannot be read.
-        JobFileError: the file is no profile.
+        UsageError: if neither or both are given, or a value is invalid.
+        JobFileError: if the file is not a profile.
     """
     from muster.collectives_bench.cost import profile
 
@@ -36,12 +36,12 @@ def source_of(asked: Wanted) -> "Profile":
 
 
 def parse_rate(text: str) -> float:
-    """Return bits a second; errors as `quantity`."""
-    return quantity("--link", text, _RATE, RATES, "bits a second, such as 100Gbit or 25Gbit/s")
+    """Return a rate in bits per second. Errors as for `quantity`."""
+    return quantity("--link", text, _RATE, RATES, "bits per second, such as 100Gbit or 25Gbit/s")
 
 
 def parse_time(text: str) -> float:
-    """Return seconds; errors as `quantity`."""
+    """Return a time in seconds. Errors as for `quantity`."""
     return quantity("--latency", text, _TIME, TIMES, "a time such as 50us or 0.2ms", least=0.0)
 
 
@@ -51,9 +51,9 @@ def quantity(
     """Read a number and its unit, which are the two groups of a pattern.
 
     Raises:
-        UsageError: it is none, or less than `least`.
+        UsageError: if the text does not match the pattern, or the number is less than `least`.
     """
     match = pattern.fullmatch(text.strip())
     if match is None or float(match[1]) < least:
-        raise UsageError(f"{flag} {text}: wanted {wanted}")
+        raise UsageError(f"{flag} {text}: expected {wanted}")
     return float(match[1]) * units[(match[2] or "").lower()]

@@ -1,7 +1,7 @@
 """`muster memory --parameters N`: model states of a rank at every ZeRO stage, from a number of parameters. Pure.
 
-Parameters, gradients and optimizer states take P (p + g + K o) bytes (Rajbhandari et al. 2020). A stage divides one
-more of them by the ranks. The formula is that of `collectives_bench/cost/memory.py`.
+Parameters, gradients and optimizer states take P (p + g + K o) bytes (Rajbhandari et al. 2020). Each stage divides one
+more of the three by the number of ranks. `collectives_bench/cost/memory.py` uses the same formula.
 """
 
 import re
@@ -14,20 +14,20 @@ from muster.jobs.basics.words import counted
 NAMES: Final = ("baseline", "stage 1", "stage 2", "stage 3")
 KINDS: Final = ("parameters", "gradients", "optimizer", "per_rank", "all_ranks")
 COUNTS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-BITS: Final = 8  # of a byte
+BITS: Final = 8  # per byte
 DECIMAL: Final = (1000, ("B", "kB", "MB", "GB", "TB", "PB", "EB"))
 BINARY: Final = (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
 COLUMNS: Final = ("", *(f"{kind}>" for kind in KINDS[:3]), "a rank>", "or>", "all ranks>", "or>", "bytes of a rank")
 LEGEND: Final = """\
-parameters, gradients and optimizer states only; activations, buffers and communication come on top:
+parameters, gradients and optimizer states only; activations, buffers and communication are extra:
 muster memory JOB.yaml predicts those. K counts every optimizer state, float32 master weights included:
-0: plain SGD, 1: SGD with momentum, 2: Adam, 3: Adam and master weights beside 16-bit parameters"""
+0: plain SGD, 1: SGD with momentum, 2: Adam, 3: Adam with master weights for 16-bit parameters"""
 _COUNT = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command line asks for."""
+    """The request of a command line."""
 
     parameters: str
     optimizer_states: int | None
@@ -36,7 +36,7 @@ class Asked:
 
 
 def sizes_of(asked: Asked) -> dict[str, Any]:
-    """Return a record of every stage, in bytes.
+    """Return the sizes at every stage as plain values, in bytes.
 
     Raises:
         UsageError: if a number is missing or out of range.
@@ -59,7 +59,7 @@ def sizes_of(asked: Asked) -> dict[str, Any]:
 
 
 def render(record: dict[str, Any]) -> str:
-    """Lay the record out as a table, with the formula."""
+    """Format the record as a table, with the formula."""
     from muster.launch.common import screen
 
     p, g, o = record["bits"].values()
@@ -81,7 +81,7 @@ def render(record: dict[str, Any]) -> str:
 
 
 def size_in(units: tuple[int, tuple[str, ...]], nbytes: float) -> str:
-    """Write a size with four figures, in the largest unit of which there is one."""
+    """Format a size with four figures, in the largest unit in which it is at least 1."""
     step, names = units
     place = 0
     while nbytes >= step and place < len(names) - 1:
@@ -90,7 +90,7 @@ def size_in(units: tuple[int, tuple[str, ...]], nbytes: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Write a large number with an exponent of millions or billions: 10e9, 123.6e6, 4096."""
+    """Format a large number in millions or billions, with an exponent: 10e9, 123.6e6, 4096."""
     for exponent in (9, 6):
         if count >= 10**exponent:
             return f"{count / 10**exponent:.6g}e{exponent}"
@@ -98,7 +98,7 @@ def count_text(count: float) -> str:
 
 
 def _formula(stage: int, elements: int, bits: list[int], ranks: int) -> str:
-    """Write P (p + g + K o) in bytes, with the numbers filled in."""
+    """Format P (p + g + K o) in bytes, with the numbers filled in."""
     terms, whole = [f"{each / BITS:g}" for each in bits], len(bits) - stage
     shared = f"({' + '.join(terms[whole:])})" if stage > 1 else "".join(terms[whole:])
     parts = [*terms[:whole], f"{shared} / {ranks}"] if stage else terms
@@ -109,7 +109,7 @@ def _parameters(text: str) -> int:
     match = _COUNT.fullmatch(text.strip())
     value = float(match[1]) * COUNTS[match[2].lower()] if match else 0.0
     if not 1 <= value <= 1e18:
-        raise UsageError(f"--parameters {text}: wanted a number from 1 to 1e18, such as 10e9, 10B or 1.3M")
+        raise UsageError(f"--parameters {text}: expected a number from 1 to 1e18, such as 10e9, 10B or 1.3M")
     return round(value)
 
 
@@ -117,7 +117,7 @@ def _bits(text: str) -> tuple[int, int, int]:
     numbers = [int(word) for word in re.findall(r"\b(\d{1,3})\b", text)]
     if not re.fullmatch(r"\d{1,3}(,\d{1,3},\d{1,3})?", text) or not all(1 <= each <= 64 for each in numbers):
         raise UsageError(
-            f"--bits {text}: wanted a number from 1 to 64, or three with commas, such as 16,16,32 for parameters, "
+            f"--bits {text}: expected a number from 1 to 64, or three with commas, such as 16,16,32 for parameters, "
             "gradients and optimizer states"
         )
     first, second, third = numbers * (3 // len(numbers))
@@ -127,5 +127,5 @@ def _bits(text: str) -> tuple[int, int, int]:
 def _within(flag: str, value: int | None, least: int, most: int, such: str) -> int:
     if value is None or not least <= value <= most:
         found = f"{flag} is missing" if value is None else f"{flag} {value}"
-        raise UsageError(f"{found}: wanted a whole number from {least} to {most}, such as {flag} {such}")
+        raise UsageError(f"{found}: expected a whole number from {least} to {most}, such as {flag} {such}")
     return value

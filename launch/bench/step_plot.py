@@ -1,4 +1,4 @@
-"""A job's predicted steps as a plot: bars of compute and exposed communication, memory, and the bucket curve."""
+"""A plot of a job's predicted steps: bars of compute and exposed communication, memory, and the bucket curve."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from muster.jobs.measuring.figures import drawing
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Draw a prediction into a file; errors as `drawing`."""
+    """Draw a prediction into a file. Errors as for `drawing`."""
     panels = 3 if record.get("buckets") else 2
     with drawing(path, 5.5 * panels, 4.5) as figure:
         _draw(record, figure, panels)

@@ -1,4 +1,4 @@
-"""A job's predicted steps as text: modes, the choice among them, and the curve over bucket sizes."""
+"""A job's predicted steps as text: the modes, the best mode, and the curve over bucket sizes."""
 
 from typing import Any, Final
 
@@ -6,12 +6,12 @@ from muster.jobs.basics.words import counted
 
 COLUMNS: Final = ("mode", "compute>", "exposed>", "from>", "to>", "step>", "memory a rank>", "note")
 ONLY_NETWORK: Final = ("mode", "communication>", "from>", "to>", "memory a rank>", "note")
-NOTHING_S: Final = 1e-10  # what is left of rounding
+NOTHING_S: Final = 1e-10  # times below this are rounding errors
 BUCKETS: Final = ("bucket>", "buckets>", "step>", "exposed>", "note")
 
 
 def render(record: dict[str, Any]) -> str:
-    """Lay the records out."""
+    """Format the records as text."""
     from muster.launch.bench import closed_forms
     from muster.launch.common import screen
 
@@ -22,7 +22,8 @@ def render(record: dict[str, Any]) -> str:
     lines += ["", *_verdict(record)]
     if record["not_predicted"]:
         lines.append(
-            f"the job's own split, {record['not_predicted']}, was not compared: steps of products are not predicted"
+            f"the job's own split, {record['not_predicted']}, was not compared: steps of products of modes are not "
+            "predicted"
         )
     buckets = record.get("buckets")
     if buckets:
@@ -44,7 +45,7 @@ def _source(record: dict[str, Any]) -> str:
     compute = record["compute"]
     if compute is None:
         return (
-            "compute times are not known: only communication, none of it hidden, and memory are predicted; "
+            "compute times are unknown, so only memory and communication, none of it hidden, are predicted; "
             "give --forward-ms and --backward-ms, or --run RUN"
         )
     times = ", ".join(f"{name} {seconds(compute[f'{name}_s'])}" for name in ("forward", "backward", "optimizer"))
@@ -81,7 +82,7 @@ def _verdict(record: dict[str, Any]) -> list[str]:
     if ranking is None:
         if record["compute"] is None:
             return ["no mode is chosen without compute times"]
-        return ["no mode fits: raise --memory, or take more ranks or a smaller batch"]
+        return ["no mode fits: raise --memory, or use more ranks or a smaller batch"]
     able = record["ranking_built"]
     if able is None or able["best"] == ranking["best"]:
         return [_winner(ranking, "best")]
@@ -115,10 +116,13 @@ def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:
         for point in buckets["points"]
     ]
     lines = [screen.table(BUCKETS, rows), ""]
-    lines.append("step: from the beginning of the backward to the last byte" + ("" if known else ", all ready at once"))
+    lines.append(
+        "step: from the beginning of the backward to the last byte"
+        + ("" if known else ", with all gradients ready at once")
+    )
     best, error = size_text(buckets["best"]), f"{100 * buckets['error']:.1f} %"
     if buckets["runner_up"] is None:
-        return [*lines, f"{best}: no other size makes other buckets"]
+        return [*lines, f"{best}: no other size changes the buckets"]
     behind = f"{size_text(buckets['runner_up'])} takes {100 * buckets['margin']:.1f} % longer"
     if buckets["torch_margin"] is not None:
         behind += f", torch's 25 MB {100 * buckets['torch_margin']:.1f} %"
@@ -127,7 +131,7 @@ def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:
 
 
 def seconds(value: float | None) -> str | None:
-    """Write a time with three figures, in s, ms or us."""
+    """Format a time with three figures, in s, ms or us."""
     if value is None:
         return None
     from muster.collectives_bench.sizes import time_text

@@ -1,6 +1,6 @@
-"""`muster predict JOB.yaml`: a job's steps in every mode, its buckets, and the memory of a rank, as tables.
+"""`muster predict JOB.yaml`: predict a job's steps in every mode, its buckets, and the memory of a rank, as tables.
 
-Compute times are given, or those of a finished run of the same model; without them only communication and memory are
+Compute times are given, or read from a finished run of the same model. Without them only communication and memory are
 predicted.
 """
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.steps import Ranking, Row
     from muster.jobs.spec.job import Job
 
-STANDARD_ERROR: Final = 0.10  # of a profile that was not measured, or does not say
+STANDARD_ERROR: Final = 0.10  # for a profile that was not measured, or has no error
 
 
 def predict(asked: Wanted) -> dict[str, Any]:
-    """Return everything as plain values: seconds and bytes.
+    """Return the prediction as plain values, in seconds and bytes.
 
     Raises:
-        UsageError, JobFileError: options or files are wrong.
-        RefusedError: the job does not train, or the profile does not know its world.
+        UsageError, JobFileError: if options or files are wrong.
+        RefusedError: if the job does not train, or the profile lacks its world.
     """
     from muster.collectives_bench.cost import steps
     from muster.jobs.spec.train import TrainSettings
@@ -67,7 +67,7 @@ def predict(asked: Wanted) -> dict[str, Any]:
 
 
 def _own_product(job: "Job", load: "Load", limit: float | None) -> list[dict[str, Any]]:
-    """Return the row of a job that is split in more ways than one, of which memory alone is predicted."""
+    """Return the row of a job with a product of modes, for which only memory is predicted."""
     from muster.collectives_bench.cost import steps
     from muster.collectives_bench.cost.memory import memory_of
     from muster.jobs.spec.expand import split_text
@@ -83,11 +83,11 @@ def _own_product(job: "Job", load: "Load", limit: float | None) -> list[dict[str
 
 
 def job_of(asked: Wanted) -> "Job":
-    """Load the job; it must train, on a number of ranks that is known.
+    """Load the job, which must train on a known number of ranks.
 
     Raises:
-        JobFileError, UsageError: it is wrong.
-        RefusedError: it does not train.
+        JobFileError, UsageError: if the file or an option is wrong.
+        RefusedError: if the job does not train.
     """
     given = list(asked.overrides)
     if asked.nodes is not None:
@@ -100,11 +100,11 @@ def job_of(asked: Wanted) -> "Job":
 
 
 def compute_of(asked: Wanted, job: "Job", load: "Load") -> "tuple[Compute | None, str]":
-    """Return how long a rank computes for its part of the batch, and where that is from.
+    """Return a rank's compute times for its part of the batch, and a text about their origin.
 
     Raises:
-        UsageError: times are given twice, or not all that are needed.
-        RefusedError: the run does not fit.
+        UsageError: if times are given twice, or incompletely.
+        RefusedError: if the run does not fit the job.
     """
     from muster.collectives_bench.cost.exposed import Compute
     from muster.launch.bench.run_times import times_of_run
@@ -122,7 +122,7 @@ def compute_of(asked: Wanted, job: "Job", load: "Load") -> "tuple[Compute | None
         raise UsageError("--forward-ms and --backward-ms belong together; give both, or --run RUN")
     for name, value in zip(("--forward-ms", "--backward-ms", "--optimizer-ms"), given, strict=True):
         if value is not None and not (0 <= value < math.inf):
-            raise UsageError(f"{name}: must be 0 or more, and a number, got {value}")
+            raise UsageError(f"{name}: must be a number of at least 0, got {value}")
     return Compute(asked.forward_ms / 1e3, asked.backward_ms / 1e3, (asked.optimizer_ms or 0.0) / 1e3), "given"
 
 
@@ -170,10 +170,10 @@ def _buckets(asked: Wanted, load: "Load", compute: "Compute | None", profile: "P
 
 
 def bucket_sizes(text: str | None) -> Sequence[int]:
-    """Return the sizes that `--buckets` names; none where it names none.
+    """Return the sizes in `--buckets`; [] if it has no value.
 
     Raises:
-        UsageError: they are none.
+        UsageError: if one is not a size.
     """
     from muster.collectives_bench.sizes import parse_sizes
 

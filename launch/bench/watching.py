@@ -1,6 +1,6 @@
-"""A measurement as it goes on, on standard error: on a terminal a table that fills, else plain lines.
+"""The display of a measurement in progress, on standard error: a growing table on a terminal, else plain lines.
 
-A thread reads the run's bench.jsonl four times a second, the same way whoever supervises the run, and wherever.
+A thread reads the run's bench.jsonl four times a second, so it does not matter which process supervises the run.
 """
 
 import shutil
@@ -26,7 +26,7 @@ POLL_S: Final = 0.25
 
 
 class View(ABC):
-    """What is shown of a run while it measures, from the records in the bench.jsonl of its newest attempt."""
+    """The display of one run while it measures, from the records in its newest attempt's bench.jsonl."""
 
     def __init__(self, run: RunDir, of: Format[Any, Any]) -> None:
         self.run = run
@@ -36,7 +36,7 @@ class View(ABC):
         self.forget()
 
     def poll(self) -> list[Any]:
-        """Take in what came since the last call, and return its records; a new attempt begins anew."""
+        """Process the records since the last call and return them; a new attempt resets the view."""
         newest = max(self.run.attempt_numbers(), default=-1)
         if newest != self._attempt:
             self._attempt, self._file = newest, LineFollower(self.run.attempt(newest).bench)
@@ -49,44 +49,44 @@ class View(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Begin without records."""
+        """Reset to the state without records."""
 
     @abstractmethod
     def take(self, record: Any) -> None:
-        """Take in a record."""
+        """Process one record."""
 
     @abstractmethod
     def line_of(self, record: Any) -> str | None:
-        """Return the plain line that a record is worth."""
+        """Return the plain line for a record, if it has one."""
 
     @abstractmethod
     def table(self, width: int) -> "Group | None":
-        """Return what is known so far, for a terminal of so many columns; None before there is anything."""
+        """Return the results so far, for a terminal of `width` columns; None before there are any."""
 
 
 class BenchConsole(Console):
-    """The console of a measurement: what rank 0 prints is shown in the end by us, and only there."""
+    """The console of a measurement. It hides rank 0's standard output, because the report is printed at the end."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
-        self._drawing = threading.Lock()  # the table is drawn by a thread, the end is said by another
+        self._drawing = threading.Lock()  # the table is drawn by one thread, the end printed by another
         self._ended = False
-        self.finish: Callable[[], None] = self.hide  # what is to be done before the end is said
+        self.finish: Callable[[], None] = self.hide  # called before the end is printed
 
     def plan(self, run_path: str, nodes: list[NodePlan], master: str) -> None:
-        """Name the run's folder; the result's header names the hosts."""
+        """Print the run's folder. The result's header names the hosts."""
         self.say(f"run {run_path}")
 
     def lines(self, stream: str, lines: Sequence[str], rank: int = 0) -> None:
-        """Pass on what rank 0 says on standard error; its table is printed when all has been measured."""
+        """Show rank 0's standard error; its standard output is replaced by the report."""
         if stream == "err":
             super().lines(stream, lines, rank)
 
     def progress(self, report: Mapping[str, Any]) -> None:
-        """Draw no progress line: there are no steps."""
+        """Show no progress line, because there are no steps."""
 
     def show(self, table: "Group") -> None:
-        """Draw the table below all lines, or draw it anew; nothing once the run has ended."""
+        """Draw the table below all lines, or update it; do nothing once the run has ended."""
         with self._drawing:
             if self._ended or not self._terminal:
                 return
@@ -98,12 +98,12 @@ class BenchConsole(Console):
             self._progress.update(table, refresh=True)
 
     def end(self, verdict: Verdict, seconds: float, run: RunDir, next_step: str) -> None:
-        """Take the table away, and say how it ended; of a run that was stopped, what was measured is kept and shown."""
+        """Remove the table, and print how the run ended. After a stop, the measurements so far are kept and shown."""
         self.finish()
         super().end(verdict, seconds, run, "" if verdict.code == exits.STOPPED else next_step)
 
     def hide(self) -> None:
-        """Take the table away for good."""
+        """Remove the table for good."""
         with self._drawing:
             self._ended = True
             if self._progress is not None:
@@ -112,18 +112,18 @@ class BenchConsole(Console):
 
     @property
     def draws(self) -> bool:
-        """True where there is a terminal to draw on."""
+        """True if standard error is a terminal."""
         return self._terminal
 
     @property
     def width(self) -> int:
-        """Columns of the terminal."""
+        """The terminal's width in columns."""
         return shutil.get_terminal_size().columns
 
 
 @contextmanager
 def watching(view: View, console: BenchConsole) -> Iterator[None]:
-    """Show what comes of a run for as long as the block within goes on, or until the console says the run's end."""
+    """Show a run's records while the block within runs, or until the console prints the run's end."""
     over = threading.Event()
     failures: list[BaseException] = []
 
@@ -153,7 +153,7 @@ def watching(view: View, console: BenchConsole) -> Iterator[None]:
 
 
 def show(view: View, console: BenchConsole) -> None:
-    """Take in what is new, and show it; what has not changed is not drawn again, for the ranks want the cores."""
+    """Process new records and show them. The table is drawn only after a change, to leave CPU time for the ranks."""
     new = view.poll()
     if console.draws:
         if new and (table := view.table(console.width)) is not None:

@@ -1,4 +1,4 @@
-"""What the command line says of a measurement: which operations, with which settings, in which worlds."""
+"""The command line of a measurement: the operations, their settings, and the worlds."""
 
 import argparse
 import itertools
@@ -23,48 +23,52 @@ def _sizes(text: str) -> list[int]:
 CHOICES: Final = (
     Choice("--sizes", "sizes", _sizes, "SIZES", "8, 36.9MB, 512K:1G, 512K:1G:4, or a list: course, small, default"),
     Choice("--dtype", "dtypes", word_list, "TYPE,TYPE", "fp32 (default), bf16, fp16, int32"),
-    Choice("--place", "places", str, "PLACE", "in: results over their inputs; out; both (default: what is usual)"),
+    Choice("--place", "places", str, "PLACE", "in: results replace their inputs; out; both (default: the usual one)"),
     Choice("--call", "calls", word_list, "CALL,CALL", "sync (default), async"),
     Choice("--backend", "backend", str, "NAME", "auto (default), gloo, nccl"),
     Choice("--device", "device", str, "NAME", "auto (default), cpu, cuda"),
     Choice("--launches", "launches", whole, "N", "fresh starts of all processes: the unit of comparison (default: 5)"),
     Choice("--block-s", "block_s", number, "S", "seconds for the samples of one size in a launch (default: 0.25)"),
-    Choice("--timeout-s", "timeout_s", number, "S", "a call that takes longer is given up (default: 30)"),
-    Choice("--pair-size", "pair_bytes", parse_size, "SIZE", "of --pairs: the message (default: 4M)"),
-    Choice("--seed", "seed", whole, "N", "of the order of the cells (default: 0)"),
+    Choice("--timeout-s", "timeout_s", number, "S", "a call that takes longer is abandoned (default: 30)"),
+    Choice("--pair-size", "pair_bytes", parse_size, "SIZE", "size of the messages of --pairs (default: 4M)"),
+    Choice("--seed", "seed", whole, "N", "seed for the order of the cells (default: 0)"),
 )
 SWITCHES: Final = (
-    Switch("--wire", "wire", True, "also count the bytes that the network interfaces send, against the formulas"),
+    Switch(
+        "--wire", "wire", True, "also count the bytes sent by the network interfaces, and compare with the formulas"
+    ),
     Switch("--pairs", "pairs", True, "measure every pair of nodes instead, and name slow nodes and links"),
     Switch("--no-check", "check", False, "do not compare every element of every result"),
 )
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Add the options that stand for settings, and the worlds to measure in."""
+    """Add the options that stand for settings, and those that name the worlds."""
     group = parser.add_argument_group("what is measured")
     choices.add(group, CHOICES, SWITCHES)
     worlds = parser.add_argument_group("worlds (one run each)")
     worlds.add_argument("-N", "--nodes", metavar="N,N", help="numbers of nodes, such as 1,2,4")
-    worlds.add_argument("-n", "--ranks-per-node", metavar="M,M", help="of ranks on each, such as 1,2,3, or slots")
+    worlds.add_argument(
+        "-n", "--ranks-per-node", metavar="M,M", help="numbers of ranks per node, such as 1,2,3, or slots"
+    )
 
 
 def is_file(word: str) -> bool:
-    """Say whether a word names a job file rather than operations."""
+    """Return whether a word names a job file rather than operations."""
     return word.endswith((".yaml", ".yml")) or "/" in word or Path(word).is_file()
 
 
 def operations(word: str) -> list[str]:
-    """Return the operations of a list.
+    """Return the operations in a comma-separated list.
 
     Raises:
-        UsageError: one is unknown, or measures nothing.
+        UsageError: if one is unknown, or measures nothing.
     """
     names = list(dict.fromkeys(word_list(word)))
     valid = (ALL, OURS, *OPERATIONS)
     for name in names:
         if not name:
-            raise UsageError(f"{word}: a name is empty; write operations with one comma between two")
+            raise UsageError(f"{word}: a name is empty; separate operations by single commas")
         if name == HELLO:
             raise UsageError("hello: measures nothing; muster run jobs/examples/hello.yaml starts it")
         if name not in valid:
@@ -73,15 +77,15 @@ def operations(word: str) -> list[str]:
 
 
 def changes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `bench:` that options change; errors as `choices.changes`."""
+    """Return the settings of `bench:` that options change. Errors as for `choices.changes`."""
     return choices.changes(given, BenchSettings, CHOICES, SWITCHES)
 
 
 def worlds(nodes: str | None, ranks_per_node: str | None) -> list[tuple[int | None, int | str | None]]:
-    """Return the nodes and ranks per node of each world, the latter running fastest; None where nobody says.
+    """Return the nodes and ranks per node of each world, with ranks varying fastest; None if not given.
 
     Raises:
-        UsageError: one is no such number, or is given twice.
+        UsageError: if a number is invalid or given twice.
     """
     ranks = _counts("--ranks-per-node", ranks_per_node, "slots")
     return list(itertools.product(_counts("--nodes", nodes), ranks))  # type: ignore[arg-type]
@@ -103,11 +107,11 @@ def _counts(flag: str, text: str | None, *also: str) -> list[int | str | None]:
 
 
 def job_text(names: list[str], settings: dict[str, Any], nodes: int, ranks_per_node: int | str) -> str:
-    """Return the job file that a command line without one stands for."""
+    """Return the text of the job file for a command line without one."""
     words = ["bench", *(["pairs"] if settings.get("pairs") else names)]
     return choices.job_text(words, nodes=nodes, ranks_per_node=ranks_per_node, bench={"operation": names, **settings})
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
-    """Spell settings as `--set` does, to be laid over a job file's."""
+    """Convert settings to the form of `--set`, to override those of a job file."""
     return [f"bench.{name}={yamlfile.flow(value).removesuffix('...').strip()}" for name, value in settings.items()]

@@ -1,9 +1,10 @@
-"""Ask every node of a job what it has and what it reaches, and start nothing.
+"""Ask every node of a job what it has and reaches. Nothing is started.
 
     hello ──→ three heartbeats (its clock), what it is and has, the run folder and a nonce in it
     node 0 ──→ binds a port as for a run ──→ every node tries to reach it
 
-Whoever has not answered within the deadline is reported so. It is the gate of a transport (transports/base.py).
+A node that has not answered within the deadline is reported. The class implements the Gate of a transport
+(transports/base.py).
 """
 
 import asyncio
@@ -25,15 +26,15 @@ from muster.launch.transports.base import Transport
 from muster.launch.wire.channel import Channel, ChannelClosed, NotAMessage
 from muster.launch.wire.messages import Beat, Broken, Bye, FromAgent, Heartbeat, Inspect, Inspected, Prepared
 
-LIMIT_S: Final = 9.0  # for all of it, so that the report is there within 10 s
+LIMIT_S: Final = 9.0  # for all of it, so that the report appears within 10 s
 BEAT_S: Final = 1.0
-BEATS: Final = 3  # at once: the one that travels fastest tells the time best
-PATH_MAX: Final = 4096  # Linux's: no longer path is that of a file
-QUESTIONS: Final = 3  # that every node is asked
+BEATS: Final = 3  # sent at once; the fastest one gives the best clock offset
+PATH_MAX: Final = 4096  # Linux's limit on the length of a path
+QUESTIONS: Final = 3  # per node
 
 
 class Inspection:
-    """One look at all nodes of a placement; the run folder is there already."""
+    """One inspection of all nodes of a placement. The run folder exists already."""
 
     def __init__(self, context: Context, transport: Transport, names: Sequence[str]) -> None:
         self.context = context
@@ -42,19 +43,19 @@ class Inspection:
         self.master = ""  # "address:port" once node 0 has bound it
         self.nonce = secrets.token_hex(16)
         self._clocks = [ClockOffset() for _ in names]
-        self._answered = [0] * len(names)  # questions
+        self._answered = [0] * len(names)  # number of answered questions
         self._opened: list[Channel] = []
-        self._channels: dict[int, Channel] = {}  # of those that have said hello
+        self._channels: dict[int, Channel] = {}  # of the nodes that have greeted
         self._tasks: set[asyncio.Task[None]] = set()
         self._missing = set(range(len(names)))
         self._all_done = asyncio.Event()
         self._refused: MusterError | None = None
 
     async def run(self, show: Callable[[], None]) -> None:
-        """Ask all nodes, call `show` once there is nothing more to wait for, then let them go.
+        """Ask all nodes, call `show` once there is nothing more to wait for, then dismiss the agents.
 
         Raises:
-            MusterError: nothing can be started at all, or the run folder cannot be written.
+            MusterError: if no agent can be started at all, or the run folder cannot be written.
         """
         write_text(self.context.run.nonce("supervisor"), self.nonce)
         try:
@@ -72,12 +73,12 @@ class Inspection:
     # The gate of the transport ----------------------------------------------------------------------------------------
 
     def connected(self, channel: Channel) -> None:
-        """Take an agent's channel."""
+        """Accept an agent's channel."""
         self._opened.append(channel)
         self._spawn(self._serve(channel))
 
     def failed(self, node_rank: int, error: MusterError) -> None:
-        """Learn that a node's agent cannot be started, or has ended before it had answered all."""
+        """Record that a node's agent cannot be started, or ended before it had answered everything."""
         answer = self.answers[node_rank]
         if node_rank in self._missing and answer.error is None:
             answer.error = error
@@ -109,7 +110,7 @@ class Inspection:
             channel.abort()
             self.failed(node, UnreachableError(f"{self.answers[node].host}: its agent broke the protocol: {error}"))
         except ChannelClosed:
-            return  # the transport says why
+            return  # the transport reports the reason
 
     def _ask(self, node: int, channel: Channel) -> None:
         for _ in range(BEATS):
@@ -119,7 +120,7 @@ class Inspection:
         folder = interpreter.folder if interpreter else ""
         python = self.context.warm_python if program else ()
         env = {**self.context.site.env, **self.context.job.env}
-        if python and "PYTHONPATH" in env:  # its torch may lie there
+        if python and "PYTHONPATH" in env:  # its torch may be in that folder
             python = ("env", f"PYTHONPATH={env['PYTHONPATH']}", *python)
         channel.post(
             Inspect(program=program[:PATH_MAX], script=script[:PATH_MAX], folder=folder[:PATH_MAX], python=python)
@@ -149,14 +150,15 @@ class Inspection:
                 failed = {**answer.facts.get("failed", {}), **message.facts.get("failed", {})}
                 answer.facts |= {**message.facts, "failed": failed}
                 self._answered[node] += 1
-                self._channels[node].post(Beat(time.time()))  # the first ones met an agent still starting
+                # the first beats arrived while the agent was still starting
+                self._channels[node].post(Beat(time.time()))
             case Broken():
                 answer.error = UnreachableError(f"{answer.host}: its agent failed: {message.why}")
                 self._done(node)
         self._look(node)
 
     def _bound(self, message: Prepared) -> None:
-        """Node 0 has bound the port: every node that is there tries it; the others will as they come."""
+        """Node 0 has bound the port: ask every connected node to reach it; the others are asked when they connect."""
         answer = self.answers[0]
         try:
             address = self.context.placement.master_addr
@@ -173,9 +175,9 @@ class Inspection:
             self._ask_for_master(node)
 
     def _look(self, node: int) -> None:
-        """See whether a node has answered all that it can be asked."""
+        """Check whether a node has answered all questions that it can be asked."""
         first = self.answers[0]
-        lost = not self.master and bool(first.error or first.no_master)  # nobody can be asked to reach it
+        lost = not self.master and bool(first.error or first.no_master)  # then no node can be asked to reach it
         if self._answered[node] >= QUESTIONS - lost and self.answers[node].ahead_s is not None:
             self._done(node)
 
@@ -188,7 +190,7 @@ class Inspection:
             self._all_done.set()
 
     def _conclude(self) -> None:
-        """Say who has not answered in time, and see whose marks in the run folder can be read here."""
+        """Mark the nodes that have not answered in time; check whose marks in the run folder are readable here."""
         for node, answer in enumerate(self.answers):
             if answer.error is None and answer.hello is None:
                 answer.error = UnreachableError(
@@ -196,7 +198,8 @@ class Inspection:
                     f"{answer.host} true"
                 )
             if answer.facts.get("storage", {}).get("where") == "shared":
-                mark = self.context.run.nonce(str(node))  # never looked for before, so that no cache holds its absence
+                # never looked for before, so that no cache remembers its absence
+                mark = self.context.run.nonce(str(node))
                 try:
                     answer.marked = mark.read_text(encoding="utf-8") == self.nonce
                 except OSError:
@@ -205,7 +208,7 @@ class Inspection:
     # All of them ------------------------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
-        """Keep agents from thinking that we have gone (their lease)."""
+        """Send beats, so that the agents' leases do not end."""
         while True:
             await asyncio.sleep(BEAT_S)
             for channel in self._channels.values():

@@ -1,7 +1,7 @@
-"""What can be wrong with a node, one judge for each column of `muster check`. Pure.
+"""The judgement of a node, one function for each column of `muster check`. Pure.
 
-A judge sees what the node has answered, what the job expects, and what is usual among the nodes. Whatever is bad says
-what to do. A warning keeps nobody from running: it may cost speed, or only be a surprise.
+Each function gets the node's answers, the job's expectations, and what is usual among the nodes. Every problem comes
+with its remedy. A warning does not prevent a run: it may cost speed, or just be a surprise.
 """
 
 from collections import Counter
@@ -16,11 +16,11 @@ from muster.launch.wire.messages import Hello
 from muster.launch.wire.records import Facts
 
 GOOD, UNKNOWN, WARNING, BAD = "good", "unknown", "warning", "bad"
-MARKS: Final = {GOOD: "", UNKNOWN: "", WARNING: " !", BAD: " !!"}  # behind a cell
+MARKS: Final = {GOOD: "", UNKNOWN: "", WARNING: " !", BAD: " !!"}  # appended to a cell
 CLOCK_SHOWN_S: Final = 0.5
 FREE_BAD_MIB: Final = 100
 FREE_WARN_MIB: Final = 1024
-MEMORY_SHARE: Final = 0.7  # of the usual free memory; a node with less is worth a word
+MEMORY_SHARE: Final = 0.7  # a node with less than this share of the usual free memory gets a warning
 OPEN_FILES: Final = 1024
 OF_JOB: Final = "python in the job file"
 OF_SITE: Final = "interpreter in the site file"
@@ -28,27 +28,27 @@ OF_SITE: Final = "interpreter in the site file"
 
 @dataclass
 class Answer:
-    """What one node has answered. `error`: why there is no agent, or why it did not come to an end."""
+    """The answers of one node. `error`: why there is no agent, or why it ended early."""
 
     host: str
     error: MusterError | None = None
     hello: Hello | None = None
     facts: Facts = field(default_factory=lambda: Facts())
-    ahead_s: float | None = None  # of its clock
-    marked: bool | None = None  # what it wrote into the run folder was read here
-    no_master: str = ""  # of node 0: why it has no address for the others
+    ahead_s: float | None = None  # how far its clock is ahead
+    marked: bool | None = None  # whether its mark in the run folder could be read here
+    no_master: str = ""  # for node 0: why it has no address for the others
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the job and this machine ask of the nodes."""
+    """The expectations of the job and this machine."""
 
     code: str  # fingerprint of the code here
-    ranks: tuple[int, ...]  # of each node
-    torch: bool  # the ranks are ours, and the nodes say which torch they will have
-    python: str  # the key that names their Python, and its file
-    device: str  # auto, cpu or cuda; "" for a program of the user's
-    master: str  # "address:port", "" where it is not known
+    ranks: tuple[int, ...]  # per node
+    torch: bool  # ranks run our functions, and the nodes can report the torch that they will use
+    python: str  # the key that names the ranks' Python, and its file
+    device: str  # auto, cpu or cuda; "" for a user's program
+    master: str  # "address:port", "" if unknown
     one_host: bool
     remote: bool
     run: str
@@ -56,7 +56,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing about one node: what to show, how it is, and of what is not good why and what to do."""
+    """One property of one node: the text to show, its state and, unless it is good, the reason and the remedy."""
 
     text: str
     state: str = GOOD
@@ -65,19 +65,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Usual:
-    """What most nodes have, to find those that have something else."""
+    """What most nodes have, to find those that differ."""
 
     python: str
     torch: str | None
     cores: int
     available_mib: float
     gpus: tuple[str, ...]
-    reach: int  # nodes beside node 0 that tried to reach it
-    reached: int  # and did
+    reach: int  # other nodes that tried to reach node 0
+    reached: int  # those of them that reached it
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> "Usual":
-        """Find it; of several that are as common the first node's counts."""
+        """Compute the usual values; of equally common ones, the first node's is used."""
         tries = [answer.facts["connect"] for answer in answers[1:] if "connect" in answer.facts]
         return cls(
             python=_commonest([_minor(each) for each in _all(answers, "python")], ""),
@@ -110,7 +110,7 @@ def _torch(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
         why = f"{where} has no torch, which the ranks need; {install}, or set {expected.python}"
         return Cell("none", BAD, why)
     if version.partition("+")[0] != str(usual.torch).partition("+")[0]:
-        why = f"has torch {version}, most nodes {usual.torch}, and ranks of two versions may not understand one another"
+        why = f"has torch {version}, most nodes {usual.torch}, and ranks of two versions may not work together"
         how = "" if expected.python == OF_JOB else ": ./setup.sh"
         return Cell(version, BAD, f"{why}; install one version everywhere{how}")
     if version != usual.torch:
@@ -154,18 +154,20 @@ def _clock(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
 def _network(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
     route = answer.facts["route"]
     if route is None:
-        why = f"has no way to the master {expected.master}; give an address that it reaches: --master-addr, or --iface"
+        why = (
+            f"has no route to the master {expected.master}; give an address that it reaches: --master-addr, or --iface"
+        )
         return Cell("none", BAD, why)
     interface, address = route
     if interface == "lo" and not expected.one_host:
-        why = f"its way to the master {expected.master} is lo, which the other nodes do not share"
+        why = f"it reaches the master {expected.master} through lo, which the other nodes do not share"
         return Cell(f"lo {address}", BAD, f"{why}; give the address of node 0 that they reach: --master-addr")
     return Cell(f"{interface} {address}")
 
 
 def _master(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
     if not expected.one_host and (answer.facts.get("route") or [""])[0] == "lo":
-        return Cell("-", UNKNOWN)  # the column before has said it
+        return Cell("-", UNKNOWN)  # the column before reports it
     why = answer.facts["connect"]
     nobody = usual.reach > 1 and not usual.reached
     if node == 0 and nobody:
@@ -187,7 +189,7 @@ def _storage(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cel
         why = f"cannot see {expected.run}: logs and metrics come over the network, and failover across nodes is off"
         return Cell("apart", WARNING, f"{why}; for shared storage choose it with --runs DIR")
     if answer.marked is False:
-        why = f"reads {expected.run}, and what it writes there is not seen here; is it mounted from another place?"
+        why = f"reads {expected.run}, but what it writes there is not seen here; is it mounted from another place?"
         return Cell("one way", BAD, f"{why} choose a folder with --runs DIR that all share")
     return Cell("shared")
 
@@ -195,7 +197,7 @@ def _storage(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cel
 def _free(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
     storage = answer.facts.get("storage")
     if storage is None or "free_mib" not in storage:
-        return Cell("?", UNKNOWN)  # the column before has said why
+        return Cell("?", UNKNOWN)  # the column before gives the reason
     free, path = storage["free_mib"], storage["path"]
     if free < FREE_WARN_MIB:
         state = BAD if free < FREE_BAD_MIB else WARNING
@@ -207,7 +209,7 @@ def _cores(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
     cores = answer.facts["cores"]
     ranks = expected.ranks[node]
     if cores < ranks and expected.remote:
-        why = f"has {cores} cores for {ranks} ranks, which will wait for one another; lower ranks_per_node"
+        why = f"has {cores} cores for {ranks} ranks, which will slow one another down; lower ranks_per_node"
         return Cell(str(cores), WARNING, why)
     if cores < usual.cores:
         return Cell(str(cores), WARNING, f"has {cores} cores, most nodes {usual.cores}: the others will wait for it")
@@ -228,7 +230,7 @@ def _gpus(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
     text = f"{len(gpus)} x {gpus[0]}" if gpus else "-"
     if expected.device == "cpu":
         return Cell(text)
-    bad = BAD if expected.torch else WARNING  # a program of the user's may use some and not others
+    bad = BAD if expected.torch else WARNING  # a user's program may use only some of the nodes' GPUs
     if not gpus and (usual.gpus or expected.device == "cuda"):
         wanted = "the job's device is cuda" if expected.device == "cuda" else "most nodes have"
         return Cell(
@@ -257,8 +259,8 @@ def _files(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
 def _missing(answer: Answer, fact: str, state: str = WARNING) -> Cell:
     why = answer.facts.get("failed", {}).get(fact, "its agent did not say")
     if answer.error is not None:
-        return Cell("?", UNKNOWN)  # the first column says why
-    return Cell("?", state, f"cannot tell its {NAMES.get(fact, fact)}: {why}")
+        return Cell("?", UNKNOWN)  # the first column gives the reason
+    return Cell("?", state, f"cannot determine its {NAMES.get(fact, fact)}: {why}")
 
 
 def _all(answers: Iterable[Answer], fact: str) -> list[Any]:
@@ -277,9 +279,9 @@ def _mib(mib: float) -> str:
     return f"{mib / 1024:,.0f} GiB" if mib >= 10_240 else f"{mib / 1024:,.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
 
 
-NAMES: Final = {"route": "network", "connect": "way to the master", "limits": "limits on open files"}
-OF_MASTER: Final = ("route", "connect")  # facts that no node is asked for while the master's address is not known
-#       column: the fact that it is about, without which there is nothing to judge, and its judge
+NAMES: Final = {"route": "network", "connect": "route to the master", "limits": "limits on open files"}
+OF_MASTER: Final = ("route", "connect")  # nodes are not asked for these facts while the master's address is unknown
+# column: the fact that it needs ("" if it needs none), and its judge
 COLUMNS: Final[dict[str, tuple[str, Judge]]] = {
     "python": ("python", _python),
     "torch": ("torch", _torch),

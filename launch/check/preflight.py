@@ -1,6 +1,6 @@
-"""The table of `muster check`: one row per node, and what follows from it. Pure.
+"""The table of `muster check`: one row per node, and the conclusions from it. Pure.
 
-answers (inspection.py) ── judges ──→ rows ──→ table, JSON, exit code, what to write to go on without the bad
+answers (inspection.py) ── judges ──→ rows ──→ table, JSON, exit code, the option that leaves out the bad nodes
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ QUIET: Final = ("program", "GPUs", "files")
 
 @dataclass(frozen=True)
 class Row:
-    """One node."""
+    """One node's row."""
 
     node: int
     host: str
@@ -24,7 +24,7 @@ class Row:
 
     @property
     def state(self) -> str:
-        """The worst of its cells."""
+        """The worst state of its cells."""
         states = {cell.state for cell in self.cells.values()}
         return next(state for state in (BAD, WARNING, GOOD) if state in states or state == GOOD)
 
@@ -40,7 +40,7 @@ def rows(answers: Sequence[Answer], expected: Expected) -> list[Row]:
 
 
 def exit_code(found: Sequence[Row], answers: Sequence[Answer]) -> int:
-    """Return 0 when no node is bad, 69 when one cannot be reached, else 78."""
+    """Return 0 if no node is bad, 69 if one cannot be reached, else 78."""
     bad = [row for row in found if row.state == BAD]
     if not bad:
         return exits.DONE
@@ -49,19 +49,19 @@ def exit_code(found: Sequence[Row], answers: Sequence[Answer]) -> int:
 
 
 def without(found: Sequence[Row]) -> str:
-    """Return the list of nodes to leave out, "" when none need be, or none would be left."""
+    """Return the list of nodes to leave out; "" if there are none, or if none would remain."""
     bad = [row.host for row in found if row.state == BAD]
     return nodelist.fold(bad) if len(bad) < len(found) else ""
 
 
 def titles(found: Sequence[Row]) -> list[str]:
-    """List the columns to show: those of QUIET only where there is something in them."""
+    """List the columns to show; those of QUIET only if they have something to report."""
     said = {title: {row.cells[title].text for row in found} - {"-", "ok"} for title in found[0].cells}
     return [title for title, texts in said.items() if texts or title not in QUIET]
 
 
 def remarks(found: Sequence[Row], state: str) -> list[str]:
-    """Say why cells are in a state and what to do, a line for each reason with all its nodes."""
+    """Return one line for each reason behind cells in this state, with its nodes and the remedy."""
     reasons: dict[str, list[str]] = {}
     for row in found:
         for cell in row.cells.values():
@@ -77,7 +77,7 @@ def _agent(answer: Answer) -> Cell:
 
 
 def _one_machine(found: list[Row], answers: Sequence[Answer], expected: Expected) -> list[Row]:
-    """Warn of two nodes that are one machine under two names: it would do the work of both."""
+    """Warn if two names are the same machine, because it would do the work of both."""
     seen: dict[str, str] = {}
     for row, answer in zip(found, answers, strict=True):
         machine = answer.facts.get("machine")

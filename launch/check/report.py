@@ -1,4 +1,4 @@
-"""`muster check` from its nodes to its report: the run folder is made for it, and taken away again."""
+"""`muster check`, from its nodes to its report. The run folder is made for it and removed afterwards."""
 
 import asyncio
 import json
@@ -24,14 +24,14 @@ from muster.launch.submit.routes import make_transport
 
 
 def check(prepared: Prepared, *, as_json: bool) -> int:
-    """Make the run folder, ask the nodes, print, and take the folder away again."""
+    """Make the run folder, ask the nodes, print the report, and remove the folder again."""
     if prepared.route.is_queued or prepared.route.transport == "hand":
         transport = prepared.route.transport
         raise RefusedError(
             f"--on {transport}: its nodes cannot be asked from here; use --on ssh, or check inside an allocation"
         )
     context = prepared.context
-    expected = expected_of(context)  # now: agents look at the code as they start
+    expected = expected_of(context)  # computed first, because agents read the code when they start
     code = 0
 
     async def work() -> None:
@@ -55,20 +55,20 @@ def check(prepared: Prepared, *, as_json: bool) -> int:
         asyncio.run(work())
     finally:
         shutil.rmtree(made.pop(0), ignore_errors=True)
-        for folder in made:  # of the parents those that were not there before, unless somebody uses them meanwhile
+        for folder in made:  # remove the parents that were made here, unless somebody uses them meanwhile
             with suppress(OSError):
                 folder.rmdir()
     return code
 
 
 def names_of(context: Context) -> list[str]:
-    """Return what the report calls the nodes: their hosts, numbered where they are pretend nodes of one."""
+    """Return the names of the nodes in the report: their hosts, numbered if pretend nodes share one."""
     hosts = [node.host for node in context.placement.nodes]
     return hosts if len(set(hosts)) == len(hosts) else [f"{host}-{node}" for node, host in enumerate(hosts)]
 
 
 def expected_of(context: Context) -> Expected:
-    """Return what the job and this machine ask of the nodes; where node 0 is reached is learnt from it."""
+    """Return the expectations of the job and this machine. The master's address is filled in later."""
     return Expected(
         code=fingerprint(),
         ranks=tuple(node.ranks for node in context.placement.nodes),
@@ -83,7 +83,7 @@ def expected_of(context: Context) -> Expected:
 
 
 def as_text(found: Sequence[Row], spare: int) -> str:
-    """Render the report: the table, what is worth a word, what is bad, and how to go on; `spare` hosts are unused."""
+    """Render the report: the table, warnings, problems, and how to continue; `spare`: the number of unused hosts."""
     columns = titles(found)
     cells = (
         [row.node, row.host, *(row.cells[title].text + MARKS[row.cells[title].state] for title in columns)]
@@ -96,7 +96,7 @@ def as_text(found: Sequence[Row], spare: int) -> str:
     lines.append(f"{len(found) - bad} of {len(found)} nodes can take part")
     if left_out := without(found):
         fewer = "" if spare >= bad else f" --nodes {len(found) + spare - bad}"
-        lines.append(f"to go on without the others: --exclude {shlex.quote(left_out)}{fewer}")
+        lines.append(f"to continue without the others: --exclude {shlex.quote(left_out)}{fewer}")
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
-"""The values of a run's records, typed and bounded in one place: whoever reads a row sizes nothing by what it says.
+"""The types and bounds of values in a run's records, in one place, so that no reader trusts the size of a value.
 
-    {"rank": 3, "time": 1e400, "world_size": 3e9, "host": ["a"], "code": 1}      as it stands in the file
-    {"rank": 3, "code": 1}                                                       as its readers see it
+    {"rank": 3, "time": 1e400, "world_size": 3e9, "host": ["a"], "code": 1}      as it is in the file
+    {"rank": 3, "code": 1}                                                       as its readers get it
 
-A value of another type, or out of bounds, is left out, as if the row did not have it: readers know missing ones.
+A value of another type, or out of bounds, is dropped as if the row did not have it. Readers handle missing values.
 """
 
 import math
@@ -18,19 +18,19 @@ from muster.jobs.machine.linux import signal_number
 MOST_RANKS: Final = 100_000  # the names of their files have five digits
 MOST_ATTEMPTS: Final = 10_000
 MOST_PIDS: Final = 1 << 22  # the kernel's own limit
-MOST: Final = 1 << 53  # beyond it, floats are no whole numbers
-LARGEST: Final = 1e100  # products and sums of what is smaller stay finite
+MOST: Final = 1 << 53  # larger floats are not exact integers
+LARGEST: Final = 1e100  # products and sums of smaller numbers stay finite
 LONGEST_TEXT: Final = 1 << 13
 MOST_LINES: Final = 1000
 
 
 def number(value: Any, most: int = MOST, least: int = -MOST) -> int | None:
-    """Return a whole number of a record, None for anything else."""
+    """Return a record's value if it is a whole number within bounds, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most else None
 
 
 def real(value: Any) -> float | None:
-    """Return a finite number of a record as a float, None for anything else."""
+    """Return a record's value as a float if it is a finite number, else None."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return float(value) if -LARGEST <= value <= LARGEST else None
@@ -42,32 +42,32 @@ def below(most: int, least: int = 0) -> Callable[[Any], int | None]:
 
 
 def moment(value: Any) -> float | None:
-    """Return a time in unix seconds that a calendar has."""
+    """Return a time in Unix seconds within the range of a calendar, else None."""
     seconds = real(value)
     return seconds if seconds is not None and 0 <= seconds <= LATEST_S else None
 
 
 def text(value: Any) -> str | None:
-    """Return text, of very long one the beginning."""
+    """Return text, cut after LONGEST_TEXT characters; None for anything else."""
     return value[:LONGEST_TEXT] if isinstance(value, str) else None
 
 
 def texts(value: Any) -> list[str] | None:
-    """Return a list of texts."""
+    """Return the texts of a list; None for anything else."""
     if not isinstance(value, list):
         return None
     return [each for item in value[:MOST_RANKS] if (each := text(item)) is not None]
 
 
 def plain(value: Any) -> Any:
-    """Return a value that holds no others."""
+    """Return a scalar, checked by its type; None for a container or an invalid scalar."""
     if isinstance(value, bool):
         return value
     return text(value) if isinstance(value, str) else number(value) if isinstance(value, int) else real(value)
 
 
 def reals(value: Any) -> dict[str, float] | None:
-    """Return a mapping to numbers; None where one is none."""
+    """Return a mapping to numbers; None if one of its values is not a number."""
     found = {name: real(each) for name, each in value.items()} if isinstance(value, dict) else {"": None}
     return None if None in found.values() else found  # type: ignore[return-value]
 
@@ -150,7 +150,7 @@ FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Say whether a value has a shape: a reader that takes it, [shape] of a list's items, or {key: shape}.
+    """Return whether a value has a shape: a reader that accepts it, [shape] for a list's items, or {key: shape}.
 
     A key that ends in a question mark may be missing.
     """
@@ -165,25 +165,25 @@ def fits(value: Any, shape: Any) -> bool:
 
 
 def optional(reader: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a reader that takes null as well."""
+    """Return a reader that also accepts null."""
     return lambda value: value is None or reader(value)
 
 
 def typed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with the values that are of the type and within the bounds of their names."""
+    """Return a record with only the values that have the type and bounds of their names."""
     found = ((key, FIELDS.get(key, plain)(value)) for key, value in row.items() if value is not None)
     return {key: value for key, value in found if value is not None}
 
 
 def typed_line(line: bytes) -> dict[str, Any]:
-    """Return the record of one line of a log with typed values; {} for a line that is none."""
+    """Return the record in one line of a log with typed values; {} for an invalid line."""
     try:
         row = parse_json(line)
-    except ValueError:  # torn by a full disk
+    except ValueError:  # a full disk can cut a line
         return {}
     return typed(row) if isinstance(row, dict) else {}
 
 
 def typed_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log with typed values; errors as `jobs.basics.files.read_lines`."""
+    """Yield the records of a log with typed values. Errors as for `jobs.basics.files.read_lines`."""
     return map(typed, read_lines(path))

@@ -1,4 +1,4 @@
-"""Which code this is: a digest of Muster's own sources, so that nodes with other code are found before they start."""
+"""A digest of Muster's own sources, by which nodes with different code are found before anything starts."""
 
 import hashlib
 import os

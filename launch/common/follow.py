@@ -1,8 +1,8 @@
-"""Read a growing file as whole lines, by offset: no descriptor is held, so files may be replaced, cut or come later.
+"""Read a growing file line by line, by offset. No descriptor is kept, so files may be replaced, cut or created later.
 
-A file that shrank, was replaced, or no longer holds the bytes that were read last is read again from its start
-(logrotate's copytruncate, a rank that reopens its log). What was held of an unfinished line is given out first.
-The hole of a capped log (`jobs/node/logcap.py`) is skipped.
+A file that shrank, was replaced, or no longer holds the last bytes that were read is read again from its start
+(logrotate's copytruncate, a rank that reopens its log). An unfinished line read before that is returned first. The hole
+in a capped log (`jobs/node/logcap.py`) is skipped.
 """
 
 import errno
@@ -22,10 +22,10 @@ FINGERPRINT_BYTES: Final = 64
 
 
 class LineFollower:
-    """The lines of one file from `offset` on; memory is bounded, whatever the sizes of file and line.
+    """The lines of one file from `offset` on; memory use is bounded for any size of file or line.
 
-    A line longer than `longest_bytes` comes in pieces, cut between UTF-8 characters. `on_restart(path)` is called
-    before the first line after a cut.
+    A line longer than `longest_bytes` is returned in pieces, cut between UTF-8 characters. `on_restart(path)` is called
+    before the first line after the file was cut or replaced.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class LineFollower:
         self._longest_bytes = longest_bytes
         self._on_restart = on_restart
         self._held = bytearray()
-        self._fingerprint = b""  # the last bytes read: still before `offset`, unless the file was cut
+        self._fingerprint = b""  # the last bytes read; they still precede `offset` unless the file was cut
         self._inode: tuple[int, int] | None = None
         self._seen: tuple[int, int, int] | None = None
 
     def poll(self) -> Iterator[bytes]:
-        """Yield the whole lines that came since the last call, without their newline; nothing for a missing file.
+        """Yield the complete lines since the last call, without their newlines; nothing if the file is missing.
 
-        A newline is never part of another UTF-8 character, so that a line decodes by itself.
+        A newline byte is never part of another UTF-8 character, so each line can be decoded by itself.
         """
         if not self._has_changed():
             return
@@ -60,7 +60,7 @@ class LineFollower:
             descriptor = file.fileno()
             if self._was_cut(descriptor):
                 yield from self._restart()
-            # The size now, not the end: a writer faster than its reader must not keep the other files waiting.
+            # Read up to the current size only: a fast writer must not keep the reader from other files.
             size = os.fstat(descriptor).st_size
             while self.offset < size:
                 end = self._skip_hole(descriptor, size)
@@ -72,7 +72,7 @@ class LineFollower:
                 yield from self._split(data)
 
     def flush(self) -> Iterator[bytes]:
-        """Yield the unfinished last line, if there is one: its writer has ended."""
+        """Yield the unfinished last line, if there is one; call this when the writer has ended."""
         if self._held:
             line = bytes(self._held)
             self._held.clear()
@@ -84,7 +84,7 @@ class LineFollower:
         except FileNotFoundError:
             return False
         seen = (status.st_ino, status.st_size, status.st_mtime_ns)
-        # The same three values are the same file, but only after all of it was read.
+        # The same three values mean an unchanged file, but only if all of it has been read.
         changed = seen != self._seen or status.st_size != self.offset
         self._seen = seen
         return changed
@@ -97,10 +97,10 @@ class LineFollower:
             return True
         length = len(self._fingerprint)
         found = os.pread(descriptor, length, self.offset - length)
-        return not self._fingerprint.endswith(found.lstrip(b"\0"))  # a log that is capped meanwhile has a hole there
+        return not self._fingerprint.endswith(found.lstrip(b"\0"))  # a log that was capped meanwhile has a hole there
 
     def _skip_hole(self, descriptor: int, size: int) -> int:
-        """Move to the next byte that is no hole; return where the next hole begins."""
+        """Move to the next byte outside a hole; return the start of the next hole."""
         if os.fstat(descriptor).st_blocks * SECTOR_BYTES >= size:
             return size
         try:
@@ -108,7 +108,7 @@ class LineFollower:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            begin = size  # nothing but a hole up to the end
+            begin = size  # only a hole up to the end
         if begin > self.offset:
             self.offset, self._fingerprint = begin, b""
         return os.lseek(descriptor, begin, os.SEEK_HOLE) if begin < size else size
@@ -132,7 +132,7 @@ class LineFollower:
         yield from self._pieces()
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield what is held beyond the longest line, so that what stays is at most that long."""
+        """Yield pieces until the rest is at most as long as the longest line."""
         while len(self._held) > self._longest_bytes:
             cut = self._longest_bytes
             while cut > self._longest_bytes - 3 and self._held[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
@@ -143,19 +143,19 @@ class LineFollower:
 
 
 def decoded(line: bytes) -> str:
-    """Return a line as text; what is not UTF-8 becomes U+FFFD."""
+    """Return a line as text, with invalid UTF-8 as U+FFFD."""
     return line.decode(errors="replace")
 
 
 def as_shown(line: bytes) -> str:
-    """Return what a terminal shows of a rank's line in the end, as text that may be printed."""
+    """Return a rank's line as a terminal would finally show it, safe to print."""
     return last_state(decoded(line))
 
 
 def tail_lines(path: Path, count: int) -> list[str]:
-    """Return the last `count` lines of a file as shown, an unfinished one counted; [] for a missing file.
+    """Return the last `count` lines of a file as shown, including an unfinished one; [] for a missing file.
 
-    Reads no more than the last `CHUNK_BYTES`: of very long lines, fewer or a part.
+    Reads only the last `CHUNK_BYTES`, so very long lines may be cut or missing.
     """
     try:
         data = read_end(path, CHUNK_BYTES)
@@ -166,9 +166,9 @@ def tail_lines(path: Path, count: int) -> list[str]:
 
 
 def offset_of_last(path: Path, lines: int) -> int:
-    """Return the offset at which the last `lines` lines of a file begin, an unfinished one counted; 0 if it has fewer.
+    """Return the offset of the last `lines` lines of a file, including an unfinished one; 0 if it has fewer.
 
-    Reads backwards in blocks, at most `MOST_TAIL_BYTES`: the file may be larger than memory, and one line.
+    Reads backwards in blocks, at most `MOST_TAIL_BYTES`: the file may exceed memory, and consist of one line.
     """
     try:
         file = open_file(path)
@@ -180,7 +180,7 @@ def offset_of_last(path: Path, lines: int) -> int:
         if lines == 0:
             return end
         first = max(0, end - MOST_TAIL_BYTES)
-        position = max(0, end - 1)  # the newline at the very end closes the last line, it begins none
+        position = max(0, end - 1)  # a newline at the very end closes the last line and begins no other
         missing = lines
         while position > first:
             begin = max(first, position - CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""What git knows of a folder: which files belong to it, which commit it is at, and what was changed since."""
+"""Information from git about a folder: which files belong to it, its commit, and the changes since."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 DEADLINE_S: Final = 60.0
-# A hook of git's that calls us has set variables that name its own repository, whatever folder we ask about.
+# If a git hook calls us, its variables name the hook's repository, whatever folder we ask about.
 KEPT: Final = ("GIT_CEILING_DIRECTORIES", "GIT_CONFIG", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
 DIFF_BYTES: Final = 1 << 20
 FAILED: Final = 128  # git's own failures: no repository, not trusted, damaged
@@ -15,14 +15,14 @@ REASON_CHARACTERS: Final = 200
 
 
 class GitError(Exception):
-    """There is no git, or it cannot tell: its own reason."""
+    """git is not installed, or failed with the given reason."""
 
 
 def git(folder: Path, *arguments: str, deadline_s: float = DEADLINE_S) -> bytes:
-    """Return what a git command prints that is run in a folder.
+    """Run a git command in a folder; return its output.
 
     Raises:
-        GitError: it failed, is not installed, or took too long.
+        GitError: if it failed, is not installed, or took too long.
     """
     argv = ["git", *arguments]
     try:
@@ -47,26 +47,26 @@ def git(folder: Path, *arguments: str, deadline_s: float = DEADLINE_S) -> bytes:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a git command that looks and does not touch."""
+    """Return an environment in which a git command changes nothing and asks no questions."""
     kept = {name: value for name, value in environ.items() if not name.startswith("GIT_") or name.startswith(KEPT)}
     return {**kept, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
 
 
 def names(folder: Path, *options: str) -> list[str]:
-    """List paths below a folder with `git ls-files`, relative to it, each once; a folder's ends in a slash.
+    """List paths below a folder with `git ls-files`, relative to it, each once; a folder's path ends in a slash.
 
     Raises:
-        GitError: as `git`.
+        GitError: as for `git`.
     """
     said = git(folder, "ls-files", "-z", "--exclude-standard", *options)
     return list(dict.fromkeys(os.fsdecode(name) for name in said.split(b"\0") if name))
 
 
 def holds(folder: Path) -> bool:
-    """Say whether a folder lies in a git work tree that does not ignore it as a whole.
+    """Return whether a folder is in a git work tree that does not ignore all of it.
 
     Raises:
-        GitError: git is there and cannot tell, as for a repository of another user.
+        GitError: if git is installed but cannot answer, for example about another user's repository.
     """
     try:
         if git(folder, "rev-parse", "--is-inside-work-tree").strip() != b"true":
@@ -78,17 +78,17 @@ def holds(folder: Path) -> bool:
     try:
         git(folder, "check-ignore", "-q", ".")
     except GitError:
-        return True  # code 1: it is not ignored
+        return True  # exit code 1: not ignored
     return False
 
 
 def origin(folder: Path) -> dict[str, Any] | None:
-    """Return the commit and branch that a folder of a work tree is at, and its diff; None before the first commit.
+    """Return the commit, branch and diff of a folder in a work tree; None before the first commit.
 
-    `cut` is true when the diff was longer than DIFF_BYTES.
+    `cut` is true if the diff was longer than DIFF_BYTES.
 
     Raises:
-        GitError: as `git`.
+        GitError: as for `git`.
     """
     try:
         commit = git(folder, "rev-parse", "--verify", "-q", "HEAD").decode().strip()
@@ -97,17 +97,17 @@ def origin(folder: Path) -> dict[str, Any] | None:
     try:
         branch = os.fsdecode(git(folder, "symbolic-ref", "--short", "-q", "HEAD").strip())
     except GitError:
-        branch = None  # a commit was checked out, no branch
+        branch = None  # detached HEAD
     diff = git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".")
     text = diff[:DIFF_BYTES].decode(errors="surrogateescape")
     return {"commit": commit, "branch": branch, "diff": text, "cut": len(diff) > DIFF_BYTES}
 
 
 def short_commit(folder: Path, file: str, *, deadline_s: float) -> str:
-    """Return the commit of the work tree that tracks `file` in a folder, with a + where it was changed since.
+    """Return the commit of the work tree that tracks `file` in a folder, with a + if anything has changed since.
 
     Raises:
-        GitError: as `git`; also when the file is in no work tree or not tracked.
+        GitError: as for `git`; also if the file is in no work tree or not tracked.
     """
     git(folder, "ls-files", "--error-unmatch", "--", file, deadline_s=deadline_s)
     return git(folder, "describe", "--always", "--dirty=+", "--exclude=*", deadline_s=deadline_s).decode().strip()

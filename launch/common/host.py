@@ -1,4 +1,4 @@
-"""Which process this is, and which GPUs its host shows. Every agent imports this before it greets."""
+"""The identity of this process, and the GPUs visible on this host. Every agent imports this before it greets."""
 
 import os
 
@@ -6,12 +6,12 @@ from muster.jobs.machine.procfs import start_ticks
 
 
 def identity() -> dict[str, object]:
-    """Say which process on which host this is."""
+    """Return the host, pid and start ticks of this process."""
     return {"host": os.uname().nodename, "pid": os.getpid(), "pid_start": start_ticks("self")}
 
 
 def visible_gpus() -> list[str]:
-    """List this host's GPUs as CUDA_VISIBLE_DEVICES would: what the user left visible, else all device files."""
+    """List this host's GPUs as for CUDA_VISIBLE_DEVICES: the user's value if set, else all device files."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name]

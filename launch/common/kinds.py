@@ -1,6 +1,6 @@
-"""The kinds of job: which key a job file may have, the type of its section, and what a rank runs for it.
+"""The kinds of job: the key in a job file, the type of its section, and the function that a rank runs.
 
-`jobs/spec/load.py` is handed this table, so that `jobs` need not know the packages behind it.
+`jobs/spec/load.py` gets this table as an argument, so that `jobs` need not know the packages behind it.
 """
 
 from typing import Final
@@ -16,7 +16,7 @@ from muster.jobs.timing.settings import TimingSettings
 def _check_train(settings: TrainSettings, world_size: int) -> None:
     settings.check(world_size)
     if settings.model.make is None:
-        resolve_shape(settings.model, 1)  # the data's own vocabulary is known to the ranks only
+        resolve_shape(settings.model, 1)  # only the ranks know the vocabulary of the data
 
 
 def _check_timing(settings: TimingSettings, world_size: int) -> None:

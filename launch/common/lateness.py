@@ -1,15 +1,15 @@
-"""Tell silence from starvation: a process that did not run cannot blame others for what it did not hear."""
+"""A process's own lateness: while it did not run, it must not count others as silent."""
 
 
 class OwnLateness:
-    """How late this process is for looks that it takes every `every_s` seconds; all times are monotonic."""
+    """Measures how late this process is for checks that it makes every `every_s` seconds; all times are monotonic."""
 
     def __init__(self, every_s: float) -> None:
         self.every_s = every_s
         self._looked: float | None = None
 
     def look(self, now: float) -> float:
-        """Return how many seconds later than planned this look comes, 0.0 for the first one.
+        """Return how many seconds later than planned this check comes, 0.0 for the first one.
 
         A long handler, a stopped process, a loaded machine and a sleeping laptop all count.
         """

@@ -1,4 +1,4 @@
-"""The limit on open files: raised for a supervisor of many nodes, and as it was for what it starts."""
+"""The limit on open files: raised for a supervisor of many nodes, and restored for its child processes."""
 
 import resource
 from contextlib import suppress
@@ -9,7 +9,7 @@ AT_START: Final = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files as it may; each ssh costs it four."""
+    """Raise this process's limit on open files as far as allowed; each ssh needs four descriptors."""
     soft, hard = AT_START
     most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -17,6 +17,6 @@ def raise_open_files() -> None:
 
 
 def restore_open_files(pid: int) -> None:
-    """Set a child back to the limit that we were started with: programs that use select(2) count on it."""
-    with suppress(PermissionError, ProcessLookupError):  # a pdsh that is setuid, or that has ended already
+    """Restore a child's limit to the value at our start, because programs that use select(2) need a low one."""
+    with suppress(PermissionError, ProcessLookupError):  # a pdsh that is setuid, or has already ended
         resource.prlimit(pid, resource.RLIMIT_NOFILE, AT_START)

@@ -1,4 +1,4 @@
-"""Options that several subcommands share, so that they are spelt and explained once."""
+"""Options that several subcommands share, so that they are spelled and explained once."""
 
 import argparse
 from collections.abc import Callable
@@ -23,47 +23,47 @@ Asked = TypeVar("Asked", bound=IsDataclass)
 
 
 def given(args: argparse.Namespace, kind: type[Asked]) -> Asked:
-    """Return what a command line asks for: each field is the option of its name, where the command has it."""
+    """Build a request from a command line: each field gets the option of its name, if the command has it."""
     names = [name for name in kind.__dataclass_fields__ if hasattr(args, name)]
     values = {name: getattr(args, name) for name in names}
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def the_run(args: argparse.Namespace, *, unique: bool = False) -> "RunDir":
-    """Find the run that is named; errors as `jobs.runfolder.rundir.find_run`."""
+    """Find the run named on the command line. Errors as for `jobs.runfolder.rundir.find_run`."""
     from muster.jobs.runfolder.rundir import find_run, runs_root
 
     return find_run(runs_root(args.runs), args.run, unique=unique)
 
 
 def add_request(parser: argparse.ArgumentParser) -> None:
-    """Add what a run is made of: a job or a program, what is changed of it, the hosts and the way to them."""
+    """Add the options of a run: a job or a program, changes to it, the hosts and how to reach them."""
     add_job(parser, program=True)
     add_runs(parser)
     add_transport(parser)
 
 
 def add_runs(parser: argparse._ActionsContainer) -> None:
-    """Add `--runs DIR`: where all runs are."""
+    """Add `--runs DIR`, the folder of all runs."""
     parser.add_argument("--runs", metavar="DIR", help="folder of all runs (default: MUSTER_RUNS, else ./runs)")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the optional run."""
+    """Add the optional argument that names a run."""
     parser.add_argument(
-        "run", metavar="RUN", nargs="?", help="its id, a part of it, or its folder (default: the newest)"
+        "run", metavar="RUN", nargs="?", help="the run's id, a part of it, or its folder (default: the newest run)"
     )
     add_runs(parser)
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
-    """Add `--json`: data on standard output, talk on standard error."""
+    """Add `--json`: data on standard output, messages on standard error."""
     parser.add_argument("--json", action="store_true", help="print data as JSON")
 
 
 def add_job(parser: argparse.ArgumentParser, *, program: bool = False) -> None:
-    """Add the job file and what may be said about it from outside; with `program`, a program may take its place."""
-    what = "the job file (YAML), or a program with its arguments: train.py --lr 0.1; any other one after --"
+    """Add the job file, and the options that change it; with `program`, a program may take the job file's place."""
+    what = "the job file (YAML), or a program with its arguments: train.py --lr 0.1; other programs after --"
     parser.add_argument("job", metavar="JOB", help=what if program else "the job file (YAML)")
     add_changes(parser)
     if program:
@@ -75,12 +75,12 @@ def add_job(parser: argparse.ArgumentParser, *, program: bool = False) -> None:
 
 def add_site_and_name(parser: argparse.ArgumentParser) -> None:
     """Add `--site` and `--name`."""
-    parser.add_argument("--site", metavar="FILE", help="the site file: what belongs to this cluster and not to the job")
+    parser.add_argument("--site", metavar="FILE", help="the site file: settings of this cluster, not of the job")
     parser.add_argument("--name", help="name of the run (default: the job's)")
 
 
 def add_changes(parser: argparse._ActionsContainer) -> None:
-    """Add what changes single values of a job."""
+    """Add the options that change single values of a job."""
     add_overrides(parser)
     parser.add_argument("-N", "--nodes", metavar="N", type=int, help="as --set nodes=N")
     parser.add_argument("-n", "--ranks-per-node", metavar="M", help="as --set ranks_per_node=M (a number, or slots)")
@@ -99,7 +99,7 @@ def add_set(parser: argparse._ActionsContainer, example: str = "train.optimizer.
 
 
 def add_overrides(parser: argparse._ActionsContainer) -> None:
-    """Add what changes any value of a job, by its key, and the variables of its ranks."""
+    """Add the options that change any value of a job by its key, and the variables of its ranks."""
     add_set(parser)
     parser.add_argument(
         *("-x", "--env"),
@@ -107,46 +107,51 @@ def add_overrides(parser: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         dest="exported",
-        help="a variable for the ranks; without a value, the one it has here; may be repeated",
+        help="set a variable for the ranks; without a value, copy the one set here; may be repeated",
     )
 
 
 def add_transport(parser: argparse.ArgumentParser) -> None:
-    """Add where the nodes are and how they are reached."""
+    """Add the options for the transport, the hosts and the network."""
     parser.add_argument("--on", choices=TRANSPORTS, help="transport (default: ssh if hosts are named, else local)")
     parser.add_argument(
-        "--executor", choices=EXECUTORS, help="of --on submitit (default: slurm where sbatch is found, else local)"
+        "--executor",
+        choices=EXECUTORS,
+        help="executor of --on submitit (default: slurm if sbatch is found, else local)",
     )
     add_hosts(parser)
     add_network(parser)
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
-    """Add where the ranks meet."""
+    """Add the options for the network over which the ranks meet."""
     network = parser.add_argument_group("network")
-    network.add_argument("--master-addr", metavar="ADDRESS", help="where the ranks meet: an address of node 0")
+    network.add_argument("--master-addr", metavar="ADDRESS", help="address of node 0 at which the ranks meet")
     network.add_argument(
-        "--iface", metavar="IF|CIDR", type=_iface, help="the network of the ranks: an interface, or 10.10.1.0/24"
+        "--iface",
+        metavar="IF|CIDR",
+        type=_iface,
+        help="network of the ranks: an interface, or a CIDR such as 10.10.1.0/24",
     )
-    network.add_argument("--port", metavar="P", type=_port, default=0, help="by hand: where the supervisor listens")
+    network.add_argument("--port", metavar="P", type=_port, default=0, help="with --on hand: the supervisor's port")
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Add the ways to name hosts, and what ssh is told."""
+    """Add the options that name hosts, and those for ssh."""
     hosts = parser.add_argument_group("hosts")
     hosts.add_argument("-H", "--hosts", metavar="FILE", help="hosts file (ours, DeepSpeed's, MPI's); box or box:NAME")
     hosts.add_argument("-w", "--nodelist", metavar="LIST", help="host names, such as 'n[01-16,20]'")
     hosts.add_argument("--manifest", metavar="FILE", help="manifest of a CloudLab experiment (XML)")
-    hosts.add_argument("--lan", metavar="NAME", help="of the manifest: the network of the ranks")
+    hosts.add_argument("--lan", metavar="NAME", help="the network of the ranks, by its name in the manifest")
     add_login(hosts, "--login", help="user name on the hosts")
-    hosts.add_argument("-i", "--include", metavar="LIST", help="take these hosts only")
-    hosts.add_argument("-e", "--exclude", metavar="LIST", help="leave these hosts out")
+    hosts.add_argument("-i", "--include", metavar="LIST", help="use only these hosts")
+    hosts.add_argument("-e", "--exclude", metavar="LIST", help="leave out these hosts")
     hosts.add_argument(
-        "-f", "--fanout", metavar="N", type=int, default=0, help="starts under way at once (default: 64)"
+        "-f", "--fanout", metavar="N", type=int, default=0, help="number of simultaneous starts (default: 64)"
     )
-    hosts.add_argument("--jump", metavar="HOST", type=_jump, help="reach the hosts through this one, as ssh -J does")
+    hosts.add_argument("--jump", metavar="HOST", type=_jump, help="reach the hosts through this one, as with ssh -J")
     hosts.add_argument(
-        "--cheap-kex", action="store_true", help="ssh: curve25519 first, for many nodes from one machine"
+        "--cheap-kex", action="store_true", help="make ssh try curve25519 first, for many nodes from one machine"
     )
     hosts.add_argument(
         "--ssh-opt", metavar="NAME=VALUE", action="append", default=[], help="as ssh -o; may be repeated"
@@ -159,19 +164,19 @@ def add_login(parser: argparse._ActionsContainer, *names: str, help: str) -> Non
 
 
 def whole(option: str, *, least: int) -> Callable[[str], int]:
-    """Return the type of an option that is a whole number from `least` on."""
+    """Return the type of an option that is a whole number of at least `least`."""
 
     def read(given: str) -> int:
         if (number := int(given)) < least:
             raise UsageError(f"{option}: must be at least {least}, got {number}")
         return number
 
-    read.__name__ = "int"  # argparse says so of what is no number at all
+    read.__name__ = "int"  # argparse uses this name in its message about anything that is not a number
     return read
 
 
 def add_attempt(parser: argparse._ActionsContainer, which: str) -> None:
-    """Add `--attempt N`; `which` is the one that is shown without."""
+    """Add `--attempt N`. `which`: the kind of attempt used by default."""
     help_text = f"of this attempt (default: the newest {which})"
     parser.add_argument("--attempt", metavar="N", type=whole("--attempt", least=0), help=help_text)
 
@@ -196,7 +201,7 @@ def _iface(given: str) -> str:
 
 def _restarts(given: str) -> str:
     if given != "default" and not (given.isdecimal() and len(given) < 10):
-        raise UsageError(f"--restart: must be a number of restarts, or nothing, got {given!r}")
+        raise UsageError(f"--restart: must be a number of restarts, or omitted, got {given!r}")
     return given
 
 

@@ -1,11 +1,11 @@
-"""The parser of every subcommand: short usage, examples, one line for a wrong option."""
+"""The parser of every subcommand: a short usage line, examples, and one line for a wrong option."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
-SHARED: Final = ("hosts", "network")  # groups of options that many commands have: `muster help hosts` lists them
+SHARED: Final = ("hosts", "network")  # option groups that many commands share; `muster help hosts` lists them
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,13 +17,13 @@ class Parser(argparse.ArgumentParser):
         self.shows_shared = shows_shared
 
     def format_usage(self) -> str:
-        """Return one line: what is required, and where options go."""
+        """Return one line: the required arguments, and the place of the options."""
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [OPTIONS] {self._positionals_usage()}".rstrip(), [], [])
         return formatter.format_help()
 
     def format_help(self) -> str:
-        """Return the whole help; groups of options that many commands share are one line."""
+        """Return the complete help, in which the options of shared groups take only one line."""
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [OPTIONS] {self._positionals_usage()}".rstrip(), [], [])
         formatter.add_text(self.description)
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def positionals(self) -> list[argparse.Action]:
-        """The arguments that are no options."""
+        """The positional arguments."""
         return [each for each in self._actions if not each.option_strings and each.help != argparse.SUPPRESS]
 
     def options(self) -> list[str]:
@@ -59,12 +59,12 @@ class Parser(argparse.ArgumentParser):
         return [name for name in self._option_string_actions if name.startswith("--")]
 
     def option_taking(self, word: str) -> argparse.Action | None:
-        """Return the option of that name if the next word is its value."""
+        """Return the option with this name, if it takes a value."""
         found = self._option_string_actions.get(word)
         return found if found is not None and found.nargs != 0 else None
 
     def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:  # type: ignore[override]
-        """Parse the words of a command line; the nearest option is suggested for an unknown one."""
+        """Parse a command line; for an unknown option, suggest the nearest one."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             from muster.jobs.basics.words import nearest
@@ -75,6 +75,6 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """End with one line that says what is wrong and where help is."""
+        """Print one line with the mistake and the command for help, and exit with 2."""
         print(f"{self.prog}: {message} ({self.prog} --help shows the options)", file=sys.stderr)
         raise SystemExit(2)

@@ -1,11 +1,10 @@
-"""Processes of a run, found and ended through /proc (Linux only).
+"""Find and end the processes of a run through /proc (Linux only).
 
-A pid alone names nobody for long: the kernel reuses it. A process is (pid, start), `start` being the clock ticks
-after boot at which it began (field 22 of /proc/PID/stat, see proc(5)). A process belongs to a run when the
-environment that it was *executed* with says so: children inherit that across fork, setsid and nohup, and later
-changes of `os.environ` do not touch it. A program that its parent gave a fresh environment is not found.
-
-A zombie is gone: it runs nothing, holds nothing, and only its parent can do anything about it.
+A pid alone does not identify a process for long, because the kernel reuses it. So a process is identified by (pid,
+start), where `start` is its start time in clock ticks after boot (field 22 of /proc/PID/stat, see proc(5)). A process
+belongs to a run if the environment with which it was *executed* says so. Children inherit that across fork, setsid and
+nohup, and later changes of `os.environ` do not affect it. A program whose parent gave it a new environment is not
+found. A zombie counts as gone: it runs nothing, holds nothing, and only its parent can remove it.
 """
 
 import os
@@ -23,12 +22,12 @@ POLL_S: Final = 0.02
 
 
 def is_same(pid: int, ticks: int) -> bool:
-    """Say whether a pid is still the process that began at `ticks`."""
+    """Return whether a pid still belongs to the process that began at `ticks`."""
     return start_ticks(pid) == ticks
 
 
 def of_run(run_id: str) -> list[int]:
-    """List the processes of this user that were started for a run, this process and its ancestors left out."""
+    """List this user's processes that were started for a run, except this process and its ancestors."""
     return list(started_for(run_id))
 
 
@@ -37,7 +36,7 @@ def started_for(run_id: str) -> dict[int, int]:
     mark = b"\0" + f"{ranks.RUN_ID}={run_id}".encode() + b"\0"
     spared = with_ancestors(os.getpid())
     candidates = {pid: start_ticks(pid) for pid in _own_pids() if pid not in spared}
-    # The ticks are read before the environment and compared after it: both are of one process.
+    # The ticks are read before the environment and compared after it, so both belong to one process.
     return {
         pid: ticks
         for pid, ticks in candidates.items()
@@ -46,13 +45,13 @@ def started_for(run_id: str) -> dict[int, int]:
 
 
 def command_line(pid: int) -> str:
-    """Return what a process was started with, shortened for a message; `?` when it is gone."""
+    """Return a process's command line, shortened for a message; `?` if the process is gone."""
     words = procfs.text_of(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
     return (words[:117] + "..." if len(words) > 120 else words) or "?"
 
 
 def kill_all(pids: Iterable[int], *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
-    """Do as `end` does with the processes that have these pids at the call; return the pids that are still there."""
+    """Apply `end` to the processes that have these pids now; return the pids that are still there."""
     alive = {pid: ticks for pid in pids if (ticks := start_ticks(pid)) is not None}
     return end(alive, term_s=term_s, kill_s=kill_s)
 
@@ -60,7 +59,7 @@ def kill_all(pids: Iterable[int], *, term_s: float = 1.0, kill_s: float = 5.0) -
 def end(found: Mapping[int, int], *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
     """Send TERM, wait up to `term_s`, send KILL, wait up to `kill_s`; return the pids that are still there.
 
-    `found` maps pids to start ticks: however soon a pid is reused, no other process is signalled.
+    `found` maps pids to start ticks, so that no other process is signalled if a pid is reused.
     """
     alive = dict(found)
     for number, wait_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, kill_s)):
@@ -71,7 +70,7 @@ def end(found: Mapping[int, int], *, term_s: float = 1.0, kill_s: float = 5.0) -
 
 
 def kill_run(run_id: str, *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
-    """End every process of a run on this host, also those that it forks meanwhile; return the pids still there."""
+    """End every process of a run on this host, including those forked meanwhile; return the pids still there."""
     end(started_for(run_id), term_s=term_s, kill_s=kill_s)
     deadline = time.monotonic() + kill_s
     while (found := started_for(run_id)) and time.monotonic() < deadline:
@@ -80,9 +79,9 @@ def kill_run(run_id: str, *, term_s: float = 1.0, kill_s: float = 5.0) -> list[i
 
 
 def send(pid: int, ticks: int, number: signal.Signals) -> bool:
-    """Signal a process if it is still the one that began at `ticks`; say whether the signal was sent.
+    """Signal a process if it is still the one that began at `ticks`; return whether the signal was sent.
 
-    A pidfd keeps meaning the process that had the pid when it was opened, whoever gets the pid after the comparison.
+    A pidfd refers to the process that had the pid when it was opened, even if the pid is reused after the comparison.
     """
     try:
         descriptor = os.pidfd_open(pid)
@@ -124,7 +123,7 @@ def _own_pids() -> list[int]:
 
 
 def _environment(pid: int) -> bytes:
-    """Return the environment a process was executed with; empty for a zombie, or one that hides it."""
+    """Return the environment with which a process was executed; empty for a zombie or an unreadable process."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -132,7 +131,7 @@ def _environment(pid: int) -> bytes:
 
 
 def with_ancestors(pid: int) -> set[int]:
-    """Return a process and all above it: who must not be ended by what it started."""
+    """Return a process and its ancestors, which must not be ended by a process that they started."""
     family: set[int] = set()
     while pid > 0 and pid not in family:
         family.add(pid)

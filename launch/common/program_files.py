@@ -1,16 +1,16 @@
-"""What keeps this machine from starting a program."""
+"""The reasons why this machine cannot start a program."""
 
 # ruff: noqa: PTH113
 
 import os
 import shutil
-from os.path import isfile  # pathlib's raises where a name is too long
+from os.path import isfile  # pathlib's is_file raises if a name is too long
 
 
 def fault(program: str, script: str, folder: str) -> str:
-    """Say which file of a program (a path or a name), or the script that it is given, is missing; "" if none is.
+    """Return which file of a program (a path or a name), or of its script, is missing or not executable; "" if none is.
 
-    A name is looked for in `folder`, then on PATH. "" asks for nothing.
+    A name is searched for in `folder`, then on PATH. An empty `program` or `script` is not checked.
     """
     if "/" in program:
         if not isfile(program):

@@ -1,6 +1,6 @@
-"""A program on a command line in the place of a job file: `muster run -n 4 train.py --lr 3e-4`, `muster run -- prog`.
+"""A program on the command line in place of a job file: `muster run -n 4 train.py --lr 3e-4`, `muster run -- prog`.
 
-Options of ours stand before the program. From the program on, every word is the program's.
+Our options come before the program. From the program on, every word belongs to it.
 """
 
 # ruff: noqa: PTH110, PTH113, PTH119, PTH122, PTH123
@@ -14,17 +14,17 @@ from typing import Final
 
 from muster.jobs.basics.errors import RefusedError, UsageError
 
-COMMAND_LINE: Final = "command line"  # what messages call the job
+COMMAND_LINE: Final = "command line"  # the name of such a job in messages
 STARTED_BY: Final = {".py": "python", ".sh": "bash"}
 JOB_FILES: Final = (".yaml", ".yml", ".json")
-MAGIC: Final = (b"#!", b"\x7fE")  # how scripts and ELF files begin
+MAGIC: Final = (b"#!", b"\x7fE")  # the first bytes of scripts and ELF files
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of a command. If it takes a program, `args.program` and `args.job_text` stand for one.
+    """Parse the arguments of a command. If they name a program, set `args.program` and `args.job_text`.
 
     Raises:
-        UsageError: if there is a job file beside the program, or no program after `--`.
+        UsageError: if there is a job file and a program, or no program after `--`.
         RefusedError: if the program is not executable.
     """
     if parser.get_default("program") is None:
@@ -37,9 +37,9 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
 
 
 def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide a command line into our words and the program with its arguments; errors as `parse`.
+    """Divide a command line into our words and the program with its arguments. Errors as for `parse`.
 
-    An option whose value is optional takes the next word only if that is a number, so that the job or the program may
+    An option whose value is optional takes the next word only if it is a number, so that the job or the program may
     follow it.
     """
     options = {name: action for action in parser._actions for name in action.option_strings}
@@ -67,7 +67,7 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
 
 
 def is_program(word: str) -> bool:
-    """Tell whether a word names a script by its suffix, or a file that begins as programs do.
+    """Return whether a word names a script by its suffix, or a file that begins as programs do.
 
     Raises:
         RefusedError: if such a file is not executable.
@@ -85,7 +85,7 @@ def is_program(word: str) -> bool:
         with open(word, "rb") as file:
             if file.read(2) not in MAGIC:
                 return False
-    except PermissionError:  # a program need not be readable; what a job file lacks is said by who reads it
+    except PermissionError:  # a program need not be readable; a missing job file is reported when it is read
         return os.access(word, os.X_OK)
     if not os.access(word, os.X_OK):
         raise RefusedError(f"{word}: is a program, but not executable; run: chmod +x {word}")
@@ -93,16 +93,17 @@ def is_program(word: str) -> bool:
 
 
 def job_text(program: Sequence[str]) -> str:
-    """Return the job file that a program on the command line stands for.
+    """Return the text of a job file that runs the program on the command line.
 
     Raises:
-        UsageError: if a word is no text.
+        UsageError: if a word is not UTF-8.
     """
     from muster.jobs.spec import yamlfile
     from muster.jobs.spec.load import as_name
 
     for word in program:
-        if any("\ud800" <= each <= "\udfff" for each in word):  # how Python holds bytes that are no text
+        # surrogates, by which Python represents bytes that are not UTF-8
+        if any("\ud800" <= each <= "\udfff" for each in word):
             raise UsageError(f"{word!r}: is not UTF-8, which job files are; rename it")
     starter = STARTED_BY.get(splitext(program[0])[1])
     argv = [starter, *program] if starter else list(program)
@@ -110,7 +111,7 @@ def job_text(program: Sequence[str]) -> str:
 
 
 def _title(argv: Sequence[str]) -> str:
-    """Return what a command is named after: its script, its module, or the program itself."""
+    """Return the name for a command's run: its script, its module, or the program itself."""
     if argv[1:2] == ["-m"] and len(argv) > 2:
         return argv[2]
     script = next((word for word in argv if splitext(word)[1] in STARTED_BY), argv[0])

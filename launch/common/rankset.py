@@ -1,4 +1,4 @@
-"""Sets of ranks and nodes as people write them: `0,8-15` read and written."""
+"""Sets of ranks and nodes as text, such as `0,8-15`: parse and format them."""
 
 from collections.abc import Iterable
 
@@ -6,17 +6,19 @@ from muster.jobs.basics.errors import UsageError
 
 
 def parse(text: str, *, option: str, count: int) -> frozenset[int]:
-    """Read `0,8-15` as a set of numbers below `count`.
+    """Parse `0,8-15` as a set of numbers below `count`.
 
     Raises:
-        UsageError: not of that form, or a number that the run does not have.
+        UsageError: if the text has another form, or names a number that the run does not have.
     """
     valid = f"valid: 0-{count - 1}" if count > 1 else "valid: 0"
     chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
-            raise UsageError(f"{option}: {part.strip()!r} is no number and no range; write it like 0,8-15 ({valid})")
+            raise UsageError(
+                f"{option}: {part.strip()!r} is neither a number nor a range; write it like 0,8-15 ({valid})"
+            )
         low, high = int(first), int(last or first)
         if low > high:
             raise UsageError(f"{option}: {part.strip()!r} runs backwards; write {high}-{low}")
@@ -27,7 +29,7 @@ def parse(text: str, *, option: str, count: int) -> frozenset[int]:
 
 
 def fold(numbers: Iterable[int]) -> str:
-    """Write numbers as sorted ranges: `0-2, 5`; empty for none."""
+    """Format numbers as sorted ranges: `0-2, 5`; empty for none."""
     members = set(numbers)
     starts = sorted(number for number in members if number - 1 not in members)
     ends = sorted(number for number in members if number + 1 not in members)

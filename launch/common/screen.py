@@ -1,4 +1,4 @@
-"""Values as people read them: plain where possible, and tables that never wrap or cut a value; files they name."""
+"""Text for people: times, durations, tables that never wrap or cut a value, and the files that commands write."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,10 +25,10 @@ STYLES: Final = {
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Sequence[str] = ()) -> str:
-    """Render rows under headings; a column whose name ends in `>` is aligned right; None is shown as `-`.
+    """Render rows under headings. A column whose name ends in `>` is right-aligned; None is shown as `-`.
 
-    Coloured on a terminal. One that is too narrow gets no `spare` columns, the first of them leaving first, and the
-    last line names them.
+    Coloured on a terminal. On a terminal that is too narrow, `spare` columns are omitted, in their order, and the last
+    line names them.
     """
     from rich.console import Console
     from rich.table import Table
@@ -57,13 +57,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Se
 
 
 def live(stream: TextIO | None = None) -> "Console":
-    """Return a rich console that may move the cursor, on standard error if no stream is given: for what is redrawn."""
+    """Return a rich console that may move the cursor, on `stream` (default: standard error), for live displays."""
     from rich.console import Console
     from rich.segment import Segment
     from rich.style import Style
 
     class Live(Console):
-        """A console whose texts cannot: only rich's own controls pass, and no link or hidden text."""
+        """A console whose texts cannot move the cursor: only rich's own controls pass, no links and no hidden text."""
 
         def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
             for each in super().render(*args, **options):
@@ -76,10 +76,10 @@ def live(stream: TextIO | None = None) -> "Console":
 
 
 def save(file: str, text: str) -> None:
-    """Write what was asked for into a file, and say so.
+    """Write the requested text to a file, and print that on standard error.
 
     Raises:
-        RunFolderError: it cannot be written.
+        RunFolderError: if it cannot be written.
     """
     from muster.jobs.basics.errors import RunFolderError
 
@@ -91,19 +91,19 @@ def save(file: str, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Say one thing of ours on standard error, beside the data on standard output."""
+    """Print one message on standard error, apart from the data on standard output."""
     print(f"muster: {text}", file=sys.stderr, flush=True)
 
 
 def clock(unix_s: float | None) -> str:
-    """Write a time as UTC, the same on every host."""
+    """Format a time as UTC, which is the same on every host."""
     if unix_s is None:
         return "-"
     return f"{datetime.fromtimestamp(unix_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def duration(seconds: float | None) -> str:
-    """Write a duration with two units at most: 4.2 s, 3 min 07 s, 2 h 05 min."""
+    """Format a duration with at most two units: 4.2 s, 3 min 07 s, 2 h 05 min."""
     if seconds is None:
         return "-"
     if seconds < 59.95:

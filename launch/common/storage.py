@@ -1,8 +1,8 @@
-"""Whether nodes see the run folder, and what is done where they do not: the agent sends home what its node writes.
+"""The run folder on nodes that do not share it: the agent sends the files of its node to the supervisor.
 
-A node sees the run folder when it reads there what the supervisor has just written. Else it keeps its part under the
-same path, or in the temporary folder, and a Courier sends every new byte of it over the channel. Other users of the
-node can neither read nor exchange it: a folder that they could have made is not used, and no link is followed.
+A node shares the run folder if it reads there what the supervisor has just written. Otherwise it keeps its part under
+the same path, or in the temporary folder, and a Courier sends every new byte over the channel. Other users of the node
+can neither read nor replace that folder: one that they could have made is not used, and links are not followed.
 
     node                                              supervisor
     RUN/attempt-000/rank-00003.out   ── file ──→      RUN/attempt-000/rank-00003.out
@@ -34,7 +34,7 @@ Piece = tuple[str, int, bytes]  # a file's name below the run folder, an offset,
 
 
 def is_shared(run: RunDir, nonce: str) -> bool:
-    """Return whether this node reads in the run folder what the supervisor, of the same user, has just written."""
+    """Return whether this node reads the supervisor's new nonce in the run folder, and the user is the same."""
     try:
         check_folder(run.path, warn=False)
         return read_bytes(run.nonce("supervisor"), LONGEST_NONCE).decode().strip() == nonce
@@ -43,7 +43,7 @@ def is_shared(run: RunDir, nonce: str) -> bool:
 
 
 def find(run: RunDir, nonce: str) -> dict[str, str]:
-    """Say where this node keeps the run: {"storage": "shared" | "apart" | "none", "run": path, "storage_why": text}."""
+    """Find where this node keeps a run: {"storage": "shared" | "apart" | "none", "run": path, "storage_why": text}."""
     if is_shared(run, nonce):
         if os.access(run.path, os.W_OK | os.X_OK):
             return {"storage": "shared", "run": str(run.path), "storage_why": ""}
@@ -65,12 +65,12 @@ def find(run: RunDir, nonce: str) -> dict[str, str]:
 
 @cache
 def _fresh(run_id: str) -> Path:
-    """Return a folder of a new name, where somebody else holds the usual one: the same for every attempt."""
+    """Return a folder with a new name, because the usual one belongs to another user; the same for every attempt."""
     return Path(tempfile.mkdtemp(prefix=f"muster-{os.geteuid()}-")) / run_id
 
 
 def files_of(run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) -> list[Path]:
-    """List what one node writes in an attempt: all that it sends, and all that is taken from it."""
+    """List the files that one node writes in an attempt: it may send these, and only these are accepted from it."""
     files = [attempt.setup(node), attempt.node(node)]
     for rank in ranks:
         files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), attempt.memory(rank)]
@@ -79,7 +79,7 @@ def files_of(run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) 
 
 
 class Courier:
-    """Sends home what is new in a node's part of the run folder."""
+    """Sends new data in a node's part of the run folder to the supervisor."""
 
     def __init__(self, run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) -> None:
         self.run = run
@@ -87,7 +87,7 @@ class Courier:
         self.files = files_of(run, attempt, node, ranks)
 
     def news(self) -> Iterator[Piece]:
-        """Yield the pieces of files that have grown since the last call; only of regular files of ours."""
+        """Yield the new pieces of files since the last call; only of regular files of this user."""
         for path in self.files:
             name = str(path.relative_to(self.run.path))
             try:
@@ -97,7 +97,7 @@ class Courier:
             except OSError as error:
                 if error.errno not in NO_FILE:
                     raise
-                warn_once(f"{path}: not sent to the run folder, because it is no regular file", name)
+                warn_once(f"{path}: not sent to the run folder, because it is not a regular file", name)
                 continue
             try:
                 yield from self._pieces(descriptor, path, name)
@@ -113,18 +113,18 @@ class Courier:
 
 
 def keep(run: RunDir, allowed: Sequence[Path], piece: Piece) -> None:
-    """Write a piece of a file that a node has sent; pieces come in order, so none begins beyond the end of the file.
+    """Write a piece of a file that a node has sent. Pieces come in order, so none begins beyond the end of the file.
 
     Raises:
-        UnreachableError: the file is none of those `allowed`, or the offset lies beyond its end.
-        RunFolderError, StorageError: it cannot be written.
+        UnreachableError: if the file is not one of those `allowed`, or the offset lies beyond its end.
+        RunFolderError, StorageError: if it cannot be written.
     """
     name, offset, data = piece
     if name not in (str(path.relative_to(run.path)) for path in allowed):
         raise UnreachableError(f"its agent sent a file that is not its own: {name[:100]!r}")
     path = run.path / name
     try:
-        if path.parent.name.startswith(PROFILE):  # the folder of an attempt is there: it is made by who may
+        if path.parent.name.startswith(PROFILE):  # only here: the attempt's folder has been made by its owner
             with suppress(FileExistsError):
                 make_folder(path.parent)
         descriptor = _open_within(run, name, os.O_WRONLY | os.O_CREAT)
@@ -142,10 +142,10 @@ def keep(run: RunDir, allowed: Sequence[Path], piece: Piece) -> None:
 
 
 def _open_within(run: RunDir, name: str, flags: int) -> int:
-    """Open a regular file of ours below a run folder; no link is followed on the way. A new one has the run's mode.
+    """Open a regular file of this user below a run folder, following no links. A new file gets the run's mode.
 
     Raises:
-        OSError: there is none, or something else.
+        OSError: if there is no such file, or it is something else.
     """
     within = os.open(run.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,10 +1,10 @@
-"""Which files of a working folder are its code: what a copy of it must hold, and what a copy may point at.
+"""Find the code in a working folder: the files that a copy must contain, and those that it may link to.
 
     in a git work tree   tracked files, and new ones that git does not ignore, are code
-    elsewhere            all files, but those in hidden folders, caches and Python environments
+    elsewhere            all files are code, except in hidden folders, caches and Python environments
 
-What is there and is no code - data, results, environments - is linked from the copy, so that a program finds it where
-it expects it, and its results do not end in the copy. Caches and .git are neither. Names may be any bytes.
+Everything else (data, results, environments) is linked from the copy. So a program finds its data in the usual place,
+and its results do not end up in the copy. Caches and .git are neither copied nor linked. Names may be any bytes.
 """
 
 import os
@@ -21,21 +21,21 @@ CACHES: Final = frozenset(
     ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".ipynb_checkpoints", ".tox", ".nox")
 )
 NEITHER: Final = CACHES | {".git", ".hg", ".svn"}
-ENVIRONMENTS: Final = ("pyvenv.cfg", "conda-meta")  # a folder that holds one is a Python environment
-LINKS_EACH: Final = 2_000  # ignored entries beside code in one folder; with more of them it is a folder of data
-WALK_FILES: Final = 100_000  # a home folder, say: no use in counting all of it
+ENVIRONMENTS: Final = ("pyvenv.cfg", "conda-meta")  # a folder that contains one is a Python environment
+LINKS_EACH: Final = 2_000  # ignored entries beside code in one folder; a folder with more is treated as data
+WALK_FILES: Final = 100_000  # stop counting there, for example in a home folder
 
 
 @dataclass
 class Survey:
-    """What was found below `folder`: relative paths with their sizes in bytes, and links to make."""
+    """The files found below `folder`: relative paths with their sizes in bytes, and the links to make."""
 
     folder: Path
     files: dict[str, int] = field(default_factory=dict)
     links: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     by_git: bool = False
-    complete: bool = True  # False: there was so much that the walk was given up
+    complete: bool = True  # False: the walk was stopped because there were too many files
 
     @property
     def total_bytes(self) -> int:
@@ -44,7 +44,7 @@ class Survey:
 
 
 def survey(folder: Path, leave: Iterable[Path] = ()) -> Survey:
-    """Find out what is code in a folder; what lies in one of the folders of `leave` (absolute paths) is not."""
+    """Find the code in a folder. Anything in one of the folders `leave` (absolute paths) is not code."""
     found = Survey(folder)
     beyond = frozenset(_inside(folder, leave))
     try:
@@ -52,7 +52,7 @@ def survey(folder: Path, leave: Iterable[Path] = ()) -> Survey:
         listed = list(_tracked(folder, "")) if found.by_git else []
         ignored = gitfacts.names(folder, "-o", "-i", "--directory") if found.by_git else []
     except GitError as error:
-        found.notes.append(f"{folder}: all files count as code, because git does not help: {error}")
+        found.notes.append(f"{folder}: all files count as code, because git failed: {error}")
         found.by_git, listed, ignored = False, [], []
     if found.by_git:
         _by_git(found, listed, ignored, beyond)
@@ -62,7 +62,7 @@ def survey(folder: Path, leave: Iterable[Path] = ()) -> Survey:
 
 
 def heaviest_folder(weights: dict[str, int]) -> str:
-    """Return the deepest folder that holds more than half of all weight (bytes, or ones to count); "." if none does."""
+    """Return the deepest folder with more than half of the total weight (bytes, or 1 per file); "." if none has."""
     here, inside = "", weights
     while True:
         shares: dict[str, dict[str, int]] = {}
@@ -77,7 +77,7 @@ def heaviest_folder(weights: dict[str, int]) -> str:
 
 
 def _inside(folder: Path, leave: Iterable[Path]) -> Iterator[str]:
-    """Yield those of `leave` that lie below the folder, relative to it."""
+    """Yield the paths of `leave` that are below the folder, relative to it."""
     real = os.path.realpath(folder)
     for each in leave:
         relative = os.path.relpath(os.path.realpath(each), real)
@@ -86,7 +86,7 @@ def _inside(folder: Path, leave: Iterable[Path]) -> Iterator[str]:
 
 
 def _tracked(folder: Path, below: str) -> Iterator[str]:
-    """Yield what git lists, with the files of repositories inside (submodules, clones) in their place."""
+    """Yield git's list of files, with nested repositories (submodules, clones) replaced by their files."""
     for name in gitfacts.names(folder / below, "-c", "-o"):
         path = below + name.rstrip("/")
         if not _is_folder(folder / path):
@@ -102,7 +102,7 @@ def _by_git(found: Survey, listed: Iterable[str], ignored: Iterable[str], beyond
     crowds: dict[str, list[str]] = {}
     for name in _outermost(ignored, beyond):
         parent = name.rpartition("/")[0]
-        if parent and not _is_cache(name):  # the top level is looked at below
+        if parent and not _is_cache(name):  # the top level is handled below
             crowds.setdefault(parent, []).append(name)
     for parent, inside in crowds.items():
         if len(inside) > LINKS_EACH:
@@ -116,7 +116,7 @@ def _by_git(found: Survey, listed: Iterable[str], ignored: Iterable[str], beyond
 
 
 def _link_top(found: Survey) -> None:
-    """Link what lies in the folder itself and holds no code: ignored by git, empty, or to be left out."""
+    """Link the entries of the folder itself that contain no code: ignored by git, empty, or in `leave`."""
     code = {name.partition("/")[0] for name in found.files}
     with os.scandir(found.folder) as entries:
         names = sorted(entry.name for entry in entries)
@@ -125,7 +125,7 @@ def _link_top(found: Survey) -> None:
 
 
 def _walk(found: Survey, below: str, beyond: frozenset[str]) -> None:
-    """Add what is below a folder without the help of git."""
+    """Add the files below a folder without git's help."""
     try:
         with os.scandir(found.folder / below) as entries:
             inside = sorted(entries, key=lambda entry: entry.name)
@@ -150,17 +150,17 @@ def _walk(found: Survey, below: str, beyond: frozenset[str]) -> None:
 
 
 def _add(found: Survey, name: str) -> None:
-    """Add a file or a symbolic link that is still there."""
+    """Add a file or a symbolic link if it still exists."""
     try:
         status = (found.folder / name).lstat()
     except OSError:
-        return  # deleted and not committed, or deleted since
+        return  # deleted but not committed, or deleted since
     if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
         found.files[name] = status.st_size
 
 
 def _outermost(names: Iterable[str], beyond: frozenset[str]) -> list[str]:
-    """Keep the paths that are below no other one, and add those of `beyond`."""
+    """Return the paths that are below no other path, including those of `beyond`."""
     kept: list[str] = []
     for name in sorted({*(name.rstrip("/") for name in names), *beyond}, key=lambda name: name.split("/")):
         if not kept or not _is_below(name, (kept[-1],)):

@@ -1,7 +1,7 @@
-"""One attempt on one node: what its ranks write, how far they are, and how each ended.
+"""One attempt on one node: the output of its ranks, their progress, and how each of them ended.
 
-The agent (`serve.py`) lives longer than it, and so does the keeper. Everything that it tells carries its number, so
-that what comes late is known as such.
+The agent (`serve.py`) and the rank parent outlive it. Every message carries the attempt's number, so that late ones are
+recognised.
 """
 
 import asyncio
@@ -36,39 +36,39 @@ FOLLOW_S: Final = 0.1
 LAST_LINES: Final = 20
 LONGEST_LAST: Final = 1000  # characters
 BATCH_BYTES: Final = 1 << 18  # of a rank's output in one message
-GONE_S: Final = 2.0  # for ranks to be dead whose keeper is
+GONE_S: Final = 2.0  # for the ranks to end after their parent has died
 GONE_LOOK_S: Final = 0.02
-ASK_S: Final = 1.0  # for the keeper to ask the ranks for their stacks
+ASK_S: Final = 1.0  # for the rank parent to ask the ranks for their stacks
 
-RankProcessId = tuple[int, int | None]  # pid, and when it began in clock ticks after boot; None: it was gone already
+RankProcessId = tuple[int, int | None]  # pid, and start time in clock ticks after boot; None: it had already ended
 Tell = Callable[[wire.FromAgent], Awaitable[None]]
 Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
 
 
 class NodeAttempt:
-    """An attempt's ranks on this node. `slot` is the node's number where the start message gives it none."""
+    """An attempt's ranks on this node. `slot`: the node's number until the start message gives another one."""
 
     def __init__(self, number: int, slot: int, tell: Tell, guard: Guard) -> None:
         self.number = number
         self.node = slot
         self.start: wire.Start | None = None
         self.pids: dict[int, RankProcessId] = {}
-        self.tell = tell  # the supervisor
+        self.tell = tell  # send a message to the supervisor
         self._guard = guard
-        self._unseen: dict[int, int] = {}  # {rank: pid} of programs that have not been seen at the store
+        self._unseen: dict[int, int] = {}  # {rank: pid} of users' programs that have not connected to the store yet
         self._followers: dict[int, dict[Literal["out", "err"], LineFollower]] = {}
         self._courier: storage.Courier | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sending = asyncio.Lock()  # a file is read by one task at a time
+        self._sending = asyncio.Lock()  # only one task at a time may read a file
         self.pulse = Pulse()
         self._gpus = GpuWatch({})
         self._looked = asyncio.Event()
-        self._hurry = asyncio.Event()  # set while ranks are asked to hold, and none has been seen to
+        self._hurry = asyncio.Event()  # set while ranks are asked to hold and none has been seen waiting
         self._dumped: asyncio.Future[dict[str, str]] | None = None
 
     @property
     def ours(self) -> bool:
-        """True when its ranks run functions of ours."""
+        """True when the ranks run our functions and not a user's program."""
         return any("argv" not in start for start in self._ranks)
 
     @property
@@ -77,14 +77,14 @@ class NodeAttempt:
 
     @property
     def folder(self) -> AttemptDir:
-        """Its part of the run folder, as this node sees it."""
+        """The attempt's part of the run folder, as this node sees it."""
         assert self.start is not None
         return AttemptDir(Path(self.start.attempt_dir))
 
     # Its beginning and its end --------------------------------------------------------------------------------------
 
     def open(self, message: wire.Start) -> None:
-        """Take the start message; make what it needs of the run folder."""
+        """Record the start message, and make the folders that it needs."""
         self.start = message
         self.node = message.node
         self._followers = {
@@ -100,10 +100,10 @@ class NodeAttempt:
             self._courier = storage.Courier(RunDir(self.folder.path.parent), self.folder, self.node, ranks)
 
     def follow(self, keeper: KeeperLink) -> None:
-        """Begin to watch: the ranks have been ordered to start."""
+        """Start to watch the ranks. They have been ordered to start."""
         for work in (self._forward(), self._cap(), self._look(keeper), *(() if self.ours else (self._take_census(),))):
             self._watch(work)
-        # The ranks of a node take its GPUs in turn.
+        # Rank i of the node uses its i-th GPU.
         if names := {
             each["rank"]: each["gpus"][place] for place, each in enumerate(self._ranks) if each["gpus"][place:]
         }:
@@ -112,33 +112,33 @@ class NodeAttempt:
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guard(work))
         self._tasks.add(task)
-        task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # in case the task was cancelled before it began
 
     def tell_programs(self, message: wire.StopRanks) -> None:
-        """Write for the user's programs why and until when (unix seconds) they may end by themselves."""
+        """Write down for users' programs why they are stopped, and by when (Unix seconds) they should end."""
         if self.start is None or self.ours or not message.reason:
             return
         told = {"reason": message.reason, "message": message.text, "deadline": time.time() + message.grace_s}
-        with self._saying():  # they are stopped all the same
+        with self._saying():  # they are stopped even if this fails
             write_json(self.folder.stop(self.node), told)
 
     def ask_to_save(self) -> None:
-        """Answer SIGUSR1: ask rank 0 for a checkpoint, by the run folder, which nodes share where ranks save."""
+        """Handle SIGUSR1: ask rank 0 for a checkpoint through the run folder, which all runs that save share."""
         if self.start is not None:
             with self._saying():
                 RunDir(self.folder.path.parent).ask_to_save(f"SIGUSR1 at node {self.node}")
 
     @contextlib.contextmanager
     def _saying(self) -> Iterator[None]:
-        """Say on standard error that something cannot be written, and go on."""
+        """Report on standard error if something cannot be written, and continue."""
         try:
             yield
         except MusterError as error:
             print(f"muster agent of node {self.node}: {error}", file=sys.stderr)
 
     async def close(self) -> None:
-        """Send what is still to be sent, and watch no more; may come twice."""
-        async with self._sending:  # not in the middle of what has been read already
+        """Send all remaining output, and stop watching. May be called twice."""
+        async with self._sending:  # waits until the current piece has been sent
             self._gpus.close()
             tasks, self._tasks = self._tasks, set()
             for task in tasks:
@@ -149,14 +149,14 @@ class NodeAttempt:
         await self._cap_once()
 
     def abandon(self) -> None:
-        """Watch no more, whatever is still to be sent: nobody takes it."""
+        """Stop watching without sending anything more, because nobody reads it."""
         for task in self._tasks:
             task.cancel()
 
-    # From the keeper ------------------------------------------------------------------------------------------------
+    # From the rank parent -------------------------------------------------------------------------------------------
 
     async def on_keeper(self, message: dict[str, Any]) -> None:
-        """Take what the keeper tells of this attempt."""
+        """Handle the rank parent's message about this attempt."""
         number = self.number
         if "looked" in message:
             await self._on_looked(message)
@@ -180,7 +180,7 @@ class NodeAttempt:
         elif "report" in message and (self.ours or fits(message["report"], RankReport)):
             await self.tell(wire.Report(number, message["rank"], message["report"]))
         elif "report" in message:
-            return  # what a program has written into its pipe, which may be anything
+            return  # a program may write anything into its pipe
         elif "swept" in message:
             await self.close()
             await self.tell(wire.Swept(number, message["swept"], tuple(message["left"])))
@@ -189,7 +189,7 @@ class NodeAttempt:
 
     def _note_started(self, pids: dict[int, int]) -> None:
         self.pids = {rank: (pid, processes.start_ticks(pid)) for rank, pid in pids.items()}
-        if not self.ours:  # a program of the user's: it tells us nothing, so we look
+        if not self.ours:  # a user's program reports nothing, so we observe it
             self._unseen = dict(pids)
         ranks = [
             {"rank": start["rank"], "pid": pids[start["rank"]], "cores": start["cores"], "gpus": start["gpus"]}
@@ -202,10 +202,10 @@ class NodeAttempt:
     def _last_lines(self, rank: int) -> list[str]:
         return last_lines(self.folder.err(rank)) or last_lines(self.folder.out(rank))
 
-    # How far the ranks are ------------------------------------------------------------------------------------------
+    # Progress of the ranks ------------------------------------------------------------------------------------------
 
     async def _look(self, keeper: KeeperLink) -> None:
-        """Ask the keeper how far the ranks are: each second, and often while they are asked to hold."""
+        """Ask the rank parent for the ranks' progress each second, and more often while they are asked to hold."""
         while True:
             self._looked.clear()
             await keeper.order({"do": "look"})
@@ -228,7 +228,7 @@ class NodeAttempt:
             await self.tell(wire.Held(self.number, held))
 
     def progress(self, now: float) -> Progress | None:
-        """Return how far the ranks are, and how busy their GPUs; None as long as no rank has been seen."""
+        """Return the progress of the ranks and the utilization of their GPUs; None if no rank has been seen yet."""
         if (record := self.pulse.record(now, self._state_of)) is not None:
             for rank, told in record["ranks"].items():
                 if (gpu := self._gpus.seen.get(int(rank))) is not None:
@@ -236,25 +236,25 @@ class NodeAttempt:
         return record
 
     def _state_of(self, rank: int) -> str:
-        """Return the letter of the state of a rank's process, "" if it is gone."""
+        """Return the state of a rank's process as a letter, "" if it is gone."""
         fields = procfs.stat(self.pids[rank][0]) if rank in self.pids else None
         return "" if fields is None else fields[procfs.STATE].decode()
 
     def hold(self) -> None:
-        """Look often from now on, and tell once a rank waits between two steps."""
+        """Ask for progress more often from now on, and report when a rank waits between two steps."""
         self._hurry.set()
 
     async def dump(self, keeper: KeeperLink) -> None:
-        """Have the ranks write their stacks, and send these."""
+        """Make the ranks write their stacks, and send them."""
         if self._dumped is not None and not self._dumped.done():
-            return  # one is on its way
+            return  # a dump is already in progress
         self._dumped = asyncio.get_running_loop().create_future()
         dumps = Dumps({start["rank"]: self.folder.err(start["rank"]) for start in self._ranks})
-        await keeper.order({"do": "look"})  # answered before the dump: how far each is by now
+        await keeper.order({"do": "look"})  # answered before the dump, with each rank's current progress
         await keeper.order({"do": "dump"})
         try:
             states = await asyncio.wait_for(self._dumped, ASK_S)
-        except asyncio.TimeoutError:  # the keeper itself stands still
+        except asyncio.TimeoutError:  # the rank parent itself hangs
             states = {}
         lines = await dumps.gather(list(map(int, states)))
         told: list[Stack] = [
@@ -264,7 +264,7 @@ class NodeAttempt:
         await self.tell(wire.Stacks(self.number, tuple(told)))
 
     async def _take_census(self) -> None:
-        """Look which programs of the user's have come to the store."""
+        """Report users' programs that have connected to the store."""
         assert self.start is not None
         while True:
             for rank in census.connected(self._unseen, self.start.master_port) if self._unseen else ():
@@ -275,7 +275,7 @@ class NodeAttempt:
     # What ranks write -----------------------------------------------------------------------------------------------
 
     async def _forward(self) -> None:
-        """Send what the console's ranks print to the supervisor, line by line, and files that it cannot see."""
+        """Send the lines of the console's ranks to the supervisor, and also the files that it cannot see."""
         while True:
             for rank in self._followers:
                 await self._forward_rank(rank)
@@ -283,7 +283,7 @@ class NodeAttempt:
             await asyncio.sleep(FOLLOW_S)
 
     async def deliver(self) -> None:
-        """Send what is new in this node's part of the run folder, where the supervisor cannot see it."""
+        """Send new data in this node's part of the run folder, if the supervisor cannot see it."""
         if self._courier is None:
             return
         async with self._sending:
@@ -291,13 +291,13 @@ class NodeAttempt:
                 await self.tell(wire.File(self.number, *piece))
 
     async def _cap(self) -> None:
-        """Keep the ranks' logs from filling the disk."""
+        """Limit the size of the ranks' logs."""
         while True:
             await self._cap_once()
             await asyncio.sleep(LOOK_S)
 
     async def _cap_once(self) -> None:
-        await self.deliver()  # what is freed has been sent home before
+        await self.deliver()  # send the parts that will be freed
         for start in self._ranks:
             for stream in ("out", "err"):
                 logcap.cap(Path(start[stream]))
@@ -321,13 +321,13 @@ class NodeAttempt:
 
 
 def last_lines(path: Path) -> list[str]:
-    """Return the last lines of a log, long ones cut: a verdict is one row of a log."""
+    """Return the last lines of a log, with long lines cut, since a verdict becomes one row of a log."""
     lines = tail_lines(path, LAST_LINES)
     return [line if len(line) <= LONGEST_LAST else f"{line[:LONGEST_LAST]}… ({len(line)} characters)" for line in lines]
 
 
 async def gone(ranks: Collection[RankProcessId]) -> list[int]:
-    """Wait for the end of processes that are about to end, for `GONE_S`; return the pids of those that live on."""
+    """Wait up to GONE_S for processes that should end; return the pids of those that are still alive."""
     deadline = time.monotonic() + GONE_S
     while left := [pid for pid, ticks in ranks if ticks is not None and processes.is_same(pid, ticks)]:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Which ranks of a `command:` job have reached the store: read from the kernel, since the program tells us nothing.
+"""Find the ranks of a `command:` job that have connected to the store, from /proc: the program itself reports nothing.
 
 A rank has arrived when a process of its tree has a TCP connection to the master port (proc(5), /proc/net/tcp).
 """
@@ -10,7 +10,7 @@ from muster.jobs.machine import linux, procfs
 
 
 def connected(ranks: Mapping[int, int], port: int) -> set[int]:
-    """Return the ranks, of {rank: pid}, that hold a connection to a port."""
+    """Return the ranks, of {rank: pid}, that have a connection to a port."""
     sockets = {
         f"socket:[{inode}]" for _, to, state, inode in procfs.tcp() if state == procfs.ESTABLISHED and to == port
     }
@@ -24,5 +24,5 @@ def connected(ranks: Mapping[int, int], port: int) -> set[int]:
 def _holds(pid: int, sockets: set[str]) -> bool:
     try:
         return any(str(entry.readlink()) in sockets for entry in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:  # it ended while we looked
+    except OSError:  # the process ended meanwhile
         return False

@@ -1,6 +1,6 @@
-"""How busy this node's GPUs are, and what of their memory is taken, as the driver's library (NVML) tells.
+"""The utilization of this node's GPUs and their memory in use, from the driver's library (NVML).
 
-The library comes with the driver; without it nothing is known. Programs of all users count.
+Without the driver, and so without the library, nothing is reported. Programs of all users are included.
 """
 
 import ctypes
@@ -22,16 +22,16 @@ class _Memory(ctypes.Structure):
 
 
 class Gpus:
-    """The GPUs of a node by the names that CUDA_VISIBLE_DEVICES gives them: a number or a UUID."""
+    """The GPUs of a node, by their names in CUDA_VISIBLE_DEVICES: a number or a UUID."""
 
     def __init__(self) -> None:
         self.nvml: ctypes.CDLL | None = None
-        with suppress(OSError, AttributeError):  # there is none, or it is older than these functions
+        with suppress(OSError, AttributeError):  # the library is missing, or lacks these functions
             library = ctypes.CDLL(LIBRARY)
             self.nvml = None if library.nvmlInit_v2() else library
 
     def look(self, name: str) -> tuple[int, int] | None:
-        """Return a GPU's utilization in percent and the bytes of its memory that are taken; None if not known."""
+        """Return a GPU's utilization in percent and its memory in use in bytes; None if unknown."""
         nvml, device, busy, memory = self.nvml, ctypes.c_void_p(), _Utilization(), _Memory()
         if nvml is None:
             return None
@@ -45,9 +45,9 @@ class Gpus:
 
 
 class GpuWatch:
-    """Looks at each rank's GPU every second, in a thread that ends with the process: a broken driver may never answer.
+    """Polls each rank's GPU every second, in a daemon thread, because a broken driver may never answer.
 
-    `names`: each rank's GPU. `seen`: what `Gpus.look` said last, by rank.
+    `names`: the GPU of each rank. `seen`: the last result of `Gpus.look`, by rank.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -65,5 +65,5 @@ class GpuWatch:
                     self.seen[rank] = found
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop polling."""
         self._over.set()

@@ -1,7 +1,7 @@
-"""The agent's end of the socket to its keeper: JSON lines, and once an attempt a descriptor; see `jobs/node/keeper.py`.
+"""The agent's end of the socket to its rank parent: JSON lines and, once per attempt, a file descriptor.
 
-asyncio's queue knows of no descriptors. So every order is sent to its last byte before the next one begins, and a
-descriptor goes out over a second handle of the same socket while that queue is empty.
+The other end is `jobs/node/keeper.py`. asyncio cannot send descriptors. So every order is sent completely before the
+next one begins, and a descriptor is sent over a second handle of the same socket while asyncio's queue is empty.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from muster.launch.wire.channel import START_BYTES
 CHUNK: Final = 1 << 16
 OTHER_PYTHON: Final = "correct python in the job file"
 WARM: Final = "muster.jobs.node.warm"
-END_S: Final = 5.0  # a keeper needs 1 s and a sweep to end
-TIMES: Final = 6  # that it is given END_S, as long as it runs or wants to: a loaded machine is slow
+END_S: Final = 5.0  # a rank parent needs 1 s and a sweep to end
+TIMES: Final = 6  # waits of END_S, as long as the rank parent runs or wants to run: a loaded machine is slow
 
 
 def start_warm(
     sockets: Sequence[socket.socket], *, python: str, of_job: Sequence[str], preload: str, env: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a warm process that serves one keeper per socket.
+    """Start a warm process that forks one rank parent per socket.
 
-    It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks. `of_job`: the words that
-    start the job's own Python; empty: it runs in `python`, Muster's.
+    The warm process gets its own session, so that a terminal's Ctrl-C does not reach it or its ranks. `of_job`: the
+    command of the job's own Python; if empty, the warm process runs in `python`, Muster's.
 
     Raises:
-        OSError: the Python cannot be run.
+        OSError: if the Python cannot be run.
     """
     descriptors = [each.fileno() for each in sockets]
     argv = job_argv(of_job, WARM) if of_job else module_argv(python, WARM)
@@ -55,13 +55,13 @@ def start_warm(
 
 
 class KeeperLink:
-    """A keeper, by its socket; where none was inherited, the warm process is started when the link is opened."""
+    """The connection to a rank parent. If no socket was inherited, `open` starts the warm process."""
 
     def __init__(self, keeper: socket.socket | None) -> None:
         self.keeper = keeper
         self._warm: subprocess.Popen[bytes] | None = None
         self._of_job: Sequence[str] = ()
-        self._has_begun = False  # the warm process, in the job's Python
+        self._has_begun = False  # the warm process has begun, in the job's Python
         self._pid = 0
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -69,16 +69,16 @@ class KeeperLink:
 
     @property
     def is_open(self) -> bool:
-        """True once the keeper has been spoken to."""
+        """True once the connection has been opened."""
         return self._writer is not None
 
     async def open(self, *, preload: str, env: dict[str, str], of_job: Sequence[str] = ()) -> None:
-        """Meet the keeper; orders wait in the socket until it has imported what it needs.
+        """Open the connection. Orders wait in the socket until the rank parent has finished its imports.
 
-        `env` is the whole environment of a warm process, `of_job` as in `start_warm`.
+        `env`: the complete environment of a warm process. `of_job`: as for `start_warm`.
 
         Raises:
-            RefusedError: the job's Python cannot be run.
+            RefusedError: if the job's Python cannot be run.
         """
         self._of_job = of_job
         if self.keeper is None:
@@ -92,13 +92,13 @@ class KeeperLink:
                         raise
                     raise RefusedError(f"python: {of_job[0]}: {error.strerror}; {OTHER_PYTHON}") from error
             self.keeper = ours
-        copy = self.keeper.dup()  # one for asyncio, one for passing descriptors
+        copy = self.keeper.dup()  # one handle for asyncio, one for passing descriptors
         self._reader, self._writer = await asyncio.open_unix_connection(sock=copy, limit=START_BYTES)
-        self._writer.transport.set_write_buffer_limits(high=0)  # now drain() waits for the last byte
+        self._writer.transport.set_write_buffer_limits(high=0)  # so that drain() waits for the last byte
 
     @property
     def unusable(self) -> str:
-        """The reason why the job's Python did not start the warm process; "" if it did. Valid after `messages` ends."""
+        """Why the job's Python did not start the warm process; "" if it did. Valid after `messages` ends."""
         if self._has_begun or not self._of_job:
             return ""
         return (
@@ -107,14 +107,14 @@ class KeeperLink:
         )
 
     async def give_store(self, listening: socket.socket, attempt: int) -> None:
-        """Hand over the bound socket of an attempt's store; if the keeper has gone, `messages` ends."""
+        """Pass the bound socket of an attempt's store. If the rank parent is gone, `messages` ends."""
         assert self.keeper is not None
         order = (json.dumps({"do": "store", "attempt": attempt}) + "\n").encode()
         async with self._one_order:
             while True:
                 try:
                     socket.send_fds(self.keeper, [order], [listening.fileno()])
-                except BlockingIOError:  # nothing of it was sent: it is one packet, or none
+                except BlockingIOError:  # nothing was sent, since the packet is sent completely or not at all
                     await self._until_writable()
                 except ConnectionError:
                     return
@@ -122,7 +122,7 @@ class KeeperLink:
                     return
 
     async def order(self, message: dict[str, Any]) -> None:
-        """Send an order; if the keeper has gone, `messages` ends."""
+        """Send an order. If the rank parent is gone, `messages` ends."""
         assert self._writer is not None
         async with self._one_order:
             try:
@@ -142,7 +142,7 @@ class KeeperLink:
             loop.remove_writer(self.keeper)
 
     async def messages(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield what the keeper tells until it hangs up."""
+        """Yield the rank parent's messages until it closes the connection."""
         assert self._reader is not None
         while True:
             try:
@@ -159,7 +159,7 @@ class KeeperLink:
                 yield message
 
     async def close(self) -> None:
-        """Let the keeper go, and wait until it has ended everything; a frozen one is killed, and its ranks with it."""
+        """Close the connection; wait until the rank parent has ended everything. Kill a frozen one with its ranks."""
         if self.keeper is None:
             return
         try:
@@ -168,7 +168,7 @@ class KeeperLink:
                 hung_up = asyncio.ensure_future(self._hear_out(self.keeper))
                 if not await self._ends(hung_up) and self._pid:
                     linux.kill_quietly(self._pid, signal.SIGKILL)
-        except OSError:  # it has gone already
+        except OSError:  # it is gone already
             pass
         self.keeper.close()
         if self._writer is not None:
@@ -176,7 +176,7 @@ class KeeperLink:
         await self._end_warm()
 
     async def _ends(self, hung_up: "asyncio.Future[None]") -> bool:
-        """Wait until the keeper has hung up; return False if it is frozen instead: it neither runs nor wants to."""
+        """Wait until the rank parent hangs up; return False if it is frozen: neither running nor waiting to run."""
         for _ in range(TIMES):
             _, before = linux.signs_of_life(self._pid)
             await asyncio.wait([hung_up], timeout=END_S)
@@ -190,12 +190,12 @@ class KeeperLink:
         return False
 
     async def _end_warm(self) -> None:
-        """Wait for the warm process that we started: it ends with its keeper, when all that is below is dead."""
+        """Wait for the warm process that we started. It ends with its rank parent, when every process below is dead."""
         if self._warm is None:
             return
         try:
             await asyncio.to_thread(self._warm.wait, END_S)
-        except subprocess.TimeoutExpired:  # something below cannot be killed
+        except subprocess.TimeoutExpired:  # a process below cannot be killed
             self._warm.kill()
             await asyncio.to_thread(self._warm.wait)
 

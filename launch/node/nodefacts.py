@@ -1,7 +1,8 @@
-"""What a node has and what it can reach: an agent's answer to `inspect`. Nothing is started, nothing is left behind.
+"""The facts about a node: what it has and what it can reach. They answer the message `Inspect`.
 
-Every fact is found by a thread of its own with a deadline for all, because each has a way to hang: a dead file server,
-a GPU's driver, a silent peer. A fact that cannot be found is missing from the answer, and `failed` says why.
+Nothing is started and nothing is left behind. Each fact is found in its own thread, and all share one deadline, because
+each can hang: on a dead file server, a GPU driver, a silent peer. A fact that cannot be found is missing from the
+answer, and `failed` gives the reason.
 """
 
 import json
@@ -42,22 +43,22 @@ from importlib import metadata
 torch = [each.version for each in metadata.distributions(name="torch")] or [None]
 version = "{}.{}.{}".format(*sys.version_info[:3])
 print(json.dumps({"python": version, "executable": sys.executable, "torch": torch[0]}))
-"""  # of the job's Python, of any version
+"""  # run by the job's Python, of any version
 
 Probe = Callable[[], Any]
 EVERYTHING: Final = Inspect()
 
 
 def facts(request: Inspect = EVERYTHING) -> Facts:
-    """Return what is asked for and can be found within the deadline; never raises.
+    """Return the requested facts that can be found within the deadline; never raises.
 
-    nothing           what this node is and has
-    program, script   whether this node has them; a program that is a name is looked for in `folder`, too
-    python            the version of the job's own Python and of its torch, in place of this process's
-    peer, port        the way to a peer, and whether its port answers
-    run, nonce, mark  whether this node sees a run folder that holds a nonce, and can write a mark there
+        nothing           what this node is and has
+        program, script   whether this node has them; a program given by name is also searched for in `folder`
+        python            the version of the job's own Python and of its torch, instead of this process's
+        peer, port        the route to a peer, and whether its port answers
+        run, nonce, mark  whether this node sees a run folder that holds a nonce, and can write a mark there
 
-    The last two may be asked in one, and so may the first three.
+    The last two can be asked together, and so can the first three.
     """
     probes: dict[str, Probe] = {}
     if request.run:
@@ -75,7 +76,7 @@ def facts(request: Inspect = EVERYTHING) -> Facts:
 
 
 def about_ranks(found: dict[str, Any]) -> Facts:
-    """Put facts about the job's own Python in place of those about this process's."""
+    """Replace the facts about this process's Python by those about the job's own Python."""
     why = found["failed"].pop(OF_JOB, "")
     others = {name: value for name, value in found.items() if name not in (*OF_PYTHON, OF_JOB)}
     found["failed"] |= dict.fromkeys(OF_PYTHON, why) if why else {}
@@ -94,21 +95,21 @@ def of_job(request: Inspect) -> dict[str, str | None]:
         env={**os.environ, "PATH": path},
     )
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        said = (done.stderr.strip().splitlines() or ["no error output"])[-1]
         raise OSError(f"{request.python[0]}: ended with code {done.returncode}: {said}")
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
     return {name: found[name] for name in OF_PYTHON}
 
 
 def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
-    """Call all probes at once; leave those behind that do not end in time."""
+    """Run all probes at once; abandon those that do not end in time."""
     found: dict[str, Any] = {}
     failed: dict[str, str] = {}
 
     def probe(name: str, function: Probe) -> None:
         try:
             found[name] = function()
-        except Exception as error:  # whatever it is, it is the answer
+        except Exception as error:  # any exception is reported as the answer
             failed[name] = str(error) or type(error).__name__
 
     threads = {
@@ -130,12 +131,12 @@ def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
 
 
 def machine() -> str:
-    """Return what two names of one machine have in common, and two machines have not."""
-    return f"{procfs.boot_id()} {socket.gethostname()}"  # nodes of a box, or containers, share the kernel
+    """Return an id that is equal for two names of one machine, and different for two machines."""
+    return f"{procfs.boot_id()} {socket.gethostname()}"  # nodes of a box, or containers, share the kernel's boot id
 
 
 def version(package: str) -> str | None:
-    """Return a package's version without importing it; None where it is not installed, as our code may not be."""
+    """Return a package's version without importing it; None if it is not installed (our own code need not be)."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -143,7 +144,7 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit of our code, + where it was changed since; None where it is no clone, but a copy."""
+    """Return the commit of our code, with + if files have changed since; None if it is a copy and no clone."""
     try:
         return gitfacts.short_commit(CODE_ROOT, "muster/__init__.py", deadline_s=DEADLINE_S / 2)
     except gitfacts.GitError:
@@ -154,7 +155,7 @@ def commit() -> str | None:
 
 
 def cores() -> int:
-    """Return how many cores this process may use: its affinity, or the quota of its control group if that is less."""
+    """Return how many cores this process may use: its affinity, or its control group's quota if that is less."""
     available = len(os.sched_getaffinity(0))
     for group in free.own_groups("cpu"):
         files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -166,12 +167,12 @@ def cores() -> int:
 
 
 def memory() -> dict[str, int]:
-    """Return the memory of this node in MiB, in all and free for us, as far as its control group lets us have it."""
+    """Return this node's total and available memory in MiB, within the limits of our control group."""
     return {"total_mib": free.all_bytes() // MIB, "available_mib": free.free_bytes() // MIB}
 
 
 def gpus() -> list[str]:
-    """Return the names of this node's GPUs; by their device files where nvidia-smi is not there."""
+    """Return the names of this node's GPUs, or "GPU" per device file if there is no nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return ["GPU" for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()]  # noqa: PTH208
     argv = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -182,7 +183,7 @@ def gpus() -> list[str]:
 
 
 def limits() -> dict[str, int]:
-    """Return the limit on open files; -1 stands for none."""
+    """Return the limits on open files; -1 means unlimited."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"open_files": soft, "open_files_hard": hard}
 
@@ -191,14 +192,14 @@ def limits() -> dict[str, int]:
 
 
 def route(request: Inspect) -> list[str] | None:
-    """Return the interface and own address towards the peer; None where there is no way to it."""
+    """Return the interface and own address towards the peer; None if there is no route."""
     chosen = network.choose(network.own_addresses(), request.iface) if request.iface else None
     found = chosen or network.route_to(request.peer)
     return list(found) if found else None
 
 
 def connect(request: Inspect) -> str:
-    """Return "" when the peer's port answers, else why not."""
+    """Return "" if the peer's port answers, else the reason why not."""
     try:
         socket.create_connection((request.peer, request.port), timeout=REACH_S).close()
     except TimeoutError:
@@ -209,9 +210,9 @@ def connect(request: Inspect) -> str:
 
 
 def storage(request: Inspect) -> dict[str, Any]:
-    """Say whether this node sees the run folder, may write there, and how much is free where it keeps its part.
+    """Return whether this node sees and can write the run folder, and the free space where it keeps its part.
 
-    {"where": "shared" | "apart" | "none", "path": ..., "free_mib": ..., "why": what keeps it from writing}
+    {"where": "shared" | "apart" | "none", "path": ..., "free_mib": ..., "why": the reason why it cannot write}
     """
     run = RunDir(Path(request.run))
     if is_shared(run, request.nonce):
@@ -233,7 +234,7 @@ def _try_to_write(path: Path, text: str) -> str:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # a full disk or a quota may show only now
+            os.fsync(file.fileno())  # a full disk or a quota may be reported only here
     except OSError as error:
         return f"{path.parent}: cannot be written: {error.strerror}"
     return ""

@@ -1,12 +1,12 @@
-"""How long ago each of a node's ranks last made progress, from what its keeper saw at each look; by this node's clock.
+"""Seconds since each rank on this node last made progress, sampled by the rank parent, in this node's clock.
 
     {"steps": 41, "beats_age_s": 0.7, "ranks": {"3": {"phase": "run", "steps": 40, "beats_age_s": 31.2, "state": "T"}},
      "phases": ["run"], "slowest_s": 0.2, "sessions": 2, "output_age_s": null}
 
-`steps` is what the farthest rank has done, `beats_age_s` the age of the youngest beat, `ranks` what each does, the one
-that has been silent longest first (at most 64 of them), `slowest_s` the slowest step of late of any rank. `sessions`
-counts the ranks that tell how far they are, `output_age_s` says how long ago a program last wrote, null before that.
-When all ranks have ended `phases` is empty.
+`steps`: of the rank that is farthest ahead. `beats_age_s`: the age of the most recent beat of any rank. `ranks`: every
+rank (at most 64), the one that has been silent longest first. `slowest_s`: the slowest recent step of any rank.
+`sessions`: the number of ranks that report progress. `output_age_s`: the time since a program last wrote output, null
+before it has. `phases` is empty when all ranks have ended.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +16,8 @@ from typing import Any, Final
 from muster.launch.common.lateness import OwnLateness
 from muster.launch.wire.records import MOST_TOLD, Progress, RankProgress
 
-LOOK_S: Final = 1.0  # we look, or are asked, each second
-QUIET_S: Final = 2.0  # a rank that has been silent for longer has its process looked at
+LOOK_S: Final = 1.0  # the interval of samples and of reports
+QUIET_S: Final = 2.0  # the process state is read for ranks that have been silent for longer
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _Rank:
     beats: int
     slowest_s: float
     held: int
-    session: bool  # it tells how far it is
+    session: bool  # it reports its progress
     moved: float  # when its beats were last seen to change (monotonic seconds)
 
 
@@ -39,11 +39,11 @@ class Pulse:
         self._steps = 0
         self._begun = False
         self._written = 0  # bytes of output
-        self._wrote: float | None = None  # when that was last seen to grow
+        self._wrote: float | None = None  # when the output was last seen to grow
         self._own = OwnLateness(LOOK_S)
 
     def note(self, looked: Iterable[Sequence[Any]], now: float) -> None:
-        """Take what the keeper saw: [rank, phase, steps, beats, slowest_s, held, session] of each rank that runs."""
+        """Record a sample: [rank, phase, steps, beats, slowest_s, held, session] of each running rank."""
         self._forgive(now)
         before = self._ranks
         self._ranks = {}
@@ -54,20 +54,20 @@ class Pulse:
             self._steps, self._begun = max(self._steps, steps), True
 
     def note_output(self, written: int, now: float) -> None:
-        """Take how many bytes the programs have written so far."""
+        """Record how many bytes the programs have written so far."""
         if written != self._written:
             self._written, self._wrote = written, now
 
     def ended(self, rank: int, steps: int | None) -> None:
-        """Take the end of a rank, after so many steps; None for a program of the user's, which has no pulse."""
+        """Record the end of a rank after `steps` steps; None for a user's program that reports no progress."""
         self._ranks.pop(rank, None)
         if steps is not None:
             self._steps, self._begun = max(self._steps, steps), True
 
     def record(self, now: float, state_of: Callable[[int], str] = lambda rank: "") -> Progress | None:
-        """Return the progress record; None as long as no rank has been seen.
+        """Return the progress record; None if no rank has been seen yet.
 
-        `state_of(rank)` is asked for the state of the process of a rank that has been silent for `QUIET_S`.
+        `state_of(rank)` returns the process state of a rank; it is called if the rank has been silent for `QUIET_S`.
         """
         self._forgive(now)
         if not self._begun:
@@ -90,13 +90,13 @@ class Pulse:
         return record
 
     def seen(self, rank: int) -> dict[str, Any]:
-        """Return what is known of one rank: {"phase", "steps"}, empty if nothing is."""
+        """Return {"phase", "steps"} of one rank, empty if it is unknown."""
         known = self._ranks.get(rank)
         return {} if known is None else {"phase": known.phase, "steps": known.steps}
 
     @property
     def held(self) -> int | None:
-        """Steps done by the farthest rank that waits between two steps; None while none does."""
+        """The steps of the farthest rank that waits between two steps; None if no rank waits."""
         return max((rank.held for rank in self._ranks.values() if rank.held >= 0), default=None)
 
     def _told(self, rank: int, now: float, state_of: Callable[[int], str]) -> RankProgress:
@@ -106,7 +106,7 @@ class Pulse:
         return {"phase": known.phase, "steps": known.steps, "beats_age_s": age_s, "state": state}
 
     def _forgive(self, now: float) -> None:
-        """Do not count the time in which this process did not run as silence of the ranks."""
+        """Exclude the time in which this process did not run from the ranks' silence."""
         late_s = self._own.look(now)
         for rank in self._ranks.values():
             rank.moved += late_s

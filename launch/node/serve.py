@@ -1,7 +1,7 @@
-"""The agent at work: it starts its node's ranks through a keeper, watches them, and stops them; attempt after attempt.
+"""The agent at work: it starts its node's ranks through the rank parent, watches and stops them, for every attempt.
 
-When the channel closes, or the supervisor has been silent for the lease, it closes the keeper's socket, whereupon the
-keeper stops the ranks (TERM, 1 s, KILL); then it ends whatever else it started.
+When the channel closes, or the supervisor has been silent for the lease, the agent closes the rank parent's socket. The
+rank parent then stops the ranks (TERM, 1 s, KILL), and the agent ends everything else that it started.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from muster.launch.wire.channel import Channel, ChannelClosed, over_pipes, over_
 from muster.launch.wire.records import Facts, Leftover
 
 LOOK_S: Final = 0.25
-LATE_KEPT: Final = 0.98  # of the lateness told, at each look: half of it is forgotten after 9 s
-BACKLOG: Final = 4096  # ranks dial before the store serves
+LATE_KEPT: Final = 0.98  # decay of the reported lateness per check: it halves in 9 s
+BACKLOG: Final = 4096  # ranks connect before the store accepts
 REACH_S: Final = 5.0
 LONGEST_WHY: Final = 4000  # characters
 
 
 class Agent:
-    """One node's end of a run. `lease_s`: how long the supervisor may be silent; 0 where its end closes a pipe."""
+    """One node's side of a run. `lease_s`: how long the supervisor may be silent; 0 if its end closes a pipe."""
 
     def __init__(self, node: int, channel: Channel, keeper: socket.socket | None, lease_s: float) -> None:
         self.node = node
@@ -49,11 +49,11 @@ class Agent:
         self.alone = False  # the lease has ended
         self.late_s = 0.0
         self.attempt = self._new_attempt(0)
-        self.before: set[RankProcessId] = set()  # ranks of attempts before: gone, unless their keeper died
-        self.listening: socket.socket | None = None  # the store's, until the keeper has it
+        self.before: set[RankProcessId] = set()  # ranks of earlier attempts; they have ended unless their parent died
+        self.listening: socket.socket | None = None  # the store's socket, until the rank parent has it
         self.starting: asyncio.Task[None] | None = None
-        self.set_up: list[str] | None = None  # the setup lines that have been run
-        self.changed: setup_lines.Changes = {}  # by them, in the environment
+        self.set_up: list[str] | None = None  # the setup lines that have already run
+        self.changed: setup_lines.Changes = {}  # the environment variables that they changed
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -69,7 +69,7 @@ class Agent:
             code = message.code
             await self.attempt.close()
         except ChannelClosed:
-            pass  # the supervisor has gone: the same farewell
+            pass  # the supervisor is gone; clean up as after bye
         self.attempt.abandon()
         for task in self.tasks:
             task.cancel()
@@ -106,12 +106,12 @@ class Agent:
                 await self.channel.send(wire.Stacks(message.attempt, ()))
 
     def _on_term(self) -> None:
-        """Pass on that somebody ends this node - a scheduler, mostly - so that the whole run ends in order."""
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # a second one ends this process
+        """Report that this node is being ended, mostly by a scheduler, so that the whole run can stop in order."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # a second SIGTERM ends this process
         self._spawn(self.channel.send(wire.Terminated(self.attempt.number)))
 
     async def _watch_lease(self) -> None:
-        """Wait for the end of the lease; time in which this process did not run is no silence of the supervisor."""
+        """Wait for the end of the lease. Time in which this process did not run does not count."""
         own = OwnLateness(LOOK_S)
         own.look(now := time.monotonic())
         while not self.lease_s or now - self.heard < self.lease_s:
@@ -125,7 +125,7 @@ class Agent:
         self.channel.abort()
 
     async def _beat(self, message: wire.Beat) -> None:
-        """Answer with both times of this clock, so that the supervisor can tell how far it is off."""
+        """Answer with two times of this clock, so that the supervisor can compute its offset."""
         heard, number = time.time(), self.attempt.number
         progress = self.attempt.progress(time.monotonic())
         await self.channel.send(wire.Heartbeat(number, message.sent, heard, time.time(), progress, self.late_s))
@@ -142,7 +142,7 @@ class Agent:
         await self.channel.send(wire.Inspected(self.attempt.number, found))
 
     async def _prepare(self, message: wire.Prepare) -> None:
-        """Bind the store's port, and keep it bound: the number is told only once it is ours."""
+        """Bind the store's port and keep it bound, so that the number cannot be taken before it is reported."""
         await self._turn_to(message.attempt)
         self._close_listening()
         addresses = network.own_addresses()
@@ -151,10 +151,10 @@ class Agent:
         port = self.listening.getsockname()[1]
         await self.channel.send(wire.Prepared(self.attempt.number, port, bind, tuple(addresses)))
 
-    # The way to the master, and the run folder ----------------------------------------------------------------------
+    # The route to the master, and the run folder --------------------------------------------------------------------
 
     async def _try_reach(self, message: wire.Reach, attempt: NodeAttempt) -> None:
-        """Try what the ranks will need: the way to the master, and the run folder."""
+        """Test what the ranks will need: the route to the master, and the run folder."""
         from muster.launch.common.fingerprint import fingerprint
 
         address, port = message.address, message.port
@@ -180,7 +180,7 @@ class Agent:
         return NodeAttempt(number, self.node, self.channel.send, self._guard)
 
     async def _turn_to(self, number: int) -> None:
-        """Leave the attempt before behind, if a message is about another one."""
+        """Switch to another attempt if a message is about another one."""
         if number != self.attempt.number:
             await self.attempt.close()
             self._close_listening()
@@ -195,7 +195,7 @@ class Agent:
     async def _begin(self, attempt: NodeAttempt, message: wire.Start) -> None:
         attempt.open(message)
         setup, warm = list(message.setup), message.warm
-        if setup and setup != self.set_up:  # once on a node, however many attempts there are
+        if setup and setup != self.set_up:  # once per node, not once per attempt
             log = attempt.folder.setup(attempt.node)
             self.changed = await setup_lines.run(setup, log, message.workdir, warm["env"])
             self.set_up = setup
@@ -203,22 +203,22 @@ class Agent:
         if not self.keeper.is_open:
             await self._ranks_gone()
             environ = {**os.environ, **warm["env"]}
-            if setup and warm["python"]:  # the lines may be what makes this Python run
+            if setup and warm["python"]:  # this Python may need what the lines set up
                 environ = setup_lines.environ_after(environ, self.changed)
             await self.keeper.open(preload=warm["preload"], env=environ, of_job=warm["python"])
             self._spawn(self._watch_keeper(self.keeper))
         if self.listening is not None and message.store:
             await self.keeper.give_store(self.listening, attempt.number)
-        self._close_listening()  # the keeper has it now, or rank 0 may bind it
+        self._close_listening()  # the rank parent has it now, or rank 0 may bind the port
         await self.keeper.order({"do": "start", "attempt": attempt.number, "ranks": ranks})
         attempt.follow(self.keeper)
 
     async def _stop(self, message: wire.StopRanks) -> None:
-        if message.attempt != self.attempt.number:  # of one that never came here
+        if message.attempt != self.attempt.number:  # about an attempt that never started here
             await self.channel.send(wire.Swept(message.attempt, 0, ()))
             return
         if self.starting is not None and not self.starting.done():
-            self.starting.cancel()  # the setup lines may be at work
+            self.starting.cancel()  # the setup lines may still be running
             await asyncio.gather(self.starting, return_exceptions=True)
         self._close_listening()
         self.attempt.tell_programs(message)
@@ -240,17 +240,17 @@ class Agent:
             elif message.get("attempt", self.attempt.number) == self.attempt.number:
                 await self.attempt.on_keeper(message)
         if self.keeper is keeper:
-            self.keeper = KeeperLink(None)  # the next attempt starts another
+            self.keeper = KeeperLink(None)  # the next attempt starts another one
         await self.attempt.close()
         if why := keeper.unusable:
             await self.channel.send(wire.Broken(self.attempt.number, why, REFUSED))
         else:
-            why = "its warm process or keeper has gone"
+            why = "its warm process or rank parent has gone"
             await self.channel.send(wire.Broken(self.attempt.number, why, UNREACHABLE, gone=True))
         await keeper.close()
 
     async def _ranks_gone(self) -> list[int]:
-        """Wait, where there is no keeper any more, for the end of its ranks; return the pids of those that live on."""
+        """Wait for the end of ranks that have lost their parent; return the pids of those that are still alive."""
         return await gone(self.before | set(self.attempt.pids.values()))
 
     # Plumbing -------------------------------------------------------------------------------------------------------
@@ -259,15 +259,15 @@ class Agent:
         task = asyncio.create_task(self._guard(work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # in case the task was cancelled before it began
         return task
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await work; what goes wrong in it is told and ends the node, instead of leaving it half alive."""
+        """Await work; report any error and end the node, which would otherwise be left half alive."""
         try:
             await work
         except ChannelClosed:
-            return  # the main loop sees it too, and ends the node
+            return  # the main loop notices it too, and ends the node
         except Exception as error:
             if not isinstance(error, MusterError):
                 traceback.print_exc()
@@ -278,11 +278,11 @@ class Agent:
 def serve(node: int, carrier: int, keeper: int | None, lease_s: float, alone: str) -> int:
     """Serve a supervisor that has been greeted; `carrier` is a connected socket, or -1 for the standard streams.
 
-    `alone` says what to do with the Slurm job around us when the lease ends: `requeue`, `cancel`, or nothing.
-    Returns the run's exit code, or 69 if the supervisor has gone.
+    `alone`: what to do with the surrounding Slurm job when the lease ends: `requeue`, `cancel`, or nothing. Returns the
+    run's exit code, or 69 if the supervisor has gone.
     """
-    terminal.guard()  # by hand, this is somebody's
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
+    terminal.guard()  # started by hand, it prints to a user's terminal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     linux.adopt_orphans()
 
@@ -291,7 +291,7 @@ def serve(node: int, carrier: int, keeper: int | None, lease_s: float, alone: st
             channel = await over_socket(socket.socket(fileno=carrier))
         else:
             channel = await over_pipes(os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0))
-            os.dup2(2, 1)  # what anybody prints must not reach the channel
+            os.dup2(2, 1)  # printed text must not get into the channel
         own = socket.socket(fileno=keeper) if keeper is not None else None
         agent = Agent(node, channel, own, lease_s)
         return await agent.run(), agent.alone

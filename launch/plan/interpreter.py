@@ -1,4 +1,4 @@
-"""Which Python the ranks run in. It is chosen where the job is submitted, and kept in its submission.
+"""The choice of the Python in which the ranks run. It is made where the job is submitted, and kept in the submission.
 
 command:  the job's python:  >  the site's python:  >  the active virtual or conda environment  >  Muster's own
 train:    the job's python:  >  Muster's own
@@ -15,7 +15,7 @@ from muster.jobs.spec.job import CommandSettings, Job
 from muster.jobs.spec.python import words_of
 from muster.jobs.spec.site import Site
 
-PYTHONS: Final = ("python", "python3")  # as the first word of a command: the chosen interpreter
+PYTHONS: Final = ("python", "python3")  # a command that begins with one of these runs in the chosen interpreter
 ENVIRONMENTS: Final = {"VIRTUAL_ENV": "virtual", "CONDA_PREFIX": "conda"}
 
 
@@ -23,9 +23,9 @@ ENVIRONMENTS: Final = {"VIRTUAL_ENV": "virtual", "CONDA_PREFIX": "conda"}
 class Interpreter:
     """The Python of a job's ranks.
 
-    `words` replace a first word of `PYTHONS` in a command, or start the warm process of a `train:` job; none: PATH on
-    the node decides what that first word is. `folder` comes first on PATH, so that programs of this Python's
-    environment are found, such as torchrun; "": PATH stays as it is.
+    `words`: replace the first word of a command that is in `PYTHONS`, or start the warm process of a `train:` job;
+    empty: PATH on the node decides. `folder`: put first on PATH, so that programs of this Python's environment, such as
+    torchrun, are found; "": PATH stays as it is.
     """
 
     words: tuple[str, ...]
@@ -33,15 +33,15 @@ class Interpreter:
     why: str
 
     def argv(self, command: Sequence[str]) -> list[str]:
-        """Return what every rank of a command executes."""
+        """Return the command that every rank of a `command:` job executes."""
         return [*self.words, *command[1:]] if self.words and command[0] in PYTHONS else list(command)
 
 
 def choose(job: Job, site: Site, own: str, environ: Mapping[str, str] = os.environ) -> Interpreter | None:
-    """Choose the Python of a job; `own` is Muster's on the nodes. None: the ranks run in Muster's own.
+    """Choose the Python of a job, or return None if the ranks run in Muster's own. `own`: Muster's Python on the nodes.
 
     Raises:
-        RefusedError: if the job names one that its command does not use.
+        RefusedError: if the job names a Python that its command does not use.
     """
     if not isinstance(job.settings, CommandSettings):
         return None if job.python is None else explicit(words_of(job.python), "job file: python")
@@ -63,18 +63,18 @@ def choose(job: Job, site: Site, own: str, environ: Mapping[str, str] = os.envir
 
 
 def explicit(words: tuple[str, ...], why: str) -> Interpreter:
-    """Return the interpreter that a file names. A container's command has no folder for PATH on the node."""
+    """Return the interpreter that a file names. A container's command adds no folder to PATH on the node."""
     path = Path(words[0])
     is_python = path.is_absolute() and (len(words) == 1 or path.name.startswith("python"))
     return Interpreter(words, str(path.parent) if is_python else "", why)
 
 
 def active(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the Python of the active environment, and why; of two, PATH shows which one was activated last."""
+    """Return the Python of the active environment, and the reason; of two, the one that comes first on PATH."""
     path = environ.get("PATH", "").split(os.pathsep)
     found = []
     for variable, kind in ENVIRONMENTS.items():
-        folder = os.path.abspath(f"{environ.get(variable)}/bin")  # noqa: PTH100 (PATH has it so, links and all)
+        folder = os.path.abspath(f"{environ.get(variable)}/bin")  # noqa: PTH100 (links as PATH has them)
         if environ.get(variable) and os.access(f"{folder}/python", os.X_OK):
             place = path.index(folder) if folder in path else len(path)
             found.append((place, f"{folder}/python", f"the {kind} environment that is active here: {variable}"))

@@ -1,7 +1,7 @@
-"""From a placement to what is started on each node: pure, so that `muster plan` is `muster run` minus its last step.
+"""The plan of an attempt, from a placement to the start message of each node. Pure: `muster plan` uses the same code.
 
-A node's start message holds one RankStart (`jobs/node/rank_start.py`) per rank. What only the machine knows - cores,
-GPUs, whether torch is there - comes in as `Machine`; the master port as a number, or None where it is not bound yet.
+A node's start message holds one RankStart (`jobs/node/rank_start.py`) per rank. Facts that only the machine knows
+(cores, GPUs, whether torch is installed) come as `Machine`. The master port is a number, or None while it is not bound.
 """
 
 import json
@@ -31,15 +31,16 @@ SESSION_VERSION: Final = 1
 
 @dataclass(frozen=True)
 class Machine:
-    """What a node has, as its agent said."""
+    """The description of a node, from its agent."""
 
     host: str
     cores: tuple[int, ...]
     gpus: tuple[str, ...] = ()
     torch: bool = True
-    environ: Mapping[str, str] = field(default_factory=dict)  # what plans depend on: PATH and the network variables
-    interface: str = ""  # the one that routes to the master; "": all ranks are on this machine
-    run: RunDir | None = None  # where this node keeps the run, if not where the supervisor does
+    # the variables on which plans depend: PATH and those of the network
+    environ: Mapping[str, str] = field(default_factory=dict)
+    interface: str = ""  # the interface that routes to the master; "": all ranks are on this machine
+    run: RunDir | None = None  # this node's own run folder, if it does not share the supervisor's
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class EnvValue:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank: where it is pinned and every variable that Muster sets for it."""
+    """One rank: its cores and GPUs, and every variable that Muster sets for it."""
 
     rank: int
     cores: tuple[int, ...]
@@ -64,18 +65,18 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node: its ranks, and what its warm process is started with."""
+    """One node: its ranks, and the environment of its warm process."""
 
     placement: NodePlacement
     run: RunDir
-    apart: bool  # the supervisor cannot see `run`: its files are to be sent
+    apart: bool  # the supervisor cannot see `run`, so its files have to be sent
     warm_environment: tuple[EnvValue, ...]
     ranks: tuple[RankPlan, ...]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What all nodes of an attempt share."""
+    """The values that all nodes of an attempt share."""
 
     job: Job
     site: Site
@@ -83,53 +84,53 @@ class Context:
     run: RunDir
     workdir: str
     python: str  # Muster's own interpreter, absolute
-    entry: str | None  # "module:function" that a forked rank calls; None: a program started fresh
-    options: Mapping[str, Any] = field(default_factory=dict)  # for that function, beside the job
+    entry: str | None  # the "module:function" that a forked rank calls; None: ranks execute a program
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments for that function, besides the job
     attempt: int = 0
-    code: str | None = None  # the root of the code that agents run, when it is a snapshot
-    remote: bool = False  # nodes are other machines than the supervisor's
-    iface: str | None = None  # the user's choice of a network: an interface, or a CIDR
-    tee: bool = False  # every rank's output is shown where the run is supervised, not only rank 0's
-    spares: tuple[NodePlacement, ...] = ()  # nodes that have an agent, and no ranks until another one is lost
-    interpreter: Interpreter | None = None  # of the ranks; None: it is Muster's own, and no word is replaced
+    code: str | None = None  # the root of the code that agents run, if it is a snapshot
+    remote: bool = False  # agents run on other machines than the supervisor
+    iface: str | None = None  # the user's choice of network: an interface, or a CIDR
+    tee: bool = False  # show every rank's output where the run is supervised, not only rank 0's
+    spares: tuple[NodePlacement, ...] = ()  # nodes with an agent but without ranks, until another node is lost
+    interpreter: Interpreter | None = None  # of the ranks; None: Muster's own, and no word of a command is replaced
 
     @property
     def crew(self) -> tuple[NodePlacement, ...]:
-        """Every node that gets an agent; a node's place in here, its slot, is its number for the whole run."""
+        """Every node that gets an agent. A node's index here, its slot, is its number for the whole run."""
         return (*self.placement.nodes, *self.spares)
 
     @property
     def command(self) -> list[str]:
-        """The words of a `command:` job, as its file has them."""
+        """The words of a `command:` job, as written in its file."""
         words: list[str] = self.job.settings.model_dump()["argv"]
         return words
 
     @property
     def warm_python(self) -> tuple[str, ...]:
-        """The words that start the warm process in the job's own Python; none: it runs in Muster's."""
+        """The words that start the warm process in the job's own Python; empty: it runs in Muster's."""
         return self.interpreter.words if self.entry is not None and self.interpreter else ()
 
     @property
     def has_setup(self) -> bool:
-        """True if lines are run on every node before its ranks."""
+        """True if setup lines are run on every node before its ranks."""
         return bool(self.site.setup or self.job.setup)
 
     @property
     def argv(self) -> list[str]:
-        """What every rank of a `command:` job executes."""
+        """The command that every rank of a `command:` job executes."""
         return self.interpreter.argv(self.command) if self.interpreter else self.command
 
 
 def preload(context: Context) -> str:
-    """List the modules that the warm process imports: none for a program started fresh."""
+    """List the modules that the warm process imports; "" if ranks execute a program."""
     return "" if context.entry is None else f"torch,torch.distributed,{context.entry.partition(':')[0]}"
 
 
 def shared_environment(context: Context, machine: Machine, threads: int) -> tuple[EnvValue, ...]:
-    """Return the variables of a node's warm process itself: run id, libraries, site, job; the later ones win.
+    """Return the variables of a node's warm process: run id, libraries, site, job; later ones override earlier ones.
 
     Raises:
-        RefusedError: a file sets a rank variable.
+        RefusedError: if a file sets a rank variable.
     """
     values = {"MUSTER_RUN_ID": EnvValue("MUSTER_RUN_ID", context.run.run_id, "the run")}
 
@@ -143,7 +144,7 @@ def shared_environment(context: Context, machine: Machine, threads: int) -> tupl
         folder, origin = context.interpreter.folder, "the interpreter's folder first, so that its programs are found"
     if folder:
         add("PATH", _joined(folder, machine.environ.get("PATH")), origin)
-    interface, origin = machine.interface, f"the way to the master {context.placement.master_addr}"
+    interface, origin = machine.interface, f"the route to the master {context.placement.master_addr}"
     if context.placement.one_host:
         interface, origin = "lo", "all ranks are on this machine"
     if interface and GLOO_INTERFACE not in machine.environ:
@@ -155,7 +156,7 @@ def shared_environment(context: Context, machine: Machine, threads: int) -> tupl
     for file, env in (("site file", context.site.env), ("job file", context.job.env)):
         for name, value in env.items():
             if name in OF_A_RANK:
-                raise RefusedError(f"{file}: env.{name}: this is Muster's to set for each rank; remove it")
+                raise RefusedError(f"{file}: env.{name}: Muster sets this for each rank; remove it")
             add(name, value, f"{file}: env")
     if context.entry is None:
         given = values.get("PYTHONPATH")
@@ -194,7 +195,7 @@ def plan_nodes(context: Context, machines: Sequence[Machine], master_port: int |
 
 
 def start_message(context: Context, plan: NodePlan, *, store: bool, master_port: int) -> Start:
-    """Spell one node's plan out as the agent's start message: data, never shell text."""
+    """Convert one node's plan to the agent's start message: data, never shell text."""
     attempt = plan.run.attempt(context.attempt)
     what: dict[str, Any] = (
         {"argv": context.argv}
@@ -206,7 +207,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
     )
     return Start(
         attempt=context.attempt,
-        node=plan.placement.node_rank,  # an agent keeps its slot, and may be another node in the next attempt
+        node=plan.placement.node_rank,  # an agent keeps its slot, but may be another node rank in the next attempt
         attempt_dir=str(attempt.path),
         apart=plan.apart,
         workdir=context.workdir,
@@ -237,14 +238,14 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
 
 
 def job_for_ranks(job: Job) -> dict[str, Any]:
-    """Return the job as its ranks read it: in Muster's own Python they check it again, in the job's they cannot."""
+    """Return the job as its ranks read it. In Muster's own Python they validate it again; in the job's they cannot."""
     return spelled(job) if job.kind == "train" else job.model_dump(mode="json", exclude_unset=True)
 
 
 def session_text(context: Context) -> str:
-    """Return what a program that calls `muster.session()` is told of its job, as JSON.
+    """Return the JSON that tells a program's `muster.session()` about its job.
 
-    `saving` is false where the nodes share no run folder, so that no checkpoint could be complete.
+    `saving` is false if the nodes share no run folder, because then no checkpoint could be complete.
     """
     settings = context.job.checkpoint or CheckpointSettings()
     return json.dumps(
@@ -261,7 +262,7 @@ def session_text(context: Context) -> str:
 
 
 def _shares(machines: Sequence[Machine]) -> list[Machine]:
-    """Give each pretend node its share of the host that it is on."""
+    """Give each pretend node its share of its host's cores and GPUs."""
     shares = list(machines)
     groups: dict[str, list[int]] = {}
     for index, machine in enumerate(machines):
@@ -304,7 +305,7 @@ def _rank_environment(
             values.append(EnvValue(name, value, "placement"))
     if context.entry is None:
         file = run.attempt(context.attempt).stop(env.node_rank)
-        values.append(EnvValue(STOP_FILE, str(file), "written before SIGTERM: why, and until when"))
+        values.append(EnvValue(STOP_FILE, str(file), "written before SIGTERM: the reason, and the deadline"))
         values.append(EnvValue(FILES, str(run.files), "for the program's own files, the same in all attempts"))
         values.append(EnvValue(SESSION, session_text(context), "what muster.session() reads"))
     if divided and machine.gpus:

@@ -1,6 +1,7 @@
-"""Nodes beyond those that a job computes on: each has an agent from the start, and takes a lost node's place. Pure.
+"""Spare nodes, beyond those that a job computes on: each has an agent from the start and can replace a lost node. Pure.
 
 place_crew(job, hosts)     nodes: 2, restart: {spares: 1}, hosts n01 n02 n03
+
     placement  n01 ranks 0-1   n02 ranks 2-3
     spares     n03, which would have ranks 4-5
 """
@@ -15,22 +16,22 @@ from muster.jobs.spec.job import Job
 
 
 def spares_of(job: Job) -> int:
-    """Return how many spare nodes a job wants."""
+    """Return the number of spare nodes that a job asks for."""
     return job.restart.spares if job.restart is not None else 0
 
 
 def crew_size(job: Job) -> int:
-    """Return how many nodes get an agent."""
+    """Return the number of nodes that get an agent."""
     return job.nodes + spares_of(job)
 
 
 def place_crew(job: Job, hosts: Sequence[Host]) -> tuple[Placement, tuple[NodePlacement, ...]]:
-    """Lay a job's ranks on the first hosts, and keep the next ones as spares.
+    """Place a job's ranks on the first hosts, and keep the next ones as spares.
 
-    All of them must be able to meet at one address, for a spare becomes one of the nodes.
+    All nodes, including spares, must be able to meet at one address.
 
     Raises:
-        RefusedError: too few hosts or slots, or an address where the ranks could not meet.
+        RefusedError: if there are too few hosts or slots, or the ranks could not meet at the address.
     """
     spares = spares_of(job)
     if not spares:

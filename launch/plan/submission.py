@@ -1,7 +1,7 @@
-"""How a run is started, as a file in its folder: what was decided where it was submitted, for whoever supervises it.
+"""The submission of a run, as a file in its folder: all decisions made at submission, for the supervisor to read.
 
 muster run      writes it and supervises at once
-muster submit   writes it and leaves: a detached supervisor, or the batch script, or submitit, reads it
+muster submit   writes it and returns; a detached supervisor, the batch script or submitit reads it
 """
 
 import json
@@ -30,19 +30,19 @@ VERSION: Final = 1
 
 @dataclass(frozen=True)
 class Route:
-    """Over which transport, to which hosts, and what else the transport is told."""
+    """The transport of a run, its hosts, and further settings of the transport."""
 
     transport: str
     hosts: HostSet
     fanout: int = 0  # 0: the transport's own
-    port: int = 0  # of the supervisor, for agents that dial; 0: one of our choice
-    secret: str = ""  # for lines that were printed before the run began
+    port: int = 0  # the supervisor's, for agents that dial; 0: any free port
+    secret: str = ""  # set if lines with keys were printed before the run began
     iface: str | None = None
     executor: str = ""  # of submitit: slurm, local or debug
 
     @property
     def is_here(self) -> bool:
-        """True when all nodes are pretend nodes of this very machine."""
+        """True when all nodes are pretend nodes on this machine."""
         return self.transport == "local" or (self.transport == "submitit" and self.executor != "slurm")
 
     @property
@@ -53,16 +53,16 @@ class Route:
 
 @dataclass(frozen=True)
 class Submission:
-    """All that a supervisor needs."""
+    """Everything that a supervisor needs to start a run."""
 
     route: Route
     context: Context
 
     def write(self) -> None:
-        """Write it into the run folder, readable by the user only: environments may hold secrets.
+        """Write the submission into the run folder, readable by the user only: environments may contain secrets.
 
         Raises:
-            RunFolderError, StorageError: the folder cannot be written.
+            RunFolderError, StorageError: if the folder cannot be written.
         """
         context = self.context
         record = {
@@ -82,17 +82,18 @@ class Submission:
 
     @classmethod
     def read(cls, run: RunDir) -> "Submission":
-        """Read what was written; the attempt is the next one.
+        """Read a run's submission, with the attempt number set to the next one.
 
         Raises:
-            RunFolderError: there is none, or it is not ours.
+            RunFolderError: if there is none, or it cannot be used.
         """
         try:
             record = reading.read_json(run.submission)
             if record["version"] != VERSION:
                 raise RunFolderError(f"{run.submission}: version {record['version']}; this Muster reads {VERSION}")
             route = TypeAdapter(Route).validate_python(record["route"])
-            judged = (row["attempt"] for row in typed_lines(run.attempts) if "attempt" in row)  # some have no folder
+            # attempts may have a row but no folder
+            judged = (row["attempt"] for row in typed_lines(run.attempts) if "attempt" in row)
             kind = BY_KEY[record["job"]["kind"]]
             settings = kind.settings.model_validate(record["job"]["settings"])
             context = Context(

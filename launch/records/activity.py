@@ -1,4 +1,4 @@
-"""What a run is at between two steps of its life, in a few words, and what it could go on from: from rows and names."""
+"""The current activity of a run in a few words, and the checkpoint it could resume from: from rows and file names."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from muster.launch.records.runrows import Rows
 
 @dataclass(frozen=True)
 class Saved:
-    """The newest checkpoint that was committed; `time` is when, in unix seconds by the clock of the file system."""
+    """The newest committed checkpoint. `time`: when it was committed, in Unix seconds by the file system's clock."""
 
     name: str
     step: int
@@ -20,7 +20,7 @@ class Saved:
 
 
 def newest_saved(run: RunDir) -> Saved | None:
-    """Return the newest committed checkpoint by its name; whether it is good, only reading it would tell."""
+    """Return the newest committed checkpoint, judged by its name. It is not read, so it may be damaged."""
     found = []
     for entry in run.checkpoints.glob("step-*"):
         named = step_and_attempt(entry.name)
@@ -35,13 +35,13 @@ def newest_saved(run: RunDir) -> Saved | None:
 
 
 def left_out(rows: Rows) -> tuple[str, ...]:
-    """Name the hosts that an earlier attempt of this supervisor was on, and the newest one is not."""
+    """Name the hosts of earlier attempts of this supervisor that the newest attempt does not use."""
     now = set(rows.hosts if rows.restarting is None else rows.restarting.get("hosts", ()))
     return tuple(host for host in rows.all_hosts if now and host not in now)
 
 
 def doing(rows: Rows, now: float) -> str | None:
-    """Say what a run that goes on is doing, where that is not simply training; `now` is the time in unix seconds."""
+    """Describe the activity of a run in progress, or return None if it simply trains; `now`: Unix seconds."""
     told = rows.told
     if rows.restarting is not None:
         return _restart(rows.restarting, now)
@@ -50,15 +50,15 @@ def doing(rows: Rows, now: float) -> str | None:
         within = "" if limit_s is None else f", within {limit_s:g} s"
         return f"saving, then stopping{within}: {told['draining'].get('by')}"
     if "hang" in told and told["hang"].get("phase") != "output":
-        return f"no progress for {told['hang'].get('seconds', 0.0):.0f} s; every rank is asked where it is"
+        return f"no progress for {told['hang'].get('seconds', 0.0):.0f} s; asking every rank for its stacks"
     if "resuming" in told and "first_step" not in told:
         name, step = told["resuming"].get("checkpoint"), told["resuming"].get("step")
         if "loaded" in told:
-            return f"about to go on after step {step}"
-        return f"loading {name}" if rows.joined else f"starting, to go on from {name}"
+            return f"about to continue after step {step}"
+        return f"loading {name}" if rows.joined else f"starting, to continue from {name}"
     missed, saved = told.get("missed"), told.get("saved", {})
     if missed is not None and missed.get("time", 0.0) > saved.get("time", 0.0):
-        return f"training goes on, but the save of step {missed.get('step')} failed: {missed.get('message')}"
+        return f"training continues, but the save of step {missed.get('step')} failed: {missed.get('message')}"
     return None
 
 

@@ -1,7 +1,7 @@
-"""The next step after a failure: one table, read from the top; the first row that fits speaks.
+"""Advice on what to do after a failure: one table, searched from the top; the first matching row is used.
 
-A row fits by the class of the verdict (jobs/basics/exits.py), by what the first failure is (signal, code), and by what
-was said: its message, its last lines, and the verdict's own message. The special stands before the general.
+A row matches by the class of the verdict (jobs/basics/exits.py), by the first failure's signal or code, and by a
+pattern in the messages: the failure's message, its last lines, and the verdict's message. Special rows come first.
 """
 
 import re
@@ -19,9 +19,9 @@ _OF_RUN: Final = re.compile(r"\bmuster (list|status|logs|why|stop|resume|checkpo
 
 @dataclass(frozen=True)
 class Advice:
-    """One row: when it fits, and what to do then. A condition that is None always fits.
+    """One row: its conditions, and the advice. A condition that is None always matches.
 
-    `{1}` in `text` is the first group of `said`, `{rank}` the failing rank; `python -m`, muster lines are as typed.
+    In `text`, `{1}` stands for the first group of `said`, `{rank}` for the failing rank. Commands are written as typed.
     """
 
     text: str
@@ -32,49 +32,47 @@ class Advice:
 
 
 TABLE: Final[tuple[Advice, ...]] = (
-    # What somebody decided.
+    # Somebody asked for the end.
     Advice("nothing failed; muster list shows other runs", class_name="done"),
     Advice(
-        "it was stopped on purpose; muster resume goes on with what it saved, muster run starts anew",
+        "it was stopped on purpose; muster resume continues from its last checkpoint, muster run starts anew",
         class_name="stopped",
     ),
+    Advice("it was stopped on purpose and saved nothing: muster run starts anew", class_name="stopped-unsaved"),
     Advice(
-        "it was stopped on purpose, and nothing of it was saved: muster run starts anew", class_name="stopped-unsaved"
-    ),
-    Advice(
-        "it saved its work and left before its time was up: muster resume RUN goes on with it, as Slurm does by itself "
-        "with a job that it queues again",
+        "it saved its work and ended before its time was up: muster resume RUN continues it; a job that Slurm queues "
+        "again continues by itself",
         class_name="requeue",
     ),
     Advice(
-        "it left before its time was up, and Muster saved nothing at the end: muster resume RUN starts it again, as "
-        "Slurm does by itself with a job that it queues again",
+        "it ended before its time was up, and Muster saved nothing at the end: muster resume RUN starts it again; a "
+        "job that Slurm queues again starts by itself",
         class_name="requeue-unsaved",
     ),
-    # What Muster itself refused: the message says where.
+    # Muster itself refused something; the message says where.
     Advice("correct the command line; muster COMMAND --help shows its options", class_name="usage"),
     Advice("correct the job file where the message points; muster schema shows every key", class_name="bad-job"),
     Advice(
         "run muster data cifar10 on every node, then start again", said=r"(?i)muster data|cifar10.*(?:missing|not )"
     ),
     Advice(
-        "muster checkpoint list says what is there, muster checkpoint verify what is wrong with it; where one is good, "
-        "muster resume --from STEP takes it, else muster run starts anew",
+        "muster checkpoint list shows the checkpoints, muster checkpoint verify what is wrong with them; if one is "
+        "good, continue from it with muster resume --from STEP, else start anew with muster run",
         class_name="no-checkpoint",
     ),
     Advice(
-        "choose another folder with --runs DIR or MUSTER_RUNS, one that you can write on this host",
+        "choose a folder that you can write on this host, with --runs DIR or MUSTER_RUNS",
         class_name="run-folder",
     ),
     Advice(
-        "make it yours, and closed to others (chown, chmod go-w), or choose another folder with --runs DIR",
+        "make it yours and not writable by others (chown, chmod go-w), or choose another folder with --runs DIR",
         class_name="untrusted",
     ),
-    Advice("name what is missing, or another run: muster list shows them", class_name="not-found"),
-    # What the machine ran out of.
+    Advice("check the name, or choose another run: muster list shows them", class_name="not-found"),
+    # A resource of the machine ran out.
     Advice(
-        "free some space on the disk of the run folder, or mend it (df -h, df -i, dmesg); the checkpoints before are "
-        "whole",
+        "free some space on the disk of the run folder, or repair it (df -h, df -i, dmesg); earlier checkpoints are "
+        "intact",
         class_name="storage",
         said=r"(?i)\bsav(?:e|es|ed|ing)\b|checkpoint",
     ),
@@ -112,9 +110,9 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice(
         "give an address of node 0 that all nodes reach (--master-addr, --iface); muster check shows every node's way",
-        said=r"cannot reach the master at|its way to the master",
+        said=r"cannot reach the master at|it reaches the master",
     ),
-    # What the program lacks.
+    # The program or something it needs is missing.
     Advice("the program was not found: check its name, PATH, and workdir on that node", code=127),
     Advice(
         "the program cannot be run there: chmod +x it, name its interpreter first, or shorten its arguments", code=126
@@ -129,12 +127,12 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"(?i)NVIDIA driver on your system is too old|no kernel image is available|CUDA driver version is insuff",
     ),
     Advice(
-        "a port is taken, maybe by ranks of an older run: muster list shows them, muster stop RUN ends one; "
-        "else start again: a new attempt takes a new port",
+        "a port is in use, maybe by ranks of an older run: muster list shows them, muster stop RUN ends one; "
+        "otherwise start again: a new attempt uses a new port",
         said=r"(?i)address already in use|EADDRINUSE",
     ),
     Advice(
-        "the loss is no number any more: lower train.optimizer.lr, set train.clip_norm, or warm up longer",
+        "the loss is NaN or infinite: lower train.optimizer.lr, set train.clip_norm, or use a longer warm-up",
         said=r"(?i)loss (?:is|became|went) (?:nan|inf|not finite)|non-finite loss|"
         r"(?:weights|loss or gradients) are not finite",
     ),
@@ -142,9 +140,9 @@ TABLE: Final[tuple[Advice, ...]] = (
         "make the file readable on every node: the path must be the same there", said=r"FileNotFoundError|No such file"
     ),
     Advice("give the user that runs the ranks access to it, on every node", said=r"PermissionError|Permission denied"),
-    # What restarts did not mend.
+    # Restarts did not help.
     Advice(
-        "the program fails there every time, whatever the machine: correct it first (muster logs --rank {rank})",
+        "the program fails there every time, on any machine: correct it first (muster logs --rank {rank})",
         class_name="do-not-restart",
         said="the same failure at the same step",
     ),
@@ -160,35 +158,35 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"the job needs .*\(restart\.min_nodes\)",
     ),
     Advice(
-        "bring the lost nodes back or name others (-H, -w), or go on with fewer in another split: muster resume RUN "
-        "--nodes N --set train.parallel.data=1, or whatever makes as many ranks",
-        said=r"left, on which the job cannot go on: train\.parallel",
+        "bring the lost nodes back or name others (-H, -w), or continue on fewer with another split: muster resume RUN "
+        "--nodes N --set train.parallel.data=1, or another split with as many ranks",
+        said=r"left, on which the job cannot continue: train\.parallel",
     ),
     Advice(
-        "bring the lost nodes back or name others (-H, -w), or go on with fewer in another way: muster resume RUN "
-        "--nodes N --set train.KEY=VALUE, as the message says",
-        said=r"left, on which the job cannot go on:",
+        "bring the lost nodes back or name others (-H, -w), or continue on fewer with other settings: muster resume "
+        "RUN --nodes N --set train.KEY=VALUE, as the message says",
+        said=r"left, on which the job cannot continue:",
     ),
     Advice(
-        "find out why it fails so often: the causes of all attempts stand in muster why; for more restarts "
+        "find out why it fails so often: muster why shows the causes of all attempts; to allow more restarts, "
         "--set restart.max=N",
         said=r"used up \(restart\.max\)",
     ),
     # Deadlines and nodes.
     Advice(
-        "where it stood is in muster logs --stream err --rank {rank}; if a step may take that long, raise hang_s",
+        "muster logs --stream err --rank {rank} shows where it stopped; if a step may take that long, raise hang_s",
         class_name="timeout",
         said="no progress for",
     ),
-    Advice("give it more time: raise slurm.time, or lower the work", class_name="timeout", said="time limit"),
+    Advice("give it more time: raise slurm.time, or reduce the work", class_name="timeout", said="time limit"),
     Advice(
-        "see what was done there last: muster logs --rank {1}; check that every node reaches node 0 "
+        "see its last output: muster logs --rank {1}; check that every node reaches node 0 "
         "(firewall, address), or raise start_timeout_s",
         class_name="timeout",
         said=r"ranks? (\d[\d, -]*\d|\d)",
     ),
     Advice(
-        "see what the ranks did last (muster logs); if they were only slow, raise start_timeout_s",
+        "see the ranks' last output (muster logs); if they were only slow, raise start_timeout_s",
         class_name="timeout",
     ),
     Advice(
@@ -196,25 +194,23 @@ TABLE: Final[tuple[Advice, ...]] = (
         class_name="unreachable",
     ),
     Advice(
-        "nothing to correct in the job: start it again, the node or its network failed", class_name="infrastructure"
+        "no change to the job is needed: start it again; the node or its network failed", class_name="infrastructure"
     ),
-    Advice("change job, hosts or data as the message says; muster plan shows what they make", class_name="refused"),
+    Advice("fix what the message names, then run again; muster plan previews the job", class_name="refused"),
+    Advice("find the cause first with muster logs --rank {rank}: a restart cannot help", class_name="do-not-restart"),
     Advice(
-        "find the cause in muster logs --rank {rank} first: starting again cannot help", class_name="do-not-restart"
-    ),
-    Advice(
-        "its supervisor was killed, or its host is gone (dmesg there says whether the kernel killed it for memory); "
+        "its supervisor was killed, or its host is down (dmesg there says whether the kernel killed it for memory); "
         "muster stop RUN would only end what is left",
         class_name="lost",
     ),
     Advice(
-        "its supervisor was killed, or its host is gone (dmesg there says whether the kernel killed it for memory); "
+        "its supervisor was killed, or its host is down (dmesg there says whether the kernel killed it for memory); "
         "nothing was saved: muster stop RUN ends what is left of it, muster run starts anew",
         class_name="lost-unsaved",
     ),
-    # How a process ended, when it said nothing that we know.
+    # How a process ended, if none of its messages is known.
     Advice(
-        "somebody killed it: maybe the kernel, out of memory (dmesg -T | grep -i 'killed process' on that node): "
+        "it was killed, maybe by the kernel because memory ran out (dmesg -T | grep -i 'killed process' on that node): "
         "lower train.batch_size (of a bench job: bench.sizes) or ranks_per_node, or raise slurm.mem in a Slurm job; "
         "else ask who ran kill",
         signal="SIGKILL",
@@ -226,19 +222,19 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice("shared memory may be full: df -h /dev/shm on that node", signal="SIGBUS"),
     Advice(
-        "native code gave up: its reason stands in the last lines (muster logs --rank {rank} --stream err)",
+        "native code aborted: the last lines give the reason (muster logs --rank {rank} --stream err)",
         signal="SIGABRT",
     ),
-    Advice("this build needs a processor that the node does not have; install one for it", signal="SIGILL"),
-    Advice("somebody else ended it: a time limit, the scheduler, or a person", signal="SIGTERM"),
-    Advice("its output tells more: muster logs --rank {rank}"),
+    Advice("this build needs a processor that the node lacks; install a build for it", signal="SIGILL"),
+    Advice("it was ended from outside: by a time limit, the scheduler, or a person", signal="SIGTERM"),
+    Advice("full output: muster logs --rank {rank}"),
 )
 
 
 def next_step(class_name: str, failure: Mapping[str, Any] | None, message: str = "") -> str:
-    """Return what to do, in one line, after a verdict of this class and first failure (a row of attempts.jsonl).
+    """Return one line of advice for a verdict's class and its first failure (a row of attempts.jsonl).
 
-    `message` is the verdict's own. Never fails: without a failure, or with fields missing, a general row fits.
+    `message`: the verdict's own. Never fails: without a failure, or with missing fields, a general row matches.
     """
     failure = failure or {}
     rank, code, signal = failure.get("rank"), failure.get("code"), failure.get("signal") or _as_signal(failure)
@@ -251,9 +247,9 @@ def next_step(class_name: str, failure: Mapping[str, Any] | None, message: str =
             and row.signal in (None, signal)
             and row.code in (None, code)
         ):
-            # A whole node, or nobody, failed: then all ranks' output is of interest.
+            # If a whole node failed, or nobody, the output of all ranks is of interest.
             text = row.text.replace(" --rank {rank}", "" if rank is None else f" --rank {rank}")
-            # Without spaces: `2-3,7` can be pasted behind an option.
+            # Without spaces, `2-3,7` can be pasted after an option.
             return text.replace("{1}", found[1].replace(" ", "")) if found and found.re.groups else text
     raise AssertionError("the last row of the table fits everything")
 
@@ -264,7 +260,7 @@ def for_run(text: str, run: RunDir) -> str:
 
 
 def _as_signal(failure: Mapping[str, Any]) -> str | None:
-    """Name the signal in a shell's exit code 128+n: `sh -c` returns it so."""
+    """Return the signal in a shell's exit code 128+n, which `sh -c` returns, or None."""
     code = failure.get("code")
     if isinstance(code, int) and code - exits.SIGNAL_BASE in signals.valid_signals():
         return signal_name(code - exits.SIGNAL_BASE)

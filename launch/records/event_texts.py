@@ -1,4 +1,4 @@
-"""What is said of an event by who follows a run in its folder: the words of its supervisor's own console."""
+"""The text of each event, as the supervisor's console prints it and as commands that follow a run repeat it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -10,7 +10,7 @@ Row = Mapping[str, Any]
 
 
 def lines_of(row: Row) -> list[str]:
-    """Return the lines for an event; none for one that is not worth a word, or that we do not know."""
+    """Return the lines for an event; an empty list for an event without a text, or an unknown one."""
     text = TEXTS.get(str(row.get("event")))
     return text(typed(row)).splitlines() if text is not None else []
 
@@ -32,7 +32,7 @@ def _hang(row: Row) -> str:
     seconds = row.get("seconds", 0.0)
     if row.get("phase") == "output":
         return f"no rank has written anything for {seconds:.0f} s"
-    return f"no rank has made progress for {seconds:.0f} s; asking each where it is"
+    return f"no rank has made progress for {seconds:.0f} s; asking every rank for its stacks"
 
 
 TEXTS: Final[dict[str, Callable[[Row], str]]] = {
@@ -43,6 +43,6 @@ TEXTS: Final[dict[str, Callable[[Row], str]]] = {
     "stopping": lambda row: f"stopping the ranks: {row.get('reason')}",
     "draining": lambda row: f"saving, then stopping: {row.get('by')}",
     "hang": _hang,
-    "resuming": lambda row: f"going on from {row.get('checkpoint')}",
+    "resuming": lambda row: f"continuing from {row.get('checkpoint')}",
     "restarting": _restarting,
 }

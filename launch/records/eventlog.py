@@ -22,8 +22,8 @@ RESERVE_BYTES: Final = 1 << 16
 class EventLog:
     """The only writer of a run's events.jsonl and attempts.jsonl.
 
-    `say`: where it tells of a full disk, whose rows it keeps until there is room again; without, that is an error.
-    The verdict is written in any case: a small file holds room for it from the first row to the last.
+    `say`: reports a full disk; rows are then kept in memory until there is room again. Without `say` a full disk is an
+    error. The verdict is written in any case: a small file reserves the space for it.
     """
 
     def __init__(self, run: RunDir, say: Callable[[str], None] | None = None) -> None:
@@ -37,19 +37,19 @@ class EventLog:
         """Append one event.
 
         Raises:
-            RunFolderError, StorageError: it cannot be written.
+            RunFolderError, StorageError: if it cannot be written.
         """
         self._events.append([{"time": time.time(), "event": event, **fields}])
-        self._events.patient = self._may_be_full  # the very first row must be written: nothing has begun yet
+        self._events.patient = self._may_be_full  # the very first row must be written, because nothing has started yet
 
     def tell(self, event: str, /, **fields: Any) -> None:
-        """Append one event, and say it as whoever follows the run reads it; errors as `event`."""
+        """Append one event, and print the text that commands following the run show for it. Errors as for `event`."""
         self.event(event, **fields)
         for line in lines_of({"event": event, **fields}):
             self._say(line)
 
     def submitted(self, context: Context, transport: str) -> None:
-        """Say what was asked for, and which process supervises it."""
+        """Record the job and placement that were asked for, and the process that supervises them."""
         if self._may_be_full:
             reserve(self.run.reserve, RESERVE_BYTES)
         self.event(
@@ -69,7 +69,7 @@ class EventLog:
     def attempt_ended(
         self, attempt: int, verdict: Verdict, began: float, *, over: float | None = None, **more: Any
     ) -> None:
-        """Write the row of an attempt, and say that it is over."""
+        """Write the row of an ended attempt, and the event that it has ended."""
         advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
         ended = time.time() if over is None else over
         row = {"attempt": attempt, "started": began, "ended": ended, **verdict.record(), **more, "next_step": advice}
@@ -77,7 +77,7 @@ class EventLog:
         self.event("attempt_ended", attempt=attempt, **_said(verdict))
 
     def run_ended(self, attempt: int, verdict: Verdict) -> None:
-        """Write the run's last row, if need be into the room that was reserved for it."""
+        """Write the run's last row, into the reserved space if the disk is full."""
         self.event("ended", attempt=attempt, **_said(verdict))
         if self._may_be_full:
             self.run.reserve.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""A run's sign of life, `lease.json`: for those who see the run folder, but not the host of its supervisor.
+"""A run's sign of life, `lease.json`, for readers that see the run folder but not the supervisor's host.
 
-A process cannot be seen from another machine, and a missing last row may mean that it still runs. So the supervisor
-renews a small file every two seconds; one that was not renewed for half a minute has no supervisor any more.
-Times are the writer's; the reader's clock may differ by a few seconds, which half a minute forgives.
+A process cannot be seen from another machine, and a missing last row may mean that the run is still in progress. So the
+supervisor renews a small file every two seconds. If the file has not been renewed for half a minute, the supervisor is
+considered gone. Times are by the writer's clock; half a minute allows for a reader's clock that is a few seconds off.
 """
 
 import json
@@ -19,11 +19,11 @@ from muster.jobs.runfolder.rundir import RunDir
 RENEW_S: Final = 2.0
 LEASE_BYTES: Final = 256
 STALE_S: Final = 30.0
-DEAD_S: Final = 120.0  # runs refuse nodes whose clock is off by a minute
+DEAD_S: Final = 120.0  # more than a minute: runs refuse nodes whose clocks are off by that much
 
 
 class Lease:
-    """The supervisor's end. It keeps its file open: a process that is out of descriptors still shows that it lives."""
+    """The supervisor's side. Its file stays open, so that a process without free descriptors can still renew it."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -31,10 +31,10 @@ class Lease:
         self._descriptor = -1
 
     def renew(self) -> None:
-        """Write the lease, if the last one is old enough; a disk that is full for a while does not end a run.
+        """Write the lease if RENEW_S have passed. A temporarily full disk is ignored.
 
         Raises:
-            RunFolderError: it cannot be written.
+            RunFolderError: if it cannot be written.
         """
         now = time.monotonic()
         if now - self._renewed < RENEW_S:
@@ -46,7 +46,7 @@ class Lease:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
                 self._descriptor = os.open(self.run.lease, flags, 0o600)
                 os.fchmod(self._descriptor, mode_in(self.run.path))
-            # Always as long, and one write: a reader sees the old one or the new one.
+            # Fixed length and a single write, so that a reader sees either the old or the new content.
             os.pwrite(self._descriptor, json.dumps(record).ljust(LEASE_BYTES).encode(), 0)
         except OSError as error:
             failed = folder_error(self.run.lease, error)
@@ -54,7 +54,7 @@ class Lease:
                 raise failed from error
 
     def give_up(self) -> None:
-        """Take the lease away: the run has its last row."""
+        """Remove the lease after the run's last row."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -62,7 +62,7 @@ class Lease:
 
 
 def age_s(run: RunDir) -> float | None:
-    """Return how old a run's lease is, in seconds; None where there is none that can be read."""
+    """Return the age of a run's lease in seconds; None if there is no readable lease."""
     try:
         return time.time() - float(read_json(run.lease)["time"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

@@ -1,12 +1,12 @@
-"""How far every rank is, `progress.json`: the supervisor rewrites it, for who sees the run folder and not the nodes.
+"""The progress of every rank, `progress.json`: rewritten by the supervisor for readers that see only the run folder.
 
     {"time": 1763887000.1, "attempt": 1, "nodes": [{"node": 0, "host": "n0", "heard_s": 0.4,
      "ranks": [[3, "run", 41, 0.7, ""], ...]}, ...]}
 
-A rank's row: rank, phase, steps, seconds of silence (null: it never tells), state; of a GPU also how busy it is, in
-percent, and the bytes of its memory that are taken.
+A rank's row: rank, phase, steps, seconds of silence (null: it never reports), process state and, if it has a GPU, the
+utilization of the GPU in percent and the bytes of GPU memory in use.
 
-A write takes place at most once a second, and so seldom that writing takes at most 2 % of the supervisor's time.
+The file is written at most once a second, and rarely enough that writing takes at most 2 % of the supervisor's time.
 """
 
 import json
@@ -43,17 +43,17 @@ class Seen(Protocol):
 
 
 class ProgressFile:
-    """The supervisor's end."""
+    """The supervisor's side, which writes the file."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self._due = 0.0
 
     def write(self, attempt: int, nodes: Sequence[Seen]) -> None:
-        """Write the file, if the last write is long enough ago; a disk that is full for a while does not end a run.
+        """Write the file, unless the last write is too recent. A temporarily full disk is ignored.
 
         Raises:
-            RunFolderError: it cannot be written.
+            RunFolderError: if it cannot be written.
         """
         now = time.monotonic()
         if now < self._due:
@@ -64,12 +64,12 @@ class ProgressFile:
             data = json.dumps(record, separators=(",", ":")).encode()
             write_bytes(self.run.progress, data, mode=mode_in(self.run.path))
         except StorageError:
-            pass  # who cannot write here for good hears of it from the rows
+            pass  # a lasting failure is reported when events are written
         done = time.monotonic()
         self._due = now + max(EVERY_S, (done - now) / SHARE)
 
     def remove(self) -> None:
-        """Take the file away: the run is over."""
+        """Remove the file, because the run is over."""
         self.run.progress.unlink(missing_ok=True)
 
 
@@ -78,7 +78,7 @@ def _node(place: int, node: Seen, now: float) -> dict[str, Any]:
     if (told := node.progress) is not None:
         since_s, wrote_s = now - node.progress_at, told["output_age_s"]
         for rank, each in told["ranks"].items():
-            # Of programs without a session only what they write is known.
+            # of programs without a session, only the time of their last output is known
             age_s = each["beats_age_s"] if told["sessions"] else wrote_s
             silent_s = None if age_s is None else round(age_s + since_s, 1)
             phase = each["phase"] if told["sessions"] else "run"
@@ -89,19 +89,19 @@ def _node(place: int, node: Seen, now: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RankProgress:
-    """How far a rank is, and for how long it has made no progress."""
+    """The progress of a rank, and the time for which it has made none."""
 
     phase: str
     steps: int
-    silent_s: float | None  # None: its program tells nothing
-    suspended: bool  # its process stands still: SIGSTOP, or a debugger
-    gpu_percent: int | None = None  # how busy its GPU is
-    gpu_bytes: int | None = None  # of its GPU's memory are taken
+    silent_s: float | None  # None: its program reports nothing
+    suspended: bool  # its process is stopped, by SIGSTOP or a debugger
+    gpu_percent: int | None = None  # utilization of its GPU
+    gpu_bytes: int | None = None  # memory of its GPU in use
 
 
 @dataclass(frozen=True)
 class RunProgress:
-    """What the file says of the ranks of an attempt; `heard_s`: for how long each node's agent was silent by then."""
+    """The content of the file, for one attempt. `heard_s`: how long each node's agent had been silent by then."""
 
     attempt: int
     heard_s: Mapping[int, float]
@@ -109,13 +109,13 @@ class RunProgress:
 
 
 def read_progress(run: RunDir) -> RunProgress | None:
-    """Read the file; None where there is none. Silence of ranks counts up to now. What is malformed is left out."""
+    """Read the file; return None if there is none. Ranks' silence is counted up to now. Malformed rows are dropped."""
     record = read_json(run.progress)
     written, attempt = moment(record.get("time")), _attempt(record.get("attempt"))
     nodes = record.get("nodes")
     if written is None or attempt is None or not isinstance(nodes, list):
         return None
-    since_s = max(0.0, time.time() - written)  # by this host's clock; those of a run differ by seconds at most
+    since_s = max(0.0, time.time() - written)  # by this host's clock; clocks of a run differ by seconds at most
     heard: dict[int, float] = {}
     ranks: dict[int, RankProgress] = {}
     for node in nodes:

@@ -1,4 +1,4 @@
-"""Read the records of a run folder: sorted, not yet judged (`launch/records/runstate.py` does that)."""
+"""Read and sort the records of a run folder. `launch/records/runstate.py` interprets them."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -10,11 +10,11 @@ from typing import Any, Final
 from muster.jobs.basics import reading
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fields import MOST_RANKS, below, typed_line, typed_lines
-from muster.launch.common.fields import number as number  # those who read rows look for them here
+from muster.launch.common.fields import number as number  # re-exported for readers of rows
 from muster.launch.common.fields import real as real
 from muster.launch.records.verdict import Ending
 
-TAIL_BYTES: Final = 1 << 17  # some 300 steps
+TAIL_BYTES: Final = 1 << 17  # about 300 steps
 WARM_UP_STEPS: Final = 5
 MOST_WARNINGS: Final = 1000
 TOLD: Final = frozenset(
@@ -24,11 +24,11 @@ TOLD: Final = frozenset(
 
 @dataclass
 class Rows:
-    """The rows of events.jsonl that count: the newest of each, per rank and node of the newest attempt.
+    """The relevant rows of events.jsonl: the newest of each kind, per rank and node of the newest attempt.
 
-    `told` are what ranks and supervisor last said of the newest attempt, by event; `hosts` those of the newest attempt,
-    `all_hosts` those of every attempt of the newest supervisor; `asked` is the newest request to stop the run. Of a
-    file of any size, this takes little memory.
+    `told`: the newest report of each event from ranks and supervisor in the newest attempt. `hosts`: of the newest
+    attempt; `all_hosts`: of every attempt of the newest supervisor. `asked`: the newest request to stop the run. Memory
+    use is small for a file of any size.
     """
 
     submitted: dict[str, Any] = field(default_factory=dict)
@@ -54,11 +54,11 @@ class Rows:
 
     @property
     def exited(self) -> list[dict[str, Any]]:
-        """The newest `exited` row of each rank; one without a rank is of a whole node."""
+        """The newest `exited` row of each rank; a row without a rank is about a whole node."""
         return list(self.by_rank.values())
 
     def take(self, row: dict[str, Any]) -> None:
-        """Take the next row; the end of an attempt is not the end of the run, whose last row is `ended`."""
+        """Process the next row. An `ended` row is the last of a run; the end of an attempt is not."""
         self.last_time = row.get("time") or self.last_time
         match row.get("event"):
             case "submitted":
@@ -86,7 +86,7 @@ class Rows:
                 self.told[name] = row
 
     def begin_attempt(self, row: dict[str, Any]) -> None:
-        """Forget what an earlier attempt started; what was said of this one before its ranks were started counts."""
+        """Forget the rows of an earlier attempt, but keep events of this one from before its ranks were started."""
         self.attempt, self.attempts = row, self.attempts + 1
         self.by_node, self.joined, self.by_rank, self.stopping = {}, False, {}, False
         self.told = {name: said for name, said in self.told.items() if said.get("attempt") == row.get("attempt")}
@@ -96,7 +96,7 @@ class Rows:
             self.all_hosts.update(dict.fromkeys(self.hosts))
 
     def begin_supervisor(self, row: dict[str, Any]) -> None:
-        """Forget what an earlier supervisor had under way: this one has not started anything yet."""
+        """Forget the rows of an earlier supervisor; the new one has not started anything yet."""
         self.begin_attempt({})
         self.submitted, self.attempts, self.all_hosts, self.asked = row, self.attempts - 1, {}, ""
 
@@ -110,7 +110,7 @@ def read_rows(run: RunDir) -> Rows:
 
 
 def supervisors(run: RunDir) -> int:
-    """Count the supervisors that have taken over a run so far."""
+    """Count the supervisors that the run has had so far."""
     return sum(row.get("event") == "submitted" for row in typed_lines(run.events))
 
 
@@ -120,7 +120,7 @@ def had_session(run: RunDir) -> bool:
 
 
 def read_ending(row: Mapping[str, Any] | None) -> Ending | None:
-    """Read a failure of a typed row; one of a direct run may lack fields, a later version's may have more."""
+    """Read the failure in a typed row; one of a direct run may lack fields, one of a later version may have more."""
     if not row:
         return None
     names = {each.name for each in fields(Ending)}
@@ -130,7 +130,7 @@ def read_ending(row: Mapping[str, Any] | None) -> Ending | None:
 
 
 def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the newest step row and the newest evaluation row, from the end of a file of any size; {} if none."""
+    """Return the newest step row and the newest evaluation row, {} if there is none; reads only the end of the file."""
     step: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     for row in last_rows(run.metrics):
@@ -143,7 +143,7 @@ def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class StepRate:
-    """The median rate of an attempt's steps and its quartiles: the middle half of the `steps` lie between these two."""
+    """The median rate of an attempt's steps and its quartiles: half of the `steps` lie between `low` and `high`."""
 
     median: float
     low: float
@@ -151,7 +151,7 @@ class StepRate:
     steps: int
 
     def words(self, unit: str | None) -> tuple[str, str]:
-        """Write the median with its unit, and the quartiles."""
+        """Return the median with its unit, and the quartiles, as text."""
         return f"{_figure(self.median)} {unit or 'samples/s'}", f"{_figure(self.low)} to {_figure(self.high)}"
 
 
@@ -160,15 +160,15 @@ def _figure(value: float) -> str:
 
 
 def step_rate(run: RunDir) -> StepRate | None:
-    """Summarize the steps of the newest attempt that has any, without its warm-up; None before the first step.
+    """Summarise the steps of the newest attempt that has any, without its warm-up; return None before the first step.
 
-    Evaluations, saves and the start are not part of a step. Of a long attempt only the newest steps count.
+    Evaluations, saves and the start are not part of a step. Of a long attempt only the newest steps are used.
     """
     steps = (row for row in last_rows(run.metrics) if not row.get("evaluation"))
     newest = next(steps, {})
     of_attempt = [newest, *takewhile(lambda row: row.get("attempt") == newest.get("attempt"), steps)]
     rates = [row["rate"] for row in of_attempt if "rate" in row]
-    rates = rates[: len(rates) - min(WARM_UP_STEPS, len(rates) // 2)]  # the newest stand first
+    rates = rates[: len(rates) - min(WARM_UP_STEPS, len(rates) // 2)]  # the newest come first
     if not rates:
         return None
     low, median, high = statistics.quantiles(rates * 2 if len(rates) == 1 else rates, n=4, method="inclusive")
@@ -176,13 +176,13 @@ def step_rate(run: RunDir) -> StepRate | None:
 
 
 def first_and_last_step(run: RunDir, attempt: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the first and the newest row that rank 0 wrote of its own steps in an attempt; {} if none."""
+    """Return the first and the newest row that rank 0 wrote of its own steps in an attempt; {} if there is none."""
     path = run.attempt(attempt).metrics(0)
     return next(typed_lines(path), {}), next(last_rows(path), {})
 
 
 def node_of_rank(run: RunDir, attempt: int) -> dict[int, int]:
-    """Return which node each rank of an attempt runs on, as far as the folder says: node files, else `started` rows."""
+    """Return the node of each rank of an attempt, from node files or else `started` rows, as far as they say."""
     nodes: dict[int, int] = {}
     for row in typed_lines(run.events):
         if row.get("event") == "started" and row.get("attempt", 0) == attempt and "node" in row:
@@ -199,7 +199,7 @@ def node_of_rank(run: RunDir, attempt: int) -> dict[int, int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} when it is missing, unfinished or something else."""
+    """Read a JSON object; return {} if the file is missing, incomplete or something else."""
     try:
         value = reading.read_json(path)
     except (OSError, ValueError):
@@ -208,7 +208,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def last_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole rows in the last `TAIL_BYTES` of a JSON-lines file, newest first."""
+    """Yield the complete rows in the last `TAIL_BYTES` of a JSON-lines file, newest first."""
     try:
         data = reading.read_end(path, TAIL_BYTES)
     except FileNotFoundError:

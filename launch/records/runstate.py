@@ -1,13 +1,14 @@
-"""What a run folder says of its run, as one frozen record. Only reads; the newest attempt counts.
+"""The state of a run, read from its folder as one frozen record. Nothing is written; the newest attempt counts.
 
     events.jsonl   submitted … attempt … joined … stopping … attempt_ended … restarting … attempt … joined … ended
     state          starting ───────────→ running → stopping ───────────────→ restarting ──→ starting → running   done |
                                                                                                      stopped | failed
-A run without an `ended` row is `lost` when its supervisor is gone: its pid, with the start time that the `submitted`
-row gives, is no process of this host any more. On another host that cannot be seen, and its lease tells, which it
-renews every two seconds: fresh, it lives; two minutes old, it is lost; between them a clock may be off, and the state
-is marked as not sure ("lost?"), as is one without a lease ("running?"). Of a run in Slurm's queue, Slurm is asked
-(`launch/records/slurm_job.py`).
+
+A run without an `ended` row is `lost` if its supervisor is gone: on this host, no process has the pid and the start
+time of the `submitted` row. If the supervisor is on another host, its lease decides, renewed every two seconds.
+With a fresh lease the run is alive; with one that is two minutes old it is lost. In between a clock may be off, so the
+state is marked as unsure ("lost?"), like that of a run without a lease ("running?"). For a run in Slurm's queue, Slurm
+is asked (`launch/records/slurm_job.py`).
 """
 
 import socket
@@ -42,7 +43,7 @@ PHASE_OF_CAUSE: Final[dict[str, RankPhase]] = {
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank of the newest attempt; `host` and `pid` are None until it is started."""
+    """One rank of the newest attempt. `host` and `pid` are None until it has been started."""
 
     rank: int
     node: int | None
@@ -55,7 +56,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at one moment; what is not known (yet) is None. Times are unix seconds, `rate` is in `unit`."""
+    """A run at one moment. Unknown values are None. Times are Unix seconds; `rate` is in `unit`."""
 
     run_id: str
     path: str
@@ -78,7 +79,7 @@ class RunState:
     doing: str | None
     checkpoint: Saved | None
     left_out: tuple[str, ...]
-    heard_s: float | None  # how long ago its supervisor on another host gave a sign of life
+    heard_s: float | None  # seconds since the last sign of life of a supervisor on another host
     code: int | None
     class_name: str | None
     message: str | None
@@ -90,20 +91,20 @@ class RunState:
     unit: str | None
     ranks: tuple[RankState, ...]
     warnings: tuple[str, ...]
-    continue_with: str  # the command that continues a session that Muster has not started; "": muster resume does
+    continue_with: str  # the command that continues a session not started by Muster; "" if muster resume does
 
     @property
     def label(self) -> str:
-        """The state as a person reads it: with a question mark where it cannot be seen from here."""
+        """The state for display, with a question mark if it cannot be determined from here."""
         return self.state if self.sure else f"{self.state}?"
 
     @property
     def is_over(self) -> bool:
-        """True when nothing more will be written; a run that may be lost may come back."""
+        """True when nothing more will be written. A run that is only possibly lost may come back."""
         return self.state in OVER and (self.sure or self.state != "lost")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record for --json; `class_name` is spelt `class` as in the rows, and `rate` is the median."""
+        """Return the record for --json. `class_name` becomes `class`, as in the rows; `rate` becomes the median."""
         record = asdict(self)
         rate = record["rate"] or dict.fromkeys(("median", "low", "high", "steps"))
         record |= {"rate": rate.pop("median"), **{f"rate_{name}": value for name, value in rate.items()}}
@@ -111,32 +112,34 @@ class RunState:
 
     @property
     def progress(self) -> str | None:
-        """How far the run is: `20`, or `20 of 196` where the end is known; None before the first step."""
+        """The progress as text: `20`, or `20 of 196` if the end is known; None before the first step."""
         if self.step is None:
             return None
         return str(self.step) if self.steps is None else f"{self.step} of {self.steps}"
 
     @property
     def outcome(self) -> str | None:
-        """How the run ended: its class and, where that is not 0, its code; None while it goes on."""
+        """How the run ended: its class and, if nonzero, its code; None while it is in progress."""
         if self.class_name is None:
             return None
         return self.class_name if not self.code else f"{self.class_name} ({self.code})"
 
 
 def read_state(run: RunDir, read: Callable[[RunDir], Rows] = read_rows) -> RunState:
-    """Read a run folder; a folder that is half written, or from a direct start, has more values at None."""
+    """Read a run folder. For a folder that is half written, or from a direct start, more values are None."""
     rows = read(run)
     seen = _ask_slurm(run, rows)
     alive = _supervisor_lives(run, rows.submitted) if seen is None else seen.alive
     if alive is False and rows.ended is None:
-        # It may have written its last row and left between our two looks.
+        # The supervisor may have written its last row and ended between our two reads.
         rows = read(run)
-    if seen is not None and (seen.waits or rows.ended is None):  # waiting once more, its last row is that of a try
+    # if it is queued again, its last row belongs to an earlier try
+    if seen is not None and (seen.waits or rows.ended is None):
         rows.ended = seen.ended
     step_row, _ = last_metrics(run)
     attempt = rows.attempt.get("attempt")
-    of_now = not rows.attempts if attempt is None else step_row.get("attempt", 0) == attempt  # direct: no attempt row
+    # a direct run has no `attempt` row
+    of_now = not rows.attempts if attempt is None else step_row.get("attempt", 0) == attempt
     waits = seen is not None and seen.waits and rows.ended is None
     heard_s = None if is_here(rows.submitted.get("host")) else lease.age_s(run)
     silent = alive is None and seen is None and heard_s is not None
@@ -185,7 +188,7 @@ def read_state(run: RunDir, read: Callable[[RunDir], Rows] = read_rows) -> RunSt
 
 
 def is_here(host: str | None) -> bool:
-    """Say whether a host's name is this host's; domains are left aside."""
+    """Return whether a host name means this host; domains are ignored."""
     return host is not None and host.partition(".")[0] == socket.gethostname().partition(".")[0]
 
 
@@ -199,7 +202,7 @@ def _state(rows: Rows, alive: bool | None, *, stop_asked: bool, has_steps: bool)
         return "restarting"
     if rows.stopping or stop_asked or "draining" in rows.told:
         return "stopping"
-    # A command need not tell when its ranks have met: it runs once its ranks do.
+    # A command need not report when its ranks have joined; it counts as running once they are started.
     told = {rank for row in rows.started for rank, _ in row.get("ranks", ())}
     all_started = rows.submitted.get("kind") == "command" and len(told) >= (rows.attempt.get("world_size") or 1)
     return "running" if rows.joined or all_started or has_steps else "starting"
@@ -209,15 +212,16 @@ def _ask_slurm(run: RunDir, rows: Rows) -> "Seen | None":
     final = rows.ended is not None and rows.ended.get("code") not in (exits.STOPPED, exits.REQUEUE)
     if final or not run.slurm.exists():
         return None
-    from muster.launch.records.slurm_job import see  # runs of other transports need not wait for its imports
+    # imported here, so that runs of other transports need not wait for it
+    from muster.launch.records.slurm_job import see
 
     return see(run, rows)
 
 
 def _supervisor_lives(run: RunDir, submitted: dict[str, Any]) -> bool | None:
-    """Say whether the process that writes the events is there; None when that cannot be seen from this host.
+    """Return whether the process that writes the events is alive; None if that cannot be known from this host.
 
-    From another host its lease tells: fresh, or so old that no clock is to blame.
+    On another host, the lease decides: alive if fresh, gone if too old for any clock error.
     """
     pid, ticks = submitted.get("pid"), submitted.get("pid_start")
     if pid is None or not is_here(submitted.get("host")):
@@ -233,7 +237,7 @@ def _ranks(rows: Rows, *, over: bool) -> tuple[RankState, ...]:
     where: dict[int, tuple[int | None, str | None, int | None]] = {}
     for row in rows.started:
         where.update((rank, (row.get("node"), row.get("host"), pid)) for rank, pid in row.get("ranks", ()))
-    exited = {row["rank"]: row for row in rows.exited if "rank" in row}  # None: a whole node
+    exited = {row["rank"]: row for row in rows.exited if "rank" in row}  # a row without a rank is about a whole node
     states = []
     for rank in sorted({*range(world_size), *where, *exited}):
         exit_row = exited.get(rank, {})

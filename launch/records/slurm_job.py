@@ -1,7 +1,7 @@
-"""The Slurm job of a run: its number in `slurm.json`, and what Slurm says of it where the run folder says too little.
+"""The Slurm job of a run: its id in `slurm.json`, and its state in Slurm where the run folder does not tell enough.
 
-A run's folder is asked first. While its supervisor renews the lease, Slurm is asked nothing; before it has begun and
-after it has gone, squeue tells, then scontrol, then sacct.
+The run folder is read first. While the supervisor renews the lease, Slurm is not asked. Before the supervisor has
+started and after it is gone, squeue is asked, then scontrol, then sacct.
 
     no lease yet      pending: why it waits        running: the supervisor is about to begin
     lease is stale    over: how Slurm ended it     pending: queued again        running, but let go of its first node
@@ -31,9 +31,9 @@ from muster.slurm.client import Client
 from muster.slurm.script import OUTPUT
 from muster.slurm.states import JobState, Outcome, is_orphan, outcome, waiting
 
-# Where the clients of one cluster find it: kept, because `muster status` may be called from a shell without them.
+# Where the clients of a cluster find it. Kept because `muster status` may be called from a shell without them.
 KEPT: Final = ("SLURM_CONF", "SLURM_CLUSTERS")
-# How a run ends that a failed node, a preemption, the time limit or an operator has ended: Slurm may begin it again.
+# Codes of runs ended by a failed node, a preemption, the time limit or an operator. Slurm may start them again.
 FROM_OUTSIDE: Final = (exits.STOPPED, exits.REQUEUE, exits.INFRASTRUCTURE, exits.UNREACHABLE)
 LAST_LINES: Final = 20
 ASK_S: Final = 5.0
@@ -41,7 +41,7 @@ ASK_S: Final = 5.0
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What `slurm.json` holds; `name` is the job's, `host` and `pid` are those of the process that submitted it."""
+    """The content of `slurm.json`. `name`: the job's; `host` and `pid`: of the process that submitted it."""
 
     job_id: str
     name: str
@@ -53,10 +53,10 @@ class SlurmJob:
 
     @classmethod
     def read(cls, run: RunDir) -> "SlurmJob | None":
-        """Read the job of a run; None when the run went through no queue.
+        """Read the job of a run; return None if the run was not queued.
 
         Raises:
-            RunFolderError: the file is there, but is not ours.
+            RunFolderError: if the file does not belong to this user.
         """
         if not run.slurm.exists():
             return None
@@ -64,7 +64,7 @@ class SlurmJob:
         row, environment = typed(record), record.get("environment")
         job_id, cluster = str(row.get("job_id")), row.get("cluster")
         if not re.fullmatch(r"[0-9]+(_[0-9]+)?", job_id) or not re.fullmatch(r"[\w.,@-]+", str(cluster)):
-            raise RunFolderError(f"{run.slurm}: names no job of Slurm's; see squeue --name={run.run_id}")
+            raise RunFolderError(f"{run.slurm}: names no Slurm job; see squeue --name={run.run_id}")
         return cls(
             job_id,
             str(row.get("name", "")),
@@ -76,26 +76,26 @@ class SlurmJob:
         )
 
     def write(self, run: RunDir) -> None:
-        """Write it; errors as `jobs.runfolder.rundir.write_json`."""
+        """Write `slurm.json`. Errors as for `jobs.runfolder.rundir.write_json`."""
         write_json(run.slurm, asdict(self))
 
     def client(self) -> Client:
-        """Return the commands of its cluster."""
+        """Return the client commands for the job's cluster."""
         conf = self.environment.get("SLURM_CONF")
-        # Of another machine, or too long for a name, at which pathlib raises.
+        # The file may be on another machine; os.path is used because pathlib raises for names that are too long.
         known = {} if conf and not os.path.exists(conf) else self.environment  # noqa: PTH110
         return Client({**os.environ, **known}, self.cluster)
 
     def ask(self) -> JobState | None:
-        """Ask Slurm; None when it does not know this job (any more), or has another one of that number.
+        """Ask Slurm; return None if it does not know this job (any more), or has another job with that id.
 
         Raises:
-            RefusedError, UnreachableError: Slurm cannot be asked from here.
+            RefusedError, UnreachableError: if Slurm cannot be asked from here.
         """
         return self.own(self.client().query([self.job_id]))
 
     def own(self, states: Mapping[str, JobState]) -> JobState | None:
-        """Pick this job out of what Slurm says of several."""
+        """Return this job's state from Slurm's answer about several jobs."""
         state = states.get(self.job_id)
         return state if state is None or state.name in ("", self.name) else None
 
@@ -104,8 +104,8 @@ class SlurmJob:
 class Seen:
     """What Slurm adds to the rows of a run.
 
-    `alive`: whether somebody will still write rows, None when that cannot be seen. `waits`: it is in the queue.
-    `ended`: the last row, as it would be, of a run whose job is over without one.
+    `alive`: whether somebody will still write rows, None if that cannot be known. `waits`: the job is in the queue.
+    `ended`: the last row to assume, if the job is over and wrote none.
     """
 
     alive: bool | None
@@ -115,21 +115,21 @@ class Seen:
 
 
 def kept_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the client commands of a run need later."""
+    """Return the variables that the client commands of a run will need later."""
     found = {name: environ.get(name) for name in KEPT}
     return {name: value for name, value in found.items() if isinstance(value, str) and "\0" not in value}
 
 
 def this_process() -> dict[str, Any]:
-    """Return the fields of SlurmJob that say who submits."""
+    """Return the fields of SlurmJob that identify the submitting process."""
     return {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
 
 
 def see(run: RunDir, rows: Rows) -> Seen | None:
-    """Ask Slurm about a run without a last row; None when its rows and its lease say all, or it went through no queue.
+    """Ask Slurm about a run without a last row; return None if its rows and lease suffice, or it was not queued.
 
     Raises:
-        RunFolderError: slurm.json is not ours.
+        RunFolderError: if slurm.json does not belong to this user.
     """
     if rows.ended is not None:
         return _queued_again(run, rows)
@@ -146,14 +146,14 @@ def see(run: RunDir, rows: Rows) -> Seen | None:
 
 
 def _queued_again(run: RunDir, rows: Rows) -> Seen | None:
-    """Say that a run whose last try was ended from outside waits in the queue once more; None where it does not."""
+    """Return a Seen if a run whose last try was ended from outside waits in the queue again, else None."""
     code = number((rows.ended or {}).get("code"))
     job = SlurmJob.read(run) if code in FROM_OUTSIDE and not run.stop.exists() else None
     if job is None:
         return None
     try:
         state = _lately(run, job)
-    except MusterError:  # its last row is what there is to say
+    except MusterError:  # its last row has to suffice
         return None
     if state is None or state.state != "PENDING":
         return None
@@ -161,12 +161,12 @@ def _queued_again(run: RunDir, rows: Rows) -> Seen | None:
 
 
 def ask_together(runs: Iterable[RunDir]) -> None:
-    """Ask about all waiting runs with one call of squeue for each cluster; `see` then finds the answers.
+    """Ask about all waiting runs with one call of squeue per cluster, and keep the answers for `see`.
 
-    What cannot be asked is left out: `see` will say why.
+    Runs that cannot be asked about are skipped; `see` will report the reason.
 
     Raises:
-        RunFolderError: a slurm.json is not ours.
+        RunFolderError: if a slurm.json does not belong to this user.
     """
     groups: dict[tuple[Any, ...], list[tuple[RunDir, SlurmJob]]] = {}
     for run in runs:
@@ -179,17 +179,17 @@ def ask_together(runs: Iterable[RunDir]) -> None:
             _ANSWERS.update({run.path: (time.monotonic(), job.own(states)) for run, job in group})
 
 
-# By run folder, with when: squeue's manual asks programs not to call it in loops, as `muster watch` would.
+# By run folder, with the time. squeue's manual asks programs not to call it in loops, as `muster watch` would.
 _ANSWERS: dict[Path, tuple[float, JobState | None]] = {}
 
 
 def forget(run: RunDir) -> None:
-    """Ask anew next time: the job was changed since the last answer."""
+    """Drop the kept answer, because the job has been changed since."""
     _ANSWERS.pop(run.path, None)
 
 
 def _lately(run: RunDir, job: SlurmJob) -> JobState | None:
-    """Ask Slurm, or take the answer of a moment ago."""
+    """Ask Slurm, or reuse an answer of the last ASK_S seconds."""
     now = time.monotonic()
     asked, state = _ANSWERS.get(run.path, (-math.inf, None))
     if now - asked >= ASK_S:
@@ -204,19 +204,19 @@ def _has_lease(run: RunDir) -> bool:
 
 
 def has_begun(job: SlurmJob, rows: Rows) -> bool:
-    """Say whether a supervisor has taken over from the process that submitted."""
+    """Return whether a supervisor has taken over from the submitting process."""
     who = (rows.submitted.get("host"), number(rows.submitted.get("pid")))
     return bool(rows.submitted) and who != (job.host, job.pid)
 
 
 def judge(job: SlurmJob, state: JobState | None, *, begun: bool, said: str, attempt: int | None) -> Seen:
-    """Decide what Slurm's word means for a run whose supervisor is not seen. Pure."""
+    """Interpret Slurm's answer about a run whose supervisor cannot be seen. Pure."""
     if state is None:
         return Seen(alive=False, message=f"Slurm does not know job {job.job_id} (any more)")
     if state.phase == "pending":
         again = "queued again: " if begun else ""
         return Seen(alive=True, waits=True, message=f"Slurm job {job.job_id}: {again}{waiting(state)}")
-    if is_orphan(state):  # not over: what is left of it holds its nodes until somebody cancels it
+    if is_orphan(state):  # not over: its remaining processes hold the nodes until somebody cancels the job
         return Seen(alive=False, message=outcome(state).message)
     if state.phase == "over":
         result = outcome(state, said)
@@ -224,11 +224,11 @@ def judge(job: SlurmJob, state: JobState | None, *, begun: bool, said: str, atte
     where = f"Slurm job {job.job_id} runs on {state.nodes}"
     if begun:
         return Seen(alive=None, message=f"{where}, but its supervisor has not been heard for {lease.STALE_S:g} s")
-    return Seen(alive=True, message=f"{where}; its supervisor begins")
+    return Seen(alive=True, message=f"{where}; its supervisor is starting")
 
 
 def last_row(result: Outcome, time_s: float | None, attempt: int | None) -> dict[str, Any]:
-    """Return the `ended` row that a supervisor should have written."""
+    """Return the `ended` row that the supervisor should have written."""
     return {
         "time": time.time() if time_s is None else time_s,
         "event": "ended",
@@ -240,17 +240,17 @@ def last_row(result: Outcome, time_s: float | None, attempt: int | None) -> dict
 
 
 def last_words(run: RunDir, job: SlurmJob) -> str:
-    """Return the end of what the batch script printed: what Slurm, the shell or the supervisor said last."""
+    """Return the end of the batch script's output: the last lines of Slurm, the shell or the supervisor."""
     return "\n".join(tail_lines(target_of(output_path(run, job)), LAST_LINES))
 
 
 def output_path(run: RunDir, job: SlurmJob) -> Path:
-    """Return the file into which Slurm puts the output of the batch script."""
+    """Return the file to which Slurm writes the output of the batch script."""
     return run.path / OUTPUT.replace("%j", job.job_id)
 
 
 def since_submission(run: RunDir, job: SlurmJob) -> int:
-    """Return where in the events the row of the job's submission begins: a run that goes on has older ones."""
+    """Return the offset in the events of the job's `submitted` row; a resumed run has older rows before it."""
     offset, found, submitted = 0, 0, ["submitted", job.host, job.pid]
     if not run.events.exists():
         return 0

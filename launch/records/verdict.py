@@ -1,8 +1,9 @@
-"""The verdict of an attempt: pure. The earliest failure wins; its victims are listed apart.
+"""The verdict on an attempt: the earliest failure wins, and its victims are listed separately. Pure.
 
 A rank's end has a cause:
+
     done      it returned 0
-    stopped   it ended because we told it to
+    stopped   it ended because Muster told it to
     peer      it lost its connection to another rank
     own       anything else: an exception, a signal from outside, a missing program
 
@@ -23,7 +24,7 @@ Cause = Literal["done", "stopped", "peer", "own"]
 
 @dataclass(frozen=True)
 class Ending:
-    """How one rank (or, with rank None, a whole node) ended."""
+    """The end of one rank or, if `rank` is None, of a whole node."""
 
     rank: int | None
     node: int
@@ -34,13 +35,13 @@ class Ending:
     cause: Cause
     message: str = ""
     last_lines: list[str] = field(default_factory=list)
-    ours: bool = True  # the code is one of ours; a program of the user's may mean anything by it
-    step: int | None = None  # steps that were done, as far as the rank told
-    hung: bool = False  # it lives, and does not do what the others wait for
+    ours: bool = True  # the code is one of Muster's; a user's program may mean anything by its codes
+    step: int | None = None  # steps done, as reported by the rank
+    hung: bool = False  # it is alive, but not where the other ranks wait
 
     @property
     def exit_code(self) -> int:
-        """Return what a shell would see."""
+        """Return the exit code that a shell would see."""
         if self.signal is not None:
             return exits.SIGNAL_BASE + signal_number(self.signal)
         return self.code or 0
@@ -51,7 +52,7 @@ class Ending:
         return f"{who} ({self.host})"
 
     def sentence(self) -> str:
-        """Say in one line who ended how."""
+        """Describe the end in one line."""
         if self.rank is None:
             return f"{self.where()}: {self.message}"
         if self.hung:
@@ -62,16 +63,16 @@ class Ending:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why we stopped the ranks before they had ended by themselves."""
+    """Why the ranks were stopped before they had ended by themselves."""
 
     code: int
     message: str
-    final: bool = False  # whoever ended this attempt ends the run: a scheduler that takes its nodes away
+    final: bool = False  # the run ends with this attempt, for example when a scheduler takes its nodes away
     why: str = ""
 
     @property
     def reason(self) -> str:
-        """The reason in one word, or two, for programs to read."""
+        """The reason in one or two words, for programs."""
         return self.why or {exits.STOPPED: "stopped", exits.REQUEUE: "requeue"}.get(self.code, "failure")
 
 
@@ -86,10 +87,10 @@ class Verdict:
 
     @property
     def name(self) -> str:
-        """Name the class of the verdict."""
+        """The class of the verdict."""
         first = self.first
         if first is not None and first.signal is None and not first.ours and first.code == self.code:
-            return exits.FAILED_CLASS  # the program's own code, by which it may mean anything
+            return exits.FAILED_CLASS  # the program's own code, which may mean anything
         return exits.class_of(self.code)
 
     def record(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class Verdict:
 def cause_of(
     code: int | None, signal: str | None, sent: str | None, failure: Mapping[str, Any], *, drained: bool = False
 ) -> Cause:
-    """Tell a rank's cause from its end, the last signal we sent it, and its own report.
+    """Determine the cause of a rank's end from its exit, the last signal that Muster sent it, and its own report.
 
     `drained`: it was asked to save and to end.
     """
@@ -122,10 +123,10 @@ def cause_of(
 
 
 def ending_of(message: Exited, node: int, host: str, *, ahead_s: float, ours: bool, drained: bool = False) -> Ending:
-    """Return the ending that an agent's `exited` message tells; `ahead_s`: its clock's lead over ours."""
+    """Return the ending described by an agent's `Exited` message; `ahead_s`: how far its clock is ahead of ours."""
     failure: Mapping[str, Any] = message.failure
     text = ""
-    if failure:  # an error of ours speaks for itself; of others the type is half of what they say
+    if failure:  # our errors need no type; for others the type is essential
         text = failure["message"] if hasattr(errors, failure["kind"]) else f"{failure['kind']}: {failure['message']}"
     return Ending(
         rank=message.rank,
@@ -143,7 +144,7 @@ def ending_of(message: Exited, node: int, host: str, *, ahead_s: float, ours: bo
 
 
 def judge(endings: Sequence[Ending], stop: Stop | None) -> Verdict:
-    """Judge an attempt by its endings and by what stopped it, if anything but a failure did."""
+    """Return the verdict from the endings and from the request that stopped the attempt, if there was one."""
     ordered = sorted(endings, key=lambda ending: ending.ended)
     failed = [each for each in ordered if each.cause in ("own", "peer")]
     first = next((each for each in failed if each.cause == "own"), failed[0] if failed else None)
@@ -160,11 +161,11 @@ def judge(endings: Sequence[Ending], stop: Stop | None) -> Verdict:
 
 
 def lost_too(victims: Sequence[Ending]) -> str:
-    """Name the nodes that were lost besides the first failure; "" without any."""
+    """Name the nodes that were lost besides the first failure; "" if there are none."""
     nodes = [each.where() for each in victims if each.rank is None]
     return f"lost too: {', '.join(nodes)}" if nodes else ""
 
 
 def _is_again(ending: Ending, first: Ending) -> bool:
-    """Say whether this is the end of the very rank that was to blame before it had ended."""
+    """Return whether this is the end of the rank that had already been blamed."""
     return ending.rank is not None and ending.rank == first.rank

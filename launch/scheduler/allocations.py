@@ -1,11 +1,11 @@
-"""The allocations that a run has had from its scheduler, and how many of the last ones brought it no further. Pure.
+"""The scheduler's allocations of a run so far, and how many of the last ones made no new checkpoint. Pure.
 
     events.jsonl   allocation … resuming step 20 … saved step 35 …     it brought the run from 20 to 35
                    allocation … resuming step 35 …                     nothing new: the first in a row
-                   allocation … resuming step 35 … saved step 35       the second: what it began from, saved once more
+                   allocation … resuming step 35 … saved step 35       the second: it saved its first step again
 
-Slurm itself bounds no requeue after a failed node or a preemption, so a run that never comes as far as its next
-checkpoint would be queued for ever.
+Slurm does not limit requeues after a failed node or a preemption. Without a limit of ours, a run that never reaches its
+next checkpoint would be queued forever.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ MAX_FRUITLESS: Final = 3
 
 @dataclass
 class Allocation:
-    """One start of the scheduler's job: its count of earlier ones, and from which step to which checkpoint it came."""
+    """One start of the scheduler's job: Slurm's count of earlier starts, the first step, and the last checkpoint."""
 
     restarts: int
     began: int | None = None
@@ -31,7 +31,7 @@ def allocations(rows: Iterable[Mapping[str, Any]], job: str) -> list[Allocation]
     for row in rows:
         match row.get("event"):
             case "allocation":
-                # Of another job: somebody has resumed the run, and the count begins anew.
+                # For another job, the run was resumed by a user, and the count starts anew.
                 found = found if row.get("job") == job else []
                 if row.get("job") == job:
                     found.append(Allocation(row.get("restarts", 0)))
@@ -43,15 +43,15 @@ def allocations(rows: Iterable[Mapping[str, Any]], job: str) -> list[Allocation]
 
 
 def fruitless(found: list[Allocation], restarts: int | None = None) -> int:
-    """Count the newest allocations in a row that made no new checkpoint.
+    """Count the most recent allocations in a row that made no new checkpoint.
 
-    `restarts` is Slurm's count at a start that is not on record yet: starts that it counts and that left no row never
-    came as far as Muster.
+    `restarts`: Slurm's count at a start that is not yet recorded. Starts that Slurm counts but that left no row ended
+    before Muster began.
     """
     count = 0
     if restarts is not None:
         count = max(0, restarts - (found[-1].restarts + 1 if found else 0))
-    following: int | None = None  # from which step the next one began
+    following: int | None = None  # the first step of the next allocation
     for each in reversed(found):
         began = each.began or 0
         if each.saved > began or (following is not None and following > began):
@@ -62,14 +62,14 @@ def fruitless(found: list[Allocation], restarts: int | None = None) -> int:
 
 
 def disagreement(found: list[Allocation], restarts: int, job: str) -> str:
-    """Say that Slurm's count of starts is another than ours; empty when they agree."""
+    """Describe a difference between Slurm's count of starts and ours; return "" if they agree."""
     if restarts == len(found):
         return ""
     ours = f"{len(found)} on record in the run folder"
     if restarts > len(found):
         return (
-            f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), with {ours}: the others ended "
-            f"before Muster had begun; see slurm-{job}.out"
+            f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), with {ours}: the others "
+            f"ended before Muster had begun; see slurm-{job}.out"
         )
     return (
         f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), with {ours}: its count was reset"

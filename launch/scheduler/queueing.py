@@ -1,4 +1,4 @@
-"""Submit runs to Slurm's queue, by sbatch or through submitit: one run as a job, several of one shape as an array.
+"""Submit runs to Slurm's queue, by sbatch or through submitit: one run as a job, several similar ones as an array.
 
 the `submitted` rows ──→ sbatch or submitit ──→ slurm.json in each run folder; the supervisors in the job do the rest
                                 └── refused: the last row of each run
@@ -28,18 +28,19 @@ from muster.slurm.states import Outcome
 def submit(
     submissions: Sequence[Submission], *, name: str = "", folder: Path | None = None, limit: int | None = None
 ) -> Submitted:
-    """Submit runs of one shape whose folders are made, and return the answer as soon as they are in the queue.
+    """Submit runs with the same resources, whose folders exist; return the answer as soon as they are in the queue.
 
-    With `folder`, that of a sweep, they are one array called `name`, `limit` of them at a time; without, one job.
+    With `folder`, that of a sweep, they become one array called `name`, with `limit` of them at a time; without, one
+    job.
 
     Raises:
-        RefusedError: sbatch refuses, submitit is not installed, or Slurm is not on this machine.
-        UnreachableError: the controller does not answer.
-        RunFolderError, StorageError: a run folder cannot be written.
+        RefusedError: if sbatch refuses, submitit is not installed, or Slurm is not on this machine.
+        UnreachableError: if the controller does not answer.
+        RunFolderError, StorageError: if a run folder cannot be written.
     """
     first = submissions[0]
     name, base = name or first.context.run.run_id, {**os.environ, **first.route.hosts.environment}
-    # Before sbatch: once the job runs, its supervisor writes such a row of its own, and the last one counts.
+    # Written before sbatch runs: the supervisor in the job writes a `submitted` row, too, and the last one counts.
     for each in submissions:
         EventLog(each.context.run).submitted(each.context, each.route.transport)
     try:
@@ -53,7 +54,7 @@ def submit(
         run = each.context.run
         job = SlurmJob(job_id=job_id, name=name, cluster=submitted.cluster, environment=kept, **this_process())
         job.write(run)
-        # Whoever reads a run looks for the output of its job in the run's own folder.
+        # Readers of a run look for its job's output in the run's own folder.
         home, output = RunDir(folder or run.path), output_path(run, job)
         written = (
             home.submitit / f"{job_id}_0_log.err" if first.route.transport == "submitit" else home.path / output.name
@@ -66,7 +67,7 @@ def submit(
 def _send(
     submissions: Sequence[Submission], base: Mapping[str, str], name: str, folder: Path | None, limit: int | None
 ) -> tuple[Submitted, list[str]]:
-    """Return the answer, and the job number of each run."""
+    """Return sbatch's answer, and the job id of each run."""
     context, client = submissions[0].context, Client(base)
     try:
         if submissions[0].route.transport == "submitit":
@@ -90,7 +91,7 @@ def script(submission: Submission) -> str:
     """Return the batch script of a submission, as `submit` would write it.
 
     Raises:
-        RefusedError: the settings of job and site do not fit together.
+        RefusedError: if the settings of job and site do not fit together.
     """
     context = submission.context
     return _text(context, context.run.run_id, context.run.path)

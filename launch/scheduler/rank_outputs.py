@@ -1,4 +1,4 @@
-"""What a run says and its ranks print, where this process does not supervise it: read from the run folder."""
+"""Events and output of a run that this process does not supervise, read from its folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +14,9 @@ from muster.launch.supervision.console import Console
 
 
 class RunOutput:
-    """A run on a console, from the events at `offset` on: what happens, and what rank 0, or with --tee every, prints.
+    """Shows a run on a console: its events from `offset` on, and rank 0's lines (with --tee every rank's).
 
-    `on_row` is called with each event; `silent`: events are not shown.
+    `on_row` is called with each event. `silent`: events are not shown.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RunOutput:
         self._files: dict[tuple[int, str], LineFollower] = {}
 
     def read(self) -> None:
-        """Show what came since the last call."""
+        """Show everything new since the last call."""
         for line in self._events.poll():
             row = typed_line(line)
             self.on_row(row)
@@ -49,7 +49,7 @@ class RunOutput:
         self.pass_on()
 
     def pass_on(self, *, last: bool = False) -> None:
-        """Show the lines of ranks that came since the last call; `last`: also one that has no end."""
+        """Show new lines of ranks; `last`: also lines without a newline at the end."""
         for rank, stream, path in self._logs():
             self._files.setdefault((rank, stream), LineFollower(path))
         for (rank, stream), file in self._files.items():

@@ -1,9 +1,9 @@
-"""A run inside a scheduler's job of its own: what of earlier starts counts, and being queued again after a drain.
+"""A run inside a scheduler's job of its own: count fruitless starts, and requeue the job after a drain.
 
-begin   note the start; compare Slurm's count of starts; refuse after too many without a new checkpoint
+begin   record the start; compare Slurm's count of starts; refuse after too many without a new checkpoint
 end     75 (drained with a commit) ──running──→ scontrol requeue ──→ Slurm starts launch.supervise again
-                 │                   └── cancelled, or queued again by Slurm itself: there is nothing to do
-                 └── may not, or scontrol does not: exit 75, for the site's RequeueExit=75, or muster resume
+                 │                   └── cancelled, or queued again by Slurm itself: nothing to do
+                 └── not allowed, or scontrol fails: exit 75, for the site's RequeueExit=75, or muster resume
 """
 
 import signal
@@ -32,12 +32,12 @@ from muster.slurm.states import Outcome
 
 @dataclass(frozen=True)
 class OwnJob:
-    """The scheduler's job that a supervisor is in, and that exists for its run alone."""
+    """The scheduler's job in which a supervisor runs, and which exists for its run alone."""
 
     submission: Submission
     settings: SlurmSettings
-    job: str  # what scontrol calls it
-    restarts: int | None  # Slurm's count of earlier starts; None: nobody counts
+    job: str  # the job's id for scontrol
+    restarts: int | None  # Slurm's count of earlier starts; None if there is none
     output: BatchOutput
     environ: Mapping[str, str]
 
@@ -48,17 +48,17 @@ class OwnJob:
 
     @property
     def by_us(self) -> bool:
-        """True when it is ours to have the job queued again, and not submitit's."""
+        """True when Muster has to requeue the job, False when submitit does."""
         return self.submission.route.transport == "slurm"
 
     @property
     def saves(self) -> bool:
-        """True when the run makes checkpoints; a program of the user's does if it opens a session."""
+        """True when the run makes checkpoints. A user's program does if it opens a session."""
         job = self.submission.context.job
         return had_session(self.run) if job.kind == "command" else job.checkpoint is not None
 
     def begin(self) -> Outcome | None:
-        """Note that the job has started; return how the run ends where it must not go on."""
+        """Record that the job has started; return the run's outcome if it must not continue."""
         found = allocations(typed_lines(self.run.events), self.job)
         if self.restarts is not None and (text := disagreement(found, self.restarts, self.job)):
             self._warn(text)
@@ -67,15 +67,16 @@ class OwnJob:
         return self._hopeless(count) if count >= MAX_FRUITLESS and self.saves else None
 
     def cause(self, first: Ending | None) -> Stop | None:
-        """Return why Slurm ended an attempt, from what it wrote into the batch output; None if it did not."""
+        """Return why Slurm ended an attempt, from its messages in the batch output; None if it did not."""
         return self.output.cause(first)
 
     def notice(self, *, limit: bool) -> Notice | None:
-        """Ask Slurm whether it is about to end the job; `limit`: its signal before the time limit has come."""
+        """Ask Slurm whether it is about to end the job; `limit`: its signal before the time limit has arrived."""
         client, state = Client(self.environ), None
         try:
             state = client.details(self.job, LIST_S)
-            if state and state.preempted and state.end_time is None:  # scontrol hides it from a job without a limit
+            # scontrol shows no end time for a job without a limit
+            if state and state.preempted and state.end_time is None:
                 grace_s = client.grace_s(self.environ.get("SLURM_JOB_PARTITION", ""))
                 state = replace(state, end_time=state.preempted + grace_s)
         except MusterError as error:
@@ -83,7 +84,7 @@ class OwnJob:
         return notice_of(state, time.time(), self.settings.signal_s, limit=limit)
 
     def end(self, code: int) -> int:
-        """Have the job queued again after a verdict that asks for it; return the exit code of this process."""
+        """Requeue the job if the verdict asks for it; return the exit code of this process."""
         if code != exits.REQUEUE:
             return code
         count = fruitless(allocations(typed_lines(self.run.events), self.job))
@@ -92,37 +93,37 @@ class OwnJob:
         return self._queue_again() if self.by_us else code
 
     def _queue_again(self) -> int:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, as soon as it has agreed
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends SIGTERM as soon as it has accepted the requeue
         why = f"{self.run.submission.name} says slurm.requeue: false"
         if self.settings.requeue:
             client, complaint = Client(self.environ), self.output.complaint()
             state = client.word(self.job)
-            if self.run.stop.exists():  # too late for the supervisor, which was stopping already
+            if self.run.stop.exists():  # too late for the supervisor, which was already stopping
                 return self._stopped("stopped by muster stop")
             if state != RUNNING and complaint is not None and complaint.again:
                 return exits.REQUEUE
             if state != RUNNING and complaint is not None and complaint.code == exits.STOPPED:
                 return self._stopped(complaint.message)
             EventLog(self.run).event("requeueing", job=self.job)
-            # It ends this job: Slurm signals all of it as soon as it has agreed.
+            # This ends the job: Slurm signals all its processes as soon as it has accepted.
             if not (refused := client.refused("scontrol", "requeue", self.job)):
-                onward = ", and goes on from its checkpoint" * self.saves
+                onward = ", and continues from its checkpoint" * self.saves
                 print(f"muster: Slurm job {self.job} is queued again{onward}", file=sys.stderr)
                 return exits.REQUEUE
             why = f"scontrol requeue {self.job}: {refused}"
         self._warn(
-            f"{why}; it ends with code {exits.REQUEUE}, which a site's RequeueExit={exits.REQUEUE} answers; without "
-            f"that, go on with: {self.run.command('resume')}"
+            f"{why}; it ends with code {exits.REQUEUE}, which requeues it at a site with "
+            f"RequeueExit={exits.REQUEUE}; otherwise continue with: {self.run.command('resume')}"
         )
         return exits.REQUEUE
 
     def _stopped(self, message: str) -> int:
-        """Say that the run is over though it was to go on: somebody wants it so."""
+        """Record that the run is over, because somebody stopped it while it was to be requeued."""
         close(self.run, Outcome(exits.STOPPED, f"{message}, after a save"), anew=True)
         return exits.STOPPED
 
     def _hopeless(self, count: int) -> Outcome:
-        """End the run: every further start would be like the last ones."""
+        """End the run, because every further start would fail like the last ones."""
         outcome = Outcome(
             exits.DO_NOT_RESTART,
             f"{count} starts of job {self.job} in a row have made no new checkpoint, so it is not queued again; raise "
@@ -138,10 +139,10 @@ class OwnJob:
 
 
 def own_job(submission: Submission, environ: Mapping[str, str]) -> OwnJob | None:
-    """Return the scheduler's job of a run, when this process is in it; somebody's own allocation is not the run's.
+    """Return the scheduler's job of a run if this process is in it; a user's own allocation is not the run's job.
 
     Raises:
-        RefusedError: the environment of the job contradicts itself.
+        RefusedError: if the environment of the job contradicts itself.
     """
     context, transport = submission.context, submission.route.transport
     run = context.run

@@ -1,11 +1,11 @@
-"""Stay with runs in Slurm's queue to their ends: `muster run --on slurm` on the login node, sweeps, and `muster stop`.
+"""Follow runs in Slurm's queue to their ends: for `muster run --on slurm` on the login node, sweeps, and `muster stop`.
 
     it waits, and why ──→ its supervisor begins ──→ rank 0's lines ──→ its last row ──→ the code of its verdict
           │                        │                     │
-          └── never can start      └── over for Slurm, or let go of, and no last row: we write it
+          └── can never start      └── over for Slurm, or let go of, and no last row: we write it
 
 The run folders are read a few times a second. Slurm is asked, about all runs together, only while no supervisor renews
-a lease: every 5 s at first and every 30 s in a long wait; after a request to stop, every second.
+a lease: every 5 s at first, every 30 s in a long wait, and every second after a request to stop.
 """
 
 import math
@@ -26,22 +26,22 @@ from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, never
 
 POLL_S: Final = 0.25
 ASK_S, ASK_SOON_S, ASK_RARELY_S = 5.0, 1.0, 30.0
-LEASE_S: Final = 6.0  # three renewals: a lease that does not change for so long is asked about
-VERDICT_S: Final = 5.0  # for the last row of a supervisor that has ended to be seen here
-REQUEUE_S: Final = 10.0  # for Slurm to say what becomes of a job that was stopped from outside
+LEASE_S: Final = 6.0  # three renewals: if a lease does not change for so long, Slurm is asked
+VERDICT_S: Final = 5.0  # for the last row of an ended supervisor to become visible here
+REQUEUE_S: Final = 10.0  # for Slurm to report the state of a job that was stopped from outside
 HOPELESS_S: Final = 30.0
 UNKNOWN_S: Final = 30.0
 BEYOND_GRACE_S: Final = 10.0
-KILL_WAIT_S: Final = 60.0  # that Slurm gives a job between TERM and KILL: 30 s, unless the site says otherwise
+KILL_WAIT_S: Final = 60.0  # Slurm's time between TERM and KILL: 30 s, unless the site sets another one
 
 
 def follow(run: RunDir, console: Console, asked: list[str] | None = None) -> int:
-    """Follow a submitted run to its end and show it; the first Ctrl-C stops it, the second one at once.
+    """Follow a submitted run to its end and show it. The first Ctrl-C stops it, the second one stops it at once.
 
-    `asked` is what `holding_signals` has held back so far.
+    `asked`: the signals that `holding_signals` has held back so far.
 
     Raises:
-        UnreachableError: it was never submitted to Slurm.
+        UnreachableError: if the run was never submitted to Slurm.
     """
     follower = Follower(run, console)
     with listening([] if asked is None else asked) as asked:
@@ -51,12 +51,12 @@ def follow(run: RunDir, console: Console, asked: list[str] | None = None) -> int
 
 
 def cancel(runs: Sequence[RunDir], *, grace_s: float | None, now: bool) -> None:
-    """Stop runs in Slurm, waiting or running, and return when each has its last row; `grace_s`: None for the job's.
+    """Stop runs in Slurm, waiting or running; return when each has its last row. `grace_s`: None means the job's own.
 
     Raises:
-        UnreachableError: one was never submitted to Slurm, or the controller does not answer.
-        RefusedError: it is somebody else's job.
-        StartTimeoutError: one has not ended in time.
+        UnreachableError: if a run was never submitted to Slurm, or the controller does not answer.
+        RefusedError: if a job belongs to another user.
+        StartTimeoutError: if a run does not end in time.
     """
     followers = [Follower(run, Console(quiet=True), patient=False) for run in runs]
     open_ = [each for each in followers if not each.is_over()]
@@ -65,8 +65,8 @@ def cancel(runs: Sequence[RunDir], *, grace_s: float | None, now: bool) -> None:
         each.stop("muster stop", now=now)
     longest_s = max((each.grace_s for each in open_), default=0.0) + BEYOND_GRACE_S + KILL_WAIT_S
     for each in until_ended(open_, [], deadline_s=longest_s):
-        each.cancel()  # whatever is left of the job; and it is not queued again
-        if each.code == exits.REQUEUE:  # it was being ended for another reason when we asked
+        each.cancel()  # end the remains of the job, and prevent a requeue
+        if each.code == exits.REQUEUE:  # it was already being ended for another reason
             close(each.run, stopped("muster stop", "it was to be queued again"), anew=True)
         forget(each.run)
 
@@ -74,13 +74,13 @@ def cancel(runs: Sequence[RunDir], *, grace_s: float | None, now: bool) -> None:
 def until_ended(
     followers: Sequence["Follower"], asked: list[str], *, told: Console | None = None, deadline_s: float = math.inf
 ) -> Iterator["Follower"]:
-    """Yield each run once it has its last row; who `asked` to stop stops all, and cancels all the second time.
+    """Yield each run once it has its last row. A new entry in `asked` stops all runs; the second one cancels all.
 
-    `told` is the console that is told so of the points of a sweep.
+    `told`: the console that reports this for the points of a sweep.
 
     Raises:
-        StartTimeoutError: a run has no last row in time.
-        UnreachableError: the controller does not answer a follower that is not patient.
+        StartTimeoutError: if a run has no last row in time.
+        UnreachableError: if the controller does not answer a follower that is not patient.
     """
     open_, began, answered = list(followers), time.monotonic(), 0
     while open_:
@@ -109,7 +109,7 @@ def until_ended(
 
 
 def _ask(about: Sequence["Follower"]) -> None:
-    """Ask Slurm about runs of one cluster, all at once."""
+    """Ask Slurm about several runs of one cluster in one call."""
     if not about:
         return
     try:
@@ -124,10 +124,10 @@ def _ask(about: Sequence["Follower"]) -> None:
 
 
 class Follower:
-    """What has been seen of one run so far, and what was said of it.
+    """Follows one run: the events seen so far, and the messages printed about it.
 
-    With `patient`, it waits for a controller that does not answer, rather than give up. `trouble` is the console that
-    is told so, where it is another one.
+    With `patient`, it keeps waiting for a controller that does not answer. `trouble`: the console for messages about
+    such a controller (default: `console`).
     """
 
     def __init__(self, run: RunDir, console: Console, *, patient: bool = True, trouble: Console | None = None) -> None:
@@ -138,24 +138,24 @@ class Follower:
         self.patient, self.trouble = patient, trouble or console
         self.ended: dict[str, Any] | None = None
         self.begun = False
-        self.requeued = False  # it waits again: a last row is that of an earlier try
+        self.requeued = False  # the job waits again, so an existing last row is that of an earlier try
         self.grace_s = 5.0
-        self.draining_s = 0.0  # that its supervisor may take to save before it stops
+        self.draining_s = 0.0  # extra time for the supervisor to save before it stops
         self._output = RunOutput(run, console, offset=since_submission(run, job), on_row=self._on_event)
         self._stop_by = ""
         self._kill_at = math.inf
         self._cancelled = False
-        self._waits = True  # as Slurm said last
-        self._instead: Outcome | None = None  # the outcome of a job that we have cancelled for a reason of ours
+        self._waits = True  # whether the job waits, by Slurm's last answer
+        self._instead: Outcome | None = None  # the outcome of a job that we cancelled for our own reason
         self._began = time.monotonic()
         self._next_ask = 0.0
         self._lease: tuple[Any, float] = (None, 0.0)
-        self._since: dict[str, float] = {}  # when something was first seen that must last to count
+        self._since: dict[str, float] = {}  # when a state that must last before it counts was first seen
         self._said = ""
 
     @property
     def last_row(self) -> dict[str, Any]:
-        """The run's last row; empty as long as it has none."""
+        """The run's last row, empty as long as it has none."""
         return self.ended or {}
 
     @property
@@ -164,14 +164,14 @@ class Follower:
         return number(self.last_row.get("code"))
 
     def has_ended(self) -> bool:
-        """Say whether the run has its last row, and will not be queued again; then show all that it printed."""
+        """Return whether the run has its last row and will not be requeued; if so, show the rest of its output."""
         if self.ended is None or self._may_be_queued_again():
             return False
         self._output.pass_on(last=True)
         return True
 
     def stop(self, by: str, *, now: bool) -> None:
-        """Have a waiting job cancelled, and a running one stopped by its supervisor; a second call cancels it too."""
+        """Cancel a waiting job; have the supervisor stop a running one. A second call cancels that, too."""
         self._next_ask = 0.0
         again, self._stop_by = bool(self._stop_by), by
         if self.ended is not None:
@@ -185,10 +185,10 @@ class Follower:
         self.cancel()
 
     def is_over(self) -> bool:
-        """Say whether the run has ended for good; one that Slurm will begin again waits from now on.
+        """Return whether the run has ended for good; if Slurm will start it again, wait for that from now on.
 
         Raises:
-            RefusedError, UnreachableError: Slurm cannot be asked from here.
+            RefusedError, UnreachableError: if Slurm cannot be asked from here.
         """
         self.read()
         if self.ended is None or self.code not in FROM_OUTSIDE:
@@ -200,13 +200,13 @@ class Follower:
         return False
 
     def _wait_anew(self) -> None:
-        """Take the last row for that of an earlier start."""
+        """Treat the last row as that of an earlier start."""
         self.ended, self.begun, self.requeued = None, False, True
 
     # The run folder -------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Take in the rows that came since the last call, say what is worth it, and show what ranks printed."""
+        """Read the rows since the last call, print the messages for them, and show the ranks' output."""
         self._output.read()
 
     def _on_event(self, row: dict[str, Any]) -> None:
@@ -229,7 +229,7 @@ class Follower:
                 self._since.pop("stopped", None)
 
     def _has_lease(self) -> bool:
-        """Say whether a supervisor shows that it is there; a lease that changes is enough, whatever its clock says."""
+        """Return whether a supervisor renews its lease. Only changes of the lease count, since clocks may differ."""
         found = read_json(self.run.lease).get("time")
         if found is not None and found != self._lease[0]:
             self._lease = (found, time.monotonic())
@@ -238,20 +238,20 @@ class Follower:
     # Slurm ----------------------------------------------------------------------------------------------------------
 
     def is_time_to_ask(self) -> bool:
-        """Say whether Slurm is to be asked about the run now."""
+        """Return whether to ask Slurm about the run now."""
         now = time.monotonic()
         if now < self._next_ask:
             return False
         hurried = self._stop_by or self.ended is not None
         if has_lease := self._has_lease() and not hurried:
-            wait_s = ASK_SOON_S  # then the lease is looked at once more
+            wait_s = ASK_SOON_S  # when the lease is checked again
         else:
             wait_s = ASK_SOON_S if hurried else min(ASK_RARELY_S, max(ASK_S, (now - self._began) / 12))
         self._next_ask = now + wait_s
         return not has_lease
 
     def on_answer(self, state: JobState | None) -> None:
-        """Take in what Slurm says of the job; None when it does not know it."""
+        """Handle Slurm's answer about the job; None if Slurm does not know it."""
         if state is None:
             self._on_unknown()
             return
@@ -263,7 +263,7 @@ class Follower:
 
     def _on_unknown(self) -> None:
         job = f"Slurm job {self.job.job_id}"
-        of_array = "_" in self.job.job_id  # of which Slurm forgets the elements that were cancelled as they waited
+        of_array = "_" in self.job.job_id  # Slurm forgets elements of an array that were cancelled while waiting
         if self.ended is not None:
             self._since.setdefault("over", time.monotonic())
         elif of_array and self._waits and not self.begun and (self._cancelled or self._lasts("unknown", VERDICT_S)):
@@ -276,12 +276,12 @@ class Follower:
         if self.ended is not None and not self._stop_by:
             self.ended = None
         self.requeued |= self.begun
-        self.begun = False  # nobody is there now to hear of a stop
+        self.begun = False  # no supervisor could handle a stop request now
         self._say_once(f"Slurm job {self.job.job_id}: {'queued again: ' * self.requeued}{waiting(state)}")
         if not is_hopeless(state):
             self._since.pop("hopeless", None)
         elif self._lasts("hopeless", HOPELESS_S) and self._instead is None:
-            message = f"Slurm job {self.job.job_id} was cancelled, for it would never start: {waiting(state)}"
+            message = f"Slurm job {self.job.job_id} was cancelled, because it would never start: {waiting(state)}"
             self._instead = Outcome(exits.REFUSED, message)
             self.cancel()
 
@@ -303,14 +303,14 @@ class Follower:
             self._close(self._instead or (asked if self._stop_by else outcome(state, said)))
 
     def _may_be_queued_again(self) -> bool:
-        """Say whether Slurm may still start the job again: its last row says that something outside ended it."""
+        """Return whether Slurm may still restart the job: its last row says that it was ended from outside."""
         code = self.code
         if self._stop_by or code not in FROM_OUTSIDE or "over" in self._since:
             return False
         return not self._lasts("stopped", REQUEUE_S if code != exits.REQUEUE else KILL_WAIT_S)
 
     def cancel(self) -> None:
-        """Cancel the job, unless we have done so; a controller that does not answer is tried again."""
+        """Cancel the job, unless that has been done. If the controller does not answer, try again later."""
         if self._cancelled:
             return
         try:
@@ -323,13 +323,13 @@ class Follower:
             self._kill_at = time.monotonic() + ASK_S
 
     def cancel_if_late(self) -> None:
-        """Cancel the job of a supervisor that was asked to stop and has had its time."""
+        """Cancel the job if its supervisor was asked to stop and its time is over."""
         if time.monotonic() > self._kill_at:
             self._kill_at = math.inf
             self.cancel()
 
     def complain(self, text: str) -> None:
-        """Say once what keeps Slurm from being asked."""
+        """Print once the reason why Slurm cannot be asked."""
         if text != self._said:
             self._said = text
             self.trouble.say(text)
@@ -339,7 +339,7 @@ class Follower:
         self.read()
 
     def _lasts(self, what: str, seconds: float) -> bool:
-        """Say whether something has been so for a while; the first call begins the while."""
+        """Return whether a condition has held for `seconds`; the first call starts the clock."""
         return time.monotonic() - self._since.setdefault(what, time.monotonic()) > seconds
 
     def _say_once(self, text: str) -> None:

@@ -1,8 +1,8 @@
-"""Why Slurm ended the job that a supervisor is in, from the output of the batch script that it has become.
+"""Why Slurm ended the job in which a supervisor runs, from the output of the batch script that execs the supervisor.
 
-scancel, a requeue, a preemption, the time limit: Slurm signals supervisor, agents and ranks alike, at once. The
-supervisor then sees agents go, or ranks die of SIGTERM, before it hears itself why; Slurm's own line in the output was
-written before any signal was sent.
+On scancel, a requeue, a preemption or the time limit, Slurm signals supervisor, agents and ranks at the same time. The
+supervisor may see agents go or ranks die of SIGTERM before its own signal tells it why. But Slurm writes its message to
+the output before it sends any signal.
 """
 
 import os
@@ -20,15 +20,15 @@ KILLED: Final = ("SIGTERM", "SIGKILL")
 
 
 class BatchOutput:
-    """The output of this batch script from now on: a job that was queued again appends to that of its last try."""
+    """The output of this batch script, from now on: a requeued job appends to the output of its last try."""
 
     def __init__(self, run: RunDir, job: str) -> None:
         self.path = Path(run.path) / OUTPUT.replace("%j", job)
         self.offset = self.path.stat().st_size if self.path.is_file() else 0
-        self.judged = self.offset  # what stands before it belongs to an attempt before
+        self.judged = self.offset  # everything before it belongs to an earlier attempt
 
     def complaint(self) -> Complaint | None:
-        """Return what Slurm has said of the end of the job, if anything."""
+        """Return Slurm's message about the end of the job, or None."""
         return complaint(self._lines(self.offset))
 
     def _lines(self, offset: int) -> list[str]:
@@ -41,7 +41,7 @@ class BatchOutput:
         return lines
 
     def cause(self, first: Ending | None) -> Stop | None:
-        """Return why Slurm ended an attempt, where it says so and the first failure may come from that."""
+        """Return why Slurm ended an attempt, if its message says so and may explain the first failure."""
         by_slurm = first is not None and (first.rank is None or first.signal in KILLED)
         lines = self._lines(self.judged)
         found = complaint(lines) if by_slurm else None

@@ -1,4 +1,4 @@
-"""What Slurm is asked for, and the last row of a run whose supervisor left none."""
+"""The requests to Slurm, and the last row of a run whose supervisor wrote none."""
 
 import os
 import time
@@ -23,14 +23,14 @@ from muster.launch.supervision.console import Console
 from muster.slurm.script import job_environment, options_of
 from muster.slurm.states import Outcome
 
-SAVING_S: Final = 90  # before the time limit: to agree on a step, to save after it, and to be queued again
+SAVING_S: Final = 90  # before the time limit: to agree on a step, save after it, and requeue
 
 
 def settings_of(context: Context) -> SlurmSettings:
-    """Return what Slurm is asked for; a job that saves is told of its time limit early enough to do so.
+    """Return the settings for Slurm. A job that saves gets its signal early enough before the time limit to save.
 
     Raises:
-        RefusedError: the settings of job and site do not fit together.
+        RefusedError: if the settings of job and site do not fit together.
     """
     site, job = context.site.slurm, context.job.slurm
     settings = merged(site, job)
@@ -41,7 +41,7 @@ def settings_of(context: Context) -> SlurmSettings:
 
 
 def asked_for(context: Context, name: str, folder: Path) -> dict[str, Any]:
-    """Return what sbatch is asked for, as arguments of `options_of`; errors as `settings_of`."""
+    """Return the arguments for `options_of`, from which sbatch's options are made. Errors as for `settings_of`."""
     job, settings = context.job, settings_of(context)
     return {
         "name": name,
@@ -53,7 +53,7 @@ def asked_for(context: Context, name: str, folder: Path) -> dict[str, Any]:
 
 
 def environment_of(submission: Submission) -> dict[str, str]:
-    """Return what a job is submitted with: no rank, no job around it, nothing that would change what is asked for."""
+    """Return the environment for submitting a job, without variables of a rank or of a surrounding job."""
     context = submission.context
     options = options_of(**asked_for(context, context.run.run_id, context.run.path))
     kept = job_environment(options, {**os.environ, **submission.route.hosts.environment})
@@ -61,23 +61,23 @@ def environment_of(submission: Submission) -> dict[str, str]:
 
 
 def cores_of(job: Job) -> int | None:
-    """Return the cores that a node's ranks need, which its one task asks for; None where the node itself decides."""
+    """Return the number of cores for a node's single task, enough for its ranks; None if the node decides."""
     if job.ranks_per_node == "slots":
         return None
     return job.ranks_per_node * (1 if job.threads_per_rank == "auto" else job.threads_per_rank)
 
 
 def close(run: RunDir, outcome: Outcome, *, anew: bool = False) -> None:
-    """Write the last row of a run whose supervisor will not, unless it has; `anew`: it has, for an earlier try.
+    """Write the last row of a run whose supervisor will not, unless there is one; `anew`: it is that of an earlier try.
 
     Raises:
-        RunFolderError, StorageError: it cannot be written.
+        RunFolderError, StorageError: if it cannot be written.
     """
     rows = read_rows(run)
     if rows.ended is not None and not anew:
         return
     attempt = None if anew else number(rows.attempt.get("attempt"))
-    if attempt is None:  # nothing was ever started: there is no attempt to judge
+    if attempt is None:  # nothing was ever started, so there is no attempt to judge
         append_line(run.events, last_row(outcome, time.time(), None))
         return
     began = real(rows.attempt.get("time")) or time.time()

@@ -1,4 +1,4 @@
-"""Follow a run of submitit's local executor in its folder, and pass on what rank 0, or every rank, prints."""
+"""Follow a run of submitit's local executor through its folder, and show rank 0's output, or every rank's."""
 
 import signal
 import subprocess
@@ -24,7 +24,7 @@ POLL_S: Final = 0.1
 
 
 def ended_early(run: RunDir) -> MusterError:
-    """Return the error of a job of submitit's that ended before its supervisor had begun, and write the last row."""
+    """Return the error of a submitit job that ended before its supervisor began, and write the run's last row."""
     logs = [run.supervisor_log, *sorted(run.submitit.glob("*_0_log.err"))[-1:]]
     said = "".join(read_end(log, CHUNK_BYTES).decode(errors="replace") for log in logs)
     error = failure(said, exits.REFUSED)
@@ -33,7 +33,7 @@ def ended_early(run: RunDir) -> MusterError:
 
 
 def failure(said: str, code: int | None) -> MusterError:
-    """Return what a process of ours said last, as the error that it stands for."""
+    """Turn the last line printed by one of our processes into the error that it describes."""
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
     error = MusterError(last.removeprefix("muster: ") or f"submitit ended with code {code}")
     error.exit_code = code if code is not None and code > 0 else 1
@@ -41,12 +41,12 @@ def failure(said: str, code: int | None) -> MusterError:
 
 
 def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], console: Console) -> int:
-    """Start a run of the local executor and follow it until submitit has ended, which may start it several times.
+    """Start a run of the local executor, and follow it until submitit has ended. submitit may start it several times.
 
-    The first Ctrl-C stops the run, the second at once.
+    The first Ctrl-C stops the run, the second one stops it at once.
 
     Raises:
-        UnreachableError: submitit ended before the run had begun.
+        UnreachableError: if submitit ended before the run began.
     """
     output, asked = RunOutput(run, console), 0
     before, controller = supervisors(run), start()
@@ -74,12 +74,12 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
 
 
 def _goes_on(run: RunDir) -> bool:
-    """Say whether a supervisor is at work though the process that called submitit has gone."""
+    """Return whether a supervisor is still at work after the process that called submitit has ended."""
     return run.events.exists() and not read_state(run).is_over
 
 
 def _ask_to_stop(run: RunDir, console: Console, by: str, *, now: bool) -> None:
-    """Have the supervisor stop the run; a second time its own signal says at once."""
+    """Make the supervisor stop the run; the second time send it SIGTERM, which stops the run at once."""
     console.say(f"stopping the run: {by}")
     if not now:
         request_stop(run, None, text=f"stopped by {by}")

@@ -1,4 +1,4 @@
-"""What submitit is ordered to do: pure. `slurm/submitit_submit.py` reads it, `slurm/submitit_job.py` does it."""
+"""The instructions for submitit. Pure. `slurm/submitit_submit.py` reads them, `slurm/submitit_job.py` executes them."""
 
 import math
 import shlex
@@ -19,7 +19,7 @@ YEAR_MINUTES: Final = 525_600
 OFTEN: Final = 1_000_000
 AS_GIVEN: Final = ("mem", "partition", "account", "qos", "constraint", "nodelist", "exclude", "comment")
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
-# A dead task ends nothing by itself: the supervisor judges. Nothing of the user's stands in --export.
+# A dead task must not end the others, because the supervisor decides. --export names no variable of the user's.
 SRUN: Final = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--input=none", "--export=ALL")
 
 
@@ -31,23 +31,23 @@ def order(
     limit: int | None = None,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Say what submitit is to do for runs of one shape: `limit` of them at a time; several are one array.
+    """Return the instructions for submitting runs with the same resources, `limit` at a time; several form one array.
 
-    `folder` is where it keeps its own files (default: inside the first run's).
+    `folder`: for submitit's own files (default: inside the first run's).
 
     Raises:
-        RefusedError: the settings of job and site do not fit together.
+        RefusedError: if the settings of job and site do not fit together.
     """
     context, executor = submissions[0].context, submissions[0].route.executor
     entry = module_argv(context.python, "muster.slurm.submitit_job", context.code)
     settings = settings_of(context)
     if executor == "slurm":
-        # submitit ends a job that reached its limit four times; one that saves goes on, for we look whether it gets on.
+        # submitit ends a job after four time-outs. A job that saves may continue: we check whether it makes progress.
         constructor: dict[str, Any] = {"slurm_max_num_timeout": OFTEN} if context.job.checkpoint is not None else {}
         parameters = slurm_parameters(settings, nodes=crew_size(context.job), cores=cores_of(context.job), entry=entry)
         parameters |= {"slurm_array_parallelism": limit} if limit else {}
     else:
-        # submitit's local executor knows one node: its tasks are our pretend nodes.
+        # submitit's local executor supports one node; its tasks become our pretend nodes.
         constructor = {"local_python": shlex.join(entry)}
         minutes = YEAR_MINUTES if settings.time is None else math.ceil(seconds_of(settings.time) / 60)
         parameters = {"timeout_min": minutes, "tasks_per_node": crew_size(context.job)}
@@ -65,7 +65,7 @@ def task_of(submission: Submission, environ: Mapping[str, str]) -> Task:
     """Return the task of a run: two commands and the folder."""
     context, run = submission.context, str(submission.context.run.path)
     before: list[str] = []
-    if submission.route.executor == "local":  # which hides all GPUs that were not asked for
+    if submission.route.executor == "local":  # the local executor hides all GPUs that were not requested
         before = ["env", f"{DEVICES}={environ[DEVICES]}"] if DEVICES in environ else ["env", "-u", DEVICES]
     supervise = [*module_argv(context.python, "muster.launch.supervise", context.code), run]
     agent = agent_argv(context.python, context.code)
@@ -74,9 +74,9 @@ def task_of(submission: Submission, environ: Mapping[str, str]) -> Task:
 
 
 def slurm_parameters(settings: SlurmSettings, *, nodes: int, cores: int | None, entry: Sequence[str]) -> dict[str, Any]:
-    """Spell our settings as submitit's parameters; `entry` runs its tasks, instead of its own command.
+    """Convert our settings to submitit's parameters; `entry` runs its tasks, instead of its own command.
 
-    That takes the interpreter's place behind srun's options, for submitit forgets its `python` in arrays.
+    `entry` is appended to srun's options in place of the interpreter, because submitit ignores its `python` in arrays.
     """
     cpus = settings.cpus_per_task or (None if settings.exclusive else cores)
     more: dict[str, Any] = {"no-kill": True, "requeue" if settings.requeue else "no-requeue": True, "chdir": "/"}

@@ -1,8 +1,9 @@
-"""A run through submitit. What its tasks do is `slurm/submitit_job.py`.
+"""A run through submitit. `slurm/submitit_job.py` is the code of its tasks.
 
-slurm   one sbatch, an array for several runs (queueing.py); from then on as any run in Slurm's queue (slurm_follow.py)
-local   submitit's controller on this machine, one task per pretend node, left behind with the process that called it
-debug   in this very process: one task, whose supervisor starts all pretend nodes
+slurm   one sbatch, an array for several runs (queueing.py); from then on like any run in Slurm's queue
+(slurm_follow.py)
+local   submitit's controller on this machine, one task per pretend node; it outlives the process that called it
+debug   in this process: one task, whose supervisor starts all pretend nodes
 """
 
 import json
@@ -37,10 +38,10 @@ POLL_S: Final = 0.1
 
 
 def run_here(submission: Submission, console: Console) -> int:
-    """Run on this machine a submission whose folder is made, to its end; return the exit code of its verdict.
+    """Run a submission whose folder exists on this machine, to its end; return the exit code of its verdict.
 
     Raises:
-        MusterError: it could not be started.
+        MusterError: if it cannot be started.
     """
     if submission.route.executor == "debug":
         return debug(submission, console)
@@ -51,12 +52,14 @@ def leave(submission: Submission) -> None:
     """Start a run on this machine, and return when it has begun.
 
     Raises:
-        UsageError: submitit's debug executor cannot be left.
-        MusterError: it could not be started.
+        UsageError: if it uses submitit's debug executor, which runs in the calling process.
+        MusterError: if it cannot be started.
     """
     run = submission.context.run
     if submission.route.executor == "debug":
-        raise UsageError("--executor debug: runs in the calling process, which stays; use muster run, or another")
+        raise UsageError(
+            "--executor debug: runs in the calling process and cannot be left; use muster run, or another executor"
+        )
     before, controller = supervisors(run), start_local(submission)
     deadline = time.monotonic() + BEGIN_S
     while supervisors(run) == before:
@@ -64,16 +67,16 @@ def leave(submission: Submission) -> None:
             raise ended_early(run)
         if time.monotonic() > deadline:
             os.killpg(controller.pid, signal.SIGTERM)
-            raise StartTimeoutError(f"submitit did not begin within {BEGIN_S:g} s; see {run.submitit}")
+            raise StartTimeoutError(f"submitit did not start within {BEGIN_S:g} s; see {run.submitit}")
         time.sleep(POLL_S)
-    controller.returncode = 0  # it stays behind on purpose: Popen need not warn
+    controller.returncode = 0  # it is detached on purpose, so Popen need not warn
 
 
 def script(submission: Submission) -> str:
-    """Return what submitit would give to sbatch, or run here.
+    """Return the script that submitit would give to sbatch, or the commands that it would run here.
 
     Raises:
-        RefusedError: submitit is not installed.
+        RefusedError: if submitit is not installed.
     """
     if submission.route.executor == "debug":
         return shlex.join(task_of(submission, os.environ).supervise) + "\n"
@@ -85,12 +88,12 @@ def script(submission: Submission) -> str:
 
 
 def send(submissions: Sequence[Submission], *, name: str, limit: int | None, folder: Path | None) -> list[str]:
-    """Have submitit submit runs of one shape to Slurm, and return their job numbers; arguments as those of `order`.
+    """Make submitit submit runs with the same resources to Slurm; return their job ids. Arguments as for `order`.
 
     Raises:
-        SubmissionRefusedError: sbatch refuses.
-        RefusedError: submitit is not installed, or Slurm is not on this machine.
-        StartTimeoutError: the controller does not answer.
+        SubmissionRefusedError: if sbatch refuses.
+        RefusedError: if submitit is not installed, or Slurm is not on this machine.
+        StartTimeoutError: if the controller does not answer.
     """
     wanted = order(submissions, name=name, environ=os.environ, limit=limit, folder=folder)
     told = _call(wanted, environment_of(submissions[0]))
@@ -100,10 +103,10 @@ def send(submissions: Sequence[Submission], *, name: str, limit: int | None, fol
 
 
 def start_local(submission: Submission) -> "subprocess.Popen[bytes]":
-    """Start submitit's local executor in a session of its own; the process ends with its job.
+    """Start submitit's local executor in its own session; the process ends with its job.
 
     Raises:
-        RefusedError: submitit is not installed.
+        RefusedError: if submitit is not installed.
     """
     run = submission.context.run
     wanted = order([submission], name=run.run_id, environ=os.environ)
@@ -125,10 +128,10 @@ def start_local(submission: Submission) -> "subprocess.Popen[bytes]":
 
 
 def debug(submission: Submission, console: Console) -> int:
-    """Run it by submitit's debug executor, in this process; return the exit code of its verdict.
+    """Run a submission with submitit's debug executor, in this process; return the exit code of its verdict.
 
     Raises:
-        RefusedError: submitit is not installed.
+        RefusedError: if submitit is not installed.
     """
     try:
         import submitit
@@ -138,7 +141,7 @@ def debug(submission: Submission, console: Console) -> int:
     executor = submitit.AutoExecutor(run.submitit, cluster="debug")
     job = executor.submit(task_of(submission, os.environ))
     over = threading.Event()
-    output = RunOutput(run, console, silent=True)  # its supervisor tells the events on this very terminal
+    output = RunOutput(run, console, silent=True)  # the supervisor in this process already prints the events
 
     def pass_on() -> None:
         while not over.wait(POLL_S):
@@ -162,7 +165,7 @@ def _call(wanted: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str
     except subprocess.TimeoutExpired as error:
         process.kill()
         process.communicate()
-        raise StartTimeoutError(f"submitit: has not submitted within {SUBMIT_S:g} s; see squeue") from error
+        raise StartTimeoutError(f"submitit: did not submit within {SUBMIT_S:g} s; see squeue") from error
     if process.returncode or not out:
         raise failure(said.decode(errors="replace"), process.returncode)
     answer: dict[str, Any] = parse_json(out)

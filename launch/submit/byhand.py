@@ -1,11 +1,11 @@
-"""A start by hand: one line per node, pasted in any order. Node 0's is supervisor and agent; the others dial it.
+"""A start by hand: one line per node, pasted in any order. Node 0's line is supervisor and agent; the others dial it.
 
     node 0   cd WORKDIR && MUSTER_SECRET=… python -I …/launch/boot.py launch.cli run JOB --on hand --port 61234 …
     node 2                 MUSTER_KEY=…    python -I …/launch/boot.py launch.agent --node 2 --connect 10.10.1.1:61234 …
 
-The lines of one call belong together: every call draws a fresh secret and a port. Node 0's line has the secret, each
-other one the key of its node, which follows from it; so no node can speak for another. Both stand in the environment,
-which other users of a node cannot read.
+The lines of one call belong together: every call draws a new secret and a port. Node 0's line contains the secret.
+Every other line contains its node's key, which is derived from the secret, so no node can impersonate another. Both are
+passed in the environment, which other users of a node cannot read.
 """
 
 import os
@@ -25,13 +25,13 @@ from muster.launch.transports.base import LEASE_S
 from muster.launch.wire.handshake import new_secret, node_key
 from muster.launch.wire.keys import KEY, SECRET
 
-FIRST_PORT: Final = 61_000  # behind the ports that the kernel hands out
+FIRST_PORT: Final = 61_000  # above the ports that the kernel assigns
 PORTS: Final = 4536
 DIAL_S: Final = 600  # for people to paste the other lines
 
 
 def by_hand(prepared: Prepared) -> Prepared:
-    """Take port and secret from the pasted line. Without one, draw them and print the lines of the other nodes."""
+    """Take port and secret from the pasted line. Without a secret, draw both and print the lines of the other nodes."""
     given = os.environ.pop(SECRET, "")
     route = replace(prepared.route, secret=given or new_secret(), port=prepared.route.port or any_port())
     prepared = replace(prepared, submission=replace(prepared.submission, route=route))
@@ -42,25 +42,26 @@ def by_hand(prepared: Prepared) -> Prepared:
 
 
 def any_port() -> int:
-    """Return a port for the supervisor, drawn at random."""
+    """Return a random port for the supervisor."""
     return FIRST_PORT + secrets.randbelow(PORTS)
 
 
 def lines(prepared: Prepared, job_words: list[str], secret: str, program: Sequence[str] = ()) -> list[str]:
-    """Return one line per node of the crew; `job_words` are the job file and the options that change it, for node 0.
+    """Return one line per node of the run, spares included.
 
-    `program` stands at the end of that line, in the place of a job file.
+    `job_words`: the job file, and the options that change it, for node 0. `program`: appended to node 0's line, in
+    place of a job file.
 
     Raises:
-        UsageError: nothing says where the others find node 0.
+        UsageError: if no address of node 0 is known.
     """
     context, route = prepared.context, prepared.route
     address = context.placement.master_addr
     if not address:
         own = ", ".join(each for _, each in network.own_addresses()) or "none but loopback"
         raise UsageError(
-            "where the other nodes find node 0 is not known; give --master-addr ADDRESS, or hosts with addresses "
-            f"(-H FILE, --manifest FILE); this machine has {own}"
+            "the address at which the other nodes find node 0 is not known; give --master-addr ADDRESS, or hosts "
+            f"with addresses (-H FILE, --manifest FILE); this machine has {own}"
         )
     port = route.port or any_port()
     words = [*module_argv(context.python, "muster.launch.cli", context.code), "run", *job_words]
@@ -78,7 +79,7 @@ def lines(prepared: Prepared, job_words: list[str], secret: str, program: Sequen
 
 
 def labelled(prepared: Prepared, lines: Sequence[str], first: int = 0) -> str:
-    """Put above each line, as a comment, which node it is for; `first` is the node of the first one."""
+    """Put a comment above each line with the node that it is for; `first`: the node of the first line."""
     nodes = prepared.context.crew[first:]
     return "\n".join(
         f"# node {number} ({node.host})\n{line}"

@@ -1,11 +1,11 @@
-"""Who may begin the next attempt of a run that is over: one process at a time.
+"""A lock that lets only one process resume a finished run.
 
-    claims/claim-000001.json   {"host", "pid", "pid_start", "time"}   linked into place with its content: for one only
+    claims/claim-000001.json   {"host", "pid", "pid_start", "time"}   linked into place, complete, by one process only
            claim-000002.json   the next one, when the one before was given back, or its process is gone
 
-The newest claim holds. A number is never used twice and no claim is deleted, so of two that see the same newest one
-only one can make the next. One that was killed leaves its claim behind: on the same host its process is gone; on
-another, what is old is not believed any more, for then the run's own lease says whether it is supervised.
+The newest claim is valid. No number is used twice and no claim is deleted, so of two processes that see the same newest
+claim only one can create the next. A killed process leaves its claim behind. On the same host, its process is found to
+be gone. On another host, an old claim is ignored, because by then the run's own lease shows whether it is supervised.
 """
 
 import os
@@ -28,11 +28,11 @@ from muster.launch.records.runstate import is_here
 
 @contextmanager
 def claimed(run: RunDir) -> Iterator[None]:
-    """Be the only one that resumes a run.
+    """Hold the only claim to resume a run.
 
     Raises:
-        RefusedError: somebody else is at it.
-        RunFolderError, StorageError: the folder cannot be written.
+        RefusedError: if another process holds it.
+        RunFolderError, StorageError: if the folder cannot be written.
     """
     mine = {**identity(), "time": time.time()}
     own = run.claims / f".{secrets.token_hex(8)}.tmp"
@@ -43,7 +43,7 @@ def claimed(run: RunDir) -> Iterator[None]:
     except OSError as error:
         raise folder_error(run.claims, error) from error
     finally:
-        with suppress(OSError):  # a disk that is read-only did not take it in the first place
+        with suppress(OSError):  # on a read-only disk the file was never created
             own.unlink(missing_ok=True)
     try:
         yield
@@ -61,24 +61,24 @@ def _take(run: RunDir, own: Path) -> Path:
                 f"{run.command('status')} shows it"
             )
         path = claim(run, last + 1)
-        with suppress(FileExistsError):  # somebody was faster: look again
+        with suppress(FileExistsError):  # another process was faster: check again
             os.link(own, path)
             return path
 
 
 def claim(run: RunDir, number: int) -> Path:
-    """Return the file of a claim, counted from 1."""
+    """Return the file of a claim; numbers start at 1."""
     return run.claims / f"claim-{number:06d}.json"
 
 
 def newest(run: RunDir) -> int:
-    """Return the number of the newest claim; 0 when there was none."""
+    """Return the number of the newest claim, 0 if there is none."""
     numbers = [path.stem.removeprefix("claim-") for path in run.claims.glob("claim-*.json")]
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def is_free(found: Mapping[str, Any], now: float) -> bool:
-    """Say whether a claim was given back, or its process is gone as far as can be told from here."""
+    """Return whether a claim was given back, or its process is gone as far as this host can tell."""
     if "given_back" in found:
         return True
     pid, ticks = number(found.get("pid")), number(found.get("pid_start"))

@@ -1,4 +1,4 @@
-"""Whether this machine can run a job: its size, and the files that it reads."""
+"""Whether this machine can run a job: its size, and the files that the job reads."""
 
 import sys
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from muster.launch.plan.plan import Context
 from muster.launch.plan.program import needs, replaced
 from muster.launch.plan.spares import crew_size
 
-LOCAL_NODES: Final = 256  # each is an agent and a warm process
+LOCAL_NODES: Final = 256  # each has an agent and a warm process
 LOCAL_RANKS: Final = 1024
-CROWD: Final = 16  # ranks for each core: more are worth a warning
+CROWD: Final = 16  # ranks per core; more cause a warning
 
 
 def check_size(job: Job, cores: int) -> None:
-    """Refuse a job that would only bring this machine to its knees, and warn of one that may.
+    """Refuse a job that would overwhelm this machine, and warn of one that might.
 
     Raises:
-        RefusedError: more pretend nodes or ranks than one machine is for.
+        RefusedError: if the job has more pretend nodes or ranks than one machine may run.
     """
     nodes = crew_size(job)
     ranks = nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
@@ -35,7 +35,7 @@ def check_size(job: Job, cores: int) -> None:
         raise RefusedError(f"nodes: must be at most {LOCAL_NODES} on one machine, got {nodes}; lower nodes")
     if ranks > LOCAL_RANKS:
         raise RefusedError(
-            f"ranks_per_node: must be such that one machine has at most {LOCAL_RANKS} ranks, got {nodes} nodes x "
+            f"ranks_per_node: at most {LOCAL_RANKS} ranks can run on one machine, got {nodes} nodes x "
             f"{job.ranks_per_node}; lower nodes or ranks_per_node"
         )
     have = f"this machine has {counted(cores, 'core')}"
@@ -54,10 +54,10 @@ def warn(text: str) -> None:
 def check_program(context: Context) -> None:
     """Check that the interpreter and the script of a `command:` job are on this machine.
 
-    What else a command may begin with is for the rank itself to find.
+    Any other program that a command begins with is left for the rank to find.
 
     Raises:
-        RefusedError: one of them is not there, or cannot be run.
+        RefusedError: if one of them is missing or cannot be run.
     """
     program, script = needs(context)
     if (interpreter := context.interpreter) is None:
@@ -70,10 +70,10 @@ def check_program(context: Context) -> None:
 
 
 def check_files(job: Job, environ: Mapping[str, str]) -> None:
-    """Check that what the ranks will read is on this machine, before any of them is started.
+    """Check that the files that the ranks will read are on this machine, before any rank is started.
 
     Raises:
-        RefusedError: the working folder, the text or the prepared data set is not there.
+        RefusedError: if the working folder, the text or the prepared data set is missing.
     """
     if job.workdir is not None and not Path(job.workdir).is_dir():
         found = "is not a folder" if Path(job.workdir).exists() else "no such folder"

@@ -1,4 +1,4 @@
-"""From the command line to the hosts: a file, a list, a manifest, a box, or what the site file names."""
+"""The hosts of a run, from the command line or the site file: a file, a list, a manifest, or a box."""
 
 import re
 import sys
@@ -14,7 +14,7 @@ from muster.launch.submit.request import QUEUED, SOURCES, Request
 
 SSH_OPTION: Final = re.compile(r"[A-Za-z]+[ =].+")
 OVER_SSH: Final = ("ssh", "pdsh")
-# The options that only some transports read.
+# The options that only some transports use.
 READ_BY: Final = {
     "login": OVER_SSH,
     "jump": OVER_SSH,
@@ -29,10 +29,10 @@ READ_BY: Final = {
 
 
 def check_options(request: Request, transport: str) -> None:
-    """Refuse the options that a transport does not read.
+    """Refuse options that the transport does not use.
 
     Raises:
-        UsageError: an option would have no effect.
+        UsageError: if an option would have no effect.
     """
     for name, transports in READ_BY.items():
         if not getattr(request, name) or transport in transports:
@@ -47,10 +47,10 @@ def check_options(request: Request, transport: str) -> None:
 
 
 def host_set(request: Request, site: Site) -> HostSet | None:
-    """Return the hosts that were asked for, include and exclude applied; None where nobody names any.
+    """Return the hosts that were asked for, after include and exclude; None if none are named.
 
     Raises:
-        UsageError, JobFileError, RefusedError: they are named twice, or cannot be read.
+        UsageError, JobFileError, RefusedError: if they are named twice, or cannot be read.
     """
     given = [name for name in SOURCES if getattr(request, name)]
     if request.lan and "manifest" not in given:
@@ -86,11 +86,11 @@ def _read(request: Request, site: Site) -> HostSet | None:
 
 
 def site_of(request: Request) -> Site:
-    """Load the site file, with what the command line says of ssh laid over it.
+    """Load the site file, and override its ssh settings by those of the command line.
 
     Raises:
-        JobFileError: the file is wrong.
-        UsageError: an option is not of ssh's form.
+        JobFileError: if the file is invalid.
+        UsageError: if an ssh option is not NAME=VALUE.
     """
     site = load_site(request.site)
     for option in request.ssh_opt:

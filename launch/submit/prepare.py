@@ -1,6 +1,6 @@
-"""From the command line to a submission: load job and site, find the hosts, place the ranks, check what can be here.
+"""From the command line to a submission: load job and site, find the hosts, place the ranks, check that they can run.
 
-Nothing is started and nothing is written, so that `muster plan` and `muster run` share it to the end.
+Nothing is started and nothing is written, so `muster plan` and `muster run` share all of it.
 """
 
 import ipaddress
@@ -35,45 +35,45 @@ from muster.launch.submit.request import QUEUED, Request
 from muster.slurm.allocation import inside_allocation, read_allocation
 
 LOCAL_ADDRESS = "127.0.0.1"
-OF_SITE = "site file: "  # begins a message about the site file
+OF_SITE = "site file: "  # prefix of messages about the site file
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run is made of, and the files that its folder keeps."""
+    """A submission, and the files that the run folder keeps."""
 
     submission: Submission
     loaded: LoadedJob
 
     @property
     def context(self) -> Context:
-        """What all nodes share."""
+        """The values that all nodes share."""
         return self.submission.context
 
     @property
     def route(self) -> Route:
-        """How they are reached."""
+        """The transport and the hosts."""
         return self.submission.route
 
     @property
     def site_text(self) -> str:
-        """The site file, with what the command line says of ssh."""
+        """The site file, with the ssh settings of the command line."""
         return yamlfile.dump(self.context.site.model_dump(mode="json"))
 
     def changed(self, **changes: Any) -> "Prepared":
-        """Return the same with other values of the context."""
+        """Return a copy with other values in the context."""
         return replace(self, submission=replace(self.submission, context=replace(self.context, **changes)))
 
 
 def prepare(request: Request, *, here: bool = True, route: Route | None = None, allow_unread: bool = False) -> Prepared:
-    """Load, place and check a job. `here`: pretend nodes are on this very machine, which then has limits.
+    """Load, place and check a job. `here`: pretend nodes run on this machine, so its limits apply.
 
-    `route` is that of a run that goes on; otherwise the request tells it. `allow_unread` is that of `load_job`.
+    `route`: that of a resumed run; None: derived from the request. `allow_unread`: as for `load_job`.
 
     Raises:
-        UsageError: no job file is named, or options contradict one another.
-        JobFileError: the job, site or hosts file is wrong.
-        RefusedError: job, hosts and machine do not fit together.
+        UsageError: if no job file is named, or options contradict each other.
+        JobFileError: if the job, site or hosts file is invalid.
+        RefusedError: if job, hosts and machine do not fit together.
     """
     if not request.job:
         raise UsageError("JOB: is empty; name a job file, such as jobs/examples/hello.yaml")
@@ -84,7 +84,7 @@ def prepare(request: Request, *, here: bool = True, route: Route | None = None, 
     check_options(request, route.transport)
     try:
         context = _context(request, loaded.job, site, route, here=here and route.is_here)
-        if here and route.is_here and not resumed:  # what goes on does so in the folder that it began in
+        if here and route.is_here and not resumed:  # a resumed run uses its original working folder
             check_program(context)
     except RefusedError as error:
         message = str(error)
@@ -98,7 +98,7 @@ def prepare(request: Request, *, here: bool = True, route: Route | None = None, 
 
 
 def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool) -> Context:
-    """Place a job, and check that it can be there. `here`: on this very machine."""
+    """Place a job, and check that it can run. `here`: on this machine."""
     if here:
         check_size(job, len(this_machine().cores))
     hosts = pretend_nodes(job, this_machine()) if route.is_here else nodes_of(job, site, route)
@@ -130,23 +130,23 @@ def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool
         spares=spares,
         interpreter=choose(job, site, python),
     )
-    shared_environment(context, this_machine(), 1)  # refuses variables that are not a job's to set
+    shared_environment(context, this_machine(), 1)  # refuses variables that a job may not set
     return context
 
 
 def route_of(request: Request, site: Site) -> Route:
-    """Tell the transport, and the hosts that it goes to.
+    """Return the transport and its hosts.
 
     Raises:
-        UsageError: the transport needs hosts, and nobody names any.
+        UsageError: if the transport needs hosts and none are named.
     """
     transport = request.on or ("ssh" if request.names_hosts or site.hosts else "local")
     executor = executor_of(request, transport)
     if transport == "local":
         if request.names_hosts:
-            raise UsageError("--on local: hosts are given, and local uses none; use --on ssh, or leave them out")
+            raise UsageError("--on local: hosts are given, but local uses none; use --on ssh, or leave them out")
         return Route("local", HostSet((), "this machine"))
-    if transport in QUEUED:  # Slurm takes the choice of hosts; a box only tells where Slurm is
+    if transport in QUEUED:  # Slurm chooses the hosts itself; a box only says where Slurm runs
         chosen = replace(request, nodelist=None, exclude=None)
         hosts = host_set(chosen, site) if chosen.names_hosts else None
     else:
@@ -167,10 +167,10 @@ def route_of(request: Request, site: Site) -> Route:
 
 
 def executor_of(request: Request, transport: str) -> str:
-    """Tell which of submitit's executors is meant; "" for another transport.
+    """Return the chosen executor of submitit, "" for another transport.
 
     Raises:
-        UsageError: one is named, and the transport is not submitit.
+        UsageError: if an executor is named for another transport.
     """
     if transport == "submitit":
         return request.executor or ("local" if shutil.which("sbatch") is None else "slurm")
@@ -194,8 +194,9 @@ def nodes_of(job: Job, site: Site, route: Route) -> list[Host]:
 
 
 def allocated(job: Job) -> list[Host]:
-    """Return the nodes of the allocation that this process is in; their cores limit a job only if it asks for slots."""
-    left_out = set(expand(job.slurm.exclude)) if job.slurm.exclude else set()  # in a job of ours Slurm has done it
+    """Return the nodes of the current allocation. Their cores limit a job only if it asks for slots."""
+    # in a job of our own, Slurm has excluded them already
+    left_out = set(expand(job.slurm.exclude)) if job.slurm.exclude else set()
     hosts = [host for host in read_allocation(os.environ).hosts() if host.name not in left_out]
     return [host if job.ranks_per_node == "slots" else replace(host, slots=None) for host in hosts]
 
@@ -204,7 +205,7 @@ def numeric(address: str) -> str:
     """Return an address that means the same on every node.
 
     Raises:
-        UsageError: it is a name.
+        UsageError: if it is a host name.
     """
     try:
         return str(ipaddress.IPv4Address(address))
@@ -213,9 +214,9 @@ def numeric(address: str) -> str:
 
 
 def pretend_nodes(job: Job, machine: Machine) -> list[Host]:
-    """Return this machine as many hosts; they divide its GPUs, or else its cores.
+    """Return this machine as several hosts, which divide its GPUs or, without GPUs, its cores.
 
-    On one's own machine more ranks than cores are welcome: slots count only for a job that asks for them.
+    More ranks than cores are allowed on the user's own machine: slots are set only for a job that asks for them.
     """
     if job.ranks_per_node != "slots":
         return [Host(machine.host, LOCAL_ADDRESS)] * crew_size(job)
@@ -224,10 +225,10 @@ def pretend_nodes(job: Job, machine: Machine) -> list[Host]:
 
 
 def interpreter_of(site: Site, *, here: bool = True) -> str:
-    """Return the Python that agents and ranks run: the site's, else this one. `here`: it will run on this machine.
+    """Return the Python that agents and ranks run: the site's, or else this one. `here`: it will run on this machine.
 
     Raises:
-        RefusedError: the site's cannot be run here.
+        RefusedError: if the site's Python cannot be run here.
     """
     if site.interpreter is None:
         return sys.executable

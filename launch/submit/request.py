@@ -1,4 +1,4 @@
-"""What a command line says of a run: the job and what is changed of it, the site, the hosts and the way to them."""
+"""The command line of a run: the job and changes to it, the site, the hosts and how to reach them."""
 
 import json
 import os
@@ -16,11 +16,11 @@ QUEUED: Final = ("slurm", "submitit")
 
 @dataclass(frozen=True)
 class Request:
-    """A field for each option (launch/common/options.py explains them); a command without an option has its default."""
+    """One field per option (see launch/common/options.py). A command without an option uses the field's default."""
 
     job: str = ""
-    job_text: str | None = None  # what stands in the place of a job file, if anything does
-    program: tuple[str, ...] = ()  # the words that job_text was made of
+    job_text: str | None = None  # the text of a job, used instead of a job file
+    program: tuple[str, ...] = ()  # the command from which job_text was made
     overrides: tuple[str, ...] = ()
     exported: tuple[str, ...] = ()
     nodes: int | None = None
@@ -48,14 +48,14 @@ class Request:
 
     @property
     def names_hosts(self) -> bool:
-        """True when an option says which hosts there are."""
+        """True when an option names hosts."""
         return any(getattr(self, source) for source in SOURCES)
 
     def changes(self) -> list[str]:
-        """Spell the options that stand for values of the job file as overrides.
+        """Convert the options that stand for values of the job file into overrides.
 
         Raises:
-            UsageError: a variable cannot be one, or Slurm has no such choice of hosts.
+            UsageError: if a variable is not valid, or Slurm has no such option for choosing hosts.
         """
         found = list(self.overrides)
         if self.name is not None:
@@ -72,7 +72,7 @@ class Request:
         return found + [_variable(word) for word in self.exported]
 
     def _choice_of_slurm(self) -> list[str]:
-        """Spell the choice of hosts as Slurm takes it, for there Slurm chooses."""
+        """Convert the choice of hosts to Slurm's options, because Slurm chooses the hosts."""
         if self.include:
             raise UsageError(
                 "--include: Slurm chooses the nodes; name them all with -w LIST, or leave some out with -e LIST"
@@ -82,13 +82,14 @@ class Request:
 
 
 def _variable(word: str) -> str:
-    """Spell a variable for the ranks, NAME or NAME=VALUE, as an override."""
+    """Convert a variable for the ranks, NAME or NAME=VALUE, to an override."""
     name, is_given, value = word.partition("=")
     if not VARIABLE.fullmatch(name):
-        raise UsageError(f"-x {word}: a variable's name has letters, digits and _, and begins with no digit")
+        raise UsageError(f"-x {word}: a variable's name has letters, digits and _, and does not begin with a digit")
     if not is_given and name not in os.environ:
         raise UsageError(f"-x {name}: is not set here; write -x {name}=VALUE")
     value = value if is_given else os.environ[name]
-    if any("\ud800" <= each <= "\udfff" for each in value):  # how Python holds bytes that are no text
+    # surrogates, by which Python represents bytes that are not UTF-8
+    if any("\ud800" <= each <= "\udfff" for each in value):
         raise UsageError(f"-x {name}: its value is not UTF-8, which job files are; leave it out")
     return f"env.{name}={json.dumps(value)}"

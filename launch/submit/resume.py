@@ -1,9 +1,9 @@
-"""Going on with a run that is over, or whose supervisor is gone: what its next attempt is made of.
+"""Resuming a run that has ended or lost its supervisor: make the submission of its next attempt.
 
-    is it over?  ──→  the submission again, with what is to be different  ──→  is there a checkpoint?  ──→  written back
-    lost: what is left of it is ended first        (prepare.py)                    (the supervisor chooses and reads it)
+    is it over?  ──→  the old submission, with the requested changes   ──→  is there a checkpoint?  ──→  written back
+    lost: leftovers are ended first                 (prepare.py)                   (the supervisor chooses and reads it)
 
-Whatever is refused is refused before anything of the run is changed.
+All refusals happen before anything of the run is changed.
 """
 
 import os
@@ -38,20 +38,20 @@ from muster.launch.submit.stopping import end_leftovers, stop
 from muster.launch.transports.base import LEASE_S
 
 POLL_S: Final = 0.1
-NODES_S: Final = LEASE_S + 3.0  # after which no node of a supervisor that is gone has a rank any more
+NODES_S: Final = LEASE_S + 3.0  # after this time no node of a lost supervisor has a rank left
 OF_HOSTS: Final = ("ssh", "pdsh", "hand")
 
 Say = Callable[[str], None]
 
 
 def again(run: RunDir, request: Request, wanted: str | None, say: Say) -> Prepared:
-    """Return a run's submission as its next attempt is to have it; leftovers of a lost supervisor are ended.
+    """Return a run's submission for its next attempt; end the leftovers of a lost supervisor.
 
-    `request` says what is to be different, `wanted` is the step or the name of the checkpoint to go on from.
+    `request`: the requested changes. `wanted`: the step or the name of the checkpoint to resume from.
 
     Raises:
-        RefusedError: it still runs, is done, cannot go on, or does not fit the hosts any more.
-        NoCheckpointError: the job saves nothing, nothing that was saved is good, or not what is wanted.
+        RefusedError: if the run is not over, is done, cannot be resumed, or no longer fits the hosts.
+        NoCheckpointError: if the job saves nothing, no checkpoint is good, or the wanted one does not exist.
         UsageError, JobFileError, RunFolderError: as for a start.
     """
     state = read_state(run)
@@ -64,7 +64,7 @@ def again(run: RunDir, request: Request, wanted: str | None, say: Say) -> Prepar
     prepared = changed(run, before, request, wanted)
     job = prepared.context.job
     for mistake in prepared.loaded.dropped:
-        say(f"{mistake.key}: {mistake.text}; the run goes on without it")
+        say(f"{mistake.key}: {mistake.text}; the run continues without it")
     check_kind(run, job)
     if state.state == "done":
         check_longer(run, before.context.job, job, wanted=wanted)
@@ -74,32 +74,30 @@ def again(run: RunDir, request: Request, wanted: str | None, say: Say) -> Prepar
     return prepared
 
 
-# Whether it may go on -----------------------------------------------------------------------------------------------
+# Whether it may be resumed ------------------------------------------------------------------------------------------
 
 
 def refuse_running(run: RunDir, state: RunState) -> None:
-    """Refuse a run that may still be supervised; one that gives no sign of life any more is let through.
+    """Refuse a run that may still be supervised; accept one without any recent sign of life.
 
     Raises:
-        RefusedError: it runs, or whether it does cannot be seen.
+        RefusedError: if the run is in progress, or that cannot be excluded.
     """
     where = f"its supervisor is pid {state.pid} on {state.host}"
     ways = f"{run.command('status')} shows it, {run.command('stop')} ends it"
-    if state.message:  # what Slurm says of it
+    if state.message:  # Slurm's account of it
         raise RefusedError(f"{run.run_id}: is not over ({state.label}): {state.message}; {ways}")
     if state.sure:
         raise RefusedError(f"{run.run_id}: is not over ({state.label}): {where}; {ways}")
     if state.state != "lost":
-        raise RefusedError(
-            f"{run.run_id}: is not over as far as can be seen here: {where}; resume it there, or stop it there first"
-        )
+        raise RefusedError(f"{run.run_id}: may still be running: {where}; resume it there, or stop it there first")
 
 
 def watch_lease(run: RunDir, say: Say) -> None:
-    """Make sure that a supervisor on another host is gone: its lease does not change for long. No clock is trusted.
+    """Make sure that a supervisor on another host is gone: its lease does not change for STALE_S. Clocks do not matter.
 
     Raises:
-        RefusedError: it has given a sign of life.
+        RefusedError: if the lease has been renewed.
     """
     seen = read_json(run.lease)
     say(f"watching for {lease.STALE_S:g} s whether its supervisor on {seen.get('host')} gives a sign of life")
@@ -111,16 +109,16 @@ def watch_lease(run: RunDir, say: Say) -> None:
 
 
 def end_lost(run: RunDir, state: RunState, *, remote: bool, say: Say) -> None:
-    """End what a lost supervisor left, and wait until its nodes have done the same.
+    """End the processes that a lost supervisor left behind, and wait until its nodes have done the same.
 
     Raises:
-        RefusedError: it is not lost after all.
-        StartTimeoutError: a process cannot be ended.
+        RefusedError: if it is not lost after all.
+        StartTimeoutError: if a process cannot be ended.
     """
     if not state.sure:
         watch_lease(run, say)
     elif run.slurm.exists():
-        stop(run, grace_s=None, now=True)  # what is left of its job holds nodes
+        stop(run, grace_s=None, now=True)  # the remains of its job hold nodes
         return
     deadline = time.monotonic() + NODES_S
     age_s = lease.age_s(run)
@@ -132,10 +130,10 @@ def end_lost(run: RunDir, state: RunState, *, remote: bool, say: Say) -> None:
 
 
 def check_kind(run: RunDir, job: Job) -> None:
-    """Refuse what has nothing to go on from by its kind; a program of the user's simply starts once more.
+    """Refuse a kind of job that has nothing to resume. A user's program is simply started again.
 
     Raises:
-        RefusedError: it is a benchmark.
+        RefusedError: if it is a benchmark.
     """
     if job.kind not in ("train", "command"):
         raise RefusedError(
@@ -144,10 +142,10 @@ def check_kind(run: RunDir, job: Job) -> None:
 
 
 def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) -> None:
-    """Refuse a run that is done, unless it is to do more, or to go back.
+    """Refuse a run that is done, unless it is to train longer, or from an earlier checkpoint.
 
     Raises:
-        RefusedError: there is nothing left to do.
+        RefusedError: if there is nothing left to do.
     """
     if wanted is not None:
         return
@@ -158,19 +156,19 @@ def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) ->
     had, has = getattr(before.settings, key) or 1, getattr(after.settings, key)
     if has is None or has <= had:
         raise RefusedError(
-            f"{run.run_id}: is done ({counted(had, key[:-1])}); to train on, give it more: "
+            f"{run.run_id}: is done ({counted(had, key[:-1])}); to train longer, raise the limit: "
             f"{run.command('resume')} --set train.{key}={2 * had}; {anew}"
         )
 
 
 def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
-    """Check what was saved; that it is whole is for the supervisor to read. Before a first save it starts from step 0.
+    """Check which checkpoints exist; the supervisor will read and verify them. Without any, the run starts at step 0.
 
     A program without a session has saved nothing here, and starts again.
 
     Raises:
-        NoCheckpointError: the job saves nothing, nothing that was saved is good, or not what `wanted` names.
-        RefusedError: it was saved with other settings than the job has now.
+        NoCheckpointError: if the job saves nothing, no checkpoint is good, or the `wanted` one does not exist.
+        RefusedError: if the checkpoint was saved with other settings than the job has now.
     """
     if job.kind == "command" and wanted is None and not has_commits(run):
         if had_session(run):
@@ -178,14 +176,14 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
         return
     if job.kind == "train" and job.checkpoint is None:
         raise NoCheckpointError(
-            f"{run.run_id}: the job has no checkpoint: section, so nothing of it was saved; start it anew, with one: "
+            f"{run.run_id}: the job has no checkpoint: section, so nothing was saved; start it anew with one: "
             f"muster run {shlex.quote(str(run.job))} --set checkpoint.every_s=auto"
         )
     chosen = newest_good(run, say=say, deep=False, mark=False, **_asked(wanted))
     if chosen is None:
         if has_commits(run):
             raise NoCheckpointError(
-                f"{run.checkpoints}: nothing of what was saved is whole ({run.command('checkpoint list')}); "
+                f"{run.checkpoints}: no checkpoint is complete ({run.command('checkpoint list')}); "
                 f"start it anew: muster run {shlex.quote(str(run.job))}"
             )
         say(f"{run.run_id}: nothing was saved before it ended: it starts again from step 0")
@@ -206,11 +204,11 @@ def _asked(wanted: str | None) -> dict[str, Any]:
     return {"step": int(wanted)} if wanted.isdecimal() else {"name": wanted}
 
 
-# What it is made of -------------------------------------------------------------------------------------------------
+# Its next attempt ---------------------------------------------------------------------------------------------------
 
 
 def changed(run: RunDir, before: Submission, request: Request, wanted: str | None) -> Prepared:
-    """Return the submission with what the command line wants to be different; all else is as it was."""
+    """Return the submission with the changes of the command line; everything else stays the same."""
     if not run.job.is_file():
         raise RunFolderError(f"{run.path}: has no job.yaml; submit the job anew")
     other_site = request.site is not None
@@ -235,13 +233,13 @@ def changed(run: RunDir, before: Submission, request: Request, wanted: str | Non
         interpreter=now.interpreter if renamed else was.interpreter,
         code=code,
         placement=now.placement if request.master_addr else _meeting(was.placement, now.placement),
-        # For this attempt alone: a later one takes the newest again.
+        # Only for this attempt: a later one uses the newest checkpoint again.
         options={"from": next(iter(asked.values())), "from_attempt": was.attempt} if (asked := _asked(wanted)) else {},
     )
 
 
 def _route(before: Route, request: Request) -> Route:
-    """Return the transport and hosts: those of before, but for what is named anew."""
+    """Return the previous transport and hosts, except for those that are named anew."""
     elsewhere = request.on != before.transport and (request.on not in OF_HOSTS or not before.hosts.hosts)
     if request.names_hosts or request.executor or elsewhere:
         return route_of(request, site_of(request))
@@ -260,7 +258,7 @@ def _route(before: Route, request: Request) -> Route:
 
 
 def _meeting(before: Placement, now: Placement) -> Placement:
-    """Keep the address that was given for node 0, as long as that is the same host."""
+    """Keep the address that was given for node 0, as long as node 0 is the same host."""
     same = before.nodes[0].host == now.nodes[0].host and before.one_host == now.one_host
     return now.meeting_at(before.master_addr) if same and before.master_addr else now
 
@@ -269,10 +267,10 @@ def _meeting(before: Placement, now: Placement) -> Placement:
 
 
 def write(prepared: Prepared, changes: Sequence[str]) -> Submission:
-    """Write the submission over the one before. Keep the job as it was, and say in the events what was changed.
+    """Overwrite the run's submission. Keep the old job file, and record the changes in the events.
 
     Raises:
-        RunFolderError, StorageError: the folder cannot be written.
+        RunFolderError, StorageError: if the folder cannot be written.
     """
     submission, context = prepared.submission, prepared.context
     run, earlier = context.run, read_bytes(context.run.job).decode()
@@ -291,6 +289,6 @@ def write(prepared: Prepared, changes: Sequence[str]) -> Submission:
         write_secret(run.job, prepared.loaded.text)
     write_secret(run.site, prepared.site_text)
     submission.write()
-    for old in (run.stop, run.slurm, run.sbatch):  # of attempts before: a request, and the job that they were
+    for old in (run.stop, run.slurm, run.sbatch):  # of earlier attempts: a stop request, and the Slurm job
         old.unlink(missing_ok=True)
     return submission

@@ -1,4 +1,4 @@
-"""The transports: a row makes each from a submission."""
+"""The table of transports: each row makes one from a submission."""
 
 from collections.abc import Callable
 from typing import Final
@@ -18,7 +18,7 @@ from muster.launch.transports.submitit import Submitit
 
 
 def commands_of(submission: Submission) -> list[list[str]]:
-    """Return the argv of what would start the agents."""
+    """Return the command lines that would start the agents."""
     if submission.route.is_queued:
         return [["sbatch", str(submission.context.run.sbatch)]]
     return make_transport(submission).commands()
@@ -28,11 +28,11 @@ def make_transport(submission: Submission) -> Transport:
     """Make the transport of a submission.
 
     Raises:
-        RefusedError: it cannot be used here.
+        RefusedError: if it cannot be used here.
     """
     row = ROWS.get(submission.route.transport)
     if row is None:
-        raise RefusedError(f"transport: {submission.route.transport!r} is none of {', '.join(ROWS)}")
+        raise RefusedError(f"transport: must be one of {', '.join(ROWS)}, got {submission.route.transport!r}")
     return row(submission)
 
 
@@ -63,7 +63,7 @@ def _slurm(submission: Submission) -> Transport:
     context = submission.context
     nodes = [node.host for node in context.crew]
     alone = ""
-    if context.run.sbatch.exists():  # the job is this run's own, and not somebody's allocation
+    if context.run.sbatch.exists():  # the job was submitted for this run, so it is not the user's own allocation
         alone = "requeue" if merged(context.site.slurm, context.job.slurm).requeue else "cancel"
     return srun_transport(nodes, run=context.run, python=context.python, code=context.code, alone=alone)
 
@@ -87,7 +87,7 @@ def _hand(submission: Submission) -> Transport:
 def _submitit(submission: Submission) -> Transport:
     context, route = submission.context, submission.route
     nodes = [node.host for node in context.crew]
-    if route.executor == "debug":  # one process, the caller's: its nodes are those of the local transport
+    if route.executor == "debug":  # all in the caller's process, so it uses the local transport
         local = Local(len(nodes), python=context.python)
         local.name = "submitit"
         return local
@@ -96,7 +96,7 @@ def _submitit(submission: Submission) -> Transport:
 
 
 def _hosts(submission: Submission) -> list[Host]:
-    """Return the hosts of the crew, in the order of their slots."""
+    """Return the hosts of the run's nodes, in the order of their slots."""
     by_name = {host.name: host for host in submission.route.hosts.hosts}
     return [by_name[node.host] for node in submission.context.crew]
 

@@ -1,11 +1,11 @@
-"""The code as it was submitted, in the run folder: what waits in a queue never sees a later edit.
+"""The code as it was submitted, copied to the run folder, so that a run in a queue is not affected by later edits.
 
-    <run>/code/muster    our own package, which agents are started from (jobs/basics/boot.py)
-    <run>/code/work      of a `command:` job, the user's working folder, as far as it is code (worktree.py)
-    <run>/code/code.json where both came from: commit, branch, what differs from the commit, the names of all files
+    <run>/code/muster    our own package, from which agents are started (jobs/basics/boot.py)
+    <run>/code/work      for a `command:` job, the code in the user's working folder (worktree.py)
+    <run>/code/code.json the origin of both: commit, branch, differences from the commit, the names of all files
 
-Files are copied, never hard-linked: an edit in place would reach both names. Only this user may enter the folders, and
-a file keeps the mode of its source.
+Files are copied, never hard-linked, because an edit in place would change both. Only this user may enter the folders.
+A file keeps the mode of its source.
 """
 
 import errno
@@ -34,14 +34,14 @@ WORK: Final = "work"
 RECORD: Final = "code.json"
 MOST_BYTES: Final = 64 << 20
 MOST_FILES: Final = 5_000
-COPIERS: Final = 8  # files under way at once: on network storage each waits for its server
+COPIERS: Final = 8  # files copied at once: on network storage each waits for its server
 VANISHED: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 OWN_FILE: Final = "muster/__init__.py"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the code: where agents start, where ranks run, and what the user should know about it."""
+    """A copy of the code: the folder from which agents start, the folder in which ranks run, and notes for the user."""
 
     code: Path
     workdir: Path
@@ -49,18 +49,19 @@ class Snapshot:
 
 
 def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ()) -> Snapshot:
-    """Copy Muster's code, and with `program` the code in the user's working folder, into a run folder.
+    """Copy Muster's code and, if `program`, the code in the user's working folder into a run folder.
 
-    `argv` is the program's: words of it that name the working folder itself are told in the notes.
+    `argv`: the program's command; a note is made for every word that names a file in the working folder by its full
+    path.
 
     Raises:
-        RefusedError: the working folder holds too much to be code.
-        RunFolderError, StorageError: the run folder cannot be written; no half copy is left.
+        RefusedError: if the working folder is too large to be only code.
+        RunFolderError, StorageError: if the run folder cannot be written; no partial copy is left.
     """
     work = survey(workdir, other_runs(run, workdir)) if program else None
     if work is not None:
         check_size(work)
-    usual = os.umask(0o077)  # the working folder may be closed to others, and so may a file in it
+    usual = os.umask(0o077)  # the working folder, or a file in it, may be closed to others
     try:
         run.code.mkdir()
         own = own_files(CODE_ROOT)
@@ -72,7 +73,7 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
             link(workdir, work.links, run.code / WORK)
             notes = [*work.notes, *left_out, *beside_the_copy(argv, work)]
             record[WORK] = _work_record(work, left_out)
-        # ASCII: names and a diff may hold bytes that are no text.
+        # ASCII, because names and a diff may contain bytes that are not UTF-8.
         write_text(run.code / RECORD, json.dumps(record, indent=1) + "\n")
     except (OSError, MusterError) as error:
         shutil.rmtree(run.code, ignore_errors=True)
@@ -83,7 +84,7 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
 
 
 def other_runs(run: RunDir, workdir: Path) -> list[Path]:
-    """List the folders that hold runs: theirs together, or each where they lie in the working folder itself."""
+    """List the folders to leave out because they hold runs: their common folder or, in the working folder, each run."""
     root = run.path.parent
     if os.path.realpath(root) != os.path.realpath(workdir):
         return [root]
@@ -91,20 +92,20 @@ def other_runs(run: RunDir, workdir: Path) -> list[Path]:
 
 
 def beside_the_copy(argv: Sequence[str], work: Survey) -> list[str]:
-    """Warn of words that name code of the working folder by its whole path: a later edit of it would be seen."""
+    """Warn of words that name code in the working folder by its full path, since later edits would affect the run."""
     found = []
     for word in argv:
         name = os.path.relpath(word, work.folder) if word.startswith("/") else ""
         if name in work.files:
-            found.append(f"{word}: is not the copy's, and later edits of it will be seen; write it relative: {name}")
+            found.append(f"{word}: is outside the copy, so later edits affect the run; use a relative path: {name}")
     return found
 
 
 def check_size(work: Survey) -> None:
-    """Hold a working folder to the limits of what can be code.
+    """Check that a working folder is small enough to be only code.
 
     Raises:
-        RefusedError: it is too large; says where most of it lies, and what to do.
+        RefusedError: if it is too large; the message names the largest folder and what to do.
     """
     many, large = len(work.files) > MOST_FILES, work.total_bytes > MOST_BYTES
     if not many and not large:
@@ -115,14 +116,14 @@ def check_size(work: Survey) -> None:
     more = "" if work.complete else "more than "
     ignore = "list it in .gitignore" if work.by_git else "make this a git repository and list it in .gitignore"
     raise RefusedError(
-        f"{work.folder}: {more}{_amount(work.files.values())}, too much for a copy of the code (at most {MOST_FILES} "
-        f"files, {_mb(MOST_BYTES)}); most of it is in {most}: {_amount(inside)}; {ignore}, then it is linked; or run "
-        "without a copy: --no-snapshot"
+        f"{work.folder}: {more}{_amount(work.files.values())}, too much for a copy of the code (at most "
+        f"{MOST_FILES} files, {_mb(MOST_BYTES)}); most of it is in {most}: {_amount(inside)}; {ignore}, then it is "
+        "linked; or run without a copy: --no-snapshot"
     )
 
 
 def own_files(root: Path) -> list[str]:
-    """List the files of the package below a code root, sources and data, through the links of a checkout."""
+    """List the files of the package below a code root, sources and data, following the links of a checkout."""
     found = []
     for folder, folders, files in os.walk(root / PACKAGE, followlinks=True):
         folders[:] = [each for each in folders if each not in NEITHER and not each.startswith(".")]
@@ -132,10 +133,10 @@ def own_files(root: Path) -> list[str]:
 
 
 def copy(source: Path, names: Iterable[str], target: Path) -> list[str]:
-    """Copy files and symbolic links below `source`; say which could not be read. One that has gone is left out.
+    """Copy files and symbolic links below `source`; return a note for each unreadable one. Skip vanished ones.
 
     Raises:
-        OSError: the target cannot be written.
+        OSError: if the target cannot be written.
     """
     names = list(names)
     for folder in sorted({str((target / name).parent) for name in names} | {str(target)}):
@@ -146,10 +147,10 @@ def copy(source: Path, names: Iterable[str], target: Path) -> list[str]:
 
 
 def link(source: Path, names: Iterable[str], target: Path) -> None:
-    """Make links in the copy that point at what was not copied.
+    """Create links in the copy for files that are not copied.
 
     Raises:
-        OSError: the target cannot be written.
+        OSError: if the target cannot be written.
     """
     for name in names:
         path = target / name
@@ -158,7 +159,7 @@ def link(source: Path, names: Iterable[str], target: Path) -> None:
 
 
 def _copy_one(source: Path, name: str, target: Path) -> str:
-    """Copy one file with its mode and times; return what kept it from being read, if anything."""
+    """Copy one file with its mode and times; return a note if it cannot be read."""
     try:
         status = (source / name).lstat()
         if stat.S_ISLNK(status.st_mode):
@@ -167,7 +168,7 @@ def _copy_one(source: Path, name: str, target: Path) -> str:
         elif stat.S_ISREG(status.st_mode):
             file = (source / name).open("rb")
         else:
-            return ""  # it became something else since it was listed
+            return ""  # it has been replaced by something else since the listing
     except OSError as error:
         return "" if error.errno in VANISHED else f"{name}: left out, cannot be read: {error.strerror}"
     path = target / name
@@ -182,9 +183,9 @@ def _copy_one(source: Path, name: str, target: Path) -> str:
 
 
 def moved_link(source: Path, name: str, pointed: str) -> str:
-    """Return where a link must point from the copy: into the copy what pointed into the source, else where it did.
+    """Return the target of a link in the copy: targets inside the source become targets inside the copy.
 
-    Pure; goes by the words alone, as the copy has the same folders.
+    Pure: computed from the names alone, since the copy has the same folders.
     """
     folder = os.path.dirname(name)  # noqa: PTH120 (of a relative path that may be any bytes)
     meant = os.path.normpath(source / folder / pointed)
@@ -215,9 +216,9 @@ def _work_record(work: Survey, left_out: list[str]) -> Mapping[str, Any]:
 
 
 def _origin(folder: Path, tracked: str = "") -> dict[str, Any] | None:
-    """Return what git says of a folder, if it knows it; with `tracked`, if that file of it is its own."""
+    """Return git's description of a folder, or None; with `tracked`, only if git tracks that file in it."""
     try:
-        if tracked:  # else an installation would pass for the repository that it happens to lie in
+        if tracked:  # else an installation inside some other repository would be described by that repository
             gitfacts.git(folder, "ls-files", "--error-unmatch", "--", tracked)
         return gitfacts.origin(folder)
     except GitError:

@@ -1,4 +1,4 @@
-"""Start a prepared job and supervise it to its verdict, here or in a process that stays behind."""
+"""Start a prepared job and supervise it to its verdict, in this process or in a detached one."""
 
 import asyncio
 import os
@@ -39,14 +39,14 @@ POLL_S: Final = 0.02
 def begin(
     prepared: Prepared, console: Console, *, detach: bool = False, write: Callable[[Prepared], Submission] | None = None
 ) -> int:
-    """Write a run's folder, then stay to its end, or leave it to itself; return the exit code.
+    """Write a run's folder, then supervise the run to its end, or detach it; return the exit code.
 
-    `write` is for a run that has a folder. A run in a queue, and one that is left, gets a copy of the code.
+    `write`: used instead of `write_run` for a run that has a folder. A queued or detached run gets a copy of the code.
 
     Raises:
-        UsageError: a run by hand cannot be left to itself.
-        RunFolderError, StorageError: the run folder cannot be written; nothing was started.
-        MusterError: it could not be started or submitted.
+        UsageError: if a run by hand is to be detached.
+        RunFolderError, StorageError: if the run folder cannot be written; nothing has been started then.
+        MusterError: if the run cannot be started or submitted.
     """
     if detach:
         check_can_be_left(prepared.route)
@@ -63,20 +63,20 @@ def begin(
 
 
 def check_can_be_left(route: Route) -> None:
-    """Refuse to leave a run whose supervisor is what was pasted.
+    """Refuse to detach a run whose supervisor is the pasted line.
 
     Raises:
-        UsageError: it is a run by hand.
+        UsageError: if it is a run by hand.
     """
     if route.transport == "hand":
-        raise UsageError("--on hand: node 0's line is the supervisor, and stays; use muster run, or nohup around it")
+        raise UsageError("--on hand: node 0's line is the supervisor and stays; use muster run, or nohup around it")
 
 
 def check_torch(submission: Submission) -> None:
-    """Refuse a job whose ranks would lack torch, where that can be seen from here.
+    """Refuse a job whose ranks would lack torch, if that can be determined here.
 
     Raises:
-        RefusedError: this machine's ranks need torch, and this interpreter has none.
+        RefusedError: if this machine's ranks need torch, and this interpreter has none.
     """
     context = submission.context
     ours = submission.route.transport == "local" and context.python == sys.executable
@@ -85,15 +85,15 @@ def check_torch(submission: Submission) -> None:
 
 
 def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
-    """Make the run folder, with what was submitted; with a snapshot the run uses the code as it is now.
+    """Make the run folder of a submission. With a snapshot, the run uses the code as it is now.
 
     Raises:
-        RefusedError: what is to be copied is too much to be code.
-        RunFolderError, StorageError: it cannot be written.
+        RefusedError: if the working folder is too large to be copied as code.
+        RunFolderError, StorageError: if the folder cannot be written.
     """
     submission, context = prepared.submission, prepared.context
     make_run(context.run, shared=context.site.share == "group")
-    write_secret(context.run.job, prepared.loaded.text)  # the values of env: and -x are in it
+    write_secret(context.run.job, prepared.loaded.text)  # it contains the values of env: and -x
     write_secret(context.run.site, prepared.site_text)
     if snapshot:
         try:
@@ -107,7 +107,7 @@ def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
 
 
 def copied(context: Context, folder: RunDir) -> dict[str, Any]:
-    """Copy the code into a folder; return what that changes of the context. Errors as `snapshot.take`."""
+    """Copy the code into a folder; return the changed values of the context. Errors as for `snapshot.take`."""
     from muster.launch.submit.snapshot import take
 
     settings = context.job.settings
@@ -120,7 +120,7 @@ def copied(context: Context, folder: RunDir) -> dict[str, Any]:
 
 
 def leave(submission: Submission) -> None:
-    """Start a run in the background, or put it into its queue."""
+    """Start a run in the background, or submit it to its queue."""
     if submission.route.is_queued:
         put_into_queue(submission)
     else:
@@ -144,7 +144,7 @@ def stay(submission: Submission, console: Console) -> int:
 
 
 def put_into_queue(submission: Submission) -> None:
-    """Hand a run to sbatch, or to submitit."""
+    """Submit a run to Slurm or to submitit."""
     if submission.route.is_here:
         from muster.launch.scheduler import submitit_run
 
@@ -157,16 +157,16 @@ def put_into_queue(submission: Submission) -> None:
 
 
 def whereabouts(run: RunDir) -> str:
-    """Return what became of a run that was left to itself: the job of Slurm's that it is, or that it has begun."""
+    """Return the state of a detached run for a message: its Slurm job, or that it has begun."""
     job = SlurmJob.read(run)
     return "has begun" if job is None else f"is Slurm job {job.job_id}"
 
 
 def supervise(submission: Submission, console: Console, own_job: OwnJob | None = None) -> Verdict:
-    """Run an attempt of a submitted run from this process; `own_job` is the scheduler's that it is in.
+    """Supervise the next attempts of a submitted run in this process. `own_job`: the scheduler's job around it.
 
     Raises:
-        RefusedError: its transport cannot be used here.
+        RefusedError: if its transport cannot be used here.
     """
     transport = make_transport(submission)
     if isinstance(transport, Local):
@@ -175,9 +175,9 @@ def supervise(submission: Submission, console: Console, own_job: OwnJob | None =
 
 
 def warm_up(submission: Submission, transport: Local) -> None:
-    """Start the import of torch before anything else, where the ranks will be forked on this very machine.
+    """Start importing torch before anything else, if the ranks will be forked on this machine.
 
-    A Python of the job's waits for setup lines: they may be what makes it run.
+    A job's own Python has to wait for the setup lines, which it may need in order to run.
     """
     context, machine = submission.context, this_machine()
     if context.warm_python and context.has_setup:
@@ -189,11 +189,11 @@ def warm_up(submission: Submission, transport: Local) -> None:
 
 
 def detach(run: RunDir, python: str, code: str | None) -> None:
-    """Leave a supervisor behind that outlives this process and its terminal; return when it has taken over.
+    """Start a detached supervisor, which outlives this process and its terminal; return when it has taken over.
 
     Raises:
-        MusterError: it ended at once; its own words.
-        StartTimeoutError: it did not take over in time.
+        MusterError: if it ended at once; with its own message.
+        StartTimeoutError: if it did not take over in time.
     """
     before = supervisors(run)
     with os.fdopen(open_log(run.supervisor_log), "ab") as log:
@@ -216,4 +216,4 @@ def detach(run: RunDir, python: str, code: str | None) -> None:
             raise error
         time.sleep(POLL_S)
     os.killpg(supervisor.pid, signal.SIGTERM)
-    raise StartTimeoutError(f"the supervisor did not begin within {DETACH_S:g} s; see {run.supervisor_log}")
+    raise StartTimeoutError(f"the supervisor did not start within {DETACH_S:g} s; see {run.supervisor_log}")

@@ -1,9 +1,9 @@
-"""Stop one run, in the way that its state allows.
+"""Stop one run, by the means that its state allows.
 
 supervisor lives, or is on another host   stop.json → a drain, if the run saves → its `ended` row
-a job of Slurm's                          waiting: scancel; running: stop.json, its `ended` row, then scancel
+a Slurm job                               waiting: scancel; running: stop.json, its `ended` row, then scancel
 supervisor is gone (this host)            find the run's processes: TERM, 1 s, KILL; write the `ended` row for it
-no supervisor (started directly)          TERM to the run's processes on this host, KILL after the grace
+no supervisor (started directly)          TERM to the run's processes on this host, KILL after the grace period
 """
 
 import os
@@ -29,11 +29,11 @@ KILL_S: Final = 5.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `muster stop` found and did."""
+    """The result of `muster stop`."""
 
     state: RunState
     was_over: bool
-    leftovers: int | None = None  # processes that we ended ourselves; None when a supervisor did it
+    leftovers: int | None = None  # processes that this command ended itself; None when a supervisor did it
 
     def to_json(self) -> dict[str, Any]:
         """Return the record for --json."""
@@ -49,7 +49,7 @@ class Outcome:
         }
 
     def sentence(self) -> str:
-        """Say it in one line."""
+        """Describe the result in one line."""
         state = self.state
         if self.was_over:
             return f"{state.run_id} had ended already: {state.outcome or state.state}"
@@ -59,11 +59,11 @@ class Outcome:
 
 
 def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
-    """Stop a run by the way that its state allows.
+    """Stop a run by the means that its state allows.
 
     Raises:
-        UnreachableError: it was started directly, on another host.
-        StartTimeoutError: it has not ended in time, or a process of it cannot be ended.
+        UnreachableError: if it was started directly, on another host.
+        StartTimeoutError: if it does not end in time, or one of its processes cannot be ended.
     """
     state = read_state(run)
     grace = 0.0 if now else state.grace_s if grace_s is None else grace_s
@@ -87,7 +87,7 @@ def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
 
 
 def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Outcome:
-    """Wait for the supervisor's last row, for longer while the ranks save; should it die meanwhile, do its work."""
+    """Wait for the supervisor's last row, longer while the ranks save; if the supervisor dies, end the run here."""
     patience_s = grace_s + BEYOND_GRACE_S
     deadline, drains = time.monotonic() + patience_s, False
     while time.monotonic() < deadline:
@@ -96,7 +96,7 @@ def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Out
         if drain is not None and not drains:
             drains = True
             now = run.command("stop --now")
-            print(f"muster: {run.run_id} saves first; to end it without waiting: {now}", file=sys.stderr)
+            print(f"muster: {run.run_id} saves first; to stop it without waiting: {now}", file=sys.stderr)
             patience_s += drain.get("deadline_s", 0.0)
             deadline = time.monotonic() + patience_s
         if state.state == "lost" and state.sure:
@@ -111,7 +111,7 @@ def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Out
 
 
 def end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
-    """End the run's processes on this host and write the last row, for the one who should have and is gone."""
+    """End the run's processes on this host, and write the last row in place of the supervisor, which is gone."""
     found = _leftovers(run)
     for pid in found:
         print(f"muster: ending process {pid}: {processes.command_line(pid)}", file=sys.stderr)
@@ -119,8 +119,8 @@ def end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
     left += processes.kill_run(run.run_id, term_s=0.0, kill_s=KILL_S)
     if left:
         raise StartTimeoutError(
-            f"{run.run_id}: processes {', '.join(map(str, sorted(set(left))))} survive KILL; they hang in the kernel "
-            "(a disk or a GPU that does not answer): see dmesg"
+            f"{run.run_id}: processes {', '.join(map(str, sorted(set(left))))} survive KILL; they hang in the "
+            "kernel (waiting for a disk or a GPU that does not answer): see dmesg"
         )
     state = read_state(run)
     if state.state == "lost" or not state.is_over:
@@ -141,10 +141,10 @@ def end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
 
 
 def _leftovers(run: RunDir) -> dict[int, int]:
-    """Return the run's processes on this host with their start ticks, found by run id and by the rows of the run.
+    """Return the run's processes on this host with their start ticks, found by run id and from the rows of the run.
 
-    A row names a process by pid and start ticks; a pid without ticks names nobody. A direct run's ranks learn the run
-    id only after they have started, so it does not stand in their environment.
+    A row identifies a process by pid and start ticks; a pid without ticks is ignored. The ranks of a direct run learn
+    the run id only after they have started, so it is not in their environment.
     """
     rows = read_rows(run)
     recorded: dict[int, int] = {}

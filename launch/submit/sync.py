@@ -1,11 +1,11 @@
-"""Bring this checkout's code to hosts that do not share its storage: one ssh a host, whose input is a tar archive.
+"""Copy this checkout's code to hosts that do not share its storage: one ssh per host, with a tar archive as input.
 
-    ssh HOST sh -c SCRIPT   finds a file of ours there: the storage is shared, there is nothing to bring
-                            else unpacks beside the old code, then puts whole packages in its place
-                            at last the host's own interpreter says which code it now has
+    ssh HOST sh -c SCRIPT   finds our mark there: the storage is shared, and nothing has to be copied
+                            else unpacks beside the old code, then replaces whole packages
+                            finally the host's own interpreter reports which code it has now
 
-What a host has beside our files stays: its .venv, its data. The package is replaced as a whole, so that a module that
-was deleted here does not live on there. The hosts get real files in muster/, where a checkout has links.
+Other files of a host stay, such as its .venv and its data. The package is replaced as a whole, so that a module deleted
+here does not remain there. The hosts get real files in muster/, where a checkout has links.
 """
 
 import io
@@ -36,15 +36,15 @@ from muster.launch.transports.ssh_command import NO_SETTINGS, NOT_EXECUTABLE, NO
 FANOUT: Final = 32
 DEADLINE_S: Final = 300.0
 TIDY_S: Final = 20.0
-SETUP: Final = "setup.sh"  # what was cloned or unpacked has one, what pip installed has not
-BLOCKED: Final = 73  # of the script: the folder cannot be made or written
-NOT_DONE: Final = 75  # of the script: another host that shares the folder did not come to an end
-NOT_OURS: Final = 78  # of the script: the folder holds something, and is not one of Muster's
+SETUP: Final = "setup.sh"  # in a clone or an unpacked archive, but not in an installation by pip
+BLOCKED: Final = 73  # exit code of the script: the folder cannot be made or written
+NOT_DONE: Final = 75  # exit code of the script: another host that shares the folder did not finish
+NOT_OURS: Final = 78  # exit code of the script: the folder is not empty and not one of Muster's
 WAIT_S: Final = 120
 
-# One line without quotation marks or exclamation marks, for a login shell, which may be csh, reads it before sh does.
+# One line without quotation marks or exclamation marks, because a login shell, which may be csh, reads it before sh.
 # $1 folder, $2 name of the mark, $3 interpreter, $4 the name of our package. Hosts may share the folder with one
-# another: the one that makes the mark's lock does the work, the others wait for the mark.
+# another: the one that creates the mark's lock does the work, the others wait for the mark.
 SCRIPT: Final = (
     "d=$1 n=$2 y=$3 p=$4; "
     'if [ -e "$d/$n" ]; then cat >/dev/null; echo shared; else '
@@ -66,22 +66,22 @@ SCRIPT: Final = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one host: `state` is brought, shared, or failed, and then there is an error."""
+    """The result for one host. `state`: brought, shared, or failed (then with an error)."""
 
     host: str
     state: str
     error: MusterError | None = None
 
     def to_json(self) -> dict[str, str | None]:
-        """Return it as plain JSON values."""
+        """Return the result as plain JSON values."""
         return {"host": self.host, "state": self.state, "error": str(self.error) if self.error else None}
 
 
 def sync(hosts: HostSet, ssh: SshSettings, *, to: str, python: str, fanout: int = 0) -> list[Outcome]:
-    """Bring the code to `to` on every host, and see that it is there; in the order of the hosts.
+    """Copy the code to `to` on every host, and verify it. The outcomes are in the order of the hosts.
 
     Raises:
-        RunFolderError: the code cannot be read here.
+        RunFolderError: if the code cannot be read here.
     """
     archive = pack(CODE_ROOT)
 
@@ -97,17 +97,17 @@ def sync(hosts: HostSet, ssh: SshSettings, *, to: str, python: str, fanout: int 
 
 
 def tidy(argv: Sequence[str]) -> None:
-    """Take the mark away, after the last host has looked for it; where that fails an empty file stays."""
+    """Remove the mark after the last host has looked for it. If that fails, an empty file stays."""
     with suppress(subprocess.TimeoutExpired):
         subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIDY_S)
 
 
 def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str, ssh: SshSettings) -> Outcome:
-    """Bring the code to one host."""
+    """Copy the code to one host."""
     try:
         done = subprocess.run(argv, input=archive, capture_output=True, timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
-        return Outcome(host.name, "failed", UnreachableError(f"{host.name}: was not done after {DEADLINE_S:g} s"))
+        return Outcome(host.name, "failed", UnreachableError(f"{host.name}: did not finish within {DEADLINE_S:g} s"))
     said = done.stdout.decode(errors="replace").splitlines()
     errors = done.stderr.decode(errors="replace").splitlines()
     state = next((each for each in ("shared", "brought") if each in said), "failed")
@@ -126,14 +126,14 @@ def judge(
     python: str,
     ssh: SshSettings = NO_SETTINGS,
 ) -> MusterError | None:
-    """Tell what went wrong on a host, if anything did. Pure but for our own fingerprint."""
-    last = next((line for line in reversed(errors) if line.strip()), "it said nothing")
+    """Return the error of a host, if there is one. Pure except for our own fingerprint."""
+    last = next((line for line in reversed(errors) if line.strip()), "no error output")
     if state == "failed":
         if code == BLOCKED:
             return RunFolderError(f"{host.name}: {to}: cannot be written: {last}; choose another folder with --to DIR")
         if code == NOT_DONE:
             return UnreachableError(
-                f"{host.name}: shares {to} with a host whose copy did not end; run muster sync again"
+                f"{host.name}: shares {to} with a host whose copy did not finish; run muster sync again"
             )
         if code == NOT_OURS:
             return RefusedError(
@@ -143,7 +143,7 @@ def judge(
     if code in (NOT_FOUND, NOT_EXECUTABLE):
         setup = shlex.quote(f"{to}/{SETUP}")
         return RefusedError(
-            f"{host.name}: has the code in {to}, and no interpreter {python}; run {setup} there, or set "
+            f"{host.name}: has the code in {to}, but no interpreter {python}; run {setup} there, or set "
             "interpreter in the site file"
         )
     if code != 0:
@@ -158,7 +158,7 @@ def judge(
 
 
 def found_code(said: Sequence[str]) -> str | None:
-    """Return the fingerprint among what a host has printed, which may hold a login shell's chatter."""
+    """Return the fingerprint in a host's output, which may also contain lines of a login shell."""
     for line in reversed(said):
         try:
             return str(parse_json(line)["code"])
@@ -171,14 +171,14 @@ def pack(root: Path) -> bytes:
     """Return the code below a root as a compressed tar archive.
 
     Raises:
-        RunFolderError: a file cannot be read.
+        RunFolderError: if a file cannot be read.
     """
     names = own_files(root)
     if (root / SETUP).is_file():
         packages = {name.split("/")[1] for name in names if name.count("/") > 1} | {PACKAGE}
         names += sorted(name for name in survey(root).files if name.partition("/")[0] not in packages)
     packed = io.BytesIO()
-    # GNU's format holds names of any bytes as they are.
+    # GNU's format stores names of any bytes unchanged.
     with tarfile.open(fileobj=packed, mode="w:gz", format=tarfile.GNU_FORMAT, compresslevel=6) as archive:
         for name in names:
             try:
@@ -200,15 +200,15 @@ def _nobodys(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 @contextmanager
 def shared_mark(root: Path, to: Path) -> Iterator[str]:
-    """Yield the name of this sync's mark; it lies in our own code's folder, if that is where the code is to go.
+    """Yield the name of this sync's mark. If the code is to go to our own code's folder, the mark is created there.
 
-    A host that sees it there shares the folder with us.
+    A host that sees the mark shares the folder with us.
     """
     path = root / f".muster-sync-{secrets.token_hex(8)}"
     if not (to.exists() and to.samefile(root)):
         yield path.name
         return
-    with suppress(OSError):  # not ours to write: then the hosts will say so too
+    with suppress(OSError):  # the folder is not writable for us; the hosts will report the same
         path.touch(exist_ok=False)
     try:
         yield path.name
@@ -217,10 +217,10 @@ def shared_mark(root: Path, to: Path) -> Iterator[str]:
 
 
 def report(outcomes: Sequence[Outcome], to: str, code: str) -> list[str]:
-    """Say what became of the hosts, one line for each thing that did."""
+    """Return one line per result, with the hosts that it applies to."""
     texts = {
         "brought": f"now have this code ({code}) in {to}",
-        "shared": f"share {to}: the code ({code}) is theirs already",
+        "shared": f"share {to} and have this code ({code}) already",
         "failed": "failed",
     }
     groups = {state: [each.host for each in outcomes if each.state == state] for state in texts}
@@ -228,6 +228,6 @@ def report(outcomes: Sequence[Outcome], to: str, code: str) -> list[str]:
 
 
 def code_of(outcomes: Sequence[Outcome]) -> int:
-    """Return the exit code: 69 when a host cannot be reached, else that of the first failure."""
+    """Return the exit code: 69 if a host cannot be reached, else that of the first failure."""
     codes = [each.error.exit_code for each in outcomes if each.error is not None]
     return exits.UNREACHABLE if exits.UNREACHABLE in codes else next(iter(codes), exits.DONE)

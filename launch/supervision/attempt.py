@@ -1,11 +1,11 @@
 """One attempt: a start of all ranks on some nodes, from the first `prepare` to the last sweep.
 
-    startup.py → every node starts its ranks → they arrive, meet, work, end
+    startup.py → every node starts its ranks → they arrive, join, work, end
          │                        │
          │                        ├── a drain: hold, agree on a step, save, end with 75
          └── a failure, the user, a deadline, a hang or a lost node ──→ stop all: TERM, grace, KILL, sweep
 
-What happens comes in as messages from `supervisor.py`, which lives longer. Node ranks are this attempt's own.
+Events arrive as messages from `supervisor.py`, which outlives the attempt. Node ranks are numbered per attempt.
 """
 
 import time
@@ -33,10 +33,10 @@ from muster.launch.wire.codec import ProtocolError
 from muster.launch.wire.records import RankReport
 from muster.slurm.notice import PREEMPTED, Notice
 
-SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
-MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first
+SWEEP_S: Final = 3.0  # after the grace period, for the last KILL to be reported
+MEET_S: Final = 5.0  # after the start time-out, so that the ranks' own time-out reports first
 DRAIN_S: Final = 60.0
-LEAVING_S: Final = 5.0  # before a scheduler's deadline: to sweep, and to have the job queued again
+LEAVING_S: Final = 5.0  # before a scheduler's deadline: time to sweep and to requeue the job
 LONGEST_WHY: Final = 1 << 12  # characters
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 
@@ -44,7 +44,7 @@ Send = Callable[[int, wire.ToAgent], None]
 
 
 class Attempt:
-    """Its ranks, what is asked of them, and how each ended."""
+    """The state of one attempt: its ranks, the requests to stop it, and how each rank ended."""
 
     def __init__(
         self,
@@ -68,29 +68,29 @@ class Attempt:
         self.story = Story(context, log, console)
         self.endings: list[Ending] = []
         self.stop: Stop | None = None
-        self.told: Stop | None = None  # the stop for which a node's SIGTERM was the reason
+        self.told: Stop | None = None  # the stop that was caused by a node's SIGTERM or by the scheduler's notice
         self.told_by: Ending | None = None
-        self.ask = ask  # have the scheduler asked whether it ends the job; it answers by `noticed`
-        self.unless_noticed: list[Callable[[], None]] = []  # what waits for that answer
+        self.ask = ask  # ask the scheduler whether it is about to end the job; the answer arrives in `noticed`
+        self.unless_noticed: list[Callable[[], None]] = []  # ways to end the attempt that wait for that answer
         self.draining: Stop | None = None
-        self.growing = False  # the drain is for an attempt on more nodes
+        self.growing = False  # the drain is for a restart on more nodes
         self.drain_deadline = 0.0
         self.stop_at: int | None = None
         self.hangs = HangWatch(self.roster, context.job.hang_s, context.job.start_timeout_s)
-        self.stuck: set[int] = set()  # node ranks where something survives KILL
+        self.stuck: set[int] = set()  # node ranks where a process survives KILL
         self.stop_deadline: float | None = None
-        self.overdue = False  # the ranks have not ended by then
+        self.overdue = False  # the ranks have not ended by `stop_deadline`
         self.began = time.time()
         self.started_at = time.monotonic()
         self.deadline = self.started_at + max(context.job.start_timeout_s, patience_s)
 
     @property
     def is_stopping(self) -> bool:
-        """True once its ranks have been told to end."""
+        """True once the ranks have been told to stop."""
         return self.stop_deadline is not None
 
     def is_over(self) -> bool:
-        """True when no rank of it runs any more, or those that do could not be stopped."""
+        """True when no rank of the attempt is running, or when the remaining ranks could not be stopped."""
         if self.unless_noticed:
             return False
         if self.stop_deadline is None:
@@ -103,13 +103,13 @@ class Attempt:
         )
 
     def unswept(self) -> list[int]:
-        """List the node ranks that have an agent, and did not manage to end their ranks."""
+        """List the node ranks that have an agent but failed to end their ranks."""
         clean = self.roster.swept - self.stuck
         nodes = enumerate(self.roster.nodes)
         return [rank for rank, node in nodes if self.is_stopping and node.is_alive and rank not in clean]
 
     def verdict(self) -> Verdict:
-        """Judge it by what has ended so far."""
+        """Return the verdict based on the ranks that have ended so far."""
         verdict = judge(self.endings, self.stop)
         if self.draining is None or self.stop is not self.draining:
             return verdict
@@ -120,15 +120,15 @@ class Attempt:
     # Messages -------------------------------------------------------------------------------------------------------
 
     def take(self, node_rank: int, message: wire.FromAgent) -> None:
-        """Handle a message of a node that is about this attempt.
+        """Handle a node's message about this attempt.
 
         Raises:
-            ProtocolError: if the node may not send it, or not now.
+            ProtocolError: if the node may not send this message, or not now.
         """
         self.startup.check_begun(message)
         match message:
             case wire.Prepared() | wire.Reached():
-                # The start time-out is for each step of the start.
+                # The start time-out applies to each step of the start separately.
                 self.started_at = time.monotonic()
                 self.deadline = self.started_at + self.job.start_timeout_s
                 self.advance(lambda: self.startup.step(node_rank, message))
@@ -166,19 +166,19 @@ class Attempt:
     # The start ------------------------------------------------------------------------------------------------------
 
     def advance(self, step: Callable[[], Stop | None]) -> None:
-        """Take a step of the start, unless we are stopping; it may be the last one, or what stops the attempt."""
+        """Run a step of the start unless the attempt is stopping; if the step returns a stop, stop the attempt."""
         if not self.is_stopping and (stop := step()):
             self.stop_all(stop, stop.message.partition("\n")[0], 0.0)
 
     def _on_started(self, node_rank: int, message: wire.Started) -> None:
-        """Note the processes of a node's ranks, by pid and start ticks: `muster stop` ends no others."""
+        """Record the processes of a node's ranks by pid and start ticks; `muster stop` ends only these."""
         ranks = [(rank, pid) for rank, pid, _ in message.ranks]
         ticks = [(rank, each) for rank, _, each in message.ranks]
         host = self.roster.nodes[node_rank].host
         self.log.event("started", attempt=self.number, node=node_rank, host=host, ranks=ranks, ticks=ticks)
 
     def _on_report(self, rank: int, report: RankReport) -> None:
-        """Take what a rank reports."""
+        """Handle a rank's report."""
         if report["report"] == "arrived":
             self.roster.arrived.add(rank)
             return
@@ -195,35 +195,36 @@ class Attempt:
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def _on_exited(self, node_rank: int, message: wire.Exited) -> None:
-        """Take the end of a rank; one that was counted as lost with its node may still end."""
+        """Record the end of a rank. A rank that was counted as lost with its node may still report its end."""
         self.roster.end(message.rank)
         if session := not self.ours and message.steps is not None:
             self.story.session_opened()
         node = self.roster.nodes[node_rank]
         ahead_s, drained = node.clock.seconds, self.draining is not None
-        ours = self.ours or session  # the codes of a session are ours
+        ours = self.ours or session  # a session uses our exit codes
         ending = ending_of(message, node_rank, node.host, ahead_s=ahead_s, ours=ours, drained=drained)
         self._record(ending)
         over = self.draining is not None and not self.roster.running and not self.is_stopping
         if over and any(each.cause == "stopped" for each in self.endings):
             assert self.draining is not None
-            self.stop_all(self.draining, self.draining.message, 0.0)  # sweeps what is left, the store above all
+            self.stop_all(self.draining, self.draining.message, 0.0)  # this also ends leftovers, above all the store
 
     def _record(self, ending: Ending) -> None:
         self.endings.append(ending)
         self.log.event("exited", attempt=self.number, **asdict(ending))
         if ending.cause in ("own", "peer"):
             self.story.failed(ending)
-            why = None if self.growing else self.draining  # nobody asked for an end: the failure counts
+            # nobody asked for an end while growing, so the failure counts
+            why = None if self.growing else self.draining
             reason, grace_s = f"{ending.where()} has failed", self.job.grace_s
-            by_term = ending.exit_code == exits.SIGNAL_BASE + SIGTERM  # a scheduler's own, perhaps
+            by_term = ending.exit_code == exits.SIGNAL_BASE + SIGTERM  # it may be the scheduler's SIGTERM
             if self.draining is None and (by_term or self.unless_noticed):
                 self.ask_first(lambda: self.stop_all(None, reason, grace_s))
             else:
                 self.stop_all(why, reason, grace_s)
 
     def _on_swept(self, node_rank: int, message: wire.Swept) -> None:
-        """Note that a node has nothing left of the attempt."""
+        """Record that a node has swept the attempt."""
         self.roster.swept.add(node_rank)
         if message.left:
             host = self.roster.hosts[node_rank]
@@ -231,22 +232,22 @@ class Attempt:
             self.stuck.add(node_rank)
 
     def lose(self, node_rank: int, why: str, code: int, ago_s: float = 0.0) -> None:
-        """Count a node's remaining ranks as ended with it, `ago_s` seconds ago."""
+        """Count a node's remaining ranks as ended with the node, `ago_s` seconds ago."""
         lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
         if not lost:
             return
         self.roster.running -= lost
-        # Ranks that lost their connection to this node may have been heard before its own end was.
+        # Ranks that lost their connection to this node may have reported before its loss was noticed.
         only_victims = self.stop is None and all(each.cause != "own" for each in self.endings)
         cause: Cause = "own" if not self.is_stopping or only_victims else "stopped"
         host, ended = self.roster.hosts[node_rank], time.time() - ago_s
         self._record(Ending(None, node_rank, host, code, None, ended, cause, why))
 
     def _on_terminated(self, node_rank: int) -> None:
-        """Take a node's SIGTERM for the end of the run: a scheduler sends it to agents and ranks, in any order."""
+        """Treat a node's SIGTERM as the end of the run: a scheduler sends it to agents and ranks, in any order."""
         where = f"node {node_rank} ({self.roster.hosts[node_rank]})"
         stop = Stop(exits.STOPPED, f"SIGTERM at {where}: its scheduler, or somebody there, ends the job")
-        if self.draining is not None:  # others are told of it, too
+        if self.draining is not None:  # the other nodes get the same SIGTERM
             return
         if self.drain(replace(stop, code=exits.REQUEUE), "SIGTERM"):
             self.told = self.draining
@@ -265,9 +266,9 @@ class Attempt:
     # Stopping -------------------------------------------------------------------------------------------------------
 
     def ask_first(self, end: Callable[[], None], *, limit: bool = False) -> None:
-        """End the attempt by `end`, unless the scheduler, which is asked now, is about to end its job.
+        """End the attempt by calling `end`, but first ask the scheduler whether it is about to end the job.
 
-        `limit`: it has sent its signal before the time limit.
+        `limit`: the scheduler has sent its signal for an approaching time limit.
         """
         if self.ask is None or self.is_stopping:
             end()
@@ -277,7 +278,7 @@ class Attempt:
             self.ask(limit)
 
     def noticed(self, notice: Notice | None) -> None:
-        """Take the scheduler's answer: the ranks have until shortly before it ends the job."""
+        """Handle the scheduler's answer. If it is about to end the job, the ranks get most of the remaining time."""
         waiting, self.unless_noticed = self.unless_noticed, []
         if notice is None or self.is_stopping:
             for end in waiting:
@@ -290,7 +291,7 @@ class Attempt:
         self.stop_all(self.told, f"{notice.message}, in {left_s:.0f} s", left_s - min(LEAVING_S, left_s / 4))
 
     def stop_all(self, stop: Stop | None, reason: str, grace_s: float) -> None:
-        """Tell every node to stop its ranks; a second call only shortens the grace."""
+        """Tell every node to stop its ranks. A second call can only shorten the grace period to 0."""
         if not self.is_stopping:
             self.stop = stop
             self.story.decided_at = time.time()
@@ -304,10 +305,11 @@ class Attempt:
         self._tell_all(wire.StopRanks(self.number, grace_s, why, reason[:LONGEST_WHY]))
 
     def drain(self, stop: Stop, by: str, *, growing: bool = False) -> bool:
-        """Have all ranks save after one and the same step, and end; False where that is not possible (any more).
+        """Make all ranks save after the same step and end; return False if that is not possible (any more).
 
-        `growing`: for an attempt on more nodes. A drain that is under way goes on for the reason given now, unless that
-        is growth.
+        `growing`: the drain is for an attempt on more nodes. If a drain is already in progress, `stop` replaces its
+        reason,
+        unless `growing` is set.
         """
         saving = bool(self.startup.context.options.get("saving"))
         if not saving or self.is_stopping or self.story.first_step is None or (growing and self.draining is not None):
@@ -318,20 +320,21 @@ class Attempt:
             self.log.event("draining", attempt=self.number, by=by, deadline_s=deadline_s)
             self._tell_all(wire.Hold(self.number))
         self.draining, self.growing = stop, growing
-        self.console.say(f"saving, then stopping: {by}" + ("; once more to stop at once" * (by == "Ctrl-C")))
+        self.console.say(f"saving, then stopping: {by}" + ("; press Ctrl-C again to stop at once" * (by == "Ctrl-C")))
         return True
 
     def _on_held(self, message: wire.Held) -> None:
-        """Agree on the step after which all save.
+        """Choose the step after which all ranks save.
 
-        A rank that waits after n steps keeps every other from ending step n + 1, and none could have ended step n
-        before all had begun it: so after n + 1 steps nobody has passed yet.
+        A rank that waits after n steps keeps every other rank from ending step n + 1. No rank could end step n before
+        all
+        had begun it. So no rank has passed the end of step n + 1 yet.
 
         Raises:
-            ProtocolError: if nobody was asked to hold.
+            ProtocolError: if the ranks were not asked to hold.
         """
         if self.draining is None:
-            raise ProtocolError("nobody has asked for it")
+            raise ProtocolError("it was not asked for")
         if self.stop_at is None:
             self.stop_at = message.steps + 1
             self._tell_all(wire.StopAt(self.number, self.stop_at))
@@ -344,7 +347,7 @@ class Attempt:
     # The clock ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float, late_s: float = 0.0) -> None:
-        """Look at the deadlines; for `late_s` seconds we could not read whether they were met."""
+        """Check the deadlines. For the last `late_s` seconds the supervisor did not run, so they do not count."""
         if self.stop_deadline is not None:
             self.stop_deadline += late_s
             self.overdue = now > self.stop_deadline
@@ -366,7 +369,7 @@ class Attempt:
             self.story.session_opened()
         if (hang := self.hangs.look(now, self.started_at)) is None:
             return
-        tell = self.log.event if hang.phase == OUTPUT else self.log.tell  # what stops it for its silence says so
+        tell = self.log.event if hang.phase == OUTPUT else self.log.tell  # a stop for missing output reports itself
         tell("hang", attempt=self.number, seconds=hang.seconds, phase=hang.phase)
         if hang.phase == OUTPUT:
             what = f"no rank has written anything for {hang.seconds:.0f} s"
@@ -376,7 +379,7 @@ class Attempt:
         self._tell_all(wire.Dump(self.number))
 
     def _end_hang(self, now: float) -> None:
-        """End the attempt once it is known who is to blame."""
+        """End the attempt once the rank to blame is known."""
         if self.is_stopping or not self.hangs.is_due(now):
             return
         match found := self.hangs.blame():

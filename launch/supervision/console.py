@@ -1,7 +1,7 @@
-"""What `muster run` shows while a run goes on: a head, rank 0's own lines, progress on a terminal, the outcome.
+"""The output of `muster run` while a run is in progress: the plan, rank 0's lines, a progress line, the outcome.
 
-With --tee it shows the lines of every rank. What ranks print on standard output goes there; everything of ours goes to
-standard error.
+With --tee it shows the lines of every rank. What ranks print on standard output goes to standard output; everything of
+Muster's goes to standard error.
 """
 
 import os
@@ -20,23 +20,23 @@ from muster.launch.records.verdict import Verdict
 
 
 class Console:
-    """Plain lines; where standard error is a terminal, also a progress line below them."""
+    """Prints plain lines and, if standard error is a terminal, a progress line below them."""
 
     def __init__(self, *, quiet: bool = False, ranks: bool = True, tee: bool = False) -> None:
         self.quiet = quiet
-        self.tee = tee  # show what every rank prints, each line with its rank in front
-        self.ranks = ranks  # show what rank 0 prints; without a reader its log is enough
+        self.tee = tee  # show the lines of every rank, each with its rank in front
+        self.ranks = ranks  # show rank 0's lines; False if nobody reads them, since the log has them
         self._progress: Any = None
         self._task: Any = None
         self._terminal = sys.stderr.isatty() and not quiet
 
     def say(self, text: str) -> None:
-        """Say one thing of ours."""
+        """Print one line of Muster's own."""
         if not self.quiet:
             self._print(text, sys.stderr)
 
     def plan(self, run_path: str, nodes: list[NodePlan], master: str) -> None:
-        """Show which rank runs where."""
+        """Print which rank runs on which node."""
         self.say(f"run {run_path}")
         self.say(f"{'rank':>6}  {'node':>4}  {'host':<20}  cores")
         for node in nodes:
@@ -48,7 +48,7 @@ class Console:
             self.say("closing this terminal ends the run; muster submit leaves one running without it")
 
     def lines(self, stream: str, lines: Sequence[str], rank: int = 0) -> None:
-        """Pass on what rank 0, or every rank, printed."""
+        """Print lines of rank 0, or of every rank with --tee."""
         if self.quiet or not self.ranks:
             return
         target = raw(sys.stdout if stream == "out" else sys.stderr)
@@ -57,7 +57,7 @@ class Console:
             self._print(mark + (last_state(line) if self.tee else rank_line(line)), target)
 
     def progress(self, report: Mapping[str, Any]) -> None:
-        """Move the progress line to a step."""
+        """Update the progress line from a report."""
         if not self._terminal:
             return
         if self._progress is None:
@@ -68,7 +68,7 @@ class Console:
         self._progress.update(self._task, completed=report["step"], total=report.get("steps"), text=text)
 
     def _print(self, text: str, stream: TextIO) -> None:
-        """Print a line; a reader that has gone (`| head`) or a full disk must not end the run, whose logs are kept."""
+        """Print a line. A closed reader (`| head`) or a full disk must not end the run: its logs are kept."""
         try:
             if self._progress is not None and stream.isatty():
                 from rich.text import Text
@@ -77,10 +77,12 @@ class Console:
             else:
                 print(text, file=stream, flush=True)
         except OSError as error:
-            # The stream still holds the text, and would fail again at every flush.
+            # The stream still buffers the text and would fail again at every flush.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if stream is raw(sys.stdout):
-                self.say(f"muster: standard output is lost ({error.strerror}); the run goes on, and its logs are kept")
+                self.say(
+                    f"muster: standard output is lost ({error.strerror}); the run continues, and its logs are kept"
+                )
 
     def _start_progress(self, steps: int | None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -98,12 +100,12 @@ class Console:
         self._progress.start()
 
     def end(self, verdict: Verdict, seconds: float, run: RunDir, next_step: str) -> None:
-        """Say how it ended: the cause with its last lines, the victims in one line, what to do next."""
+        """Print the outcome: the cause with its last lines, the victims in one line, and what to do next."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        hidden = self.quiet  # then nobody has seen what rank 0 printed
-        self.quiet = self.quiet and verdict.code == 0  # a failure is said, however quiet the run was to be
+        hidden = self.quiet  # then rank 0's lines have not been shown
+        self.quiet = self.quiet and verdict.code == 0  # a failure is always shown
         if verdict.code == 0:
             self.say(f"done in {seconds:.1f} s: {verdict.message} · {run.command('status')}")
             return
@@ -113,7 +115,7 @@ class Console:
         self.say(f"muster: {verdict.message}")
         ranks = ", ".join(map(str, sorted(each.rank for each in verdict.victims if each.rank is not None)))
         if verdict.first is not None and ranks:
-            self.say(f"  ended because of it: rank {ranks}")
+            self.say(f"  stopped as a consequence: rank {ranks}")
         self.say(f"  {verdict.name}, exit code {verdict.code} after {seconds:.1f} s · {run.command('why')}")
         if next_step:
             self.say(f"  {for_run(next_step, run)}")

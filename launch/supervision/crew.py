@@ -1,12 +1,12 @@
-"""The agents of a run, from the first hello to the last bye; attempts come and go, they stay.
+"""The agents of a run, from the first hello to the last bye. They outlive attempts.
 
-A node's slot is its place in here. It has an agent until that one is lost; then it may be given another.
+A node's slot is its index here. It has an agent until that agent is lost; then another can be started for it.
 
-An agent that is silent for SILENT_S is lost. Three things are starvation, and not silence:
+An agent that is silent for SILENT_S is lost. Three cases are starvation rather than silence:
 
     the supervisor's own tick came late    that time does not count
-    the agent's own looks came late        it is allowed as much more, up to SILENT_S, and that before it has told
-    all nodes fall silent at once          time does not count for TOGETHER_S: what they share has failed, or is loaded
+    the agent's own checks came late       it gets that much more, up to SILENT_S (all of it until its first report)
+    all nodes fall silent at once          time does not count for TOGETHER_S: something they share failed, or is loaded
 """
 
 import math
@@ -26,19 +26,19 @@ from muster.launch.wire.records import Progress
 
 TICK_S: Final = 0.25
 SILENT_S: Final = 5.0
-TOGETHER_S: Final = 5.0  # then agents elsewhere have ended their ranks themselves (LEASE_S)
+TOGETHER_S: Final = 5.0  # after this, agents elsewhere have ended their ranks by themselves (LEASE_S)
 BEAT_S: Final = 1.0
 
 
 @dataclass
 class ClockOffset:
-    """How far a node's clock is ahead of ours, from the exchange that travelled fastest (NTP, RFC 5905, section 8)."""
+    """A node's clock minus ours, from the exchange with the shortest travel time (NTP, RFC 5905, section 8)."""
 
     seconds: float = 0.0
     travel_s: float = math.inf
 
     def note(self, *, sent: float, heard: float, answered: float, received: float) -> None:
-        """Take an exchange into account: `sent` and `received` by our clock, `heard` and `answered` by the node's."""
+        """Update from one exchange: `sent` and `received` by our clock, `heard` and `answered` by the node's."""
         travel_s = (received - sent) - (answered - heard)
         if travel_s < self.travel_s:
             self.seconds, self.travel_s = ((heard - sent) + (answered - received)) / 2, travel_s
@@ -46,9 +46,9 @@ class ClockOffset:
 
 @dataclass
 class Node:
-    """What is known of one node."""
+    """The state of one node, as the supervisor knows it."""
 
-    place: NodePlacement  # its host, and how many ranks it has room for
+    place: NodePlacement  # the host, and the number of its ranks
     channel: Channel | None = None
     hello: Hello | None = None
     reached: Reached | None = None
@@ -56,44 +56,44 @@ class Node:
     clock: ClockOffset = field(default_factory=ClockOffset)
     failure: MusterError | None = None  # why its agent could not be started
     gone: bool = False
-    lost_at: float = 0.0  # monotonic seconds, of `gone`
-    silent: bool = False  # it is gone for it was not heard: its ranks may live until its lease ends
-    late_s: float = SILENT_S  # how late its agent has been of late
-    progress: Progress | None = None  # the newest that its agent told of its ranks
+    lost_at: float = 0.0  # monotonic seconds, when `gone` was set
+    silent: bool = False  # `gone` because of silence: its ranks may live until its lease ends
+    late_s: float = SILENT_S  # how late its agent has recently been
+    progress: Progress | None = None  # the newest progress record from its agent
     progress_at: float = 0.0
-    losses: int = 0  # how often it was lost, or cut off from others
-    tries: int = 0  # in vain, since then, to use it again
-    tried: float = 0.0  # monotonic seconds: the newest loss or try
-    given_up: bool = False  # it is not tried again
+    losses: int = 0  # how often it was lost, or cut off from other nodes
+    tries: int = 0  # failed tries to use it again since its last loss
+    tried: float = 0.0  # monotonic seconds, of the last loss or try
+    given_up: bool = False  # it will not be tried again
 
     @property
     def host(self) -> str:
-        """Its host, by the name that its agent gives it."""
+        """The host's name, as its agent reports it."""
         return self.hello.host if self.hello is not None else self.place.host
 
     @property
     def is_alive(self) -> bool:
-        """True when its agent can be spoken to."""
+        """True when messages can be sent to its agent."""
         return self.channel is not None and not self.gone
 
     @property
     def settled(self) -> bool:
-        """True when its agent has come, or cannot."""
+        """True when its agent has greeted, or could not be started."""
         return self.hello is not None or self.failure is not None
 
     def beat(self, message: Heartbeat, received: float, attempt: int) -> None:
-        """Take the answer to a beat; what it says of another attempt's ranks does not count."""
+        """Record the answer to a beat; ignore its progress if it is about another attempt."""
         self.clock.note(sent=message.sent, heard=message.heard, answered=message.time, received=received)
         self.late_s = min(SILENT_S, message.late_s)
         if message.progress is not None and message.attempt == attempt:
             self.progress, self.progress_at = message.progress, time.monotonic()
 
     def set_back(self, now: float) -> None:
-        """Count a loss; the more there were, the longer the node is left alone."""
+        """Count a loss. The more losses, the longer the wait before the node is tried again."""
         self.losses, self.tries, self.tried = self.losses + 1, 0, now
 
     def forget_agent(self) -> None:
-        """Be ready for another agent."""
+        """Reset the node's state, ready for a new agent."""
         self.channel = self.hello = self.reached = self.failure = None
         self.gone = self.silent = False
         self.progress, self.late_s = None, SILENT_S
@@ -104,23 +104,24 @@ class Crew:
 
     def __init__(self, places: Sequence[NodePlacement]) -> None:
         self.nodes = [Node(place) for place in places]
-        self.missing = set(range(len(self.nodes)))  # have not answered yet, nor failed: until then nobody is spoken to
+        # slots that have neither answered nor failed; no messages are sent until it is empty
+        self.missing = set(range(len(self.nodes)))
         self.beaten = 0.0
         self.own = OwnLateness(TICK_S)
         self.together_s = 0.0  # for how long all nodes have been silent
-        self.broken: list[int] = []  # slots that turned out to have gone when they were spoken to
-        self.cuts: set[frozenset[int]] = set()  # pairs of slots between which there was no way when last tried
+        self.broken: list[int] = []  # slots whose channel turned out to be closed when sending
+        self.cuts: set[frozenset[int]] = set()  # pairs of slots that could not reach each other when last tried
 
     def hosts(self, slots: Sequence[int]) -> list[str]:
-        """Name the hosts of some slots."""
+        """Return the hosts of some slots."""
         return [self.nodes[slot].place.host for slot in slots]
 
     def alive(self) -> list[int]:
-        """List the slots whose agent can be spoken to."""
+        """List the slots whose agents can be sent messages."""
         return [slot for slot, node in enumerate(self.nodes) if node.is_alive]
 
     def send(self, slot: int, message: ToAgent) -> None:
-        """Send without waiting: a node that takes nothing more must not keep the others from hearing us."""
+        """Send without waiting, so that a node that does not read cannot block messages to the others."""
         channel = self.nodes[slot].channel
         if channel is None:
             return
@@ -130,18 +131,18 @@ class Crew:
             self.broken.append(slot)
 
     def answered(self, slot: int) -> None:
-        """Note that an agent has come, or never will."""
+        """Record that an agent has greeted, or never will."""
         if slot in self.missing:
             self.missing.discard(slot)
-            if not self.missing:  # until now nobody was spoken to
+            if not self.missing:  # the first moment at which messages are sent
                 for node in self.nodes:
                     node.heard = time.monotonic()
 
     def greeted(self, slot: int, hello: Hello, channel: Channel) -> bool:
-        """Take a node's agent; False for a second one, or one of a node that we have given up.
+        """Accept a node's agent; return False for a second agent, or for an agent of a node that was given up.
 
         Raises:
-            ProtocolError: if this very agent has greeted before.
+            ProtocolError: if this same agent has greeted before.
         """
         node = self.nodes[slot]
         if channel is node.channel:
@@ -153,7 +154,7 @@ class Crew:
         return True
 
     def heard(self, slot: int, via: Channel) -> bool:
-        """Note a sign of life; False when it is one of an earlier agent of that node."""
+        """Record a sign of life; return False if it comes from an earlier agent of the node."""
         node = self.nodes[slot]
         if via is not node.channel:
             return False
@@ -161,9 +162,9 @@ class Crew:
         return True
 
     def tick(self, now: float) -> float:
-        """Give every agent a sign of life, and ask for one, each second.
+        """Send every agent a beat each second, and account for lateness.
 
-        Returns the seconds for which we ourselves were not there (Ctrl-Z, a sleeping laptop, a loaded machine).
+        Returns the seconds for which the supervisor itself did not run (Ctrl-Z, a sleeping laptop, a loaded machine).
         """
         late_s = self.own.look(now)
         silences = [now - late_s - self.nodes[slot].heard for slot in self.alive()]
@@ -181,7 +182,7 @@ class Crew:
         return late_s
 
     def silent(self, now: float) -> list[int]:
-        """Mark and list the slots that have not been heard for too long."""
+        """Mark and list the slots that have been silent for too long."""
         if self.missing:
             return []
         found = [slot for slot in self.alive() if now - self.nodes[slot].heard > SILENT_S + self.nodes[slot].late_s]
@@ -190,15 +191,15 @@ class Crew:
         return found
 
     def lose(self, slot: int, now: float, *, silent: bool = False) -> None:
-        """Take an agent for gone."""
+        """Mark a node's agent as gone."""
         node = self.nodes[slot]
         node.gone, node.lost_at, node.silent = True, now, silent
         node.set_back(now)
         if node.channel is not None:
-            node.channel.abort()  # should it live, it learns now that it is alone
+            node.channel.abort()  # if the agent is still alive, it learns from this that it was given up
 
     def note_ways(self, joined: Sequence[int], cut_off: Sequence[int]) -> None:
-        """Note which nodes reached the master, itself among `joined`, and which did not."""
+        """Record which nodes reached the master (`joined`, with the master itself) and which did not."""
         if self.cuts:
             self.cuts -= {frozenset(pair) for pair in combinations(joined, 2)}
         for slot in cut_off:

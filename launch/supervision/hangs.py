@@ -1,8 +1,8 @@
-"""Watch one attempt for a hang: nobody makes progress, every rank is asked for its stacks, and the absent one is named.
+"""Detect a hang in one attempt: no rank makes progress, every rank is asked for its stacks, the absent rank is blamed.
 
-progress.py says that nobody moves ──→ every node sends stacks, for STACKS_S ──→ stacks.py says who is absent
+progress.py detects the hang ──→ every node sends stacks, for STACKS_S ──→ stacks.py finds the absent rank
 
-Programs without a session are judged by their output, and asked for nothing.
+Programs without a session are judged by their output alone, and are not asked for stacks.
 """
 
 import time
@@ -16,7 +16,7 @@ from muster.launch.supervision.roster import Roster
 from muster.launch.wire.messages import Stacks
 from muster.launch.wire.records import Stack
 
-STACKS_S: Final = 4.0  # for the stacks of hung ranks to come
+STACKS_S: Final = 4.0  # for the stacks of hung ranks to arrive
 LAST_LINES: Final = 20
 
 
@@ -41,11 +41,11 @@ class HangWatch:
         self._stacks: dict[int, Stack] = {}
 
     def sees_session(self) -> bool:
-        """Return whether a rank tells how far it is."""
+        """Return whether a rank has opened a session, and so reports its progress."""
         return any(node.progress is not None and node.progress["sessions"] for node in self.roster.nodes)
 
     def look(self, now: float, began: float) -> progress.Hang | None:
-        """Return the hang that has just begun; `began`: when the ranks were started, as `now`."""
+        """Return a hang that has just been detected; `began`: when the ranks were started, in the clock of `now`."""
         records = [(node.progress, node.progress_at) for node in self.roster.nodes]
         self.hang, self._deadline = progress.hang(records, now, self.hang_s), now + STACKS_S
         if self.hang is None and self.hang_s is not None:
@@ -57,12 +57,12 @@ class HangWatch:
         self._stacks.update({stack["rank"]: stack for stack in message.ranks})
 
     def is_due(self, now: float) -> bool:
-        """Return whether there is a hang, and all stacks have come or are late."""
+        """Return whether there is a hang, and all stacks have arrived or their deadline has passed."""
         complete = len(self._stacks) >= len(self.roster.running)
         return self.hang is not None and (complete or now > self._deadline)
 
     def blame(self) -> Ending | Mute | Stop:
-        """Say which rank is not where the others wait; a node, or nobody, where that cannot be told."""
+        """Blame the rank that is not where the others wait. If none can be named, blame a node, or nobody."""
         assert self.hang is not None
         found, seconds, steps = stacks.absent(self._stacks), self.hang.seconds, self.hang.steps
         what = f"made no progress for {seconds:.0f} s after step {steps}"
@@ -73,6 +73,6 @@ class HangWatch:
             host, since = self.roster.hosts[node], time.time() - seconds
             return Ending(rank, node, host, exits.TIMEOUT, None, since, "own", text, lines, step=steps, hung=True)
         if mute := {self.roster.node_of[each] for each in self.roster.running - self._stacks.keys()}:
-            why = f"{what}, and its keeper does not answer, so nobody knows where its ranks are"
+            why = f"{what}, and its rank parent does not answer, so nobody knows where its ranks are"
             return Mute(min(mute), why, seconds)
         return Stop(exits.TIMEOUT, f"the ranks {text}")

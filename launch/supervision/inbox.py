@@ -1,4 +1,4 @@
-"""One queue for everything that happens to a run: messages of agents, failed starts, signals, the clock."""
+"""One queue for all events of a run: messages of agents, failed starts, signals, ticks of the clock."""
 
 import asyncio
 import signal
@@ -21,7 +21,7 @@ from muster.slurm.notice import TIME_LIMIT, Notice
 
 @dataclass(frozen=True)
 class Heard:
-    """A message of a node, and when it came (unix seconds)."""
+    """A message of a node, and when it arrived (Unix seconds)."""
 
     slot: int
     message: FromAgent
@@ -31,7 +31,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Gone:
-    """A node's channel has ended; `via` is None where that was noticed in sending."""
+    """A node's channel has closed. `via` is None if that was noticed when sending."""
 
     slot: int
     why: str = "its agent has gone"
@@ -48,14 +48,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class Refused:
-    """Nothing can be started at all."""
+    """No agent can be started at all."""
 
     error: MusterError
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Somebody asks for the end of the run. `grace_s`: None for the job's."""
+    """A request to end the run. `grace_s`: None means the job's own grace period."""
 
     by: str
     text: str = ""
@@ -66,7 +66,7 @@ class StopRequest:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "StopRequest":
-        """Return the request that stop.json holds."""
+        """Return the request in stop.json."""
         code, grace_s = number(record.get("code")), real(record.get("grace_s"))
         return cls(
             by=str(record.get("who") or "muster stop"),
@@ -89,25 +89,25 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Noticed:
-    """The scheduler has said whether it is about to end its job."""
+    """The scheduler has answered whether it is about to end the job."""
 
     answer: asyncio.Future[Notice | None]
 
 
 Event = Heard | Gone | Failed | Refused | StopRequest | Tick | Loaded | Noticed
 
-ENDED_BY: Final = (signal.SIGUSR1, signal.SIGUSR2)  # where nobody listens to them
+ENDED_BY: Final = (signal.SIGUSR1, signal.SIGUSR2)  # signals that would end this process when no handler is installed
 SIGNALS: Final[tuple[tuple[signal.Signals, StopRequest], ...]] = (
     (signal.SIGINT, StopRequest("Ctrl-C")),
     (signal.SIGTERM, StopRequest("SIGTERM")),
     (signal.SIGHUP, StopRequest("SIGHUP")),
-    # What a batch system sends some time before the limit (slurm.signal_s).
+    # A batch system sends this some time before the limit (slurm.signal_s).
     (signal.SIGUSR2, StopRequest("SIGUSR2", "the time limit is near (SIGUSR2)", exits.TIMEOUT, why=TIME_LIMIT)),
 )
 
 
 class Inbox:
-    """Events in order of arrival. It is the gate of a transport (transports/base.py)."""
+    """Events in order of arrival. It implements the Gate of a transport (transports/base.py)."""
 
     def __init__(self) -> None:
         self.channels: list[Channel] = []
@@ -126,48 +126,48 @@ class Inbox:
         self._queue.put_nowait(event)
 
     def connected(self, channel: Channel) -> None:
-        """Take an agent's channel, and read it to its end."""
+        """Take over an agent's channel, and read messages from it until it closes."""
         self.channels.append(channel)
         self.spawn(self._read(channel))
 
     def failed(self, node_rank: int, error: MusterError) -> None:
-        """Learn that a node's agent cannot be started, or has ended."""
+        """Add the event that a node's agent cannot be started, or has ended."""
         self.put(Failed(node_rank, error))
 
     def tick(self) -> None:
-        """Have a tick come every TICK_S from now on."""
+        """Start adding a Tick every TICK_S."""
         self.spawn(self._tick())
 
     def listen_for_signals(self, run: RunDir) -> None:
-        """Have the signals that ask for an end come as events; SIGUSR1 asks for a checkpoint.
+        """Turn the signals that ask for an end into events; SIGUSR1 asks for a checkpoint.
 
-        nohup has SIGHUP ignored, and it stays so.
+        If nohup made SIGHUP ignored, it stays ignored.
         """
         loop = asyncio.get_running_loop()
         for signal_number, request in SIGNALS:
             if signal_number != signal.SIGHUP or signal.getsignal(signal_number) is not signal.SIG_IGN:
                 loop.add_signal_handler(signal_number, self.put, request)
         loop.add_signal_handler(signal.SIGUSR1, run.ask_to_save, "SIGUSR1")
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDED_BY)  # a run before, in this process, has left them blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDED_BY)  # an earlier run in this process left them blocked
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something beside the queue, until `close`."""
+        """Run a coroutine in the background until `close`."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def close(self, code: int) -> None:
-        """Read and tick no more, and let every agent go; `code` is the run's exit code."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDED_BY)  # too late, and no reason to die
+        """Stop reading and ticking, and dismiss every agent; `code` is the run's exit code."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDED_BY)  # they come too late now, and must not end this process
         for task in self._tasks:
             task.cancel()
         for channel in self.channels:
-            with suppress(ChannelClosed):  # gone already: that is what bye asks for
+            with suppress(ChannelClosed):  # already closed, as intended
                 channel.post(Bye(code))
             channel.close()
 
     async def _read(self, channel: Channel) -> None:
-        """Hand on what a node sends; what is no message of the protocol ends its channel."""
+        """Add a node's messages to the queue; close its channel at the first invalid one."""
         node = channel.node
         try:
             hello = await channel.receive_hello()
@@ -178,7 +178,7 @@ class Inbox:
         message: FromAgent = hello
         try:
             while True:
-                await channel.unhandled.acquire()  # a node that floods us waits; the others do not
+                await channel.unhandled.acquire()  # a node that sends too much waits; the others do not
                 self.put(Heard(node, message, channel, time.time()))
                 message = await channel.receive()
         except NotAMessage as error:
@@ -194,7 +194,7 @@ class Inbox:
 
 
 def requested(run: RunDir) -> dict[str, Any]:
-    """Return what stop.json says, {} without one. One that another user has put there is no request."""
+    """Return the content of stop.json, {} if there is none. A file that belongs to another user is ignored."""
     try:
         return read_json(run.stop)
     except UntrustedError:

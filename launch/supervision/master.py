@@ -1,4 +1,4 @@
-"""By which address the nodes of a run find node 0, where neither hosts nor user say. Pure."""
+"""Find the address of node 0 for the other nodes, if neither the hosts file nor the user gives one. Pure."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,13 @@ from muster.jobs.machine import network
 
 
 def own_address(host: str, greeted: str, addresses: Sequence[Sequence[str]], iface: str | None) -> str:
-    """Return the address by which the other nodes reach node 0. Pure.
+    """Return the address at which the other nodes reach node 0. Pure.
 
-    `greeted` is the one that it was reached by from here, `addresses` what it has, `iface` the user's choice.
+    `greeted`: the address at which the supervisor reached node 0; `addresses`: all addresses of node 0; `iface`: the
+    user's choice.
 
     Raises:
-        RefusedError: there is none that the others could use.
+        RefusedError: if there is no address that the others could use.
     """
     if iface:
         chosen = network.choose(addresses, iface)
@@ -22,7 +23,7 @@ def own_address(host: str, greeted: str, addresses: Sequence[Sequence[str]], ifa
         return chosen[1]
     if not greeted or greeted.startswith("127.") or ":" in greeted:
         raise RefusedError(
-            f"{host}: cannot tell by which address the other nodes reach it (found {greeted or 'none'}); give it with "
-            "--master-addr, or write address=10.10.1.1 beside it in the hosts file"
+            f"{host}: cannot tell at which address the other nodes reach it (found {greeted or 'none'}); give it with "
+            "--master-addr, or write address=10.10.1.1 beside the host in the hosts file"
         )
     return greeted

@@ -1,16 +1,16 @@
-"""Whether a job hangs: nobody has made progress for longer than what its ranks are busy with may take. Pure.
+"""Detect hangs: no rank has made progress for longer than its current phase may take. Pure.
 
-    a rank is busy with     it may be silent for
-    start                   any time: start_timeout_s governs; a program that opens no session never says more
-    run, end                hang_s; by default 30 s, or 10 of the slowest steps of late if that is longer
+    a rank's phase          may last without progress for
+    start                   any time: start_timeout_s applies; a program without a session stays in this phase
+    run, end                hang_s; by default 30 s, or 10 times the slowest recent step if that is longer
     load, save, evaluate    10 x hang_s; by default 600 s, or the limit of a step if that is longer
     run, its first step     the same: kernels are compiled, caches filled
 
-Ranks wait for each other, so the longest limit that any of them has is that of all: who waits for rank 0's save does
-not hang. What a rank is busy with and when it last moved is in its node's progress record (launch/node/pulse.py).
+Ranks wait for each other, so the longest limit of any rank applies to all: a rank that waits for rank 0's save does not
+hang. Each node's progress record holds the phases of its ranks and when they last moved (launch/node/pulse.py).
 
-Programs without a session hang, if the job gives hang_s, when no rank has written anything for so long. Before the
-first output they have at least start_timeout_s: an import of large libraries says nothing.
+Programs without a session hang, if the job gives hang_s, when no rank has written output for that long. Before the
+first output they have at least start_timeout_s: importing large libraries prints nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,25 +26,25 @@ LONGER: Final = 10
 FRESH_S: Final = 3.0
 
 START, RUN, END = Phase.START.word, Phase.RUN.word, Phase.END.word
-OUTPUT: Final = "output"  # in a phase's place: of programs, only what they write is known
+OUTPUT: Final = "output"  # replaces the phase for programs of which only the output is known
 
-Record = tuple[Mapping[str, Any] | None, float]  # a node's newest progress record, and when it came (monotonic)
+Record = tuple[Mapping[str, Any] | None, float]  # a node's newest progress record, and when it arrived (monotonic)
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Nobody has moved for `seconds`, where `limit_s` is allowed for the phase that is given the most time."""
+    """No rank has made progress for `seconds`; `limit_s` is the limit of `phase`, the longest of all current phases."""
 
     seconds: float
     limit_s: float
     phase: str
-    steps: int  # that the farthest rank had done
+    steps: int  # steps done by the rank that is farthest ahead
 
 
 def limit_s(phase: str, slowest_s: float, hang_s: float | None) -> float | None:
-    """Return how long a rank in a phase may make no progress; None: as long as it likes.
+    """Return how long a rank in a phase may go without progress; None: without limit.
 
-    `slowest_s` is the slowest step of late, 0.0 when none has been done since the ranks were started.
+    `slowest_s`: the slowest recent step, 0.0 if none has been done since the ranks were started.
     """
     if phase == START:
         return None
@@ -57,10 +57,11 @@ def limit_s(phase: str, slowest_s: float, hang_s: float | None) -> float | None:
 
 
 def hang(records: Sequence[Record], now: float, hang_s: float | None) -> Hang | None:
-    """Say whether the ranks of all nodes hang; `now` as the times of the records.
+    """Return a Hang if the ranks of all nodes hang, else None; `now` is on the same clock as the records' times.
 
-    A node without ranks, or one that has told nothing yet, says nothing. If one has told nothing of late, then nothing
-    can be said: either it is about to be lost, or we ourselves stood still and have not yet read what it told.
+    Nodes without ranks, or without a report so far, are ignored. If the newest report of a node is old, the result is
+    None: either the node is about to be lost, or the supervisor itself stood still and has not read the newer reports
+    yet.
     """
     told = _told(records, now)
     if not told:
@@ -89,6 +90,6 @@ def silence(records: Sequence[Record], now: float, hang_s: float, began: float, 
 
 
 def _told(records: Sequence[Record], now: float) -> list[tuple[Mapping[str, Any], float]]:
-    """Return the records of nodes that have ranks; none if one of them has told nothing of late."""
+    """Return the records of nodes that have ranks; an empty list if any of these records is old."""
     told = [(record, at) for record, at in records if record is not None and record["phases"]]
     return [] if any(now - at > FRESH_S for _, at in told) else told

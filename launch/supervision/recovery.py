@@ -1,15 +1,16 @@
 """Decide what to do after an attempt ends: restart (on which nodes, after what delay) or give up (and why). Pure.
 
-the attempt ended        to grow: lost nodes are back                → again, at once; not counted
-the attempt ended        done, stopped, refused, storage, …          → so does the run
+the attempt ended        to grow: lost nodes are back                → restart at once; not counted
+the attempt ended        done, stopped, refused, storage, …          → the run ends
 the same exception       at the same step as the time before         → 93: the program is wrong, not the machine
 the same last line       and code of a program, three times          → 93
-three in a row           without a new checkpoint                    → 93: starting again does not help
+three in a row           without a new checkpoint                    → 93: a restart does not help
 the budget is used up    restart.max                                 → the attempt's own verdict
-else                                                                 → again, at once; after a second failure in a
-                                                                       row without progress later and later
+else                                                                 → restart at once; from the second failure in a
+                                                                       row without progress, with growing delays
 
-An outage (a lost node, a cut between nodes) says nothing about the program: it is waited out, and never ends with 93.
+An outage (a lost node, a broken connection between nodes) says nothing about the program. The run waits
+until the outage is over, which never ends a run with 93.
 """
 
 import re
@@ -23,13 +24,13 @@ from muster.jobs.basics.words import counted
 from muster.jobs.spec.failover import RestartSettings
 from muster.launch.records.verdict import Verdict
 
-IN_VAIN: Final = 3  # attempts without a new checkpoint
-BLAMED: Final = 2  # of the last WATCHED attempts: then a node is left out
+IN_VAIN: Final = 3  # attempts in a row without a new checkpoint
+BLAMED: Final = 2  # a node blamed for this many of the last WATCHED attempts is left out
 WATCHED: Final = 3
 LONGEST_BACKOFF_S: Final = 60.0
-OUTAGE_S: Final = 2.0  # before the second start in a row that an outage prevents; doubles
+OUTAGE_S: Final = 2.0  # delay before the second restart in a row after an outage; doubles each time
 
-# Of our codes a restart may help against these alone; else somebody wanted the end, or has to change something first.
+# Of our own exit codes, a restart may help only against these. The others were wanted, or need a change first.
 AGAIN: Final = frozenset({exits.UNREACHABLE, exits.INFRASTRUCTURE, exits.TIMEOUT})
 FINAL: Final = frozenset(row.code for row in exits.TABLE) - AGAIN
 NAMES_STEP: Final = re.compile(r"\bnot finite at step \d")
@@ -38,29 +39,29 @@ NO_PROGRAM: Final = frozenset({126, 127})
 
 @dataclass(frozen=True)
 class Past:
-    """An attempt that has ended, as far as decisions depend on it."""
+    """The facts about an ended attempt on which decisions depend."""
 
     verdict: Verdict
-    culprit: int | None  # slot of the node on which the first failure was
-    step: int  # steps that were done when it failed
-    committed: bool  # it made a checkpoint
-    outage: bool = False  # nodes or connections between them were lost
-    grown: bool = False  # it was stopped to go on with more nodes
+    culprit: int | None  # slot of the node of the first failure
+    step: int  # steps done when it failed
+    committed: bool  # it committed a checkpoint
+    outage: bool = False  # nodes, or connections between nodes, were lost
+    grown: bool = False  # it was stopped to continue on more nodes
 
     @property
     def exception(self) -> str:
-        """What the failing rank of ours raised; "" for a signal, a lost node, a hang."""
+        """The exception message of the failing rank, if it ran our code; "" for a signal, a lost node, a hang."""
         first = self.verdict.first
         return first.message if first is not None and first.rank is not None and first.signal is None else ""
 
     @property
     def failure(self) -> tuple[str, int]:
-        """What was raised and after how many steps; but 0 if it names its step itself, which a GPU may tell later."""
+        """The exception and the step (0 if the message names the step, since a GPU may report the failure later)."""
         return self.exception, 0 if NAMES_STEP.search(self.exception) else self.step
 
     @property
     def last_word(self) -> str:
-        """How a program of the user's failed, which tells no step: its code and the last line that it wrote."""
+        """How the user's program failed (its step is unknown): its exit code and the last line that it wrote."""
         first = self.verdict.first
         if first is None or first.ours or first.signal is not None or not first.last_lines:
             return ""
@@ -69,7 +70,7 @@ class Past:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether there is another attempt; if not, `verdict` is the run's."""
+    """Whether another attempt follows; if not, `verdict` is the run's."""
 
     verdict: Verdict
     again: bool = False
@@ -77,7 +78,7 @@ class Decision:
 
 
 def decide(past: Sequence[Past], settings: RestartSettings | None, *, saves: bool) -> Decision:
-    """Decide after the last of `past`, the attempts of this supervisor; `saves`: the job makes checkpoints."""
+    """Decide after the last of `past`, the attempts of this supervisor. `saves`: the job makes checkpoints."""
     last = past[-1]
     verdict = last.verdict
     if last.grown:
@@ -91,14 +92,14 @@ def decide(past: Sequence[Past], settings: RestartSettings | None, *, saves: boo
         first, *more = verdict.message.split("\n")
         message = "\n".join((first + used, *more))
         return Decision(replace(verdict, message=message))
-    # The first failure after progress is met at once; what fails again and again is given time.
+    # The first restart after progress is immediate; repeated failures are followed by growing delays.
     first_s, count = (OUTAGE_S, outages(past)) if last.outage else (settings.backoff, in_vain(past))
     delay_s = 0.0 if count <= 1 else min(first_s * 2 ** (count - 2), LONGEST_BACKOFF_S)
     return Decision(verdict, again=True, delay_s=delay_s)
 
 
 def _why_hopeless(past: Sequence[Past], *, saves: bool) -> str:
-    """Say why another attempt would fail as the last one did, "" if it may not."""
+    """Return why another attempt would fail like the last one, or "" if it might not."""
     failed = [each for each in past if not (each.outage or each.grown)]
     last = failed[-1]
     if len(failed) > 1 and last.exception and last.failure == failed[-2].failure:
@@ -111,33 +112,33 @@ def _why_hopeless(past: Sequence[Past], *, saves: bool) -> str:
 
 
 def is_final(verdict: Verdict) -> bool:
-    """Say whether a restart could not change anything."""
+    """Return whether a restart could not help."""
     first = verdict.first
-    if first is not None and not first.ours:  # a program of the user's may mean anything by its codes
+    if first is not None and not first.ours:  # the exit codes of a user's program may mean anything
         return verdict.code in NO_PROGRAM
     return verdict.code in FINAL or (first is not None and first.signal is None and verdict.code in NO_PROGRAM)
 
 
 def in_vain(past: Sequence[Past]) -> int:
-    """Count the attempts since the last checkpoint or outage; a failure just before an outage was part of it."""
+    """Count the attempts since the last checkpoint or outage; a failure just before an outage counts as part of it."""
     recent = takewhile(lambda each: not (each.committed or each.outage), reversed(past))
     return sum(not each.grown for each in recent)
 
 
 def outages(past: Sequence[Past]) -> int:
-    """Count the attempts at the end that an outage ended before they made a checkpoint."""
+    """Count the most recent attempts that an outage ended before they made a checkpoint."""
     return sum(1 for _ in takewhile(lambda each: each.outage and not each.committed, reversed(past)))
 
 
 def blamed(past: Sequence[Past]) -> frozenset[int]:
-    """Return the slots that were to blame for two of the last three attempts."""
+    """Return the slots that were blamed for two of the last three attempts."""
     recent = [each.culprit for each in past if not each.grown][-WATCHED:]
     return frozenset(slot for slot in recent if slot is not None and recent.count(slot) >= BLAMED)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The slots of the next attempt, in node order; `revive`: those of them whose agent must be back first."""
+    """The slots of the next attempt, in node order. `revive`: the slots whose agents must be restarted first."""
 
     slots: tuple[int, ...]
     revive: tuple[int, ...] = ()
@@ -153,13 +154,15 @@ def choose(
     revivable: Sequence[int],
     fits: Callable[[Sequence[int]], bool],
 ) -> Choice | None:
-    """Choose the nodes of the next attempt; None where too few are left.
+    """Choose the nodes of the next attempt; return None if too few are left.
 
-    `before` are the slots of the attempt that ended, `alive` those with an agent, `wanted` and `least` numbers of
-    nodes, `avoid` groups of slots not to use as long as there are others, the group to use first in front,
-    `revivable` lost ones whose agent can be started again, and `fits` says whether the job can run on some slots.
-    Nodes that stay keep their order; spares and nodes that came back replace. Fewer nodes are better than waiting for
-    the lost. With too few, the avoided are used, then the lost are waited for.
+    `before`: the slots of the ended attempt. `alive`: the slots with an agent. `wanted` and `least`: numbers of nodes.
+    `avoid`: groups of slots to use only if no others are left; the first group is used before the second. `revivable`:
+    lost slots whose agents can be restarted. `fits`: returns whether the job can run on a sequence of slots.
+
+    Nodes of the ended attempt keep their order; spares and returned nodes fill the gaps. Running on fewer nodes is
+    preferred to waiting for lost ones. If there are too few, the avoided nodes are used, and only then the lost ones
+    are waited for.
     """
     kept = [slot for slot in before if slot in alive]
     left = [*kept, *(slot for slot in alive if slot not in before)]
@@ -179,7 +182,7 @@ def choose(
 
 
 def largest_part(slots: Sequence[int], cuts: Collection[frozenset[int]]) -> list[int]:
-    """Return the most slots that one of them can reach; `cuts` are the pairs known to be cut off from each other."""
+    """Return the largest set of slots that some slot can reach; `cuts`: pairs of slots that cannot reach each other."""
     parts = ([slot for slot in slots if frozenset((slot, each)) not in cuts] for each in slots)
     return max(parts, key=len, default=[]) if cuts else list(slots)
 

@@ -3,8 +3,8 @@
     lost ──wait, start its agent──→ idle ──can it reach the master? ──yes──→ fit ──→ save, then an attempt with it
       ↑ └──────── no answer ───────┘  └────────────── no: wait ─────────────┘
 
-Each wait is longer than the one before. It grows with the node's losses too, so a node that comes and goes seldom
-costs the others a restart.
+Each wait is longer than the one before. Waits also grow with the node's losses, so that a node that comes and goes
+rarely causes a restart of the others.
 """
 
 from collections.abc import Collection
@@ -18,11 +18,11 @@ from muster.launch.transports.base import LEASE_S, Transport
 from muster.launch.wire.messages import Reached
 
 REVIVE_S: Final = 2.0  # between two tries to use a lost node
-MOST_TRIES: Final = 3  # doublings: a node that stays away is tried every 16 s,
-MOST_LOSSES: Final = 10  # after eleven losses a node is left alone for half an hour
-SETTLE_S: Final = 5.0  # for more nodes to come back, before the run grows
-ORPHANS_S: Final = 2.0  # for the ranks of an agent that has died to end after it
-FENCE_S: Final = LEASE_S + 2.0  # for those of one that is only silent: its lease, and its rank parent's kill
+MOST_TRIES: Final = 3  # doublings: a node that stays away is tried every 16 s
+MOST_LOSSES: Final = 10  # doublings: after eleven losses a node is left alone for half an hour
+SETTLE_S: Final = 5.0  # to wait for more nodes to come back before the run grows
+ORPHANS_S: Final = 2.0  # for the ranks of a dead agent to end
+FENCE_S: Final = LEASE_S + 2.0  # for the ranks of a silent agent: its lease, then its rank parent's kill
 
 
 class Reserve:
@@ -33,18 +33,18 @@ class Reserve:
         self.transport = transport
         self.inbox = inbox
         self.remote = remote
-        self.needed = False  # True while the run cannot go on without a lost node
-        self.errors: dict[int, MusterError] = {}  # of the newest tries
-        self.starting: set[int] = set()  # lost ones whose agent is being started
-        self.asked: set[int] = set()  # idle ones that try the way to the master
-        self.fit: dict[int, float] = {}  # idle ones that could take part, and since when
+        self.needed = False  # True while the run cannot continue without a lost node
+        self.errors: dict[int, MusterError] = {}  # of the last tries
+        self.starting: set[int] = set()  # lost slots whose agent is being started
+        self.asked: set[int] = set()  # idle slots that are testing whether they reach the master
+        self.fit: dict[int, float] = {}  # idle slots that could take part, and since when
 
     def turn(self) -> None:
-        """Forget what was found out for the attempt before."""
+        """Forget the test results of the previous attempt."""
         self.asked, self.fit = set(), {}
 
     def tick(self, now: float, attempt: Attempt, used: Collection[int]) -> None:
-        """Start agents and test nodes whose wait is over; `used` are the slots at work."""
+        """Start agents and test nodes whose wait is over; `used`: the slots of the current attempt."""
         asks = used and attempt.startup.begun and not attempt.is_stopping
         for slot, node in enumerate(self.crew.nodes):
             if slot in used or slot in self.starting or now < self._due(node):
@@ -60,13 +60,13 @@ class Reserve:
                 self.crew.send(slot, attempt.startup.reach())
 
     def ready(self, now: float, wanted: int) -> list[int]:
-        """List the nodes to grow by: all that are missing, or those that are there when no other has come for long."""
+        """List the nodes to grow by: all missing ones, or those available once no other has come for SETTLE_S."""
         fit = [slot for slot in self.fit if self.crew.nodes[slot].is_alive]
         settled = fit and now - min(self.fit[slot] for slot in fit) >= SETTLE_S
         return fit if settled or len(fit) >= wanted else []
 
     def failed(self, slot: int, error: MusterError, now: float) -> bool:
-        """Note that a node's agent could not be started again; False if nobody tried."""
+        """Record that a node's agent could not be restarted; return False if no restart was in progress."""
         if slot not in self.starting:
             return False
         self.starting.discard(slot)
@@ -77,7 +77,7 @@ class Reserve:
         return True
 
     def give_up(self, why: str) -> None:
-        """Try no lost node any more."""
+        """Stop trying to use lost nodes."""
         for slot, node in enumerate(self.crew.nodes):
             if not node.is_alive and not node.given_up:
                 self.starting.discard(slot)
@@ -85,7 +85,7 @@ class Reserve:
                 node.failure, node.given_up = UnreachableError(f"{node.place.host}: {why}{last}"), True
 
     def reached(self, slot: int, message: Reached, attempt: Attempt, used: Collection[int], now: float) -> None:
-        """Take what an idle node found out."""
+        """Handle an idle node's answer to `reach`."""
         if slot not in self.asked:
             return
         self.asked.discard(slot)
@@ -102,7 +102,7 @@ class Reserve:
             self._in_vain(slot, now)
 
     def _due(self, node: Node) -> float:
-        """Return when a node is tried again (monotonic seconds)."""
+        """Return when a node is due for the next try (monotonic seconds)."""
         doublings = max(min(node.losses - 1, MOST_LOSSES), min(node.tries, MOST_TRIES))
         wait_s = REVIVE_S * 2.0**doublings
         if self.needed:

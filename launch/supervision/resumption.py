@@ -1,4 +1,4 @@
-"""From which checkpoint an attempt goes on: the supervisor chooses and verifies, so that all ranks get the same one."""
+"""Choose the checkpoint for the next attempt. The supervisor verifies it once, so that all ranks load the same one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,14 +12,14 @@ TRAIN = "train"
 
 
 def saves(context: Context) -> bool:
-    """Say whether the job makes checkpoints; a program makes some if it opens a session, which nobody knows before."""
+    """Return whether the job makes checkpoints. A program may: it does if it opens a session."""
     return context.entry is None or (context.job.kind == TRAIN and context.job.checkpoint is not None)
 
 
 def continues(context: Context, *, session: bool) -> bool:
-    """Say whether the run goes on after the time limit of its allocation: from a checkpoint, or as it knows itself.
+    """Return whether the run continues after its allocation's time limit: from a checkpoint, or by its own means.
 
-    `session`: a program of it has opened a session.
+    `session`: the program has opened a session.
     """
     if context.entry is None:
         return session or context.job.restart is not None
@@ -27,12 +27,12 @@ def continues(context: Context, *, session: bool) -> bool:
 
 
 def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:
-    """Return what the next attempt's ranks are told: the newest good checkpoint of the run, verified; None at first.
+    """Return the context of the next attempt, with the run's newest good checkpoint, verified; None if there is none.
 
-    It reads every byte of the checkpoint: call it beside the loop.
+    This reads every byte of the checkpoint, so call it outside the event loop.
 
     Raises:
-        NoCheckpointError: there were checkpoints, and none of them can be used any more; or not the one asked for.
+        NoCheckpointError: if every checkpoint is broken, or the requested one cannot be used.
     """
     if not saves(context):
         return context
@@ -42,7 +42,7 @@ def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:
     chosen = newest_good(run, say=say, **asked)
     if chosen is None and run.checkpoints.is_dir() and any(run.checkpoints.glob("bad-*")):
         raise NoCheckpointError(
-            f"{run.checkpoints}: every checkpoint was found broken (bad-*), none is left to go on from; "
+            f"{run.checkpoints}: every checkpoint was found broken (bad-*), so the run cannot continue; "
             f"{run.command('checkpoint list')} shows why; start the job anew with muster run"
         )
     resume = None

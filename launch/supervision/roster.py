@@ -1,4 +1,4 @@
-"""Who has come, who is still at work, and who is late: the bookkeeping of one attempt."""
+"""Track the ranks of one attempt: which have joined, which are running, which are overdue."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,18 +7,19 @@ from muster.jobs.hosts.placement import Placement
 from muster.launch.supervision.crew import Node
 from muster.launch.wire.codec import ProtocolError
 
-NAMED: Final = 4  # ranks that a message names before it only counts
+NAMED: Final = 4  # ranks or nodes listed in a message; it only counts the others
 
 
 class Roster:
-    """The nodes and ranks of an attempt. `meets`: every rank will report that it arrived, and that it joined."""
+    """The nodes and ranks of an attempt. `meets`: every rank will report that it arrived and that it joined."""
 
     def __init__(self, placement: Placement, nodes: Sequence[Node], *, meets: bool) -> None:
         self.meets = meets
         self.nodes = list(nodes)  # in the order of node ranks
         self.hosts = [node.host for node in placement.nodes]
-        self.missing = set(range(len(self.nodes)))  # node ranks that have not yet done what the start waits for
-        self.swept: set[int] = set()  # node ranks on which nothing is left of the attempt
+        # node ranks that have not yet completed the current step of the start
+        self.missing = set(range(len(self.nodes)))
+        self.swept: set[int] = set()  # node ranks without any process of the attempt left
         self.node_of = {rank: node.node_rank for node in placement.nodes for rank in node.rank_range}
         self.running = set(self.node_of)
         self.ended: set[int] = set()
@@ -26,19 +27,19 @@ class Roster:
         self.joined: set[int] = set()
 
     def check_own(self, node_rank: int, *ranks: int) -> None:
-        """Let a node speak of its own ranks only.
+        """Check that a node reports only about its own ranks.
 
         Raises:
-            ProtocolError: if one of them is another node's.
+            ProtocolError: if one of the ranks belongs to another node.
         """
         if foreign := [rank for rank in ranks if self.node_of.get(rank) != node_rank]:
-            raise ProtocolError(f"it speaks of rank {foreign[0]}, which is not its own")
+            raise ProtocolError(f"it reports about rank {foreign[0]}, which is not its own")
 
     def end(self, rank: int) -> None:
-        """Note the end of a rank.
+        """Record the end of a rank.
 
         Raises:
-            ProtocolError: if it has ended before.
+            ProtocolError: if the rank has ended before.
         """
         if rank in self.ended:
             raise ProtocolError(f"rank {rank} ends a second time")
@@ -46,14 +47,14 @@ class Roster:
         self.running.discard(rank)
 
     def late(self, limit_s: float, *, patient: bool) -> str:
-        """Say, after the deadline, who has not come; empty when everybody is where they should be.
+        """Describe, after the deadline, which nodes or ranks are overdue; return "" if none is.
 
-        While `patient`, ranks that have arrived are given a moment more: their own time-out says more than ours.
+        While `patient`, ranks that have arrived get more time: their own time-out gives a better message than ours.
         """
         limit = f"{limit_s:g} s (start_timeout_s)"
         if silent := [number for number, node in enumerate(self.nodes) if node.hello is None]:
             return f"{self.name_nodes(silent)}: the agent did not answer within {limit}"
-        # A program of the user's need not meet anybody; but once one rank waits at the store, all others should come.
+        # A user's program need not join a group; but once one of its ranks waits at the store, all others should come.
         expected = self.meets or bool(self.running & self.arrived)
         if expected and (missing := sorted(self.running - self.arrived)):
             names = self._name(missing)
@@ -63,7 +64,7 @@ class Roster:
         return ""
 
     def name_nodes(self, numbers: Sequence[int]) -> str:
-        """Name the first few of some nodes, and count the others."""
+        """Name the first few nodes, and count the others."""
         names = ", ".join(f"{number} ({self.hosts[number]})" for number in numbers[:NAMED])
         return f"node {names}" + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")
 

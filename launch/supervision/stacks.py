@@ -1,4 +1,4 @@
-"""Which ranks of a job that hangs did not come to where the others wait, read from the stacks they wrote. Pure.
+"""Find the ranks of a hung job that are not where the others wait, from the stacks that the ranks wrote. Pure.
 
 A rank writes the Python stacks of all its threads with faulthandler, innermost call first, its main thread last:
 
@@ -8,9 +8,9 @@ A rank writes the Python stacks of all its threads with faulthandler, innermost 
       File ".../torch/distributed/distributed_c10d.py", line 3006 in all_reduce
       File ".../ddp/all_reduce.py", line 23 in _mean
 
-    it stands still                     a signal has stopped it                        to blame
-    it waits                            innermost in a collective, or for its device   one of the others is to blame
-    it is in a backward                 computes, or waits in C++: nobody can tell     as if it waited
+    the rank is stopped                 by a signal                                    to blame
+    it waits                            innermost in a collective, or for its device   another rank is to blame
+    it is in a backward                 computes or waits in C++; cannot be known      treated as waiting
     it is anywhere else                                                                to blame, if others wait
 """
 
@@ -28,18 +28,18 @@ STANDS_STILL: Final = ("T", "t")
 COLLECTIVE: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 BACKWARD: Final = re.compile(r"/torch/autograd/(graph|__init__)\.py$")
 DEVICE: Final = re.compile(r"/torch/(cuda|accelerator)/")
-# A call into C has no frame: of the line that makes it only its text tells what it waits for.
+# A call into C has no frame; only the text of the line that makes the call tells what it waits for.
 WAITING_LINE: Final = re.compile(r"\.(wait|synchronize|barrier|item|tolist|cpu|numpy)\(|\bdist\.\w+\(")
 INTERNAL: Final = re.compile(r"/torch/|/contextlib\.py$")
 NAMED: Final = 4  # ranks that a message describes one by one
-SHOWN_PARTS: Final = 3  # of a path
+SHOWN_PARTS: Final = 3  # components of a path
 
 Source = Callable[[str, int], str]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One call of a stack."""
+    """One call in a stack."""
 
     file: str
     line: int
@@ -52,7 +52,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What one rank does; `call` is the collective in which it waits, `frame` the innermost of its own code."""
+    """Where one rank is. `call`: the collective in which it waits; `frame`: the innermost frame of its own code."""
 
     frame: Frame | None
     stands: bool = False
@@ -68,35 +68,36 @@ class Whereabouts:
 
     @property
     def sentence(self) -> str:
-        """Say where it is and how many steps it has done: others are elsewhere, or have done more."""
+        """Describe the rank's place and step count, because another rank may be at the same place a step later."""
         return str(self) + (f" after {self.steps} steps" if self.steps is not None else "")
 
     @property
     def place(self) -> tuple[str, Frame | None, int | None]:
-        """Where it is, to be compared with where others are."""
+        """The rank's position, for comparison with others."""
         return self.call, self.frame, self.steps
 
 
 @dataclass(frozen=True)
 class Absent:
-    """The ranks to blame, lowest first - none where nobody can tell - and why, in words."""
+    """The ranks to blame, lowest first (none if that cannot be known), and the reason as text."""
 
     ranks: tuple[int, ...]
     text: str
 
 
 def line_of(file: str, number: int) -> str:
-    """Return a line of a source file; "" where this machine has no such file, or it is none. A node named it."""
+    """Return a line of a source file, "" if there is no such file here. The name comes from a node: not trusted."""
     return linecache.getline(file, number) if file.endswith(".py") and Path(file).is_file() else ""
 
 
 def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = line_of) -> Absent:
-    """Find who is not where the others wait; `dumps`: {rank: {"state", "lines", "steps"?}}, as agents' `stacks` tell.
+    """Find the ranks that are not where the others wait.
 
-    `source` returns the text of a line of a file, "" where it has none.
+    `dumps`: {rank: {"state", "lines", "steps"?}}, from the agents' `Stacks`. `source` returns the text of a line of a
+    file, "" if it has none.
     """
     if not dumps:
-        return Absent((), "no rank said where it is")
+        return Absent((), "no rank sent its stacks")
     found = {rank: whereabouts(dumps[rank], source) for rank in sorted(dumps)}
     if still := [rank for rank, each in found.items() if each.stands]:
         return Absent(tuple(still), _each(still, lambda rank: f"stands still, stopped by a signal: {found[rank]}"))
@@ -106,12 +107,12 @@ def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = line_of) -> 
             where = _meeting(waiting)
             return Absent(tuple(busy), _each(busy, lambda rank: f"did not come to {where}: {found[rank]}"))
         if len(found) == 1:
-            return Absent(tuple(busy), _each(busy, lambda rank: f"is the only one: {found[rank]}"))
+            return Absent(tuple(busy), _each(busy, lambda rank: f"is the only rank: {found[rank]}"))
     return _odd_ones(found, all_wait=not busy)
 
 
 def whereabouts(dump: Mapping[str, Any], source: Source) -> Whereabouts:
-    """Read one rank's dump."""
+    """Parse one rank's dump."""
     stacks = threads(dump["lines"])
     state, steps = str(dump.get("state", "?")), dump.get("steps")
     stands = state in STANDS_STILL
@@ -119,7 +120,7 @@ def whereabouts(dump: Mapping[str, Any], source: Source) -> Whereabouts:
         return Whereabouts(None, stands, state=state, steps=steps)
     main = stacks[-1]
     call = _call(main, source)
-    if call == "backward":  # on a GPU its hooks run in other threads
+    if call == "backward":  # on a GPU the hooks of backward run in other threads
         hooks = (stack for stack in stacks[:-1] if COLLECTIVE.search(stack[0].file))
         main = next(hooks, main)
         call = _call(main, source)
@@ -128,7 +129,7 @@ def whereabouts(dump: Mapping[str, Any], source: Source) -> Whereabouts:
 
 
 def threads(lines: Iterable[str]) -> list[list[Frame]]:
-    """Read what faulthandler wrote: the frames of every thread that has any, innermost first, the main thread last."""
+    """Parse faulthandler's output: the frames of each thread that has any, innermost first, the main thread last."""
     stacks: list[list[Frame]] = []
     for line in lines:
         if THREAD.match(line):
@@ -140,7 +141,7 @@ def threads(lines: Iterable[str]) -> list[list[Frame]]:
 
 
 def _call(stack: Sequence[Frame], source: Source) -> str:
-    """Name what a thread waits in; empty when it is at work."""
+    """Name the call in which a thread waits; "" if it is working."""
     inner = stack[0]
     if COLLECTIVE.search(inner.file):
         return inner.function
@@ -153,7 +154,7 @@ def _call(stack: Sequence[Frame], source: Source) -> str:
 
 
 def _odd_ones(found: Mapping[int, Whereabouts], *, all_wait: bool) -> Absent:
-    """Blame those that are not where most are; without a most, those that are ahead: they passed something by."""
+    """Blame the ranks that are not where the majority is; without a majority, those that are farthest ahead."""
     (place, count), *others = Counter(each.place for each in found.values()).most_common()
     if not others:
         where = next(iter(found.values()))
@@ -172,7 +173,7 @@ def _odd_ones(found: Mapping[int, Whereabouts], *, all_wait: bool) -> Absent:
 
 
 def _meeting(waiting: Mapping[int, Whereabouts]) -> str:
-    """Say where most of those that wait do so."""
+    """Describe where most of the waiting ranks wait."""
     (call, frame, _), count = Counter(each.place for each in waiting.values()).most_common(1)[0]
     return f"{call} ({frame}), where {count} wait{'s' * (count == 1)}"
 

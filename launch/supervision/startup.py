@@ -1,4 +1,4 @@
-"""From the first hello to the start messages; the part of a run in which most goes wrong on a new cluster.
+"""The start of an attempt, from the first hello to the start messages: the phase that fails most on a new cluster.
 
     all nodes answer, or fail ──→ node 0 binds the store's port ──→ every node reaches it, and looks for the run folder
               │                                                        │
@@ -6,7 +6,7 @@
                                                                        │
                                           plans ──→ start messages ←───┘
 
-On one machine there is nothing to reach, and the second step is left out.
+On one machine there is nothing to reach, so the second step is skipped.
 """
 
 import secrets
@@ -35,7 +35,7 @@ from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import ProtocolError
 
 LOOPBACK: Final = "127.0.0.1"
-WAITING_S: Final = 3.0  # between two lines that say who has not answered
+WAITING_S: Final = 3.0  # between two messages about nodes that have not answered
 SKEW_WARN_S: Final = 2.0
 SKEW_BAD_S: Final = 60.0
 OF_RANKS: Final = (wire.Started, wire.Report, wire.Exited, wire.Log, wire.Held, wire.File)
@@ -44,7 +44,7 @@ Send = Callable[[int, wire.ToAgent], None]
 
 
 class Startup:
-    """Brings an attempt to its start messages. Every step returns what stops the run, or None."""
+    """Runs the start of an attempt, up to its start messages. Every step returns None, or a Stop to end the attempt."""
 
     def __init__(self, context: Context, roster: Roster, log: EventLog, console: Console, send: Send) -> None:
         self.context = context
@@ -54,18 +54,18 @@ class Startup:
         self.send = send
         self.port = 0
         self.nonce = secrets.token_hex(16)
-        self.begun = False  # ranks are being started
-        self.complete = False  # every node has answered or failed: from now on they are spoken to, and may be silent
-        self._waiting: tuple[int, ...] = ()  # nodes that were said to be waited for
+        self.begun = False  # the ranks are being started
+        self.complete = False  # every node has answered or failed; from now on messages are sent to them
+        self._waiting: tuple[int, ...] = ()  # the nodes named in the last message about waiting
         self._say_at = time.monotonic() + WAITING_S
 
     def answered(self, number: int) -> Stop | None:
-        """Go on when a node has answered or failed, if it was the last one to."""
+        """Record that a node has answered or failed; continue if it was the last one."""
         self.roster.missing.discard(number)
         return None if self.roster.missing else self.begin()
 
     def say_waiting(self, now: float, deadline: float) -> None:
-        """Say which nodes have not greeted, and until when they may; again when it has become fewer."""
+        """Print which nodes have not greeted and their deadline; repeat when the list has become shorter."""
         missing = tuple(sorted(self.roster.missing))
         if self.complete or now < self._say_at or missing == self._waiting:
             return
@@ -74,16 +74,17 @@ class Startup:
         self.console.say(f"waiting until {until} for {self.roster.name_nodes(missing)}")
 
     def begin(self) -> Stop | None:
-        """Begin with nodes that have all answered or failed."""
+        """Start the attempt. All of its nodes have answered or failed."""
         self.complete = True
         for number, node in enumerate(self.roster.nodes):
             node.heard = time.monotonic()
-            if node.channel is not None:  # its clock is to be known before it is judged
+            if node.channel is not None:  # measure its clock before judging it
                 self.send(number, wire.Beat(time.time()))
         failed = {
             number: node.failure or UnreachableError(f"{self.roster.hosts[number]}: its agent has gone")
             for number, node in enumerate(self.roster.nodes)
-            if node.failure is not None or node.gone or node.hello is None  # since it was chosen for this attempt
+            # may have happened since it was chosen for this attempt
+            if node.failure is not None or node.gone or node.hello is None
         }
         if failed:
             return self._report(failed)
@@ -91,26 +92,26 @@ class Startup:
         return None
 
     def check_begun(self, message: wire.FromAgent) -> None:
-        """Refuse what is about ranks before any has been started.
+        """Refuse messages about ranks before any rank has been started.
 
         Raises:
-            ProtocolError: if `message` is.
+            ProtocolError: if `message` is such a message.
         """
         if isinstance(message, OF_RANKS) and not self.begun:
             raise ProtocolError("no rank has been started")
 
     def step(self, number: int, message: wire.Prepared | wire.Reached) -> Stop | None:
-        """Go on with what a node answers; errors as `prepared` and `reached`."""
+        """Continue the start with a node's answer. Errors as for `prepared` and `reached`."""
         return self.prepared(number, message) if isinstance(message, wire.Prepared) else self.reached(number, message)
 
     def prepared(self, number: int, message: wire.Prepared) -> Stop | None:
-        """Have every node reach the port that node 0 has bound.
+        """Tell every node to connect to the port that node 0 has bound.
 
         Raises:
-            ProtocolError: if nobody has asked that node to bind one.
+            ProtocolError: if this node was not asked to bind a port.
         """
         if number != 0 or self.port or not self.complete:
-            raise ProtocolError("nobody has asked for it")
+            raise ProtocolError("it was not asked for")
         self.port = message.port
         if not self.context.remote:
             return self._start()
@@ -128,7 +129,7 @@ class Startup:
         return None
 
     def reach(self) -> wire.Reach:
-        """Return the order to try the way to the master, and leave in the run folder what proves that it is seen."""
+        """Return the order to reach the master. Write the nonce file by which nodes recognise the run folder."""
         write_text(self.context.run.nonce("supervisor"), self.nonce)
         return wire.Reach(
             attempt=self.context.attempt,
@@ -140,10 +141,10 @@ class Startup:
         )
 
     def _learn_master(self, addresses: Sequence[tuple[str, str]]) -> None:
-        """Take node 0's address from its agent where neither hosts nor user gave one.
+        """Take node 0's address from its agent if neither the hosts file nor the user gave one.
 
         Raises:
-            RefusedError: there is none that the other nodes could reach.
+            RefusedError: if node 0 has no address that the other nodes could reach.
         """
         placement, host, hello = self.context.placement, self.roster.hosts[0], self.roster.nodes[0].hello
         if placement.one_host or (placement.master_addr and not self.context.iface):
@@ -152,13 +153,13 @@ class Startup:
         self.context = replace(self.context, placement=placement.meeting_at(address))
 
     def reached(self, number: int, message: wire.Reached) -> Stop | None:
-        """Go on when the last node has tried.
+        """Record a node's answer to `reach`; continue with the start after the last one.
 
         Raises:
-            ProtocolError: if nobody has asked that node to try.
+            ProtocolError: if this node was not asked to reach the master.
         """
         if number not in self.roster.missing:
-            raise ProtocolError("nobody has asked for it")
+            raise ProtocolError("it was not asked for")
         self.roster.nodes[number].reached = message
         self.roster.missing.discard(number)
         if self.roster.missing:
@@ -182,7 +183,7 @@ class Startup:
         return self._start()
 
     def judge(self, node: Node) -> MusterError | None:
-        """Return what keeps a node that has tried from taking part, if anything does."""
+        """Return the reason why a node that has answered `reach` cannot take part, or None."""
         host, said, placement, code = node.place.host, node.reached, self.context.placement, fingerprint()
         assert said is not None
         where = f"{placement.master_addr}:{self.port}"
@@ -193,8 +194,8 @@ class Startup:
             )
         if said.interface in ("", "lo") and not placement.one_host:
             return RefusedError(
-                f"{host}: its way to the master {where} is {said.interface or 'no interface'}, which the others do "
-                "not share; give the address of node 0 that they reach with --master-addr"
+                f"{host}: it reaches the master {where} through {said.interface or 'no interface'}, which the others "
+                "do not share; give the address of node 0 that they reach with --master-addr"
             )
         if said.code != code:
             return RefusedError(
@@ -208,23 +209,23 @@ class Startup:
         return None
 
     def _report(self, failed: dict[int, MusterError]) -> Stop:
-        """Put all bad nodes into one message, with what to write to go on without them."""
+        """Combine the failures of all nodes into one message, with the option that runs without these nodes."""
         code = max((error.exit_code for error in failed.values()), key=lambda each: each == exits.UNREACHABLE)
         lines = [str(error) for error in failed.values()]
         names = nodelist.fold(self.roster.hosts[number] for number in failed)
         if len(failed) < len(self.roster.nodes) and self.context.remote:
-            lines.append(f"to go on without: --exclude {shlex.quote(names)}")
+            lines.append(f"to continue without them: --exclude {shlex.quote(names)}")
         return Stop(code, "\n".join(lines))
 
     def warn(self, text: str) -> None:
-        """Say a warning, and keep it for `muster status`."""
+        """Print a warning, and record it for `muster status`."""
         self.log.tell("warning", text=text)
 
     def _start(self) -> Stop | None:
-        """Plan, write the plans down, and start the ranks."""
+        """Compute the plans, write them to the run folder, and start the ranks."""
         context, nodes = self.context, self.roster.nodes
         machines = [machine_of(node.hello, node.reached) for node in nodes if node.hello is not None]
-        if context.warm_python:  # the agents know their own Python's torch; the job's cannot start without
+        if context.warm_python:  # `torch` in a hello is about the agent's own Python; the job's Python must have torch
             machines = [replace(machine, torch=True) for machine in machines]
         try:
             plans = plan_nodes(context, machines, self.port)
@@ -246,7 +247,7 @@ class Startup:
         return None
 
     def announce(self, plans: list[NodePlan]) -> None:
-        """Say who runs where, and when the ranks were started."""
+        """Print and log which rank runs where, and when the ranks were started."""
         placement = self.context.placement
         master = {"master_addr": placement.master_addr, "master_port": self.port}
         hosts = [node.host for node in placement.nodes]
@@ -259,16 +260,16 @@ class Startup:
 
 
 def prepare_message(context: Context, hello: wire.Hello | None) -> wire.Prepare:
-    """Return the order to bind the store's port: on loopback, or at the address by which the nodes reach node 0."""
+    """Return the order to bind the store's port: on loopback, or at the address by which nodes reach node 0."""
     placement = context.placement
-    if placement.one_host:  # ranks of one machine meet on loopback: nobody outside need see the store
+    if placement.one_host:  # ranks of one machine meet on loopback, so that the store is not visible from outside
         return wire.Prepare(context.attempt, LOOPBACK)
     greeted = hello.address if hello is not None else ""
     return wire.Prepare(context.attempt, placement.master_addr or greeted, context.iface or "")
 
 
 def machine_of(hello: wire.Hello, reached: wire.Reached | None) -> Machine:
-    """Return what a node has, as its agent said."""
+    """Return a node's description, from its agent's messages."""
     return Machine(
         host=hello.host,
         cores=hello.cores,

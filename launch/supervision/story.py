@@ -1,8 +1,7 @@
-"""What an attempt tells of itself while it runs, and its row in attempts.jsonl: from where to where it came, and what
-its beginning and its end cost.
+"""The history of one attempt: its events, and its row in attempts.jsonl (steps, and the cost of start and end).
 
-    … failed ──detect──→ decided ──stop──→ over ──start──→ joined ──load──→ first step ──replay──→ where it had been
-      of the attempt before                      of the next one
+… failed ──detect──→ decided ──stop──→ over ──start──→ joined ──load──→ first step ──replay──→ last step reached
+  of the attempt before                      of the next one                                   before the failure
 """
 
 from collections.abc import Mapping
@@ -19,12 +18,12 @@ from muster.launch.records.verdict import Ending, Verdict
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
 
-TIMES: Final = {"loaded": "load_s", "replayed": "replay_s"}  # reports that say how long something took
-SAVED: Final = "saved after step"  # in the message of a drain that did
+TIMES: Final = {"loaded": "load_s", "replayed": "replay_s"}  # reports that contain a duration
+SAVED: Final = "saved after step"  # in the message of a drain whose save succeeded
 
 
 class Story:
-    """One attempt's."""
+    """The history of one attempt."""
 
     def __init__(self, context: Context, log: EventLog, console: Console) -> None:
         self.context = context
@@ -36,31 +35,31 @@ class Story:
         self.origin_step: int = chosen.get("step", 0)
         self.first_step: int | None = None
         self.saved_step: int | None = None
-        self.has_session = False  # a program has opened a session
-        self.failed_at: float | None = None  # unix seconds, by our clock
+        self.has_session = False  # the program has opened a session
+        self.failed_at: float | None = None  # Unix seconds, by our clock
         self.failed_step: int | None = None
-        self.decided_at: float | None = None  # when the end of the attempt was decided
+        self.decided_at: float | None = None  # when it was decided to end the attempt
         self.times: dict[str, float] = {}
 
     @property
     def has_checkpoint(self) -> bool:
-        """True when the run could be resumed from something."""
+        """True when the run has a checkpoint to resume from."""
         return self.saved_step is not None or self.origin is not None
 
     def session_opened(self) -> None:
-        """Note that a program uses the session: it tells how far it is, saves, and can be drained."""
+        """Record that the program has opened a session: it reports its progress, saves, and can be drained."""
         if not self.has_session:
             self.has_session = True
             self.log.event("session", attempt=self.number)
 
     def joined(self, ranks: int, seconds: float) -> None:
-        """Note that all ranks have met."""
+        """Record that all ranks have joined."""
         self.times["start_s"] = round(seconds, 3)
         self.log.event("joined", attempt=self.number, seconds=round(seconds, 3))
         self.console.say(f"{ranks} rank{'s' * (ranks != 1)} joined after {seconds:.1f} s")
 
     def told(self, rank: int, report: Mapping[str, Any]) -> None:
-        """Take a report of a rank; most are rank 0's."""
+        """Handle a rank's report; most come from rank 0."""
         what = report["report"]
         if what == "progress":
             self.console.progress(report)
@@ -75,22 +74,22 @@ class Story:
         tell(what, attempt=self.number, rank=rank, **{k: v for k, v in report.items() if k != "report"})
 
     def failed(self, ending: Ending) -> None:
-        """Note the first failure."""
+        """Record the first failure."""
         if self.failed_at is None:
             self.failed_at, self.failed_step = ending.ended, ending.step
 
     def last_step(self, nodes: list[Node]) -> int:
-        """Return how many steps were done when it ended: what the ranks said last, or what stands in the metrics."""
+        """Return how many steps were done at the end: the maximum of the ranks' last reports and the metrics."""
         said = max((node.progress["steps"] for node in nodes if node.progress), default=0)
         try:
             row, _ = last_metrics(self.context.run)
-        except UntrustedError:  # it was replaced by something else: the ranks' own word counts
+        except UntrustedError:  # the file was replaced by another user; use the ranks' reports
             row = {}
         logged = number(row.get("step")) or 0 if row.get("attempt") == self.number else 0
         return max(said, logged, self.failed_step or 0, self.saved_step or 0, self.origin_step)
 
     def row(self, nodes: list[Node], verdict: Verdict, following: str, over: float) -> dict[str, Any]:
-        """Return what its row says beside its verdict; `over`: when its last rank had ended (unix seconds)."""
+        """Return the attempt's row without its verdict; `over`: when its last rank ended (Unix seconds)."""
         times = dict(self.times)
         if self.decided_at is not None:
             if self.failed_at is not None:
@@ -115,7 +114,7 @@ class Story:
 
 
 def last_advice(verdict: Verdict, story: Story | None) -> str:
-    """Return what to do after a run that has ended so; `story` is its last attempt's."""
+    """Return advice after the end of a run; `story`: the history of its last attempt."""
     unsaved = verdict.code == exits.STOPPED and (story is None or not story.has_checkpoint)
     unsaved |= verdict.code == exits.REQUEUE and SAVED not in verdict.message
     about = f"{verdict.name}-unsaved" if unsaved else verdict.name

@@ -1,6 +1,6 @@
-"""From one attempt to the next: which nodes are left, and how the ranks are dealt to them.
+"""The transition from one attempt to the next: which nodes are left, and how the ranks are placed on them.
 
-Whether there is a next one is decided in `launch/supervision/recovery.py`.
+Whether there is a next attempt is decided in `launch/supervision/recovery.py`.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from muster.launch.supervision.recovery import Choice, Decision, Past, blamed, c
 
 
 class Succession:
-    """The attempts of one supervisor so far, and what follows from them.
+    """The attempts of one supervisor so far, and the choice of the next one.
 
-    `saves`: ranks of ours make checkpoints. A program does once it has opened a session.
+    `saves`: our ranks make checkpoints. A user's program does after it has opened a session.
     """
 
     def __init__(self, job: Job, crew: Crew, *, saves: bool) -> None:
@@ -31,12 +31,12 @@ class Succession:
         self.crew = crew
         self.saves = saves
         self.past: list[Past] = []
-        self.begun = False  # ranks have been started
+        self.begun = False  # ranks have been started at least once
 
     def follow(
         self, attempt: Attempt, slots: Sequence[int], verdict: Verdict, *, asked: bool
     ) -> tuple[Decision, Choice | None]:
-        """Decide what follows an attempt that was on `slots`; `asked`: somebody wants the run to end."""
+        """Decide what follows an attempt that ran on `slots`; `asked`: somebody asked for the run to end."""
         self.begun |= attempt.startup.begun
         self.past.append(self._past(attempt, slots, verdict))
         decision = Decision(verdict) if asked else decide(self.past, self.job.restart, saves=self.saves)
@@ -46,7 +46,7 @@ class Succession:
         return (Decision(self._too_few(verdict)) if choice is None else decision), choice
 
     def _past(self, attempt: Attempt, slots: Sequence[int], verdict: Verdict) -> Past:
-        """Sum up an attempt, and note which of its nodes reached the master."""
+        """Summarise an attempt, and record which of its nodes reached the master."""
         said = {slot: node.reached for slot, node in zip(slots, attempt.roster.nodes, strict=True)}
         self.crew.note_ways(
             [slot for slot, reached in said.items() if reached is not None and not reached.why],
@@ -59,7 +59,8 @@ class Succession:
             never_met = verdict.code == exits.TIMEOUT and "start_s" not in story.times and attempt.hangs.hang is None
             outage = never_met or verdict.code == exits.UNREACHABLE
         elif first.cause == "peer" or self.crew.nodes[slots[first.node]].gone:
-            outage = True  # whoever only lost its connection is a victim, and the reserve leaves lost nodes alone
+            # a rank that only lost its connection is a victim; a lost node is already left to the reserve
+            outage = True
         else:
             blame = slots[first.node]
             outage = first.rank is not None and verdict.name == exits.class_of(exits.UNREACHABLE)
@@ -73,7 +74,7 @@ class Succession:
         )
 
     def choose(self, slots: Sequence[int], alive: Sequence[int] | None = None) -> Choice | None:
-        """Choose the nodes of the attempt after one on `slots`, of those that are `alive` (None: all that are)."""
+        """Choose the nodes of the attempt after one on `slots`, from `alive` (None: all slots with an agent)."""
         alive = self.crew.alive() if alive is None else alive
         nodes = enumerate(self.crew.nodes)
         lost = [slot for slot, node in nodes if not node.is_alive and not node.given_up]
@@ -83,7 +84,8 @@ class Succession:
             wanted=self.job.nodes,
             least=self._least(),
             avoid=[blamed(self.past), frozenset(alive) - set(largest_part(alive, self.crew.cuts))],
-            revivable=lost if self.begun or len(self.past) > 1 else [],  # at the very start a name may be wrong
+            # at the very first start a host name may be wrong
+            revivable=lost if self.begun or len(self.past) > 1 else [],
             fits=lambda some: bool(some) and self._misfit(some) is None,
         )
 
@@ -92,7 +94,7 @@ class Succession:
         return min((restart.min_nodes if restart else None) or self.job.nodes, self.job.nodes)
 
     def _misfit(self, slots: Sequence[int]) -> RefusedError | None:
-        """Return why the job cannot be dealt to the ranks of some nodes."""
+        """Return why the job cannot run on the ranks of some nodes, or None."""
         world_size = sum(self.crew.nodes[slot].place.ranks for slot in slots)
         try:
             BY_KEY[self.job.kind].check(self.job.settings, world_size)
@@ -101,19 +103,19 @@ class Succession:
         return None
 
     def _too_few(self, verdict: Verdict) -> Verdict:
-        """Add to a verdict why there is no further attempt."""
+        """Add to a verdict the reason why there is no further attempt."""
         alive, least = self.crew.alive(), self._least()
         why = f"{counted(len(alive), 'node')} left, and the job needs {least} (restart.min_nodes)"
         misfit = self._misfit(alive) if len(alive) >= least else None
         if misfit is not None:
-            why = f"{counted(len(alive), 'node')} left, on which the job cannot go on: {misfit}"
+            why = f"{counted(len(alive), 'node')} left, on which the job cannot continue: {misfit}"
         first, *more = verdict.message.split("\n")
         return replace(verdict, message="\n".join((f"{first}; {why}", *more)))
 
     def announce(
         self, number: int, verdict: Verdict, decision: Decision, choice: Choice, log: EventLog, console: Console
     ) -> None:
-        """Say and write down which attempt follows, where, and why."""
+        """Print and log which attempt follows, on which nodes, and why."""
         hosts, why = self.crew.hosts(choice.slots), verdict.message.partition("\n")[0]
         log.event("restarting", attempt=number, delay_s=decision.delay_s, hosts=hosts, why=why)
         wait = f" in {decision.delay_s:g} s" if decision.delay_s else ""
@@ -122,7 +124,7 @@ class Succession:
         console.say(f"attempt {number}{wait} on {counted(len(hosts), 'node')}{fewer}")
 
     def placement(self, before: Placement, slots: Sequence[int]) -> Placement:
-        """Number the ranks anew over the nodes that take part."""
+        """Renumber the ranks over the nodes of the next attempt."""
         nodes, first_rank = [], 0
         for rank, slot in enumerate(slots):
             place = self.crew.nodes[slot].place

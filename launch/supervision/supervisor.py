@@ -1,9 +1,9 @@
-"""The supervisor: one per run, outside the ranks. It starts the agents, makes attempts, and leaves nothing behind.
+"""The supervisor, one per run, outside the ranks: it starts the agents, makes attempts, and leaves no process behind.
 
     agents answer → attempt ──ended──→ recovery.decide ──again──→ wait, choose nodes and checkpoint → attempt …
-                    (attempt.py)             └── the end → every agent is let go, and the verdict written down
+                    (attempt.py)             └── the end → every agent is dismissed, and the verdict written down
 
-Everything that happens comes through one inbox, in order; every wait has a deadline.
+All events arrive through one inbox, in order. Every wait has a deadline.
 """
 
 import asyncio
@@ -50,20 +50,20 @@ from muster.slurm.notice import Notice
 
 
 class OwnJob(Protocol):
-    """The scheduler's job that a supervisor is in (`launch/scheduler/requeue.py`)."""
+    """The scheduler's job in which a supervisor runs (`launch/scheduler/requeue.py`)."""
 
     def cause(self, first: Ending | None) -> Stop | None:
-        """Return why the scheduler ended the attempt, from what it wrote; None if it did not."""
+        """Return why the scheduler ended the attempt, according to its records; None if it did not."""
 
     def notice(self, *, limit: bool) -> Notice | None:
         """Return why and when the scheduler is about to end the job; None if it is not."""
 
 
 class Supervisor:
-    """A run, from its first agent to its verdict."""
+    """Supervises a run, from its first agent to its verdict."""
 
     def __init__(self, context: Context, transport: Transport, console: Console, own_job: OwnJob | None = None) -> None:
-        self.own_job = own_job  # the scheduler's, which it may end
+        self.own_job = own_job  # set if the supervisor runs in a scheduler's job of its own
         self.transport = transport
         self.console = console
         self.context = context
@@ -72,24 +72,25 @@ class Supervisor:
         self.log = EventLog(context.run, console.say)
         self.lease, self.progress_file, self.inbox = Lease(context.run), ProgressFile(context.run), Inbox()
         self.crew = Crew(context.crew)
-        self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))  # of the attempt, by node rank
-        self.rank_of = {slot: slot for slot in self.slots}  # the node rank of each of them
+        # the slots of the current attempt, by node rank
+        self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))
+        self.rank_of = {slot: slot for slot in self.slots}  # slot → node rank in the current attempt
         self.attempt: Attempt | None = None
         saves = context.entry is not None and resumption.saves(context)
         self.succession = Succession(context.job, self.crew, saves=saves)
         self.reserve = Reserve(self.crew, transport, self.inbox, remote=context.remote)
-        self.stop: Stop | None = None  # what somebody has asked for
-        self.request: float | None = None  # when `muster stop` was called last
+        self.stop: Stop | None = None  # the newest request to stop the run
+        self.request: float | None = None  # the time of the newest `muster stop`
 
     async def run(self) -> Verdict:
-        """Make attempts to the end and record them; whatever happens, no process of the run is left."""
+        """Make attempts until the run ends, and record them. Whatever happens, no process of the run is left."""
         began = time.time()
         raise_open_files()
         self.log.submitted(self.context, self.transport.name)
         self.inbox.listen_for_signals(self.run_dir)
         try:
             verdict = await self._attempts()
-        except (RunFolderError, StorageError) as error:  # of the run folder: the last row may still find room
+        except (RunFolderError, StorageError) as error:  # the run folder fails, but there may be room for the last row
             verdict = Verdict(error.exit_code, str(error))
         finally:
             await self._farewell()
@@ -105,7 +106,7 @@ class Supervisor:
 
     async def _attempts(self) -> Verdict:
         if self.context.attempt:
-            self.run_dir.stop.unlink(missing_ok=True)  # it was for an attempt before
+            self.run_dir.stop.unlink(missing_ok=True)  # it was meant for an earlier attempt
         self.inbox.tick()
         if refused := await self._load():
             return refused
@@ -135,7 +136,7 @@ class Supervisor:
         return self.attempt
 
     async def _load(self) -> Verdict | None:
-        """Choose the checkpoint of the next attempt, beside the loop; return the verdict when there is none to use."""
+        """Choose the next attempt's checkpoint in a thread; return a verdict if none can be used."""
         work = asyncio.ensure_future(asyncio.to_thread(resumption.with_checkpoint, self.context, self.console.say))
         work.add_done_callback(lambda _: self.inbox.put(Loaded()))
         await self._pump(work.done)
@@ -160,17 +161,17 @@ class Supervisor:
         send: Send = lambda rank, message: self.crew.send(slots[rank], message)  # noqa: E731
         ask = None if self.own_job is None else self._ask
         self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s, ask)
-        if self.stop is not None:  # asked for while we were busy
+        if self.stop is not None:  # the stop was requested between two attempts
             self.attempt.stop_all(self.stop, self.stop.message, 0.0)
 
     async def _live_through(self) -> tuple[Decision, Choice | None]:
-        """Live an attempt to its end, write it down, and decide what comes next."""
+        """Run the current attempt to its end, record it, and decide what comes next."""
         attempt = self._current
         await self._pump(attempt.is_over)
         over = time.time()
-        for slot in [*self.crew.missing]:  # whoever has not come by now is not waited for again
+        for slot in [*self.crew.missing]:  # nodes that have not answered by now are not waited for again
             self.crew.answered(slot)
-        for rank in attempt.unswept():  # something there cannot be killed: left alone for long, unless it is needed
+        for rank in attempt.unswept():  # a process there cannot be killed: avoid the node unless it is needed
             self.crew.nodes[self.slots[rank]].losses = MOST_LOSSES
             self.crew.lose(self.slots[rank], time.monotonic())
         verdict, final = self._judge(attempt)
@@ -186,9 +187,9 @@ class Supervisor:
         return decision, choice
 
     def _judge(self, attempt: Attempt) -> tuple[Verdict, bool]:
-        """Judge an attempt, and say whether it must be the last one.
+        """Return the verdict on an attempt, and whether it must be the last one.
 
-        A scheduler that ended it knows better why than who saw ranks and agents go.
+        If a scheduler ended the attempt, use its reason: the exits of ranks and agents are only consequences.
         """
         verdict = attempt.verdict()
         if self.own_job is None or attempt.stop is not attempt.told:
@@ -197,13 +198,13 @@ class Supervisor:
         return (judge(attempt.endings, cause), cause.final) if cause else (verdict, False)
 
     def _ask(self, limit: bool) -> None:
-        """Ask the scheduler why it signals, beside the loop; the attempt is told the answer."""
+        """Ask the scheduler in a thread why it sent a signal; the answer is passed to the attempt."""
         assert self.own_job is not None
         answer = asyncio.ensure_future(asyncio.to_thread(self.own_job.notice, limit=limit))
         answer.add_done_callback(lambda _: self.inbox.put(Noticed(answer)))
 
     async def _prepare(self, decision: Decision, choice: Choice) -> bool:
-        """Wait, start the agents that are to come back, and place the next attempt; False when a stop was asked for."""
+        """Wait, restart agents if needed, and place the next attempt; return False if a stop was requested."""
         until = time.monotonic() + decision.delay_s
         await self._pump(lambda: time.monotonic() >= until or self.stop is not None)
         choice = self.succession.choose(self.slots) or choice  # nodes may have come and gone meanwhile
@@ -217,7 +218,7 @@ class Supervisor:
         return self.stop is None
 
     async def _revive(self) -> None:
-        """Wait until enough nodes are back; those that are not in time are given up."""
+        """Wait until enough nodes are back; give up those that are not back in time."""
         limit_s = self.job.start_timeout_s
         deadline = time.monotonic() + limit_s + FENCE_S * self.context.remote
         self.reserve.needed = True
@@ -235,12 +236,12 @@ class Supervisor:
     # Messages -------------------------------------------------------------------------------------------------------
 
     async def _pump(self, until: Callable[[], bool]) -> None:
-        """Handle what comes until something is so; the clock ticks, so it is asked often."""
+        """Handle events until a condition is true. It is checked after every event, and the clock ticks often."""
         while not until():
             self._handle(await self.inbox.next())
 
     def _handle(self, event: Event) -> None:
-        """Give an event to the method that is for it."""
+        """Pass an event to its handler."""
         match event:
             case Heard():
                 self._hear(event)
@@ -260,10 +261,10 @@ class Supervisor:
             self._on_gone(Gone(self.crew.broken.pop()))
 
     def _hear(self, heard: Heard) -> None:
-        """Handle a message of a node. Whatever is wrong with it costs that node, and not the run."""
+        """Handle a node's message. An invalid message costs only that node, not the run."""
         try:
             self._take(heard)
-        except (StorageError, RunFolderError):  # our own folder fails
+        except (StorageError, RunFolderError):  # the run folder fails, which is no fault of the node
             raise
         except Exception as error:
             why = f"its agent broke the protocol: {type(heard.message).__name__}: {error or type(error).__name__}"
@@ -278,7 +279,7 @@ class Supervisor:
                 self._answered(slot)
             return
         if not self.crew.heard(slot, heard.via):
-            return  # of an agent that we have given up
+            return  # from an agent that was given up
         if isinstance(message, Heartbeat):
             self.crew.nodes[slot].beat(message, heard.received, self.context.attempt)
         elif attempt is not None and slot in self.rank_of and message.attempt == attempt.number:
@@ -289,17 +290,17 @@ class Supervisor:
     def _on_failed(self, slot: int, error: MusterError) -> None:
         node = self.crew.nodes[slot]
         if node.settled or self.reserve.failed(slot, error, time.monotonic()):
-            return  # once there is an agent, the end of its channel counts
+            return  # once there is an agent, only the end of its channel counts
         if self._current.is_over() or not self._current.is_stopping:
             node.failure = error
             self.log.event("unreachable", attempt=self.context.attempt, node=slot, message=str(node.failure))
             self._answered(slot)
 
     def _answered(self, slot: int) -> None:
-        """Go on with the start when the last node of the attempt has answered or failed."""
+        """Continue the start when the last node of the attempt has answered or failed."""
         attempt = self._current
         self.crew.answered(slot)
-        if attempt.is_over():  # an agent that was lost is there again: the next attempt's
+        if attempt.is_over():  # the agent of a lost node is back, for the next attempt
             return
         if attempt.is_stopping:
             self.crew.send(slot, StopRanks(attempt.number, 0.0))
@@ -309,7 +310,7 @@ class Supervisor:
     def _on_gone(self, gone: Gone) -> None:
         node = self.crew.nodes[gone.slot]
         if gone.via not in (None, node.channel):
-            return  # of an earlier agent of that node
+            return  # from an earlier agent of the node
         if not node.gone:
             self.crew.lose(gone.slot, time.monotonic())
             self._lost(gone.slot, gone.why)
@@ -323,7 +324,7 @@ class Supervisor:
         self.lease.renew()
         late_s = self.crew.tick(now)
         if late_s > SILENT_S / 2 and self.context.remote:
-            text = f"the supervisor itself stood still for {late_s:.0f} s; nodes wait {LEASE_S:g} s for it"
+            text = f"the supervisor itself did not run for {late_s:.0f} s; nodes wait {LEASE_S:g} s for it"
             self.log.tell("warning", text=text)
         for lost in self.crew.silent(now):
             silent_s = now - self.crew.nodes[lost].heard
@@ -339,7 +340,7 @@ class Supervisor:
                 self._tend_reserve(self.attempt, now)
 
     def _tend_reserve(self, attempt: Attempt, now: float) -> None:
-        """Bring lost nodes back; once the job can use more than it has, save and go on with them."""
+        """Bring lost nodes back; once the job can use more nodes than it has, save and continue with them."""
         used = () if attempt.is_over() else self.slots
         self.reserve.tick(now, attempt, used)
         missing = self.job.nodes - len(used)
@@ -348,13 +349,13 @@ class Supervisor:
         choice = self.succession.choose(used, [*used, *fit])
         if choice is not None and len(choice.slots) > len(used):
             names = nodelist.fold(self.crew.hosts(sorted(set(choice.slots) - set(used))))
-            text = f"to go on with {counted(len(choice.slots), 'node')}, {names} among them again"
+            text = f"to continue on {counted(len(choice.slots), 'node')}, including {names} again"
             attempt.drain(Stop(exits.REQUEUE, f"stopped {text}"), text, growing=True)
 
     def _on_stop(self, request: StopRequest) -> None:
-        """End the run on request: save first where that is possible; at a second request at once."""
+        """Stop the run on request: the first request saves first, if possible; a second one stops at once."""
         limit = request.code == exits.TIMEOUT
-        # A scheduler's time limit: the next allocation continues.
+        # At a scheduler's time limit the run continues in the next allocation.
         attempt, again = self.attempt, self.stop is not None
         session = attempt is not None and attempt.story.has_session
         continues = limit and resumption.continues(self.context, session=session)
@@ -373,10 +374,10 @@ class Supervisor:
     # The end --------------------------------------------------------------------------------------------------------
 
     async def _farewell(self) -> None:
-        """Let every agent go; then whatever still carries the run id is killed."""
+        """Dismiss every agent; then kill all processes that still carry the run id."""
         self.inbox.close(self.attempt.verdict().code & 0xFF if self.attempt is not None else 1)
         lost = [slot for slot, node in enumerate(self.crew.nodes) if node.gone or node.hello is None]
         await self.transport.close(lost)
         if left := processes.of_run(self.run_dir.run_id):
-            self.log.event("warning", text=f"{len(left)} processes outlived their keeper and were killed")
+            self.log.event("warning", text=f"{len(left)} processes outlived their rank parent and were killed")
             processes.kill_run(self.run_dir.run_id, term_s=0.0)

@@ -1,8 +1,8 @@
-"""A sweep: the product of grids as runs of one job. What it is made of, and its record; pure but for the record's file.
+"""A sweep: the product of grids, as runs of one job; its points and its record. Pure, except for the record's file.
 
---grid train.mode=allreduce,ddp --grid nodes=1,2    4 points: every value of the one with every value of the other
+--grid train.mode=allreduce,ddp --grid nodes=1,2    4 points: every value of one with every value of the other
 
-runs/sweep-<name>-<utc>/sweep.json      the points, their overrides and their runs, which lie beside this folder
+runs/sweep-<name>-<utc>/sweep.json      the points, their overrides, and their runs, which are beside this folder
 """
 
 import itertools
@@ -22,7 +22,7 @@ from muster.jobs.basics.reading import read_json
 from muster.jobs.runfolder.rundir import RUN_ID, RunDir, all_runs, note_choice, open_run, run_path
 
 VERSION: Final = 1
-MOST_POINTS: Final = 1000  # Slurm's own limit for an array, unless the site raised it
+MOST_POINTS: Final = 1000  # Slurm's own limit for an array, unless the site has raised it
 PREFIX: Final = "sweep-"
 RECORD: Final = "sweep.json"
 LONGEST_NAME: Final = 64
@@ -34,7 +34,7 @@ BRACKETS: Final = {"[": "]", "{": "}", "(": ")"}
 
 @dataclass(frozen=True)
 class Grid:
-    """One key of the job, and the values that it takes in turn, as they were written."""
+    """One key of the job and its values, as they were written."""
 
     key: str
     values: tuple[str, ...]
@@ -42,7 +42,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its number from 0, its overrides, and how its run is called."""
+    """One run of a sweep: its number from 0, its overrides, and the name of its run."""
 
     index: int
     overrides: tuple[str, ...]
@@ -50,13 +50,13 @@ class Point:
 
     @property
     def label(self) -> str:
-        """Write it as its overrides."""
+        """The overrides as text."""
         return " ".join(self.overrides)
 
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """What `sweep.json` holds; `run_ids` is in the order of the points."""
+    """The content of `sweep.json`; `run_ids` is in the order of the points."""
 
     name: str
     job: str
@@ -66,17 +66,17 @@ class SweepRecord:
     run_ids: tuple[str, ...]
 
     def write(self, folder: Path) -> None:
-        """Write it; errors as `jobs.runfolder.rundir.write_json`."""
+        """Write the record. Errors as for `jobs.runfolder.rundir.write_json`."""
         points = [{**asdict(point), "run_id": run_id} for point, run_id in zip(self.points, self.run_ids, strict=True)]
         head = {"version": VERSION, "name": self.name, "job": self.job, "transport": self.transport}
         write_json(folder / RECORD, {**head, "time": self.time, "points": points})
 
     @classmethod
     def read(cls, folder: Path) -> "SweepRecord":
-        """Read it.
+        """Read the record.
 
         Raises:
-            RunFolderError: there is none, or it is not ours.
+            RunFolderError: if there is none, or it cannot be used.
         """
         path = folder / RECORD
         try:
@@ -96,10 +96,10 @@ class SweepRecord:
             raise RunFolderError(f"{path}: cannot be read: {error!r}; start the sweep anew") from error
 
     def runs(self, folder: Path) -> list[RunDir]:
-        """Return the run folders, which lie beside the sweep's, made or not.
+        """Return the run folders, which are beside the sweep's folder; they may not exist yet.
 
         Raises:
-            UntrustedError: one belongs to another user.
+            UntrustedError: if one belongs to another user.
         """
         runs = [RunDir(folder.parent / run_id) for run_id in self.run_ids]
         for run in runs:
@@ -109,10 +109,10 @@ class SweepRecord:
 
 
 def read_grids(words: Sequence[str], repeats: int = 1) -> list[Grid]:
-    """Read the `--grid` options; a sweep of repeats alone needs none.
+    """Read the `--grid` options; a sweep that only repeats needs none.
 
     Raises:
-        UsageError: one is not `key=value,value`, or they are too many together; all mistakes at once.
+        UsageError: if one is not `key=value,value`, or they make too many points; names all mistakes at once.
     """
     grids: list[Grid] = []
     mistakes: list[str] = []
@@ -125,9 +125,11 @@ def read_grids(words: Sequence[str], repeats: int = 1) -> list[Grid]:
         except UsageError as error:
             mistakes.append(str(error))
     if not words and repeats == 1:
-        mistakes.append("--grid: none is given; wanted KEY=VALUE,VALUE, such as --grid nodes=1,2,4")
+        mistakes.append("--grid: none is given; expected KEY=VALUE,VALUE, such as --grid nodes=1,2,4")
     if (count := repeats * math.prod(len(grid.values) for grid in grids)) > MOST_POINTS:
-        mistakes.append(f"--grid: together they make {count} runs, at most {MOST_POINTS} are one sweep; give fewer")
+        mistakes.append(
+            f"--grid: together they make {count} runs, at most {MOST_POINTS} are allowed; give fewer values"
+        )
     if mistakes:
         raise UsageError("\n".join(mistakes))
     return grids
@@ -137,7 +139,7 @@ def read_grid(word: str) -> Grid:
     """Read one `--grid` option; a comma inside brackets or quotes belongs to the value.
 
     Raises:
-        UsageError: it is not `key=value,value`.
+        UsageError: if it is not `key=value,value`.
     """
     key, equals, text = word.partition("=")
     if not equals or not all(key.split(".")):
@@ -147,14 +149,14 @@ def read_grid(word: str) -> Grid:
     values = split_values(text)
     if not all(values):
         place = f"value {values.index('') + 1} of {len(values)} is empty" if len(values) > 1 else "has no value"
-        raise UsageError(f"--grid {word}: {place}; give values with commas between them, or '\"\"' for an empty text")
+        raise UsageError(f"--grid {word}: {place}; separate values by commas, and write '\"\"' for an empty text")
     if twice := next((value for value in values if values.count(value) > 1), None):
         raise UsageError(f"--grid {word}: {twice} is given twice; every point would run twice")
     return Grid(key, tuple(values))
 
 
 def split_values(text: str) -> list[str]:
-    """Split at commas, but not inside brackets or quotes; what is left open reaches to the end."""
+    """Split at commas, but not inside brackets or quotes; an unclosed one extends to the end."""
     values, open_, quote = [""], "", ""
     for each in text:
         if quote:
@@ -173,9 +175,10 @@ def split_values(text: str) -> list[str]:
 
 
 def points_of(grids: Sequence[Grid], base: str, repeats: int = 1) -> list[Point]:
-    """Return the product of the grids, the last one running fastest; `base` begins every name.
+    """Return the product of the grids, the last one varying fastest; every name begins with `base`.
 
-    Repeats are points of their own. All points run once before any runs again, so that what drifts, drifts for all.
+    Repeats are separate points. All points run once before any runs again, so that a drift of the machine affects all
+    of them.
     """
     points: list[Point] = []
     taken: set[str] = set()
@@ -190,7 +193,7 @@ def points_of(grids: Sequence[Grid], base: str, repeats: int = 1) -> list[Point]
 
 
 def point_name(base: str, pairs: Iterable[tuple[str, str]], index: int, taken: set[str]) -> str:
-    """Name a point's run so that a person knows it: vgg11-mode-ddp-nodes-2; with its number where it is cut."""
+    """Return a readable name for a point's run, such as vgg11-mode-ddp-nodes-2; if it is cut, it ends in a number."""
     words = [f"{key.rpartition('.')[2]}-{value}" if key else value for key, value in pairs]
     name = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join([base, *words])).strip("-._")
     if len(name) <= LONGEST_NAME and name not in taken:
@@ -203,13 +206,13 @@ def point_name(base: str, pairs: Iterable[tuple[str, str]], index: int, taken: s
 
 
 def complaint(bad: Sequence[tuple[Point, MusterError]], grids: Sequence[Grid], all_points: int) -> MusterError:
-    """Put what is wrong with points into one error: what a value alone does is said once, the rest with its points."""
+    """Combine the errors of points: an error of a single value is reported once, any other one with its points."""
     spelt = {f"{grid.key}={value}": (grid.key, value) for grid in grids for value in grid.values}
     of_values: dict[tuple[str, str], list[str]] = {}
     of_points: dict[str, list[Point]] = {}
     for point, error in bad:
         for line in str(error).splitlines():
-            # A value that only does not fit the others is refused in some of its points.
+            # A value that merely does not fit the others is refused only in some of its points.
             alone = point.overrides if isinstance(error, JobFileError) else ()
             override = next((each for each in alone if line.startswith(f"--set {each}: ")), None)
             if override is None:
@@ -229,16 +232,16 @@ def complaint(bad: Sequence[tuple[Point, MusterError]], grids: Sequence[Grid], a
 
 
 def sweep_path(root: Path, name: str) -> Path:
-    """Choose the folder of a new sweep under the folder of all runs; nothing is made."""
+    """Return the folder for a new sweep, in the folder of all runs. Nothing is created."""
     return run_path(root, PREFIX + name)
 
 
 def find_sweep(root: Path, given: str, *, unique: bool = False) -> Path:
-    """Find a sweep's folder by path, name, or part of its name; where several fit, the newest.
+    """Find a sweep's folder by path, name, or part of its name; if several match, the newest.
 
     Raises:
-        NotFoundError: none fits.
-        UsageError: several fit, and `unique` is set.
+        NotFoundError: if none matches.
+        UsageError: if several match and `unique` is set.
     """
     if os.path.isfile(os.path.join(given, RECORD)):  # noqa: PTH113, PTH118 (False if it is closed)
         return open_run(Path(given)).path
@@ -246,17 +249,17 @@ def find_sweep(root: Path, given: str, *, unique: bool = False) -> Path:
     found = [path for path in sweeps if path.name == given] or [path for path in sweeps if given in path.name]
     if not found:
         names = ", ".join(path.name for path in sweeps[-4:]) or "none"
-        raise NotFoundError(f"{root}: no sweep named {given!r}; there is: {names}")
+        raise NotFoundError(f"{root}: no sweep named {given!r}; found: {names}")
     if unique and len(found) > 1:
         names = ", ".join(path.name for path in found[-4:])
-        raise UsageError(f"{root}: {given!r} fits {len(found)} sweeps: {names}; give more of the name")
+        raise UsageError(f"{root}: {given!r} matches {len(found)} sweeps: {names}; give more of the name")
     newest = max(found, key=lambda path: path.name.rsplit("-", 2)[-2:])
     note_choice(given, newest.name, len(found), "sweep")
     return open_run(newest).path
 
 
 def named_sweep(root: Path, given: str | None) -> Path | None:
-    """Return the sweep that a word names, None where it is for a run; errors as `find_sweep`."""
+    """Return the sweep that a word names, or None if it names a run. Errors as for `find_sweep`."""
     name = Path(given or "").name
     if given is None or not name.startswith(PREFIX) or any(name in run.run_id for run in all_runs(root)):
         return None
@@ -264,17 +267,17 @@ def named_sweep(root: Path, given: str | None) -> Path | None:
 
 
 def exit_code(codes: Sequence[int | None]) -> int:
-    """Return the exit code of a sweep: that of its first point that failed; a point that never ran counts as 1."""
+    """Return a sweep's exit code: that of the first failed point; a point that never ran counts as 1."""
     return next((1 if code is None else code for code in codes if code != 0), 0)
 
 
 def summary(point: Point, state: Any) -> dict[str, Any]:
-    """Return a point's row of the table; `state` is its RunState, or None where its run has no folder."""
+    """Return a point's row of the table; `state` is its RunState, None if its run has no folder."""
     known = {} if state is None else state.to_json()
     head = {"point": point.label, "run_id": known.get("run_id"), "state": "not run" if state is None else state.label}
     return head | {key: known.get(key) for key in SHOWN + RATES}
 
 
 def say(text: str) -> None:
-    """Say one thing of ours, beside the data on standard output."""
+    """Print one message on standard error, apart from the data on standard output."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A sweep from its grids to its table: every point is prepared before one starts; then come its folder and its runs."""
+"""A sweep, from its grids to its table. Every point is prepared before its folder is made and any point starts."""
 
 import json
 import time
@@ -29,7 +29,8 @@ from muster.launch.sweeps.sweep import (
 )
 from muster.launch.sweeps.sweep_run import Element, is_array, run_here, run_in_queue
 
-COLUMNS: Final[dict[str, Callable[[dict[str, Any]], object]]] = {  # of a point's record and the words of its rate
+# applied to a point's record with the words of its rate
+COLUMNS: Final[dict[str, Callable[[dict[str, Any]], object]]] = {
     "point": lambda row: row["point"],
     "state": lambda row: row["state"],
     "exit>": lambda row: row["code"],
@@ -44,10 +45,10 @@ SPARE: Final = ("took>", "exit>", "step>", "loss>", "run")
 
 
 def check(request: Request, grids: Sequence[str]) -> None:
-    """Refuse options that contradict one another.
+    """Refuse options that contradict each other.
 
     Raises:
-        UsageError: they do.
+        UsageError: if two options set the same key, or the transport cannot run sweeps.
     """
     options = {word.partition("=")[0]: f"--set {word.partition('=')[0]}" for word in request.overrides}
     options |= {"nodes": "-N"} if request.nodes is not None else {}
@@ -60,10 +61,10 @@ def check(request: Request, grids: Sequence[str]) -> None:
 
 
 def prepare_points(request: Request, grids: list[Grid], limit: int | None, repeats: int) -> tuple[str, list[Element]]:
-    """Prepare every point before anything starts; return also the name of the sweep.
+    """Prepare every point before anything starts; also return the name of the sweep.
 
     Raises:
-        UsageError, JobFileError, RefusedError: what is wrong with any of them, all at once.
+        UsageError, JobFileError, RefusedError: if any point is wrong; with the errors of all points at once.
     """
 
     def attempt(point: Point, name: str | None) -> Prepared | MusterError:
@@ -81,14 +82,14 @@ def prepare_points(request: Request, grids: list[Grid], limit: int | None, repea
     first = tried[0]
     assert not isinstance(first, MusterError)
     if limit not in (None, 1) and not is_array(first.route):
-        raise UsageError(f"--limit {limit}: is for arrays of Slurm's; here points run one after another")
+        raise UsageError(f"--limit {limit}: is for Slurm arrays only; here points run one after another")
     name = first.context.job.name
     prepared = ((point, attempt(point, point.name)) for point in points_of(grids, name, repeats))
     return name, [Element(point, each) for point, each in prepared if not isinstance(each, MusterError)]
 
 
 def refuse_unread(tried: list[Prepared | MusterError]) -> list[Prepared | MusterError]:
-    """Put an error in the place of each point with a key that no point reads, if the key has values that matter."""
+    """Replace points by errors if a key is read by none of them, unless all of them have its default value."""
     loaded = [each.loaded for each in tried if not isinstance(each, MusterError)]
     common = set.intersection(*(set(each.unread) for each in loaded)) if loaded else set()
     refused = [key for key in common if any(key not in each.idle for each in loaded)]
@@ -101,10 +102,10 @@ def refuse_unread(tried: list[Prepared | MusterError]) -> list[Prepared | Muster
 
 
 def make_sweep(request: Request, name: str, elements: list[Element]) -> tuple[SweepRecord, Path]:
-    """Make the sweep's folder beside its runs, with the record of what belongs to it.
+    """Make the sweep's folder beside its runs, with the record of its points.
 
     Raises:
-        RunFolderError, StorageError: it cannot be written.
+        RunFolderError, StorageError: if it cannot be written.
     """
     first = elements[0].prepared
     folder = sweep_path(first.context.run.path.parent, name)
@@ -122,14 +123,14 @@ def make_sweep(request: Request, name: str, elements: list[Element]) -> tuple[Sw
 
 
 def execute(elements: list[Element], folder: Path, *, limit: int | None, keep_going: bool) -> bool:
-    """Run the points; return False when the user ended the sweep."""
+    """Run the points; return False if the user stopped the sweep."""
     if is_array(elements[0].prepared.route):
         return run_in_queue(elements, folder, limit=limit)
     return run_here(elements, folder, keep_going=keep_going)
 
 
 def measured_points(record: SweepRecord, runs: Sequence[RunDir]) -> dict[str, list[Measured]]:
-    """Return the steps of every point's runs, repeats together; points without a step are left out."""
+    """Return the measured steps of every point, with repeats in one list; points without a step are omitted."""
     found: dict[str, list[Measured]] = {}
     for point, run in zip(record.points, runs, strict=True):
         with suppress(NotFoundError):
@@ -139,7 +140,7 @@ def measured_points(record: SweepRecord, runs: Sequence[RunDir]) -> dict[str, li
 
 
 def show(record: SweepRecord, folder: Path, *, as_json: bool) -> int:
-    """Print the table of a sweep as it is now; return the exit code of its first point that failed."""
+    """Print the current table of a sweep; return the exit code of its first failed point."""
     runs = record.runs(folder)
     states = [read_state(run) if run.path.is_dir() else None for run in runs]
     rows = [summary(point, state) for point, state in zip(record.points, states, strict=True)]

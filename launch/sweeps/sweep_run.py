@@ -1,9 +1,9 @@
-"""Run the points of a sweep: one after another here, or as arrays of Slurm's, one for each shape.
+"""Run the points of a sweep: one after another here, or as Slurm arrays.
 
 here     every point is started and supervised from this process; Ctrl-C stops the point and the sweep, and so does
          stop.json in the sweep's folder, which `muster stop SWEEP` writes
-arrays   points that ask Slurm for the same are one array, for its elements share what they ask for; directly by sbatch,
-         or through submitit. Then all are followed to their ends (launch/scheduler/slurm_follow.py)
+arrays   points that request the same resources form one array, because its elements share the request; submitted by
+         sbatch or through submitit. Then all are followed to their ends (launch/scheduler/slurm_follow.py)
 """
 
 import json
@@ -29,7 +29,7 @@ from muster.slurm.states import Outcome
 
 @dataclass(frozen=True)
 class Element:
-    """One point of a sweep on its way: what was prepared for it."""
+    """One prepared point of a sweep."""
 
     point: Point
     prepared: Prepared
@@ -41,7 +41,7 @@ class Element:
 
 
 def is_array(route: Route) -> bool:
-    """Say whether the points go into Slurm's queue together."""
+    """Return whether the points go into Slurm's queue as arrays."""
     return route.is_queued and not route.is_here
 
 
@@ -49,7 +49,7 @@ def is_array(route: Route) -> bool:
 
 
 def run_here(elements: Sequence[Element], folder: Path, *, keep_going: bool) -> bool:
-    """Run the points of the sweep in `folder` one after another; return False when the user stopped it."""
+    """Run the points of the sweep in `folder` one after another; return False if the user stopped it."""
     stop = RunDir(folder).stop
     for count, element in enumerate(elements, 1):
         if stop.exists():
@@ -76,7 +76,7 @@ def run_here(elements: Sequence[Element], folder: Path, *, keep_going: bool) -> 
 def _run_one(prepared: Prepared, stop: Path) -> int:
     check_torch(prepared.submission)
     submission = write_run(prepared)
-    if stop.exists():  # whoever wrote it before this folder was made knows nothing of this run
+    if stop.exists():  # it was written before this run's folder existed, so nobody else stops this run
         raise StoppedError("stopped by muster stop before it began")
     return stay(submission, Console(quiet=True))
 
@@ -85,13 +85,13 @@ def _run_one(prepared: Prepared, stop: Path) -> int:
 
 
 def run_in_queue(elements: Sequence[Element], folder: Path, *, limit: int | None) -> bool:
-    """Submit the points of the sweep in `folder`, and follow them to their ends; return False when the user stopped it.
+    """Submit the points of the sweep in `folder`, and follow them to their ends; return False if the user stopped it.
 
-    The first Ctrl-C cancels what waits and has the supervisors of what runs stop it; the second cancels all.
+    The first Ctrl-C cancels waiting points and has the supervisors stop running ones; the second one cancels all.
 
     Raises:
-        RefusedError: the code is too much to be copied.
-        RunFolderError, StorageError: a run folder cannot be written.
+        RefusedError: if the working folder is too large to be copied as code.
+        RunFolderError, StorageError: if a run folder cannot be written.
     """
     console, quiet = Console(ranks=False), Console(quiet=True)
     with holding_signals() as held:
@@ -105,7 +105,7 @@ def run_in_queue(elements: Sequence[Element], folder: Path, *, limit: int | None
 
 
 def submit_arrays(elements: Sequence[Element], folder: Path, *, limit: int | None) -> None:
-    """Submit the points, one array for each shape; a shape that is refused ends its points, and no others."""
+    """Submit the points as arrays. If Slurm refuses an array, only its points end."""
     for index, members in enumerate(group(_write_runs([element.prepared for element in elements], folder))):
         try:
             submitted = submit(members, name=f"{folder.name}-{index}", folder=folder, limit=limit)
@@ -115,7 +115,7 @@ def submit_arrays(elements: Sequence[Element], folder: Path, *, limit: int | Non
 
 
 def group(submissions: Sequence[Submission]) -> list[list[Submission]]:
-    """Put together what asks Slurm for the same, in order of the first of each."""
+    """Group the submissions that request the same resources from Slurm, in the order of each group's first."""
     groups: dict[str, list[Submission]] = {}
     for each in submissions:
         job = each.context.job

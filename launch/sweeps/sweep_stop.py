@@ -1,4 +1,4 @@
-"""Stop a sweep: stop.json in its folder keeps other points from starting; then every run of it is stopped."""
+"""Stop a sweep: stop.json in its folder keeps further points from starting; then each of its runs is stopped."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +11,13 @@ from muster.launch.sweeps.sweep import SweepRecord
 
 
 def stop_sweep(folder: Path, *, grace_s: float | None, now: bool) -> list[Outcome]:
-    """Stop the runs of a sweep, and whoever begins them; errors as `stop`."""
+    """Stop the runs of a sweep, and the process that starts them. Errors as for `stop`."""
     record = SweepRecord.read(folder)
     request_stop(RunDir(folder), grace_s, now=now)
-    runs = [run for run in record.runs(folder) if run.path.is_dir()]  # made later, a run sees stop.json and ends
+    runs = [run for run in record.runs(folder) if run.path.is_dir()]  # a run made later sees stop.json and ends
     over = {run for run in runs if read_state(run).is_over}
     queued = [run for run in runs if run not in over and run.slurm.exists()]
-    if queued:  # all at once: a point may take its time to save
+    if queued:  # all at once, because a point may take some time to save
         from muster.launch.scheduler.slurm_follow import cancel
 
         cancel(queued, grace_s=0.0 if now else grace_s, now=now)

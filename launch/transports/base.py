@@ -1,4 +1,4 @@
-"""What a transport is: a way to start agents on nodes, and the carrier over which they talk."""
+"""The interface of a transport: a way to start agents on nodes, and the carrier of their control channels."""
 
 from collections.abc import Collection
 from typing import Final, Protocol
@@ -7,54 +7,55 @@ from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError
 from muster.launch.wire.channel import Channel
 
-LEASE_S: Final = 8.0  # that agents on other machines wait for a sign of the supervisor; their keeper needs 1 s more
+# how long agents on other machines wait for a sign of the supervisor; their rank parents need 1 s more
+LEASE_S: Final = 8.0
 
 
 def agent_argv(python: str, code: str | None, *words: str) -> list[str]:
-    """Return the argv of an agent on another machine, with the code there; `words` follow."""
+    """Return the command line of an agent on another machine, with the code there; `words` are appended."""
     return [*module_argv(python, "muster.launch.agent", code), "--lease-s", str(LEASE_S), *words]
 
 
 class Gate(Protocol):
-    """Where a transport hands over what becomes of the agents that it starts."""
+    """Receives the channels of the agents that a transport starts, and the failures to start them."""
 
     def connected(self, channel: Channel) -> None:
-        """Take an agent's channel; it knows which node is at the other end."""
+        """Accept an agent's channel, which knows the node at its other end."""
         ...
 
     def failed(self, node_rank: int, error: MusterError) -> None:
-        """Learn that a node's agent cannot be started, or has ended; the first word on a node counts."""
+        """Accept the failure of a node's agent to start, or its end; only the first report on a node counts."""
         ...
 
 
 class Transport(Protocol):
-    """How agents are started on nodes, and over which carrier they talk."""
+    """A way to start agents on nodes, with a carrier for their channels."""
 
     name: str
-    patience_s: float  # how long agents may take to come, where that is longer than the job's start time-out
+    patience_s: float  # how long agents may take to connect, if that is longer than the job's start time-out
 
     def commands(self) -> list[list[str]]:
-        """Return the argv of what `start` starts: one per node of the crew, or one for all."""
+        """Return the command lines that `start` runs: one per node of the run (with spares), or one for all."""
         ...
 
     async def start(self, gate: Gate) -> None:
-        """Start one agent per node of the crew. Each is handed over when it connects, or fails, be it later.
+        """Start one agent per node of the run. Each connection or failure is reported to the gate, possibly later.
 
         Raises:
-            MusterError: nothing can be started at all.
+            MusterError: if no agent can be started at all.
         """
         ...
 
     async def restart(self, slot: int, gate: Gate) -> None:
-        """Start the agent of one node of the crew once more, after it was lost; what was left of its start is ended.
+        """Start the agent of one node again after it was lost; end what remains of the earlier start.
 
-        The new agent is handed over like those of `start`, or fails; of the lost one nothing is said any more.
+        The new agent is reported to the gate like those of `start`. Nothing more is reported about the lost one.
 
         Raises:
-            RefusedError: this transport cannot; the message says what to do instead.
+            RefusedError: if this transport cannot do it; the message names an alternative.
         """
         ...
 
     async def close(self, lost: Collection[int]) -> None:
-        """Wait until every agent that was started from here has ended; end one that does not, and the lost at once."""
+        """Wait until every agent started from here has ended. End those that do not; end the `lost` ones at once."""
         ...

@@ -1,6 +1,7 @@
-"""A child process of the supervisor that carries or starts agents: ssh, pdsh, srun, or an agent of this machine.
+"""A child process of the supervisor that carries or starts agents: ssh, pdsh, srun, or an agent on this machine.
 
-asyncio's own subprocesses cost a thread each on Python 3.10 and 3.11; here the loop watches a pidfd (pidfd_open(2)).
+asyncio's own subprocesses use one thread each on Python 3.10 and 3.11, so here the loop watches a pidfd
+(pidfd_open(2)).
 """
 
 import asyncio
@@ -17,14 +18,14 @@ from muster.launch.wire.channel import LINE_BYTES, Channel, over_pipes
 
 KEPT_LINES: Final = 200  # of standard error, per process
 FAREWELL_S: Final = 5.0
-READING_S: Final = 1.0  # for the last words on standard error, after the end
+READING_S: Final = 1.0  # to read the rest of standard error after the process has ended
 
 
 class Child:
-    """A process in a session of its own, out of reach of the terminal's Ctrl-C. Make it in a running event loop.
+    """A process in its own session, so that the terminal's Ctrl-C does not reach it. Create it in a running event loop.
 
     Raises:
-        RefusedError: its program cannot be run here.
+        RefusedError: if its program cannot be run here.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class Child:
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
     async def channel(self, node: int) -> Channel:
-        """Return the channel of a node over its standard input and output."""
+        """Return a node's channel over the process's standard input and output."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         return await over_pipes(self.process.stdout, self.process.stdin, node=node)
 
     async def read_errors(self, tell: "asyncio.Queue[str] | None" = None) -> None:
-        """Read standard error to its end; keep the last lines, and put each into a queue if one is given."""
+        """Read standard error to its end. Keep the last lines; also put each line into the queue `tell`, if given."""
         assert self.process.stderr is not None
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=LINE_BYTES)
@@ -80,11 +81,11 @@ class Child:
         """Read standard error, wait for the end, and return the exit code."""
         reading = asyncio.create_task(self.read_errors())
         code = await asyncio.shield(self.ended)
-        await asyncio.wait([reading], timeout=READING_S)  # a child of its own may hold it open
+        await asyncio.wait([reading], timeout=READING_S)  # a grandchild may hold standard error open
         return code
 
     async def end(self, wait_s: float = FAREWELL_S) -> None:
-        """Wait for the process's own end, then TERM it, then KILL it."""
+        """Wait for the process to end by itself, then send SIGTERM, then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self.ended), wait_s)

@@ -1,8 +1,8 @@
-"""Transports whose agents dial back: one program starts them all (pdsh, srun), or people do, by pasted lines.
+"""Transports whose agents dial back. One program starts them all (pdsh, srun), or people do, by pasting lines.
 
-The supervisor listens; it and its agents prove to each other that they hold the node's key. Each transport is a row:
-how the program is called, where its agents find the run's secret, and how its complaints are read. An agent that is
-started again has a program of its own; what the first one says of that node, late, no longer counts.
+The supervisor listens. It and its agents prove to each other that they hold the node's key. A `Starter` describes each
+transport: how its program is called, where its agents find the run's secret, and how its error messages are read. An
+agent that is started again has its own program; later messages of the first program about that node are ignored.
 """
 
 import asyncio
@@ -24,32 +24,32 @@ from muster.launch.transports.watched import Watched, watch_own
 from muster.launch.wire.keys import SECRET
 from muster.launch.wire.listener import Listener
 
-LOST_S: Final = 1.0  # for the agents that are not lost to end, before pdsh is ended for those that are
+LOST_S: Final = 1.0  # for agents of healthy nodes to end before pdsh is ended for the lost ones
 PDSH_LINE: Final = re.compile(r"(?:pdsh@[^:]*: )?(?P<host>[^:\s]+): (?P<text>.*)")
 PDSH_END: Final = re.compile(r"[Ee]xited with exit code (\d+)")
-ALL: Final = -1  # the place of the program that starts all agents
+ALL: Final = -1  # stands for the program that starts all agents
 
 
 @dataclass(frozen=True)
 class Starter:
     """The program that starts the agents.
 
-    `argv(connect, slot)` returns its whole argv: `connect` is what agents are told to dial, `slot` the one node whose
-    agent is started again, None for all. `explain(name, code, errors)` turns the end of one node's start, or of the
-    program itself (name ""), into a message.
+    `argv(connect, slot)` returns its complete command line. `connect`: the address for the agents to dial; `slot`: the
+    one node whose agent is started again, None for all. `explain(name, code, errors)` turns the end of one node's
+    start, or of the program itself (name ""), into an error message.
     """
 
     argv: Callable[[str, int | None], list[str]]
     environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
-    replaces: Mapping[str, str] | None = None  # stands for ours, where that holds too much
-    prefix: str = ""  # before what it says of a node
-    names: Mapping[str, int] = field(default_factory=dict)  # what it calls nodes on its standard error; best name first
+    replaces: Mapping[str, str] | None = None  # used instead of our own, where that has too many variables
+    prefix: str = ""  # of its messages about a node
+    names: Mapping[str, int] = field(default_factory=dict)  # node names in its messages, the best name first
     explain: Callable[[str, int, Sequence[str]], MusterError] | None = None
-    passes_on: Callable[[str], bool] = lambda line: False  # what of its standard error belongs on ours
+    passes_on: Callable[[str], bool] = lambda line: False  # which lines of its standard error to copy to ours
 
 
 class Dialled:
-    """Agents that dial the supervisor. Without a starter they are started by hand, but node 0's, which is ours."""
+    """Agents that dial the supervisor. Without a starter, people start all of them but node 0's, which runs here."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Dialled:
         self.nodes = nodes
         self.run = run
         self.starter = starter
-        self.towards = towards  # an address of a node: we listen where the way to it begins
+        self.towards = towards  # the address of a node: listen on the interface that leads to it
         self.listen = listen
         self.port = port
         self.own_agent = own_agent
@@ -78,27 +78,28 @@ class Dialled:
         self._listener = Listener(nodes, run=run.run_id, attempt=attempt, secret=secret, report=warn)
         self._connect = ""
         self._started = Watched()
-        self._again: set[int] = set()  # nodes whose agent was started again
+        self._again: set[int] = set()  # nodes whose agents were started again
         self._accepting: asyncio.Task[None] | None = None
 
     def commands(self) -> list[list[str]]:
-        """Return the starter's argv; by hand, that of node 0's own agent."""
+        """Return the starter's command line or, by hand, the one of node 0's own agent."""
         return [self.starter.argv("ADDRESS:PORT", None)] if self.starter is not None else [list(self.own_agent)]
 
     async def start(self, gate: Gate) -> None:
-        """Listen, then start what starts the agents."""
+        """Listen, then start the program that starts the agents."""
         route = network.route_to(self.towards) if self.towards else None
         own = network.own_addresses()
         bind = self.listen or (route[1] if route else "")
-        if not bind.startswith("127.") and bind not in (address for _, address in own):  # translated on its way to us
+        # an address translated on the way
+        if not bind.startswith("127.") and bind not in (address for _, address in own):
             bind = ""
         named = [self.listen or bind] if self.listen or bind else [address for _, address in own] or [network.LOOPBACK]
         if not bind:
-            warn("listening on every address of this host, because it is not known which one leads to the nodes")
+            warn("listening on every address of this host, because it is not known which one the nodes can reach")
         await self._listener.open(bind, self.port, dialled_as=named)
         self._connect = ",".join(self._listener.addresses)
         if self.own_agent:
-            self._listener.expected.discard(0)  # it has pipes
+            self._listener.expected.discard(0)  # node 0's agent is connected by pipes
         self._accepting = asyncio.create_task(self._accept(gate))
         if self.own_agent:
             await self._start_own(gate)
@@ -107,7 +108,7 @@ class Dialled:
             self._start_by(self.starter, None, gate)
 
     async def restart(self, slot: int, gate: Gate) -> None:
-        """Start a node's agent by a program of its own; by hand somebody is asked to, and may take their time."""
+        """Start a node's agent with a program of its own. By hand, ask the user to paste its line again."""
         self._again.add(slot)
         await self._started.end(slot)
         if not (slot == 0 and self.own_agent):
@@ -138,7 +139,7 @@ class Dialled:
         self._started.add(place, child, gate, partial(self._watch, starter, child, place))
 
     async def _watch(self, starter: Starter, child: Child, place: int, gate: Gate) -> None:
-        """Tell what the starter says of single nodes as it says it, and at its end that nobody else will come."""
+        """Report the starter's messages about single nodes as they appear, and at its end that no more agents come."""
         lines: asyncio.Queue[str] = asyncio.Queue()
         reading = asyncio.create_task(child.read_errors(lines))
         said: dict[int, list[str]] = {}
@@ -167,11 +168,11 @@ class Dialled:
                 gate.failed(node, starter.explain(called.get(node, ""), code, said.get(node) or child.errors))
 
     def _speaks_for(self, place: int, node: int) -> bool:
-        """Say whether the program at a place is the one that last started a node's agent."""
+        """Return whether the program at a place is the one that last started a node's agent."""
         return place == (node if node in self._again else ALL)
 
     async def close(self, lost: Collection[int]) -> None:
-        """Let nobody in any more, and wait for what we started to end; pdsh would wait long for a lost node's ssh."""
+        """Stop listening, and wait for the started programs to end. pdsh would wait long for a lost node's ssh."""
         self._listener.close()
         self.run.token.unlink(missing_ok=True)
 
@@ -187,5 +188,5 @@ class Dialled:
 
 
 def warn(text: str) -> None:
-    """Say what the transport noticed."""
+    """Print a warning of the transport."""
     print(f"muster: {text}", file=sys.stderr)

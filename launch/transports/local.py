@@ -1,7 +1,7 @@
 """The local transport: every node is a pretend node on this machine.
 
-One warm process for all, started before anything else, so that its import of torch overlaps everything; one agent
-per node with a socket to its own keeper in there.
+One warm process serves all of them. It is started before anything else, so that its import of torch overlaps with the
+rest. Each node gets one agent, with a socket to its own rank parent in the warm process.
 """
 
 import asyncio
@@ -32,32 +32,32 @@ class Local:
         self._warm: subprocess.Popen[bytes] | None = None
 
     def warm_up(self, preload: str, environment: Mapping[str, str], of_job: Sequence[str] = ()) -> None:
-        """Start the warm process, in Muster's Python or the job's; call it as early as its environment is known."""
+        """Start the warm process, in Muster's Python or the job's. Call it as soon as its environment is known."""
         pairs = [socket.socketpair() for _ in range(self.nodes)]
         ours, theirs = [mine for mine, _ in pairs], [keepers for _, keepers in pairs]
         environ = {**os.environ, **environment}
         try:
             self._warm = start_warm(theirs, python=self.python, of_job=of_job, preload=preload, env=environ)
             self._keepers = ours
-        except OSError:  # each agent will try it, and say why it cannot be run
+        except OSError:  # each agent will try again and report why the Python cannot be run
             for mine in ours:
                 mine.close()
         for each in theirs:
             each.close()
 
     def commands(self) -> list[list[str]]:
-        """Return every agent's argv."""
+        """Return every agent's command line."""
         return [[*module_argv(self.python, "muster.launch.agent"), "--node", str(node)] for node in range(self.nodes)]
 
     async def start(self, gate: Gate) -> None:
-        """Start one agent per node, each with its keeper's socket."""
+        """Start one agent per node, each with the socket of its rank parent."""
         for node in range(self.nodes):
             await self._start_one(node, gate, [self._keepers[node].fileno()] if self._keepers else [])
         for keeper in self._keepers:
             keeper.close()
 
     async def restart(self, slot: int, gate: Gate) -> None:
-        """Start a node's agent again; it starts a warm process of its own, for the keeper of the lost one is over."""
+        """Start a node's agent again with a warm process of its own, because the lost agent's rank parent has ended."""
         await self._agents.end(slot)
         await self._start_one(slot, gate, [])
 
@@ -69,13 +69,13 @@ class Local:
         gate.connected(await agent.channel(node))
 
     async def close(self, lost: Collection[int]) -> None:
-        """Wait until every agent has ended; kill one that does not, and the lost at once."""
+        """Wait until every agent has ended; kill those that do not, and the lost ones at once."""
         for keeper in self._keepers:
             keeper.close()
         await self._agents.close(lambda node: 0.0 if node in lost else FAREWELL_S)
         if self._warm is not None:
             try:
-                await asyncio.to_thread(self._warm.wait, FAREWELL_S)  # it ends with its last keeper
+                await asyncio.to_thread(self._warm.wait, FAREWELL_S)  # it ends with its last rank parent
             except subprocess.TimeoutExpired:
                 self._warm.kill()
                 self._warm.wait()

@@ -1,4 +1,4 @@
-"""The pdsh transport: one pdsh starts all agents. It gives them no standard input, so they dial back."""
+"""The pdsh transport: one pdsh starts all agents. It cannot pass them standard input, so they dial back."""
 
 import shlex
 import shutil
@@ -20,7 +20,7 @@ def pdsh_transport(
     """Make the transport.
 
     Raises:
-        RefusedError: pdsh is not installed, or cannot reach these hosts as they want to be reached.
+        RefusedError: if pdsh is not installed, or cannot reach these hosts with their settings.
     """
     if shutil.which("pdsh") is None:
         raise RefusedError("--on pdsh: pdsh is not installed here; apt-get install pdsh, or use --on ssh")
@@ -33,12 +33,12 @@ def pdsh_transport(
     targets = [target_of(host, ssh.user) for host in nodes]
 
     def command(connect: str, node: str) -> str:
-        # pdsh replaces %n, the position in -w, everywhere; every other % is doubled.
+        # pdsh replaces %n by the position in -w, everywhere; every other % has to be doubled.
         agent = agent_argv(python, code, "--connect", connect, "--secret-file", str(run.token), "--node")
         return shlex.join(["exec", *agent]).replace("%", "%%") + f" {node}"
 
     def argv(connect: str, slot: int | None) -> list[str]:
-        # -f: with fewer connections than nodes the last agents would wait for the first to end.
+        # -f: with fewer connections than nodes, the last agents would wait for the first ones to end.
         whom = ["-f", str(max(fanout, len(nodes))), "-w", ",".join(targets)] if slot is None else ["-w", targets[slot]]
         return ["pdsh", "-R", "ssh", *whom, command(connect, "%n" if slot is None else str(slot))]
 
@@ -50,7 +50,7 @@ def pdsh_transport(
     by_name = {pdsh_name(target): host for target, host in zip(targets, nodes, strict=True)}
     numbers = {name: number for number, name in enumerate(by_name)}
     for name, number in list(numbers.items()):
-        numbers.setdefault(name.partition(".")[0], number)  # a domain that all share pdsh leaves out
+        numbers.setdefault(name.partition(".")[0], number)  # pdsh omits a domain that all hosts share
     return Dialled(
         "pdsh",
         len(nodes),
@@ -66,12 +66,12 @@ def pdsh_transport(
 
 
 def target_of(host: Host, user: str | None) -> str:
-    """Return what pdsh is given for a host; `user` logs in where the host names nobody."""
+    """Return pdsh's name for a host, with its login; `user` is the login of hosts without one."""
     login = host.login or Login(host.name)
     name = login.user or user
     return f"{name}@{login.target}" if name else login.target
 
 
 def pdsh_name(target: str) -> str:
-    """Return what pdsh calls a host before the lines that it passes on."""
+    """Return the host name with which pdsh prefixes the lines that it passes on."""
     return target.rpartition("@")[2]

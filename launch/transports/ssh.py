@@ -1,4 +1,4 @@
-"""The ssh transport: one ssh per node, whose pipes are the agent's channel; no port is opened, nothing is installed."""
+"""The ssh transport: one ssh per node, whose pipes carry the agent's channel. Opens no port and installs nothing."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -14,11 +14,11 @@ from muster.launch.transports.ssh_command import explain, ssh_argv
 from muster.launch.transports.watched import Watched
 from muster.launch.wire.channel import ChannelClosed
 
-FANOUT: Final = 64  # key exchanges under way at once
+FANOUT: Final = 64  # ssh connections being set up at once
 
 
 class Ssh:
-    """Agents on other machines, each at the far end of an ssh."""
+    """Agents on other machines, each started by its own ssh."""
 
     name = "ssh"
     patience_s = 0.0
@@ -35,17 +35,17 @@ class Ssh:
         self._started = Watched()
 
     def commands(self) -> list[list[str]]:
-        """Return every ssh's argv."""
+        """Return every ssh's command line."""
         agents = [agent_argv(self.python, self.code, "--node", str(node)) for node, _ in enumerate(self.nodes)]
         return [ssh_argv(host, self.hosts, self.ssh, argv) for host, argv in zip(self.nodes, agents, strict=True)]
 
     async def start(self, gate: Gate) -> None:
-        """Start all, so many at once that none waits for a slow one's key exchange."""
+        """Start all agents, up to `fanout` at once."""
         for node, argv in enumerate(self.commands()):
             await self._start_one(node, argv, gate)
 
     async def restart(self, slot: int, gate: Gate) -> None:
-        """Start a node's agent by a new ssh; the old one may still wait for a host that does not answer."""
+        """Start a node's agent with a new ssh; end the old one, which may still wait for a dead host."""
         await self._started.end(slot)
         await self._start_one(slot, self.commands()[slot], gate)
 
@@ -65,9 +65,9 @@ class Ssh:
         finally:
             self._turns.release()
         code = await asyncio.shield(child.ended)
-        await asyncio.wait([errors], timeout=READING_S)  # a child of ssh's own may hold it open
+        await asyncio.wait([errors], timeout=READING_S)  # a child of ssh may hold standard error open
         gate.failed(node, explain(self.nodes[node], code, child.errors, self.ssh))
 
     async def close(self, lost: Collection[int]) -> None:
-        """Wait for every ssh to end with its agent; one whose node is lost would wait for its own time-out."""
+        """Wait for every ssh to end with its agent; do not wait for those of lost nodes, which have long time-outs."""
         await self._started.close(lambda node: 0.0 if node in lost else FAREWELL_S)

@@ -1,7 +1,7 @@
-"""The system's ssh: how it is called, and what its complaints mean. Pure.
+"""The system's ssh: its command line, and the meaning of its error messages. Pure.
 
-The user's own configuration holds (`~/.ssh/config`): aliases, keys, jump hosts. What stands on the command line is what
-a launcher needs: no questions, no terminal, no forwarding, a deadline, and a sign of life every few seconds.
+The user's own configuration applies (`~/.ssh/config`): aliases, keys, jump hosts. The command line adds the settings
+that a launcher needs: no questions, no terminal, no forwarding, a connect time-out, and a keepalive every few seconds.
 """
 
 import re
@@ -16,27 +16,27 @@ from muster.jobs.hosts.placement import Host, Login
 from muster.jobs.spec.site import SshSettings
 
 NO_SETTINGS: Final = SshSettings()
-SSH_FAILED: Final = 255  # ssh's own failures, and a remote shell that was killed
+SSH_FAILED: Final = 255  # ssh's own failures, and a remote shell that was killed by a signal
 NOT_FOUND: Final = 127
 NOT_EXECUTABLE: Final = 126
 
 
 @dataclass(frozen=True)
 class Complaint:
-    """One row: what ssh or the node says, what it means, and what to do."""
+    """One row: a pattern in the output of ssh or the node, its meaning, and what to do."""
 
     said: str
     means: str
     error: type[MusterError] = UnreachableError
 
 
-CHANGED_KEY: Final = "its host key is another than the known one: reinstalled, or somebody in between; if reinstalled: "
+CHANGED_KEY: Final = "its host key has changed: it was reinstalled, or the connection is intercepted; if reinstalled: "
 COMPLAINTS: Final = (
-    # First: what our agent says may hold words that ssh uses too.
+    # First, because messages of our agent may contain words that ssh uses too.
     Complaint(r"muster agent on \S+ (?P<what>no supervisor at .*)", "{what}"),
     Complaint(r"muster agent on \S+ (?P<what>.*)", "{what}", RefusedError),
-    # Debian's ssh prints the very command.
-    # A node can write this text, too: what does not look like it is not passed on as advice.
+    # Debian's ssh prints the command to run. A node can print such text, too, so the pattern admits only commands of
+    # this exact form.
     Complaint(
         r"(?s)HOST IDENTIFICATION HAS CHANGED.*?(?P<what>ssh-keygen -f [\w./~'\"-]+ -R [\w.:%\[\]'\"-]+)",
         CHANGED_KEY + "{what}",
@@ -58,10 +58,10 @@ COMPLAINTS: Final = (
         r"(?i)timed out|banner exchange|Operation timed out",
         "no answer; is it on, and reachable from here?",
     ),
-    Complaint(r"(?i)No route to host|Network is unreachable", "no way to it; is it on, and in this network?"),
+    Complaint(r"(?i)No route to host|Network is unreachable", "no route to it; is it on, and in this network?"),
     Complaint(
         r"(?i)kex_exchange_identification|Connection (closed|reset) by",
-        "it closed the connection at once; its sshd may refuse so many (MaxStartups): try --fanout 8",
+        "it closed the connection at once; its sshd may limit connections (MaxStartups): try --fanout 8",
     ),
     Complaint(
         r"(?i)Bad configuration option: (?P<what>\w+)",
@@ -75,7 +75,7 @@ COMPLAINTS: Final = (
     ),
     Complaint(
         r"can't open file '[^']*-\d{8}T\d{6}\.\d{3}Z-\w+/code/muster/launch/boot\.py'",
-        "it does not see the run folder, and with it the copy of the code that was submitted; name shared storage with "
+        "it does not see the run folder with the submitted copy of the code; name shared storage with "
         "--runs DIR, or use --no-snapshot",
         RefusedError,
     ),
@@ -99,7 +99,7 @@ COMPLAINTS: Final = (
 
 
 def ssh_argv(host: Host, hosts: HostSet, ssh: SshSettings, command: Sequence[str]) -> list[str]:
-    """Return the whole argv that runs a command of ours on a host: the only shell line there is, quoted once."""
+    """Return the full command line that runs a command of ours on a host: the only shell line, quoted once."""
     login = host.login
     options = [*hosts.ssh_options, *base_options(ssh, port=login.port if login else None)]
     if user := (login.user if login else None) or ssh.user:
@@ -108,7 +108,7 @@ def ssh_argv(host: Host, hosts: HostSet, ssh: SshSettings, command: Sequence[str
 
 
 def base_options(ssh: SshSettings, *, port: int | None) -> list[str]:
-    """Return ssh's options, the user's first: of an option that is given twice ssh takes the first."""
+    """Return ssh's options, with the user's first: if an option is given twice, ssh uses the first."""
     options = [word for option in ssh.options for word in ("-o", re.sub(r"\A(\w+) +", r"\1=", option))]
     options += ["-T", "-x", "-a"]  # no terminal, no X, no agent
     options += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={ssh.connect_timeout_s}"]
@@ -123,7 +123,7 @@ def base_options(ssh: SshSettings, *, port: int | None) -> list[str]:
 
 
 def explain(host: Host, code: int, errors: Sequence[str], ssh: SshSettings = NO_SETTINGS) -> MusterError:
-    """Turn the end of an ssh that brought no agent into one message; `errors` is its standard error."""
+    """Turn the end of an ssh without an agent into one error message; `errors` is its standard error."""
     text = "\n".join(errors)
     if code == SSH_FAILED and not text.strip():
         text = "Connection reset by peer"  # at LogLevel=ERROR, ssh does not report a reset connection
@@ -147,11 +147,11 @@ def explain(host: Host, code: int, errors: Sequence[str], ssh: SshSettings = NO_
 
 def last_said(errors: Sequence[str]) -> str:
     """Return the last line that a program wrote to its standard error, for a message."""
-    return next((line for line in reversed(errors) if line.strip()), "it said nothing")
+    return next((line for line in reversed(errors) if line.strip()), "no error output")
 
 
 def _blamed_hop(text: str, jump: str | None) -> str | None:
-    """Return the jump host that ssh complains of; a hop that could not reach the next host says so itself."""
+    """Return the jump host named in ssh's message. A hop that cannot reach the next host reports that itself."""
     if "forwarding failed" in text:
         return None
     hops = [hop.removeprefix("ssh://") for hop in (jump or "").split(",") if hop]
@@ -162,10 +162,10 @@ def _blamed_hop(text: str, jump: str | None) -> str | None:
 
 
 def typed(host: Host, ssh: SshSettings = NO_SETTINGS) -> str:
-    """Return what somebody types behind `ssh` to reach a host."""
+    """Return the words that a user types after `ssh` to reach a host."""
     login = host.login or Login(host.name)
     options = [word for option in ssh.options for word in ("-o", option)]
-    options += ["-o", f"ProxyJump={ssh.jump}"] if ssh.jump else []  # ssh-copy-id has no -J
+    options += ["-o", f"ProxyJump={ssh.jump}"] if ssh.jump else []  # as an option, because ssh-copy-id has no -J
     port, user = login.port or ssh.port, login.user or ssh.user
     options += ["-p", str(port)] if port else []
     return shlex.join([*options, f"{user}@{login.target}" if user else login.target])

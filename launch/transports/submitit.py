@@ -1,6 +1,7 @@
-"""The submitit transport: its tasks start the agents, and this supervisor is a child of the first of them.
+"""The submitit transport: its tasks start the agents, and this supervisor is a child of the first task.
 
-Node 0's agent is ours to start. The others are told by a file in the run folder where to dial (slurm/submitit_job.py).
+This process starts node 0's agent. A file in the run folder tells the other tasks where to dial
+(slurm/submitit_job.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +20,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 class Submitit(Dialled):
-    """Agents of submitit's tasks; `one_host`: they are all on this machine."""
+    """Agents of submitit's tasks. `one_host`: all tasks are on this machine."""
 
     def __init__(
         self, nodes: Sequence[str], *, run: RunDir, python: str, code: str | None, one_host: bool = False
@@ -37,23 +38,23 @@ class Submitit(Dialled):
         )
 
     async def start(self, gate: Gate) -> None:
-        """Listen, start node 0's agent, and tell the other tasks where to dial."""
+        """Listen, start node 0's agent, and publish the address for the other tasks."""
         await super().start(gate)
         publish(self.run, {"arguments": self._arguments, "environment": {SECRET: self._listener.secret}})
 
     async def restart(self, slot: int, gate: Gate) -> None:
-        """Refuse: submitit starts each task once.
+        """Refuse, because submitit starts each task only once.
 
         Raises:
             RefusedError: always.
         """
         raise RefusedError(
-            f"node {slot}: submitit starts a node's agent only once; go on with fewer nodes (restart.min_nodes), with "
-            "spares (restart.spares), or through --on slurm"
+            f"node {slot}: submitit starts a node's agent only once; continue on fewer nodes (restart.min_nodes), "
+            "with spares (restart.spares), or through --on slurm"
         )
 
     async def close(self, lost: Collection[int]) -> None:
-        """Let nobody in any more; what was told is over."""
+        """Stop listening, and remove the published address."""
         self.run.rendezvous.unlink(missing_ok=True)
         await super().close(lost)
 

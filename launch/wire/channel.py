@@ -1,9 +1,9 @@
 """The control channel between supervisor and agent: typed messages as JSON lines over one of two carriers.
 
-Pipe: the standard input and output of the agent's process, for transports that keep them (local, ssh). Whoever holds
-      the other end was started by us, or was authenticated by ssh.
-TCP:  the agent dials back, for transports that do not (pdsh, srun, submitit, a pasted line); both ends prove that
-      they hold the node's key (handshake.py) before a message is read.
+Pipe: the standard input and output of the agent's process, for transports that keep them (local, ssh). The process
+      at the other end was started by us or authenticated by ssh.
+TCP:  a connection that the agent dials, for transports that do not (pdsh, srun, submitit, a pasted line). Both ends
+      prove that they hold the node's key (handshake.py) before any message is read.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from typing import IO, Any, Final
 from muster.launch.wire.codec import ProtocolError, decode, encode
 from muster.launch.wire.messages import FROM_AGENT, TO_AGENT, Hello
 
-START_BYTES: Final = 1 << 24  # the longest message to an agent: argv and environment of all ranks of a node
-LINE_BYTES: Final = 1 << 23  # the longest from an agent: a line of 1 MiB whose every character is escaped
+START_BYTES: Final = 1 << 24  # the longest message to an agent: arguments and environment of all ranks of a node
+LINE_BYTES: Final = 1 << 23  # the longest message from an agent: a line of 1 MiB with every character escaped
 CHATTER_LINES: Final = 1000
-UNHANDLED: Final = 256  # messages of one node that may wait to be handled
+UNHANDLED: Final = 256  # messages of one node that may wait in the inbox
 
 
 class ChannelClosed(Exception):
-    """The other end has gone."""
+    """The other end has closed the channel."""
 
 
 class NotAMessage(ChannelClosed):
@@ -31,21 +31,21 @@ class NotAMessage(ChannelClosed):
 
 @dataclass
 class Channel:
-    """One end: send and receive whole messages. `kinds` are those that it may receive."""
+    """One end of a channel: sends and receives whole messages. `kinds`: the messages that it may receive."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     kinds: Mapping[str, type]
-    source: asyncio.ReadTransport | None = None  # where reading and writing are two pipes
-    node: int = -1  # the supervisor's end: whose channel this is
+    source: asyncio.ReadTransport | None = None  # set if reading and writing use two separate pipes
+    node: int = -1  # at the supervisor's end: the node at the other end
     unhandled: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UNHANDLED))
-    _first: Any = None  # received, and still to be given out
+    _first: Any = None  # received by `wait_for_hello`, returned by the next `receive`
 
     async def send(self, message: object) -> None:
         """Send one message.
 
         Raises:
-            ChannelClosed: the other end has gone.
+                ChannelClosed: if the other end has closed.
         """
         try:
             self.writer.write(encode(message))
@@ -54,20 +54,20 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def post(self, message: object) -> None:
-        """Send one message without waiting until the other end takes it.
+        """Queue one message for sending; do not wait for the other end to read it.
 
         Raises:
-            ChannelClosed: the other end is known to have gone.
+            ChannelClosed: if the other end is known to have closed.
         """
         if self.writer.is_closing():
             raise ChannelClosed("the connection ended")
         self.writer.write(encode(message))
 
     async def wait_for_hello(self) -> None:
-        """Wait for the agent's first message; lines that a shell's start files printed before it are skipped.
+        """Wait for the agent's first message; skip lines printed before it by a shell's start-up files.
 
         Raises:
-            ChannelClosed: the other end has gone, or sent too much without a hello.
+            ChannelClosed: if the other end has closed, or sends too much without a hello.
         """
         for _ in range(CHATTER_LINES):
             try:
@@ -75,10 +75,10 @@ class Channel:
                 return
             except NotAMessage:
                 continue
-        raise ChannelClosed("no hello among what it printed")
+        raise ChannelClosed("it printed no hello")
 
     async def receive_hello(self) -> Hello:
-        """Return the agent's first message; errors as `receive`."""
+        """Return the agent's first message. Errors as for `receive`."""
         first = await self.receive()
         if not isinstance(first, Hello):
             raise NotAMessage(f"expected Hello, got {type(first).__name__}")
@@ -88,8 +88,8 @@ class Channel:
         """Return the next message, one of `kinds`.
 
         Raises:
-            ChannelClosed: the other end has gone.
-            NotAMessage: what it sent is not allowed.
+            ChannelClosed: if the other end has closed.
+            NotAMessage: if the other end sends anything that is not allowed.
         """
         if self._first is not None:
             message, self._first = self._first, None
@@ -108,21 +108,21 @@ class Channel:
             raise NotAMessage(str(error)) from error
 
     def abort(self) -> None:
-        """Close this end without waiting for what is still to be sent: the other end does not take it."""
-        if not self.writer.transport.is_closing():  # asyncio's pipes do not take an abort after their end
+        """Close this end without sending what is still queued, because the other end does not read it."""
+        if not self.writer.transport.is_closing():  # asyncio's pipes cannot be aborted once closed
             self.writer.transport.abort()
         if self.source is not None:
             self.source.close()
 
     def close(self) -> None:
-        """Close this end; the other sees it at once."""
+        """Close this end; the other end notices at once."""
         self.writer.close()
         if self.source is not None:
             self.source.close()
 
 
 async def over_pipes(source: IO[bytes], sink: IO[bytes], *, node: int | None = None) -> Channel:
-    """Make an end over two pipes: the supervisor's for a node, or, without one, the agent's."""
+    """Make a channel end over two pipes: the supervisor's end for `node`, or the agent's if `node` is None."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=START_BYTES if node is None else LINE_BYTES)
     reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
@@ -134,9 +134,9 @@ async def over_pipes(source: IO[bytes], sink: IO[bytes], *, node: int | None = N
 
 
 async def over_socket(connection: socket.socket, *, node: int | None = None, received: bytes = b"") -> Channel:
-    """Make an end over a connection whose two ends have proved themselves, and of which `received` was read already.
+    """Make a channel end over a connection after its handshake; `received` are bytes already read from it.
 
-    `node` as for `over_pipes`.
+    `node`: as for `over_pipes`.
     """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=START_BYTES if node is None else LINE_BYTES)

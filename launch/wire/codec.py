@@ -1,14 +1,14 @@
-"""Typed messages as JSON lines: what a class declares is what is accepted, field by field, within bounds.
+"""Typed messages as JSON lines: each message class declares its fields, and only those are accepted, within bounds.
 
-A message is a frozen dataclass, a record inside one a TypedDict. Supported field types: bool, int, float, str, bytes
+A message is a frozen dataclass; a record inside one is a TypedDict. Supported field types: bool, int, float, str, bytes
 (base64), None, Literal, unions, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, T]`, TypedDict, and Any for JSON that is
-handed on unread. Every one has a bound: its own (`Annotated[int, Bound(0, 65_535)]`), or the default of its type.
+passed on unread. Every field has a bound: its own (`Annotated[int, Bound(0, 65_535)]`), or the default of its type.
 
     class Held:                              {"message": "Held", "attempt": 0, "steps": 41}
         attempt: Attempt      ←──────→
         steps: Count
 
-Only the standard library is used: agents run on bare Pythons.
+Only the standard library is used, because agents run on bare Pythons.
 """
 
 import base64
@@ -25,19 +25,19 @@ from typing import Any, Final
 from muster.jobs.basics.reading import parse_json
 
 KIND: Final = "message"
-LONGEST_FLOAT: Final = 1000  # bits of a whole number that still is a float
-SHOWN: Final = 60  # characters of a wrong value that an error repeats
+LONGEST_FLOAT: Final = 1000  # bits of the largest integer that is read as a float
+SHOWN: Final = 60  # characters of a wrong value that an error message repeats
 
 
 class ProtocolError(ValueError):
-    """A message is not what the protocol allows."""
+    """A message violates the protocol."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Numbers lie between `least` and `most`; of text, bytes, tuples and dicts `most` bounds the length.
+    """The limits of a field: of a number its value, of text, bytes, tuples and dicts the length (`most` only).
 
-    With `words`, text is one of these.
+    If `words` is given, text must be one of them.
     """
 
     least: float = 0
@@ -45,7 +45,7 @@ class Bound:
     words: frozenset[str] | None = None
 
 
-ANY_FLOAT: Final = Bound(-math.inf, math.inf)  # also NaN: a loss may be anything
+ANY_FLOAT: Final = Bound(-math.inf, math.inf)  # including NaN and infinity: a loss may be anything
 DEFAULTS: Final[Mapping[type, Bound]] = {
     int: Bound(-(1 << 53), 1 << 53),
     float: Bound(-1e15, 1e15),
@@ -59,7 +59,7 @@ Read = Callable[[Any, str], Any]
 
 
 def encode(message: object) -> bytes:
-    """Return a message as one line."""
+    """Encode a message as one line."""
     return (json.dumps({KIND: type(message).__name__, **vars(message)}, default=_spell) + "\n").encode()
 
 
@@ -67,7 +67,7 @@ def decode(line: bytes, kinds: Mapping[str, type]) -> Any:
     """Return the message in a line.
 
     Raises:
-        ProtocolError: if it is not JSON, of none of these kinds, or has a field that its class does not allow.
+        ProtocolError: if the line is not JSON, is of none of these kinds, or has a field that its class does not allow.
     """
     try:
         found = parse_json(line)
@@ -81,7 +81,7 @@ def decode(line: bytes, kinds: Mapping[str, type]) -> Any:
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Return whether a JSON value is what a field of this type allows."""
+    """Return whether a JSON value is valid for a field of this type."""
     try:
         _reader(hint)(value, "")
     except ProtocolError:
@@ -90,13 +90,13 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def table(*kinds: type) -> dict[str, type]:
-    """Return the kinds of one direction by their names."""
+    """Return the message classes of one direction by name."""
     return {kind.__name__: kind for kind in kinds}
 
 
 @cache
 def _record(kind: Any) -> Read:
-    """Return the reader of a dataclass's or TypedDict's fields; unknown and missing ones are errors."""
+    """Return a reader for the fields of a dataclass or TypedDict, for which unknown and missing fields are errors."""
     hints = typing.get_type_hints(kind, include_extras=True)
     readers = {name: _reader(hint) for name, hint in hints.items()}
     if typing.is_typeddict(kind):
@@ -248,7 +248,7 @@ def _wrong(where: str, expected: str, value: Any) -> ProtocolError:
 def _shown(value: Any) -> str:
     if isinstance(value, list | dict | str) and len(value) > SHOWN:
         return f"{type(value).__name__} of {len(value)}"
-    text = ascii(value)  # it may hold control characters, and ends in a terminal
+    text = ascii(value)  # the value may contain control characters, and the message is shown in a terminal
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 

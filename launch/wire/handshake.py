@@ -1,4 +1,4 @@
-"""How an agent that dials and its supervisor prove to each other that they hold the key of a node.
+"""The handshake by which a dialling agent and its supervisor prove to each other that they hold a node's key.
 
     agent                                                        supervisor
       muster/1 agent NODE NONCE DIALLED              ──────→
@@ -7,14 +7,15 @@
                                                      ←──────     muster/1 welcome          (or: refused WHY)
       … and only now messages, both ways
 
-A proof is HMAC-SHA256 (RFC 2104) under the node's key over the role of the prover, run, attempt, node, both nonces and
-the address that the agent dialled. So the key never travels, a proof is good for one connection, one side's cannot be
-returned as the other's, and nobody can pass on what agent and supervisor say to each other from another address.
+A proof is HMAC-SHA256 (RFC 2104) under the node's key over the prover's role, the run, attempt and node, both nonces,
+and the address that the agent dialled. So the key never travels, and a proof is valid for one connection only. A proof
+cannot be reflected to its sender, because it contains the role. A third party cannot relay the handshake from another
+address, because it contains the address.
 
-A run has one secret; the key of a node is HMAC-SHA256 of its number under the secret. Where each node is given its own
-key (by hand), one node cannot speak for another. Lines are ASCII, at most LONGEST bytes, and are not JSON.
+A run has one secret. The key of a node is HMAC-SHA256 of its number under the secret. Where each node is given its own
+key (by hand), no node can impersonate another. Lines are ASCII, at most LONGEST bytes, and are not JSON.
 
-Agents import this before they greet: nothing but `hmac`.
+Agents import this before they greet, so it imports only `hmac`.
 """
 
 import hmac
@@ -43,7 +44,7 @@ def node_key(secret: str, node: int) -> str:
 
 
 class TurnedAwayError(Exception):
-    """The supervisor has proved itself, and does not want this agent."""
+    """The supervisor has proved its identity and refuses this agent."""
 
 
 class AgentSide:
@@ -60,7 +61,7 @@ class AgentSide:
         return f"{VERSION} {AGENT} {self.node} {self.nonce} {self.dialled}\n".encode()
 
     def answer(self, line: bytes) -> bytes:
-        """Check the supervisor's line and return ours, which proves this end.
+        """Check the supervisor's line, and return our line, which proves that we hold the key.
 
         Raises:
             HandshakeError: if the other end does not hold the key.
@@ -79,14 +80,14 @@ class AgentSide:
         """Read the supervisor's last line.
 
         Raises:
-            TurnedAwayError: if it does not want this agent; its reason.
+            TurnedAwayError: if the supervisor refuses this agent, with its reason.
         """
         if line != WELCOME:
             raise TurnedAwayError(" ".join(words_of(line)).removeprefix(REFUSED) or "no reason")
 
 
 class SupervisorSide:
-    """The supervisor's end of one handshake, with the agent that sent a node number, a nonce and what it dialled."""
+    """The supervisor's end of one handshake. `greeting`: the agent's node number, nonce and dialled address."""
 
     def __init__(self, key: str, greeting: tuple[int, str, str], run: str, attempt: int) -> None:
         node, nonce, dialled = greeting
@@ -94,7 +95,7 @@ class SupervisorSide:
         self.about = (run, str(attempt), str(node), nonce, os.urandom(NONCE_BYTES).hex(), dialled)
 
     def challenge(self) -> bytes:
-        """Return our line, which proves this end."""
+        """Return our line, which proves that we hold the key."""
         run, attempt, _, _, nonce, _ = self.about
         return f"{VERSION} {SUPERVISOR} {run} {attempt} {nonce} {proof(self.key, SUPERVISOR, self.about)}\n".encode()
 
@@ -104,10 +105,10 @@ class SupervisorSide:
 
 
 def read_greeting(line: bytes) -> tuple[int, str, str]:
-    """Return node, nonce and dialled address of an agent's first line.
+    """Return node, nonce and dialled address from an agent's first line.
 
     Raises:
-        HandshakeError: if it is something else.
+        HandshakeError: if the line is not a greeting.
     """
     words = words_of(line)
     if len(words) != 5 or words[:2] != [VERSION, AGENT] or not (len(words[2]) < 8 and words[2].isdecimal()):
@@ -116,7 +117,7 @@ def read_greeting(line: bytes) -> tuple[int, str, str]:
 
 
 def words_of(line: bytes) -> list[str]:
-    """Return the words of a whole line of printable ASCII; none of any other line."""
+    """Return the words of a complete line of printable ASCII; an empty list for any other line."""
     if not line.endswith(b"\n") or not line.isascii():
         return []
     words = line.decode("ascii").split()

@@ -1,4 +1,4 @@
-"""The environment variables with which an agent proves itself. Every agent imports this before it greets."""
+"""The environment variables that carry an agent's key. Every agent imports this before it greets."""
 
-SECRET = "MUSTER_SECRET"  # the run's: the key of every node follows from it
-KEY = "MUSTER_KEY"  # this node's
+SECRET = "MUSTER_SECRET"  # the run's secret, from which the key of every node is derived
+KEY = "MUSTER_KEY"  # this node's key

@@ -1,13 +1,13 @@
-"""The supervisor's port for agents that dial back. Anybody who reaches it may connect; that must not hurt the run.
+"""The supervisor's port for agents that dial back. Any process that reaches it may connect without harming the run.
 
     connection ──→ is a node expected? ──no──→ closed unread
                         │ yes
-                   at most UNPROVED at once, HANDSHAKE_S and 1 KiB a line each, no JSON: handshake.py
+                   handshake.py, no JSON: at most UNPROVED at once, each HANDSHAKE_S and 1 KiB per line
                         │ proved
-                   a channel of that node, which is expected no more
+                   becomes the channel of its node, which is no longer expected
 
-The port stays bound to the end of the run, so that nobody else can take it. Refusals are counted and reported once a
-second.
+The port stays bound to the end of the run, so that no other process can take it. Refusals are counted and reported once
+a second.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from muster.launch.wire.handshake import (
 )
 
 BACKLOG: Final = 4096  # all agents of a large run dial at once
-UNPROVED: Final = 256  # connections in their handshake at once; the oldest goes first, before it has greeted
+UNPROVED: Final = 256  # handshakes at once; beyond that the oldest that has not greeted is dropped
 HANDSHAKE_S: Final = 10.0
 REPORT_S: Final = 1.0
-PAUSE_S: Final = 0.05  # after an error of accept(2), such as no free descriptor
+PAUSE_S: Final = 0.05  # after an error of accept(2), such as running out of descriptors
 
 
 class Listener:
-    """Accepts the agents of `nodes` nodes. `secret`: the run's, where agents were given their keys beforehand."""
+    """Accepts the agents of `nodes` nodes. `secret`: the run's secret, if agents were given their keys beforehand."""
 
     def __init__(
         self, nodes: int, *, run: str, attempt: int = 0, secret: str = "", report: Callable[[str], None]
@@ -47,7 +47,7 @@ class Listener:
         self.secret = secret or new_secret()
         self.port = 0
         self.expected = set(range(nodes))
-        self.addresses: list[str] = []  # what agents may have dialled
+        self.addresses: list[str] = []  # the addresses that agents may have dialled
         self._nodes = nodes
         self._run = run
         self._attempt = attempt
@@ -55,18 +55,18 @@ class Listener:
         self._socket: socket.socket | None = None
         self._accepted: asyncio.Queue[Channel] = asyncio.Queue()
         self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
-        self._greeted: set[socket.socket] = set()  # of those, the ones that sent an agent's first line
+        self._greeted: set[socket.socket] = set()  # the subset that has sent an agent's first line
         self._refused: Counter[str] = Counter()
         self._last_peer = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, address: str, port: int = 0, *, dialled_as: Iterable[str] = ()) -> None:
-        """Listen at `address` ("": every address of this host), on the given port or on one of our choice.
+        """Listen at `address` ("": every address of this host), on the given port or on a free one.
 
         Agents have to dial one of `dialled_as`, or `address` itself.
 
         Raises:
-            RefusedError: if the given port is taken or may not be bound.
+            RefusedError: if the given port is in use or may not be bound.
         """
         if port:
             try:
@@ -83,15 +83,15 @@ class Listener:
             self._tasks.add(asyncio.create_task(work))
 
     async def accept(self) -> Channel:
-        """Return the channel of the next node that has proved itself; the caller sets the deadline."""
+        """Return the channel of the next node that passes the handshake; the caller sets the deadline."""
         return await self._accepted.get()
 
     def expect(self, node: int) -> None:
-        """Let an agent of this node in, once."""
+        """Accept one connection of an agent of this node."""
         self.expected.add(node)
 
     def close(self) -> None:
-        """Give the port back. Channels stay open, but for those that nobody has accepted."""
+        """Close the port and every channel that was not yet accepted. Accepted channels stay open."""
         for task in (*self._tasks, *self._handshakes.values()):
             task.cancel()
         while not self._accepted.empty():
@@ -104,7 +104,7 @@ class Listener:
         while True:
             try:
                 connection, peer = await loop.sock_accept(listening)
-            except OSError as error:  # the peer has gone again, or there is no descriptor
+            except OSError as error:  # the peer has closed again, or no descriptor is free
                 self._refuse(error.strerror or str(error), "")
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -117,10 +117,10 @@ class Listener:
                 self._handshakes.pop(oldest or next(iter(self._handshakes))).cancel()
                 self._refuse("too many connections", peer[0])
             self._handshakes[connection] = asyncio.create_task(self._admit(connection, peer[0]))
-            await asyncio.sleep(0)  # it takes its first step before anybody else comes
+            await asyncio.sleep(0)  # start the handshake before the next connection
 
     async def _admit(self, connection: socket.socket, peer: str) -> None:
-        """Make a connection that proves itself a channel, and close any other."""
+        """Run the handshake on a connection; turn it into a channel, or close it if it fails."""
         channel: Channel | None = None
         try:
             node, rest = await asyncio.wait_for(self._shake_hands(connection), HANDSHAKE_S)
@@ -129,7 +129,7 @@ class Listener:
             self._accepted.put_nowait(channel)
         except HandshakeError as error:
             self._refuse(str(error), peer)
-        except asyncio.TimeoutError:  # from Python 3.11 on this is an OSError, so it stands first
+        except asyncio.TimeoutError:  # before OSError, whose subclass it is from Python 3.11 on
             self._refuse("silent", peer)
         except OSError as error:
             self._refuse(error.strerror or str(error), peer)
@@ -140,7 +140,7 @@ class Listener:
                 connection.close()
 
     async def _shake_hands(self, connection: socket.socket) -> tuple[int, bytes]:
-        """Return the node at the other end, and what it has sent behind its proof."""
+        """Return the node at the other end, and the bytes that followed its proof."""
         loop = asyncio.get_running_loop()
         line, rest = await read_line(connection, b"")
         greeting = read_greeting(line)
@@ -154,14 +154,14 @@ class Listener:
         if not end.is_proved(line):
             raise HandshakeError("wrong key")
         if node not in self.expected:
-            why = f"node {node} is not expected now: it is there already, or not of this run"
+            why = f"node {node} is not expected now: it is connected already, or not part of this run"
             await loop.sock_sendall(connection, f"{REFUSED}{why}\n".encode())
             raise HandshakeError(f"node {node} is not expected")
         self.expected.remove(node)
         try:
             await loop.sock_sendall(connection, WELCOME)
         except BaseException:
-            self.expected.add(node)  # it may dial again
+            self.expected.add(node)  # the agent may dial again
             raise
         return node, rest
 
@@ -180,10 +180,10 @@ class Listener:
 
 
 async def read_line(connection: socket.socket, received: bytes) -> tuple[bytes, bytes]:
-    """Return the next line, and what came behind it; `received` was read before.
+    """Return the next line and the bytes after it; `received` was read before.
 
     Raises:
-        HandshakeError: if it is too long, or the connection ends.
+        HandshakeError: if the line is too long, or the connection ends.
     """
     while b"\n" not in received:
         if len(received) > LONGEST:

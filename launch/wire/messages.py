@@ -1,7 +1,7 @@
-"""Every message of the control channel, by direction; `codec.py` reads and writes them.
+"""Every message of the control channel, by direction. `codec.py` encodes and decodes them.
 
-A node can send what stands in FROM_AGENT, and nothing else reaches a handler of the supervisor. Field names carry
-units. All messages but Hello are about one attempt; times are unix seconds by the sender's clock.
+A node can send only the messages in FROM_AGENT; nothing else reaches a handler of the supervisor. Field names carry
+units. All messages but Hello are about one attempt. Times are Unix seconds by the sender's clock.
 """
 
 from dataclasses import dataclass
@@ -38,13 +38,13 @@ from muster.launch.wire.records import (
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of an agent. Which node it is, the transport or the handshake has said."""
+    """The first message of an agent. The transport or the handshake has identified the node."""
 
     host: Name
     pid: Pid
     pid_start: Ticks
     slurm_name: Name
-    address: Address  # by which the supervisor reached this node
+    address: Address  # the address at which the supervisor reached this node
     python: Name
     torch: bool
     cores: tuple[Annotated[int, Bound(0, 1 << 20)], ...]
@@ -55,9 +55,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The answer to a Beat: when it was sent, received and answered, and how far the ranks are.
+    """The answer to a Beat: when the beat was sent, received and answered, and the progress of the ranks.
 
-    `late_s` is how late the agent itself has been of late, for lack of a processor or behind a slow disk.
+    `late_s`: the agent's recent scheduling delay, for lack of a processor or because of a slow disk.
     """
 
     attempt: Attempt
@@ -78,7 +78,7 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Node 0 has bound the store's port. `bound` is the address it listens at, "" for every address."""
+    """Node 0 has bound the store's port. `bound`: the address at which it listens, "" for every address."""
 
     attempt: Attempt
     port: Port
@@ -88,7 +88,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Reached:
-    """Whether this node reaches the store, and where it keeps its part of the run folder."""
+    """Whether this node reaches the store, and where its part of the run folder is."""
 
     attempt: Attempt
     interface: Name
@@ -102,7 +102,7 @@ class Reached:
 
 @dataclass(frozen=True)
 class Started:
-    """The processes of a node's ranks: (rank, pid, start ticks); no ticks for one that had ended already."""
+    """The processes of a node's ranks: (rank, pid, start ticks); ticks are None if the process has ended."""
 
     attempt: Attempt
     ranks: tuple[tuple[Rank, Pid, Ticks | None], ...]
@@ -111,7 +111,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank reports."""
+    """A report of a rank, such as its progress."""
 
     attempt: Attempt
     rank: Rank
@@ -120,7 +120,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Exited:
-    """A rank has ended: by a code or a signal, after which signal of ours, and why in its own words."""
+    """A rank has ended: its exit code or signal, the signal that we sent before, and the rank's own reason."""
 
     attempt: Attempt
     rank: Rank
@@ -135,10 +135,10 @@ class Exited:
 
 @dataclass(frozen=True)
 class Held:
-    """A rank waits between two steps, after so many."""
+    """A rank waits before its next step, after `steps` steps."""
 
     attempt: Attempt
-    steps: Annotated[int, Bound(0, (1 << 53) - 1)]  # one more can be said in a StopAt
+    steps: Annotated[int, Bound(0, (1 << 53) - 1)]  # a StopAt can hold one more
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Swept:
-    """Nothing of the attempt is left on this node but `left`."""
+    """All processes of the attempt on this node have ended, except `left`."""
 
     attempt: Attempt
     swept: Count
@@ -160,7 +160,7 @@ class Swept:
 
 @dataclass(frozen=True)
 class Log:
-    """What a rank of the console has printed."""
+    """Lines printed by one of the ranks that the console shows."""
 
     attempt: Attempt
     rank: Rank
@@ -170,7 +170,7 @@ class Log:
 
 @dataclass(frozen=True)
 class File:
-    """A piece of a file of a node that does not share the run folder."""
+    """A piece of a file from a node that does not share the run folder."""
 
     attempt: Attempt
     name: Name
@@ -180,14 +180,14 @@ class File:
 
 @dataclass(frozen=True)
 class Terminated:
-    """The agent has received SIGTERM: somebody ends this node."""
+    """The agent has received SIGTERM, so its node is about to be taken away."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The node has failed as a whole. `gone`: its ranks have ended with it."""
+    """The node has failed as a whole. `gone`: all its ranks have ended."""
 
     attempt: Attempt
     why: Text
@@ -197,7 +197,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Ready:
-    """The rank parent has imported what it needs."""
+    """The rank parent has finished its imports."""
 
     attempt: Attempt
     pid: Pid
@@ -215,14 +215,14 @@ FROM_AGENT: Final = table(*get_args(FromAgent))
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life, which the agent answers."""
+    """The supervisor's sign of life, which the agent answers with a Heartbeat."""
 
     sent: Seconds
 
 
 @dataclass(frozen=True)
 class Inspect:
-    """Ask what a node is, has and reaches (launch/node/nodefacts.py says which fields ask for what)."""
+    """Ask for facts about a node (launch/node/nodefacts.py says which field asks for which fact)."""
 
     run: Text = ""
     nonce: Name = ""
@@ -238,7 +238,7 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Bind the store's port at this address, or at that of an interface or network (`iface`)."""
+    """Bind the store's port at this address, or at the address of an interface or network (`iface`)."""
 
     attempt: Attempt
     bind: Name
@@ -247,7 +247,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Reach:
-    """Try the way to the store and look for the run folder."""
+    """Try to connect to the store, and look for the run folder."""
 
     attempt: Attempt
     address: Name
@@ -259,7 +259,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Start:
-    """Start this node's ranks (launch/plan/plan.py makes it); `ranks` go to the rank parent as they are."""
+    """Start this node's ranks (made by launch/plan/plan.py); `ranks` are passed unchanged to the rank parent."""
 
     attempt: Attempt
     node: Count
@@ -276,14 +276,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Hold:
-    """Have every rank wait before its next step."""
+    """Make every rank wait before its next step."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True)
 class StopAt:
-    """Have every rank save and end after so many steps."""
+    """Make every rank save and end after `steps` steps."""
 
     attempt: Attempt
     steps: Count
@@ -291,14 +291,14 @@ class StopAt:
 
 @dataclass(frozen=True)
 class Dump:
-    """Send the Python stacks of all ranks."""
+    """Ask for the Python stacks of all ranks."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True)
 class StopRanks:
-    """End this node's ranks: TERM, KILL after the grace, then a sweep. Programs are told why."""
+    """End this node's ranks: SIGTERM, SIGKILL after the grace period, then a sweep. Programs are told the reason."""
 
     attempt: Attempt
     grace_s: Seconds

@@ -1,4 +1,4 @@
-"""What the fields of messages are made of: numbers and texts with their bounds, and records."""
+"""The types of message fields: numbers and texts with their bounds, and records."""
 
 from typing import Annotated, Final, Literal, TypedDict
 
@@ -6,7 +6,7 @@ from muster.jobs.machine.linux import signal_name
 from muster.launch.wire.codec import ANY_FLOAT, Bound
 
 MOST_RANKS: Final = 1 << 20
-MOST_TOLD: Final = 64  # ranks of a node whose progress a heartbeat tells
+MOST_TOLD: Final = 64  # ranks of a node whose progress a heartbeat can contain
 Attempt = Annotated[int, Bound(0, 1 << 20)]
 Rank = Annotated[int, Bound(0, MOST_RANKS)]
 Pid = Annotated[int, Bound(1, 1 << 31)]
@@ -17,7 +17,7 @@ Seconds = Annotated[float, Bound(0, 1e12)]
 Real = Annotated[float, ANY_FLOAT]
 Name = Annotated[str, Bound(most=256)]
 Text = Annotated[str, Bound(most=1 << 13)]
-Words = Annotated[tuple[Annotated[str, Bound(most=1 << 18)], ...], Bound(most=1 << 10)]  # of a command line
+Words = Annotated[tuple[Annotated[str, Bound(most=1 << 18)], ...], Bound(most=1 << 10)]  # the arguments of a command
 Line = Annotated[str, Bound(most=1 << 20)]
 ExitCode = Annotated[int, Bound(0, 255)]
 Address = Annotated[str, Bound(most=64)]
@@ -32,16 +32,16 @@ class _RankProgress(TypedDict):
 
 
 class RankProgress(_RankProgress, total=False):
-    """How far one rank is. `state`: the letter of its process in proc(5), "" unless it has been silent for a while.
+    """The progress of one rank. `state`: its process state (a letter, proc(5)), "" unless it has been silent for long.
 
-    `gpu`: how busy its GPU is, in percent, and the bytes of its memory that are taken.
+    `gpu`: the utilization of its GPU in percent, and the bytes of GPU memory in use.
     """
 
     gpu: tuple[Count, Count]
 
 
 class Progress(TypedDict):
-    """How far the ranks of a node are (launch/node/pulse.py)."""
+    """The progress of a node's ranks (launch/node/pulse.py)."""
 
     steps: Count
     phases: Annotated[tuple[Name, ...], Bound(most=64)]
@@ -53,7 +53,7 @@ class Progress(TypedDict):
 
 
 class Arrived(TypedDict):
-    """A rank is about to meet the others, or has met them."""
+    """A rank is about to enter the rendezvous (arrived), or has completed it (joined)."""
 
     report: Literal["arrived", "joined"]
 
@@ -64,7 +64,7 @@ class _StepReport(TypedDict):
 
 
 class StepReport(_StepReport, total=False):
-    """The progress of the training; a program may know its step alone."""
+    """The progress of the training. A program may report only its step."""
 
     steps: Count
     loss: Real
@@ -73,7 +73,7 @@ class StepReport(_StepReport, total=False):
 
 
 class Loaded(TypedDict):
-    """The state of a checkpoint was loaded."""
+    """A rank has loaded the state of a checkpoint."""
 
     report: Literal["loaded"]
     step: Count
@@ -89,7 +89,7 @@ class FirstStep(TypedDict):
 
 
 class Replayed(TypedDict):
-    """Steps of an earlier attempt were done again."""
+    """Steps of an earlier attempt have been repeated."""
 
     report: Literal["replayed"]
     steps: Count
@@ -99,7 +99,7 @@ class Replayed(TypedDict):
 
 
 class Saved(TypedDict):
-    """A checkpoint is committed."""
+    """A checkpoint has been committed."""
 
     report: Literal["saved"]
     step: Count
@@ -130,7 +130,7 @@ class _Failure(TypedDict):
 
 
 class Failure(_Failure, total=False):
-    """Why a rank ended, in its own words (jobs/node/reports.py)."""
+    """A rank's own reason for its end (jobs/node/reports.py)."""
 
     step: Count
 
@@ -146,14 +146,14 @@ class _Stack(TypedDict):
 
 
 class Stack(_Stack, total=False):
-    """The stacks of one hung rank, and how far it was."""
+    """The stacks of one hung rank, and its progress."""
 
     phase: Name
     steps: Count
 
 
 class Leftover(TypedDict):
-    """A process that survives KILL."""
+    """A process that survives SIGKILL."""
 
     pid: Pid
     state: Name
@@ -169,7 +169,7 @@ class Memory(TypedDict):
 
 
 class Limits(TypedDict):
-    """Limits on open files; -1: none."""
+    """Limits on open files; -1 means unlimited."""
 
     open_files: int
     open_files_hard: int
@@ -188,7 +188,7 @@ class Storage(_Storage, total=False):
 
 
 class Facts(TypedDict, total=False):
-    """What a node is, has and reaches (launch/node/nodefacts.py)."""
+    """Facts about a node: what it has and reaches (launch/node/nodefacts.py)."""
 
     host: Name
     machine: Name
@@ -211,7 +211,7 @@ class Facts(TypedDict, total=False):
 
 
 class Warm(TypedDict):
-    """What a node's warm process imports, its environment, and the words that start its Python (none: the agent's)."""
+    """A node's warm process: its imports, its environment, and the command of its Python (empty: the agent's)."""
 
     preload: Text
     env: dict[str, Annotated[str, Bound(most=1 << 20)]]

@@ -69,7 +69,7 @@ UNUSABLE: dict[str, tuple[Callable[[Path], object] | None, str]] = {
     "none is named": (None, "has neither MUSTER_KEY nor MUSTER_SECRET; paste the whole line"),
     "missing": (
         lambda path: None,
-        "cannot read {path}: No such file or directory; over this transport the run folder must be on storage that "
+        "cannot read {path}: No such file or directory; with this transport the run folder must be on storage that "
         "every node sees: choose one with --runs DIR, or use --on ssh",
     ),
     "another user's": (planted, "{path} belongs to user 65534, expected you; it was not used"),

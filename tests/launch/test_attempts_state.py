@@ -70,15 +70,15 @@ def test_loading_draining_hanging_and_failing_saves_are_told(folder) -> None:
     failed(folder, 1, 10.0, ["n1"])
     folder.event("resuming", 10.5, attempt=1, checkpoint="step-00000040.a000", step=40)
     attempt(folder, 1, 11.0, ["n1"])
-    assert read_state(folder.run).doing == "starting, to go on from step-00000040.a000"
+    assert read_state(folder.run).doing == "starting, to continue from step-00000040.a000"
     assert told("joined", 12.0) == "loading step-00000040.a000"
-    assert told("loaded", 12.2, step=40) == "about to go on after step 40"
+    assert told("loaded", 12.2, step=40) == "about to continue after step 40"
     assert told("first_step", 12.3, step=41) is None
     assert told("missed", 13.0, step=50, missed=1, message="disk full") == (
-        "training goes on, but the save of step 50 failed: disk full"
+        "training continues, but the save of step 50 failed: disk full"
     )
     assert told("saved", 14.0, step=60) is None
-    assert told("hang", 50.0, seconds=30.5, phase="train") == "no progress for 30 s; every rank is asked where it is"
+    assert told("hang", 50.0, seconds=30.5, phase="train") == "no progress for 30 s; asking every rank for its stacks"
     assert told("draining", 51.0, by="Ctrl-C", deadline_s=60.0) == "saving, then stopping, within 60 s: Ctrl-C"
     assert read_state(folder.run).label == "stopping"
 

@@ -136,7 +136,7 @@ def test_a_node_that_is_gone_is_named_with_how_to_go_on(check: Check, box: LiveB
         assert check(FOUR, "--hosts", box.spelt) == 69
         assert "bad: node2: no" in check.out  # answer, or no sshd there
         assert "3 of 4 nodes can take part" in check.out
-        assert "to go on without the others: --exclude node2 --nodes 3" in check.out
+        assert "to continue without the others: --exclude node2 --nodes 3" in check.out
         check(FOUR, "--hosts", box.spelt, "--exclude", "node2", "--nodes", "3")
         assert "3 of 3 nodes can take part" in check.out
     finally:

@@ -121,7 +121,7 @@ def test_a_failing_rank_is_shown_with_its_last_lines_its_victims_and_the_next_st
         "  one\n"
         "  two\n"
         "muster: rank 3 on node 1 (n1) exited with code 7: ValueError: bad\n"
-        "  ended because of it: rank 0, 2\n"
+        "  stopped as a consequence: rank 0, 2\n"
         "  failed, exit code 7 after 12.3 s · muster why demo-1\n"
         "  look there\n",
     )
@@ -138,7 +138,7 @@ def test_rank_0s_last_lines_are_not_repeated_below_themselves(capsys) -> None:
 def test_a_lost_node_among_the_victims_is_no_rank(capsys) -> None:
     verdict = judge([ending(3, last_lines=[]), ending(None, "stopped", ended=2.0)], None)
     Console().end(verdict, 1.0, RUN, "")
-    assert "ended because of it" not in capsys.readouterr().err
+    assert "stopped as a consequence" not in capsys.readouterr().err
 
 
 def test_quiet_prints_nothing_when_all_goes_well(capsys) -> None:
@@ -212,7 +212,7 @@ def test_a_reader_that_has_gone_ends_the_output_but_not_the_run(closed_pipe) -> 
     done = talk(closed_pipe, subprocess.PIPE)
     assert done.returncode == 5
     assert done.stderr == (
-        "muster: standard output is lost (Broken pipe); the run goes on, and its logs are kept\n"
+        "muster: standard output is lost (Broken pipe); the run continues, and its logs are kept\n"
         "to err\n"
         "done in 1.0 s: 1 rank ended with 0 · muster status demo-1\n"
     )

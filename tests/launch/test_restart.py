@@ -147,7 +147,7 @@ def test_a_training_grows_back_to_a_node_whose_agent_was_lost(tmp_path: Path) ->
         (1, "requeue"),
         (2, "stopped"),
     ]
-    assert ended[1]["cause"].startswith("stopped to go on with 2 nodes, ")
+    assert ended[1]["cause"].startswith("stopped to continue on 2 nodes, ")
     assert ended[1]["lost_steps"] == 0
     assert live.left() == []
 

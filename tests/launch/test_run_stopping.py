@@ -124,7 +124,7 @@ def test_a_killed_keeper_loses_its_node_without_a_traceback(tmp_path: Path) -> N
     os.kill(parent_of(live.pid_of(2)), signal.SIGKILL)
     assert live.end() == 69
     assert "Traceback" not in live.err
-    assert "keeper has gone" in live.verdict()["message"]
+    assert "rank parent has gone" in live.verdict()["message"]
     assert not live.left()
 
 

@@ -197,12 +197,12 @@ def test_all_bad_nodes_are_named_in_one_report_and_nothing_is_left(
     live = launch(transport, job, hosts="".join(lines), options=sshd.options(known_hosts=known))
     assert live.end() == 69, live.err
     message = live.verdict()["message"].splitlines()
-    assert [line.partition(": ")[0] for line in message] == ["n1", "n2", "n3", "to go on without"]
+    assert [line.partition(": ")[0] for line in message] == ["n1", "n2", "n3", "to continue without them"]
     assert "nothing listens on its ssh port" in message[0]
     assert "no such host name" in message[1]
     assert "the interpreter is not there" in message[2]
     assert "/no/such/python" in message[2]
-    assert message[3] == "to go on without: --exclude 'n[1-3]'"
+    assert message[3] == "to continue without them: --exclude 'n[1-3]'"
     for line in message:
         assert line in live.err
     assert live.verdict()["class"] == "unreachable"

@@ -124,7 +124,7 @@ def test_a_drain_is_waited_for_as_long_as_the_supervisor_gives_it(make_run, must
     supervise(folder, answer)
     code, out, err = muster("stop", "--grace", "0.1")
     assert (code, out) == (0, f"{ID} ended after 4.0 s: stopped (130)\n")
-    assert err == f"muster: {ID} saves first; to end it without waiting: muster stop --now {ID}\n"
+    assert err == f"muster: {ID} saves first; to stop it without waiting: muster stop --now {ID}\n"
 
 
 def test_leftovers_of_a_lost_run_are_listed_and_ended_whatever_they_do(make_run, muster, start_process):

@@ -86,7 +86,7 @@ FACTS = f'{{"host": "n1", "code": "{fingerprint()}"}}'
             [],
             [],
             UnreachableError,
-            "n1: shares /d with a host whose copy did not end; run muster sync again",
+            "n1: shares /d with a host whose copy did not finish; run muster sync again",
         ),
         (
             "failed",
@@ -121,7 +121,7 @@ def test_hosts_that_fared_alike_are_one_line_and_the_worst_gives_the_code() -> N
     outcomes = [Outcome("n1", "brought"), Outcome("n2", "brought"), Outcome("n3", "shared")]
     assert report(outcomes, "/d", "abc") == [
         "n[1-2]: now have this code (abc) in /d",
-        "n3: share /d: the code (abc) is theirs already",
+        "n3: share /d and have this code (abc) already",
     ]
     assert code_of(outcomes) == 0
     refused, gone = Outcome("n4", "failed", RefusedError("x")), Outcome("n5", "failed", UnreachableError("x"))

@@ -56,7 +56,7 @@ next: look.
 
 def test_the_next_step_is_worked_out_when_the_verdict_has_none(make_run, muster) -> None:
     failed(make_run(), next_step="")
-    assert "\nnext: somebody killed it: maybe the kernel, out of memory" in muster("why")[1]
+    assert "\nnext: it was killed, maybe by the kernel because memory ran out" in muster("why")[1]
 
 
 def test_a_run_that_is_done_says_so(make_run, muster) -> None:
@@ -80,7 +80,7 @@ def test_a_run_that_the_user_stopped_blames_nobody(make_run, muster) -> None:
     folder.ended(code=130, name="stopped")
     assert muster("why")[1] == (
         f"{ID} was stopped\n\n  stopped by the user\n\n  ranks 0-1 were stopped\n\n"
-        "next: it was stopped on purpose, and nothing of it was saved: muster run starts anew\n"
+        "next: it was stopped on purpose and saved nothing: muster run starts anew\n"
     )
 
 
@@ -93,7 +93,7 @@ def test_a_run_without_verdict_rows_is_judged_by_how_its_ranks_ended(make_run, m
     why = muster_json("why")
     assert (why["first"]["rank"], why["first"]["code"], why["class"]) == (2, 7, "failed")
     assert sorted(each["rank"] for each in why["victims"]) == [0, 1]
-    assert why["next_step"] == f"its output tells more: muster logs {ID} --rank 2"
+    assert why["next_step"] == f"full output: muster logs {ID} --rank 2"
 
 
 def test_a_lost_run_tells_what_is_known(make_run, muster) -> None:
@@ -113,7 +113,7 @@ def test_a_lost_run_tells_what_is_known(make_run, muster) -> None:
     rank 1 last wrote:
       | Killed
 
-next: its supervisor was killed, or its host is gone (dmesg there says whether the kernel killed it for memory); \
+next: its supervisor was killed, or its host is down (dmesg there says whether the kernel killed it for memory); \
 nothing was saved: muster stop {ID} ends what is left of it, muster run starts anew
 """
     )
@@ -166,7 +166,7 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("timeout", {"message": "ranks 2-3, 7 never arrived within 60 s"}, "muster logs --rank 2-3,7"),
         ("timeout", {"message": "took too long"}, "start_timeout_s"),
         ("lost", {}, "supervisor was killed"),
-        ("storage", {"message": "3 saves in a row failed; the last: No space left on device"}, "are whole"),
+        ("storage", {"message": "3 saves in a row failed; the last: No space left on device"}, "are intact"),
         ("timeout", {"message": "made no progress for 42 s after step 8: in all_reduce"}, "--stream err --rank 3"),
         # Out of memory before each save: more saves would be out of memory, too.
         (
@@ -181,12 +181,15 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("unreachable", {"message": "x; 1 node left, and the job needs 2 (restart.min_nodes)"}, "min_nodes=N"),
         (
             "unreachable",
-            {"message": "x; 3 nodes left, on which the job cannot go on: train.parallel: data 2 x pipe 2 makes 4"},
+            {"message": "x; 3 nodes left, on which the job cannot continue: train.parallel: data 2 x pipe 2 makes 4"},
             "--nodes N --set train.parallel.data=1",
         ),
         (
             "unreachable",
-            {"message": "x; 3 nodes left, on which the job cannot go on: train.batch_size: 2 is less than one sample"},
+            {
+                "message": "x; 3 nodes left, on which the job cannot continue: train.batch_size: 2 is less than one "
+                "sample"
+            },
             "--nodes N --set train.KEY=VALUE",
         ),
         ("signal", {"signal": "SIGKILL", "message": "x; 5 restarts used up (restart.max)"}, "--set restart.max=N"),
@@ -211,5 +214,5 @@ def test_every_row_of_the_table_is_reached_by_its_own_conditions() -> None:
 
 
 def test_advice_is_one_line_and_names_no_rank_where_none_failed() -> None:
-    assert next_step("failed", None) == "its output tells more: muster logs"
+    assert next_step("failed", None) == "full output: muster logs"
     assert all("\n" not in row.text for row in TABLE)

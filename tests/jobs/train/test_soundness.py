@@ -120,7 +120,7 @@ def test_what_it_says_is_known_to_the_advice():
         Soundness(torch.tensor(3)).end()
     for said in (heard([NAN], [NAN], [NAN]), caught.value):
         failure = {"rank": 0, "code": 1, "signal": None, "message": f"NotFiniteError: {said}", "last_lines": []}
-        assert next_step("failed", failure).startswith("the loss is no number any more")
+        assert next_step("failed", failure).startswith("the loss is NaN or infinite")
 
 
 def test_a_model_that_has_lost_its_numbers_has_no_perplexity_and_not_an_infinite_one():

@@ -223,7 +223,7 @@ def test_a_file_that_cannot_be_written_does_not_take_the_report_with_it(tmp_path
     with pytest.raises(RunFolderError) as raised:
         report.of_collectives(result()).deliver(output)
     assert str(raised.value).startswith(f"--out: {tmp_path}/gone/r.json: there is no folder ")
-    assert str(raised.value).endswith("; choose another place, for the runs keep what was measured")
+    assert str(raised.value).endswith("; choose another place; the runs keep the measurements")
     assert capsys.readouterr().out.splitlines()[-1] == "# verdict: OK"
 
 

@@ -106,7 +106,7 @@ def test_a_model_that_cannot_be_cut_has_no_memory(capsys, job):
     [
         (("--modes", "zero4"), 2, "--modes: unknown mode 'zero4'; did you mean 'zero3'?"),
         (("--world", "0"), 2, "--world 0: must be 1 or more"),
-        (("--memory", "much"), 2, "--memory much: wanted a size such as 80G or 512M"),
+        (("--memory", "much"), 2, "--memory much: expected a size such as 80G or 512M"),
         (("--rank", "0"), 2, "--rank: does not go with a job file; leave it out, or name a run"),
         (("--microbatches", "0"), 2, "--microbatches 0: must be 1 or more"),
         (("--set", "train.batch=1"), 65, "train.batch: unknown key; did you mean 'batch_size'?"),

@@ -133,7 +133,7 @@ def test_nodes_are_as_they_were_measured_unless_given(tmp_path: Path, capsys) ->
         (["--profile", "P", "--op", "barrier", "--world", "2", "--backend", "nccl"], 78, "only with gloo"),
         (["--profile", "none.json", "--op", "barrier", "--world", "2"], 2, "none.json: cannot be read"),
         (["--profile", __file__, "--op", "barrier", "--world", "2"], 65, "not JSON"),
-        (["--link", "fast", "--op", "barrier", "--world", "2"], 2, "wanted bits a second"),
+        (["--link", "fast", "--op", "barrier", "--world", "2"], 2, "expected bits per second"),
         (["JOB.yaml", "--profile", "P", "--op", "barrier", "--world", "2"], 2, "give one of them"),
         (["JOB.yaml", "--profile", "P", "--bytes", "1M"], 2, "--bytes 1M: predicts an exchange"),
     ],

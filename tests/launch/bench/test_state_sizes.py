@@ -71,23 +71,29 @@ def test_the_table_has_both_units_and_the_formula(capsys: pytest.CaptureFixture[
     [
         (
             ("--parameters", "many", "--optimizer-states", "1", "--world", "8"),
-            "--parameters many: wanted a number from 1",
+            "--parameters many: expected a number from 1",
         ),
-        (("--parameters", "0", "--optimizer-states", "1", "--world", "8"), "--parameters 0: wanted a number from 1"),
-        (("--parameters", "1e99", "--optimizer-states", "1", "--world", "8"), "--parameters 1e99: wanted a number"),
+        (("--parameters", "0", "--optimizer-states", "1", "--world", "8"), "--parameters 0: expected a number from 1"),
+        (("--parameters", "1e99", "--optimizer-states", "1", "--world", "8"), "--parameters 1e99: expected a number"),
         (("--parameters", "7b", "--world", "8"), "--optimizer-states is missing"),
         (
             ("--parameters", "7b", "--optimizer-states", "99999999", "--world", "8"),
-            "--optimizer-states 99999999: wanted a whole number from 0 to 64",
+            "--optimizer-states 99999999: expected a whole number from 0 to 64",
         ),
-        (("--parameters", "7b", "--optimizer-states", "2"), "--world is missing: wanted a whole number from 1"),
-        (("--parameters", "7b", "--optimizer-states", "2", "--world", "0"), "--world 0: wanted a whole number from 1"),
-        (("--parameters", "7b", "--optimizer-states", "2", "--world", "8", "--bits", "16,32"), "--bits 16,32: wanted"),
+        (("--parameters", "7b", "--optimizer-states", "2"), "--world is missing: expected a whole number from 1"),
+        (
+            ("--parameters", "7b", "--optimizer-states", "2", "--world", "0"),
+            "--world 0: expected a whole number from 1",
+        ),
+        (
+            ("--parameters", "7b", "--optimizer-states", "2", "--world", "8", "--bits", "16,32"),
+            "--bits 16,32: expected",
+        ),
         (
             ("--parameters", "7b", "--optimizer-states", "2", "--world", "8", "--bits", "16,x,32"),
-            "--bits 16,x,32: wanted",
+            "--bits 16,x,32: expected",
         ),
-        (("--parameters", "7b", "--optimizer-states", "2", "--world", "8", "--bits", "0"), "--bits 0: wanted"),
+        (("--parameters", "7b", "--optimizer-states", "2", "--world", "8", "--bits", "0"), "--bits 0: expected"),
         (
             ("--parameters", "7b", "--modes", "ddp"),
             "--modes: does not go with --parameters; leave it out, or name a job",

@@ -63,7 +63,7 @@ def test_a_product_is_named_beside_the_modes_that_are_compared(capsys, job):
 def test_without_compute_times_it_says_what_it_predicts(capsys, job):
     assert predict(*FAST, job) == 0
     out = capsys.readouterr().out
-    assert "compute times are not known: only communication, none of it hidden, and memory are predicted" in out
+    assert "compute times are unknown, so only memory and communication, none of it hidden, are predicted" in out
     assert "no mode is chosen without compute times" in out
     assert "communication" in out
     found = record(capsys, *FAST, job)
@@ -185,7 +185,7 @@ def test_a_run_of_another_model_is_refused(capsys, job, tmp_path):
         (["--modes", "zero_2"], 2, "did you mean 'zero2'"),
         (["--forward-ms", "5"], 2, "belong together"),
         (["--optimizer-ms", "5"], 2, "needs --forward-ms"),
-        (["--forward-ms", "5", "--backward-ms", "-1"], 2, "must be 0 or more"),
+        (["--forward-ms", "5", "--backward-ms", "-1"], 2, "must be a number of at least 0"),
         (["--memory", "much"], 2, "such as 80G"),
         (["--buckets", "1M:x"], 2, "--buckets:"),
         (["--microbatches", "0"], 2, "must be 1 or more"),

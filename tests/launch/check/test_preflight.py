@@ -75,8 +75,8 @@ WRONG: list[tuple[dict[str, Any], str, str, str]] = [
         "has other code of Muster in /opt/muster (ffffffffffff, here 0123456789ab); run",
     ),
     ({"commit": "bbbbbbb+"}, "code", GOOD, ""),
-    ({"route": None}, "network", BAD, "has no way to the master 10.10.1.1:20000; give an address"),
-    ({"route": ["lo", "127.0.0.1"]}, "network", BAD, "is lo, which the other nodes do not share; give the address"),
+    ({"route": None}, "network", BAD, "has no route to the master 10.10.1.1:20000; give an address"),
+    ({"route": ["lo", "127.0.0.1"]}, "network", BAD, "through lo, which the other nodes do not share; give the a"),
     ({"route": ["ib0", "10.10.1.3"]}, "network", GOOD, ""),
     (
         {"connect": "Connection refused"},
@@ -155,7 +155,7 @@ def test_a_mark_that_is_not_seen_here_means_that_the_folder_is_not_the_same() ->
     assert found[3].cells["runs"] == Cell(
         "one way",
         BAD,
-        "reads /shared/runs, and what it writes there is not seen here; is it mounted from another place? choose a "
+        "reads /shared/runs, but what it writes there is not seen here; is it mounted from another place? choose a "
         "folder with --runs DIR that all share",
     )
 
@@ -193,7 +193,7 @@ def test_a_fact_that_could_not_be_found_carries_its_reason() -> None:
     del answers[0].facts["gpus"]
     answers[0].facts["failed"] = {"gpus": "took longer than 4 s"}
     found = judged(answers)
-    assert found[0].cells["GPUs"] == Cell("?", WARNING, "cannot tell its gpus: took longer than 4 s")
+    assert found[0].cells["GPUs"] == Cell("?", WARNING, "cannot determine its gpus: took longer than 4 s")
 
 
 def test_the_same_fault_of_many_nodes_is_one_line() -> None:

@@ -109,7 +109,7 @@ attempt 1, 2 ranks on 1 node, ddp, from step-00000040.a000, steps 41-75
 total    2 attempts, 2 failed, 17 steps and 8.3 s lost, 50.0 s in all, effective time ratio 70.0 %
 ended    the same failure at the same step (75) twice: rank 1 failed
 
-next: the program fails there every time, whatever the machine: correct it first (muster logs {ID} --rank 1)
+next: the program fails there every time, on any machine: correct it first (muster logs {ID} --rank 1)
 then: muster resume {ID} goes on after step 70 (step-00000070.a001)
 """
     )
@@ -131,14 +131,14 @@ def test_waiting_for_a_node_that_stayed_away_is_time_of_the_supervisor_that_wait
     folder = begin(make_run().submitted(), 0, 1.0, ["n1", "n2"])
     row(folder, 0, 0.5, 10.0, last_step=52, saved_step=40, lost_steps=12, times={"detect_s": 5.0, "stop_s": 0.5})
     folder.event("restarting", 10.0, attempt=1, delay_s=0.0, hosts=["n1", "n2"], why="n2 was silent")
-    away = "n2: its agent did not answer within 60 s\nto go on without: --exclude n2"
+    away = "n2: its agent did not answer within 60 s\nto continue without them: --exclude n2"
     row(folder, 1, 70.0, 70.5, message=away, last_step=40, **{"class": "unreachable", "code": 69, "from_step": 40})
     folder.event("ended", 71.0, attempt=1, code=69, message=away, **{"class": "unreachable"})
     history = read_history(folder.run, read_state(folder.run))
     assert (history.attempts[0].idle_s, history.attempts[0].lost_s["wait_s"]) == (None, 60.0)
     assert history.supervised_s == pytest.approx(71.0)
     _, out, _ = muster("why")
-    assert "did not answer within 60 s\n         to go on without: --exclude n2\n" in out
+    assert "did not answer within 60 s\n         to continue without them: --exclude n2\n" in out
 
 
 def test_what_was_lost_follows_from_where_the_next_attempt_really_began(make_run) -> None:

@@ -107,7 +107,7 @@ def test_a_job_of_slurm_has_the_number_of_one(make_run: Any, capsys: pytest.Capt
     write_json(folder.run.slurm, record)
     assert cli.main(["status", str(folder.run.path)]) == 73
     said = capsys.readouterr().err
-    assert said.startswith(f"muster: {folder.run.slurm}: names no job of Slurm's;")
+    assert said.startswith(f"muster: {folder.run.slurm}: names no Slurm job;")
     assert said.count("\n") == 1
 
 

@@ -25,9 +25,9 @@ def test_numbers_fold_to_sorted_ranges(numbers: tuple[int, ...], text: str) -> N
     [
         ("4", "--rank: 4 is not in this run (valid: 0-3)"),
         ("0-99999999999", "--rank: 99999999999 is not in this run (valid: 0-3)"),
-        ("a", "--rank: 'a' is no number and no range; write it like 0,8-15 (valid: 0-3)"),
-        ("1-", "--rank: '1-' is no number and no range; write it like 0,8-15 (valid: 0-3)"),
-        ("", "--rank: '' is no number and no range; write it like 0,8-15 (valid: 0-3)"),
+        ("a", "--rank: 'a' is neither a number nor a range; write it like 0,8-15 (valid: 0-3)"),
+        ("1-", "--rank: '1-' is neither a number nor a range; write it like 0,8-15 (valid: 0-3)"),
+        ("", "--rank: '' is neither a number nor a range; write it like 0,8-15 (valid: 0-3)"),
         ("3-1", "--rank: '3-1' runs backwards; write 1-3"),
     ],
 )

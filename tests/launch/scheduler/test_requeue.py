@@ -99,7 +99,7 @@ def test_where_scontrol_refuses_the_user_hears_what_else_helps(
     assert inside(submission, slurm).end(75) == 75
     said = capsys.readouterr().err
     assert "scontrol requeue 12: slurm_update error: Access/permission denied" in said
-    assert f"RequeueExit=75 answers; without that, go on with: muster resume {submission.context.run.run_id}" in said
+    assert f"RequeueExit=75; otherwise continue with: muster resume {submission.context.run.run_id}" in said
     assert len(events(submission.context.run, "warning")) == 1
 
 

@@ -134,7 +134,7 @@ def test_many_waiting_runs_are_one_call_of_squeue(submission: Submission, slurm:
 
 def test_a_supervisor_that_never_began_is_told_from_one_that_has_gone(run: RunDir, slurm: FakeSlurm) -> None:
     slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
-    assert read_state(run).message == "Slurm job 12 runs on n[1-2]; its supervisor begins"
+    assert read_state(run).message == "Slurm job 12 runs on n[1-2]; its supervisor is starting"
 
 
 def test_where_slurm_cannot_be_asked_the_rows_count(run: RunDir, slurm: FakeSlurm) -> None:

@@ -54,7 +54,7 @@ def test_a_rank_variable_in_the_job_or_site_file_is_refused_with_its_name(name: 
     ):
         with pytest.raises(RefusedError) as caught:
             shared_environment(context, box(1), 1)
-        assert str(caught.value) == f"{file}: env.{name}: this is Muster's to set for each rank; remove it"
+        assert str(caught.value) == f"{file}: env.{name}: Muster sets this for each rank; remove it"
         assert caught.value.exit_code == 78
 
 
@@ -83,7 +83,7 @@ def test_on_one_host_gloo_meets_on_loopback_and_nccl_is_left_alone() -> None:
 
 def test_on_several_hosts_both_use_the_interface_that_leads_to_the_master() -> None:
     found = shared(make_context(address="10.10.1.1"), interface="eth1")
-    origin = "the way to the master 10.10.1.1"
+    origin = "the route to the master 10.10.1.1"
     assert found["GLOO_SOCKET_IFNAME"] == ("eth1", origin)
     assert found["NCCL_SOCKET_IFNAME"] == ("=eth1", origin)  # = means this one, and none that begins alike
     unknown = shared(make_context(address="10.10.1.1"))

@@ -51,7 +51,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nodes: 257\n" + COMMAND, "1: nodes: must be at most 256 on one machine, got 257"),
         (
             "nodes: 2\nranks_per_node: 513\n" + COMMAND,
-            "2: ranks_per_node: must be such that one machine has at most 1024 ranks, got 2 nodes x 513",
+            "2: ranks_per_node: at most 1024 ranks can run on one machine, got 2 nodes x 513",
         ),
         ("workdir: nowhere\n" + COMMAND, "1: workdir: {folder}/nowhere: no such folder"),
         ("workdir: job.yaml\n" + COMMAND, "1: workdir: {folder}/job.yaml: is not a folder"),
@@ -141,9 +141,9 @@ def test_what_the_command_line_gave_is_not_blamed_on_the_file(job: Path) -> None
 
 
 def test_a_rank_variable_is_refused_with_file_and_line(job: Path) -> None:
-    with pytest.raises(RefusedError, match=r"job.yaml:2: env.RANK: this is Muster's to set"):
+    with pytest.raises(RefusedError, match=r"job.yaml:2: env.RANK: Muster sets this"):
         prepared(job, "env:\n  RANK: '1'\n" + COMMAND)
-    with pytest.raises(RefusedError, match=r"site.yaml:1: env.RANK: this is Muster's to set"):
+    with pytest.raises(RefusedError, match=r"site.yaml:1: env.RANK: Muster sets this"):
         with_site(job, "env: {RANK: '1'}\n")
 
 
@@ -211,7 +211,7 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
     [
         (["--on", "ssh"], UsageError, "--on ssh: no hosts; give -H FILE"),
         (["--on", "pdsh"], UsageError, "--on pdsh: no hosts; give -H FILE"),
-        (["--on", "local", "-w", "n1"], UsageError, "--on local: hosts are given, and local uses none"),
+        (["--on", "local", "-w", "n1"], UsageError, "--on local: hosts are given, but local uses none"),
         (["-w", "n1", "-H", "hosts"], UsageError, "--hosts and --nodelist both name the hosts; keep one of them"),
         (["--on", "ssh", "-e", "n1"], UsageError, "--include and --exclude choose among hosts, and none are given"),
         (["-w", "n1", "-e", "n1"], UsageError, "no host of n1 is left"),
@@ -229,7 +229,7 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (
             ["-x", "A B=1"],
             UsageError,
-            "-x A B=1: a variable's name has letters, digits and _, and begins",
+            "-x A B=1: a variable's name has letters, digits and _, and does not begin",
         ),
         (["-n", "many"], JobFileError, "ranks_per_node"),
         (

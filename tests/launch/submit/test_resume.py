@@ -149,7 +149,7 @@ def test_in_another_mode_it_names_the_settings_that_it_no_longer_uses_and_goes_o
     assert (code, supervised[0].context.job.settings.mode) == (42, "bucketed")
     assert err == (
         "muster: train.accumulate: has no effect in mode bucketed; it is for modes zero1, zero2, zero3 without "
-        "layerwise, and fsdp; the run goes on without it\n"
+        "layerwise, and fsdp; the run continues without it\n"
     )
 
 
@@ -215,7 +215,7 @@ def test_a_run_that_is_done_goes_on_when_it_is_given_more(make, muster, supervis
     folder.saved.save(10)
     code, err = muster()
     assert (code, supervised) == (78, [])
-    assert "is done (2 epochs); to train on, give it more: muster resume" in err
+    assert "is done (2 epochs); to train longer, raise the limit: muster resume" in err
     assert "--set train.epochs=4" in err
     assert muster("--set", "train.epochs=2")[0] == 78
     assert muster("--set", "train.epochs=3")[0] == 42
@@ -254,7 +254,7 @@ def test_a_run_whose_saves_are_all_broken_does_not_start_over_unasked(stopped, m
     for _ in range(2):  # put aside, and then as it was found
         code, err = muster()
         assert (code, supervised) == (66, [])
-        assert "nothing of what was saved is whole" in err
+        assert "no checkpoint is complete" in err
 
 
 # What is refused ----------------------------------------------------------------------------------------------------

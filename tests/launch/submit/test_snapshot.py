@@ -336,5 +336,5 @@ def test_a_word_of_the_argv_that_leads_past_the_copy_is_named(run: RunDir, work:
     argv = [f"{work}/.venv/bin/python", f"{work}/train.py", "train.py", "--out", f"{work}/out", "/etc/hosts"]
     taken = take(run, workdir=work, program=True, argv=argv)
     assert taken.notes == (
-        f"{work}/train.py: is not the copy's, and later edits of it will be seen; write it relative: train.py",
+        f"{work}/train.py: is outside the copy, so later edits affect the run; use a relative path: train.py",
     )

@@ -153,7 +153,7 @@ def test_a_drain_that_takes_too_long_is_cut_off(played: Played) -> None:
     assert len(played.orders(StopRanks)) == 2
 
 
-GROW = Stop(exits.REQUEUE, "stopped to go on with 2 nodes")
+GROW = Stop(exits.REQUEUE, "stopped to continue on 2 nodes")
 
 
 def test_who_asks_for_an_end_takes_over_the_drain_of_a_run_that_grows(played: Played) -> None:
@@ -223,7 +223,9 @@ def test_a_hang_whose_stacks_do_not_come_ends_all_the_same(played: Played, monke
     assert len(played.orders(StopRanks)) == 2
     verdict = played.attempt.verdict()
     assert verdict.code == exits.TIMEOUT
-    assert "node 0 (n0): made no progress for 31 s after step 12, and its keeper does not answer" in verdict.message
+    assert (
+        "node 0 (n0): made no progress for 31 s after step 12, and its rank parent does not answer" in verdict.message
+    )
 
 
 def test_the_row_says_from_where_to_where_it_came(played: Played) -> None:

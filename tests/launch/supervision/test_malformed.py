@@ -125,9 +125,9 @@ ILL_TIMED: dict[str, tuple[tuple[bytes, ...], str]] = {
         (encode(Stacks(0, ({"rank": 0, "state": "S", "lines": ()},))),),
         "rank 0, which is not its own",
     ),
-    "another port for the store": ((encode(Prepared(0, 4343, "", ())),), "Prepared: nobody has asked for it"),
-    "the way to the store, once more": ((encode(REACHED),), "Reached: nobody has asked for it"),
-    "a rank waits that nobody asked to": ((encode(Held(0, 3)),), "Held: nobody has asked for it"),
+    "another port for the store": ((encode(Prepared(0, 4343, "", ())),), "Prepared: it was not asked for"),
+    "the way to the store, once more": ((encode(REACHED),), "Reached: it was not asked for"),
+    "a rank waits that nobody asked to": ((encode(Held(0, 3)),), "Held: it was not asked for"),
     "a second greeting": ((encode(hello(host="n9")),), "Hello: it has greeted already"),
     "a file elsewhere": ((encode(File(0, "../../passwd", 0, b"x")),), "a file that is not its own: '../../passwd'"),
     "a file of the supervisor's": ((encode(File(0, "events.jsonl", 0, b"x")),), "a file that is not its own"),
@@ -146,14 +146,14 @@ def test_a_message_that_is_not_a_nodes_to_send_costs_that_node(tmp_path: Path, k
 def test_node_0_is_not_believed_either(tmp_path: Path) -> None:
     """The supervisor's own host: whoever holds its key is only this node as well."""
     why = went_on(tmp_path, "started", encode(Prepared(0, 4343, "", ())), odd=0)
-    assert "Prepared: nobody has asked for it" in why
+    assert "Prepared: it was not asked for" in why
 
 
 def test_one_that_misbehaves_while_it_is_stopped_is_not_used_again(tmp_path: Path) -> None:
     lines = {"started": (encode(Broken(0, "a disk", 1)),), "stopping": (encode(exited(0, 0)),)}
     verdict, supervised = live(tmp_path, FakeAgent(0), FakeAgent(1, lambda at: lines.get(at, ())), FakeAgent(2))
     warned = [row["text"] for row in read_lines(supervised.run_dir.events) if row["event"] == "warning"]
-    assert warned == [f"node 1: {PROTOCOL}Exited: it speaks of rank 0, which is not its own"]
+    assert warned == [f"node 1: {PROTOCOL}Exited: it reports about rank 0, which is not its own"]
     first, last = rows(supervised)
     assert (verdict.code, first["message"], last["hosts"]) == (exits.DONE, "node 1 (n1): a disk", ["n0", "n2"])
 
@@ -209,7 +209,7 @@ def test_a_node_that_does_not_greet_is_named(tmp_path: Path, kind: str, spares: 
     first, *more = rows(supervised)
     assert first["class"] == "unreachable"
     assert first["message"].startswith("node 1: its agent hung up before its greeting: ")
-    assert first["message"].splitlines()[1:] == ["to go on without: --exclude n1"]
+    assert first["message"].splitlines()[1:] == ["to continue without them: --exclude n1"]
     assert all(text.isprintable() for text in first["message"].splitlines())
     assert verdict.code == (exits.DONE if spares else exits.UNREACHABLE)
     assert [row["hosts"] for row in more] == [["n0", "n2"]] * spares
@@ -219,16 +219,16 @@ def test_a_node_that_does_not_greet_is_named(tmp_path: Path, kind: str, spares: 
     ("at", "bad", "said"),
     [
         ("greeted", Held(0, 3), "Held: no rank has been started"),
-        ("greeted", Prepared(0, 4343, "", ()), "Prepared: nobody has asked for it"),
-        ("greeted", REACHED, "Reached: nobody has asked for it"),
+        ("greeted", Prepared(0, 4343, "", ()), "Prepared: it was not asked for"),
+        ("greeted", REACHED, "Reached: it was not asked for"),
         ("greeted", exited(2, 1), "Exited: no rank has been started"),
         ("greeted", Started(0, ((2, 1, 1),), 1.0), "Started: no rank has been started"),
         ("greeted", Report(0, 2, {"report": "joined"}), "Report: no rank has been started"),
         ("greeted", Log(0, 2, "out", ("early",)), "Log: no rank has been started"),
         ("greeted", File(0, "metrics.jsonl", 0, b"x"), "File: no rank has been started"),
         ("greeted", hello(), "Hello: it has greeted already"),
-        ("reached", REACHED, "Reached: nobody has asked for it"),
-        ("reached", Prepared(0, 4343, "", ()), "Prepared: nobody has asked for it"),
+        ("reached", REACHED, "Reached: it was not asked for"),
+        ("reached", Prepared(0, 4343, "", ()), "Prepared: it was not asked for"),
     ],
 )
 @pytest.mark.parametrize("spares", [0, 1])

@@ -35,7 +35,9 @@ def program(line: str, code: int = 1) -> Past:
 
 def outage(**more: Any) -> Past:
     """An attempt of which two nodes did not reach the master."""
-    return replace(stopped(exits.UNREACHABLE, "n2: cannot reach the master\nto go on without: --exclude n2"), **more)
+    return replace(
+        stopped(exits.UNREACHABLE, "n2: cannot reach the master\nto continue without them: --exclude n2"), **more
+    )
 
 
 GROWN = replace(stopped(exits.REQUEUE), grown=True)
@@ -207,7 +209,7 @@ def test_an_outage_is_waited_out_longer_and_longer_and_never_ends_with_93() -> N
     assert [each.delay_s for each in decisions[:-1]] == [0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert all(each.again for each in decisions[:-1])
     assert (decisions[-1].again, decisions[-1].verdict.code) == (False, exits.UNREACHABLE)
-    said = "n2: cannot reach the master; 8 restarts used up (restart.max)\nto go on without: --exclude n2"
+    said = "n2: cannot reach the master; 8 restarts used up (restart.max)\nto continue without them: --exclude n2"
     assert decisions[-1].verdict.message == said
 
 

@@ -141,13 +141,13 @@ def test_a_single_rank_is_the_one_that_hangs() -> None:
     found = absent({0: dump(SLEEPS)}, no_source)
     assert (found.ranks, found.text) == (
         (0,),
-        "rank 0 is the only one: it is at home/her/model.py:12 forward",
+        "rank 0 is the only rank: it is at home/her/model.py:12 forward",
     )
 
 
 def test_without_any_answer_nothing_is_claimed() -> None:
     assert absent({}, no_source).ranks == ()
-    assert absent({}, no_source).text == "no rank said where it is"
+    assert absent({}, no_source).text == "no rank sent its stacks"
 
 
 def test_of_many_absent_ranks_four_are_described() -> None:

@@ -173,7 +173,7 @@ def test_all_bad_nodes_stand_in_one_report_with_what_to_write_to_go_on(tmp_path:
         "n1: no answer; is it on?",
         "n2: it refused our key",
         "n4: its Python lacks yaml",
-        "to go on without: --exclude 'n[1-2,4]'",
+        "to continue without them: --exclude 'n[1-2,4]'",
     ]
     assert start.sent == []
 
@@ -182,14 +182,14 @@ def test_a_report_of_refusals_alone_is_a_refusal(tmp_path: Path) -> None:
     start = Start(tmp_path)
     start.fail(1, RefusedError("n1: its Python lacks yaml"))
     stop = start.hello(0)
-    assert stop == Stop(78, "n1: its Python lacks yaml\nto go on without: --exclude n1")
+    assert stop == Stop(78, "n1: its Python lacks yaml\nto continue without them: --exclude n1")
 
 
 def test_a_node_that_was_lost_since_it_was_chosen_is_not_waited_for(tmp_path: Path) -> None:
     start = Start(tmp_path)
     start.roster.nodes[1].gone = True
     start.hello(1)
-    assert start.hello(0) == Stop(69, "n1: its agent has gone\nto go on without: --exclude n1")
+    assert start.hello(0) == Stop(69, "n1: its agent has gone\nto continue without them: --exclude n1")
     assert start.orders(wire.Prepare) == []
 
 
@@ -223,8 +223,8 @@ def test_one_that_the_others_could_not_reach_is_refused(tmp_path: Path, address:
     stop = Start(tmp_path, address="").all_answer(address=address).prepared()
     assert stop.code == 78
     assert stop.message == (
-        f"n0: cannot tell by which address the other nodes reach it (found {address or 'none'}); give it with "
-        "--master-addr, or write address=10.10.1.1 beside it in the hosts file"
+        f"n0: cannot tell at which address the other nodes reach it (found {address or 'none'}); give it with "
+        "--master-addr, or write address=10.10.1.1 beside the host in the hosts file"
     )
 
 
@@ -260,13 +260,13 @@ def test_a_network_that_node_0_does_not_have_is_refused_with_those_that_it_has(t
         (
             {"interface": "lo", "address": "127.0.0.1"},
             78,
-            "n1: its way to the master 10.10.1.1:61000 is lo, which the others do not share; give the address of node "
-            "0 that they reach with --master-addr",
+            "n1: it reaches the master 10.10.1.1:61000 through lo, which the others do not share; give the address of "
+            "node 0 that they reach with --master-addr",
         ),
         (
             {"interface": "", "address": ""},
             78,
-            "n1: its way to the master 10.10.1.1:61000 is no interface, which the others do not share; give the "
+            "n1: it reaches the master 10.10.1.1:61000 through no interface, which the others do not share; give the "
             "address of node 0 that they reach with --master-addr",
         ),
         (
@@ -287,7 +287,7 @@ def test_a_node_that_cannot_take_part_is_named_with_its_reason(
 ) -> None:
     start = ready(tmp_path)
     assert start.reached(1, **found) is None
-    assert start.reached(0) == Stop(code, f"{message}\nto go on without: --exclude n1")
+    assert start.reached(0) == Stop(code, f"{message}\nto continue without them: --exclude n1")
     assert start.orders(wire.Start) == []
     assert not start.run.attempt(0).path.exists()
     assert not start.run.nonce("supervisor").exists()
@@ -300,8 +300,8 @@ def test_what_several_nodes_find_stands_in_one_report(tmp_path: Path) -> None:
     start.reached(0)
     stop = start.reached(2)
     lines = stop.message.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["n1", "n3", "to go on without"]
-    assert (stop.code, lines[-1]) == (69, "to go on without: --exclude 'n[1,3]'")
+    assert [line.partition(":")[0] for line in lines] == ["n1", "n3", "to continue without them"]
+    assert (stop.code, lines[-1]) == (69, "to continue without them: --exclude 'n[1,3]'")
 
 
 def test_loopback_is_welcome_where_all_nodes_are_on_one_host(tmp_path: Path) -> None:
@@ -374,5 +374,5 @@ def test_an_environment_that_cannot_be_set_stops_the_run_before_anything_starts(
     start.startup.context = replace(start.startup.context, job=job)
     start.reached(0)
     stop = start.reached(1)
-    assert stop == Stop(78, "job file: env.RANK: this is Muster's to set for each rank; remove it")
+    assert stop == Stop(78, "job file: env.RANK: Muster sets this for each rank; remove it")
     assert start.orders(wire.Start) == []

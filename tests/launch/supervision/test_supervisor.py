@@ -140,7 +140,7 @@ def test_a_lost_node_that_stays_away_is_unreachable_and_the_last_reason_is_told(
         (None, "3 nodes left, and the job needs 4 (restart.min_nodes)"),
         (
             1,
-            "3 nodes left, on which the job cannot go on: train.parallel: data 2 x pipe 2 makes 4 ranks, but the "
+            "3 nodes left, on which the job cannot continue: train.parallel: data 2 x pipe 2 makes 4 ranks, but the "
             "job has 3; set nodes and ranks_per_node to match",
         ),
     ],
@@ -154,10 +154,10 @@ def test_without_a_node_that_stayed_away_the_run_ends_and_says_what_the_job_need
     assert begun[1] == Choice(slots, (LOST,)), "it is waited for first"
     supervisor.reserve.give_up("no route to host")
     supervisor.attempt.startup.begun = False
-    verdict = Verdict(exits.UNREACHABLE, "n3: no route to host\nto go on without: --exclude n3")
+    verdict = Verdict(exits.UNREACHABLE, "n3: no route to host\nto continue without them: --exclude n3")
     decision, choice = supervisor.succession.follow(supervisor.attempt, slots, verdict, asked=False)
     assert (choice, decision.again, decision.verdict.code) == (None, False, exits.UNREACHABLE)
-    assert decision.verdict.message == f"n3: no route to host; {why}\nto go on without: --exclude n3"
+    assert decision.verdict.message == f"n3: no route to host; {why}\nto continue without them: --exclude n3"
 
 
 def test_a_signal_that_comes_after_the_end_ends_nothing() -> None:

@@ -183,7 +183,7 @@ def test_a_record_reads_back_and_is_found_by_a_part_of_its_name(tmp_path: Path) 
     assert find_sweep(tmp_path, "vgg-2") == tmp_path / "sweep-vgg-2"
     assert find_sweep(Path("/nowhere"), str(tmp_path / "sweep-vgg-1")) == tmp_path / "sweep-vgg-1"
     assert find_sweep(tmp_path, "vgg") == tmp_path / "sweep-vgg-2"
-    with pytest.raises(NotFoundError, match="no sweep named 'gpt'; there is: sweep-vgg-1, sweep-vgg-2"):
+    with pytest.raises(NotFoundError, match="no sweep named 'gpt'; found: sweep-vgg-1, sweep-vgg-2"):
         find_sweep(tmp_path, "gpt")
 
 
@@ -300,7 +300,7 @@ def test_a_sweep_over_modes_may_have_a_key_that_one_of_them_reads(sweep: Sweep) 
         (["--grid", "nodes=1,2", "-N", "3"], exits.USAGE, "--grid nodes and -N both set nodes"),
         (["--grid", "nodes=1", "--set", "nodes=3"], exits.USAGE, "--grid nodes and --set nodes both set nodes"),
         (["--grid", "nodes=1", "--limit", "0"], exits.USAGE, "--limit: must be at least 1"),
-        (["--grid", "nodes=1", "--limit", "2"], exits.USAGE, "--limit 2: is for arrays of Slurm's"),
+        (["--grid", "nodes=1", "--limit", "2"], exits.USAGE, "--limit 2: is for Slurm arrays only"),
         (["--grid", "nodes=1", "--on", "hand"], exits.USAGE, "--on hand: a sweep starts its runs itself"),
         ([], exits.USAGE, "--grid: none is given"),
     ],

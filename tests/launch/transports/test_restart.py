@@ -209,5 +209,5 @@ def test_slurm_starts_it_by_a_step_of_its_own(tmp_path: Path, monkeypatch: pytes
 
 async def test_submitit_starts_each_agent_only_once(tmp_path: Path) -> None:
     transport = Submitit(["n1", "n2"], run=RunDir(tmp_path), python="/py", code=None)
-    with pytest.raises(RefusedError, match=r"node 1: submitit starts a node's agent only once; go on with fewer"):
+    with pytest.raises(RefusedError, match=r"node 1: submitit starts a node's agent only once; continue on fewer"):
         await transport.restart(1, Gate())
