@@ -89,7 +89,7 @@ def test_other_data_or_another_seed_is_refused() -> None:
         RefusedError, match=r"saved with samples 32, but this program has 33; use the same data and seed"
     ):
         make(33, 4, 0, 1).load_state_dict(saved)
-    with pytest.raises(RefusedError, match="saved with seed 0, this program has 1"):
+    with pytest.raises(RefusedError, match="saved with seed 0, but this program has 1"):
         make(32, 4, 0, 1, seed=1).load_state_dict(saved)
 
 
