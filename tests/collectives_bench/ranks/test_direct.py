@@ -27,7 +27,7 @@ def test_torchrun_starts_it_its_own_store_is_used_and_rank_0_prints_and_writes(t
 REFUSED = {
     "--backend nccl": (78, "bench.backend: nccl: this torch ("),
     "--device cuda": (78, "bench.device: cuda: this torch ("),
-    "--operation send_recv": (78, "bench.operation: send_recv needs 2 ranks, this job has 1"),
+    "--operation send_recv": (78, "bench.operation: send_recv needs 2 ranks, but this job has 1"),
     "--pairs true": (78, "bench.pairs: needs 2 nodes or more"),
 }
 
