@@ -170,7 +170,7 @@ def test_a_rank_with_another_job_file_is_refused_on_all_ranks_by_name(forked, tm
     other.write_text(JOB.read_text().replace("1e-3", "1e-2"))
     for _, err, code in forked(tmp_path / "runs", range(2), 2, jobs=(JOB, other)):
         assert code == 78
-        assert "muster: the job file of rank 1 differs from rank 0's; give every rank the same one" in err
+        assert "muster: the job file of rank 1 differs from rank 0's; give every rank the same file" in err
 
 
 def test_nodes_that_read_different_data_are_refused_by_name(forked, tmp_path):

@@ -194,7 +194,7 @@ def test_a_machine_without_a_compiler_is_told_what_it_lacks(monkeypatch, tmp_pat
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
     monkeypatch.setattr(pieces.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(RefusedError, match=r"needs Python's headers, .*Python\.h is not there"):
+    with pytest.raises(RefusedError, match=r"needs Python's headers, .*Python\.h does not exist"):
         require_compiler(CPU)
     Path(tmp_path, "Python.h").touch()
     require_compiler(CPU)
