@@ -25,7 +25,7 @@ from typing import Final
 
 from muster.jobs.basics import exits
 from muster.jobs.machine import linux
-from muster.jobs.node.keeper import Keeper
+from muster.jobs.node.rank_parent import RankParent
 
 HEARD_S: Final = 1.0  # time for an agent to read why there is no rank parent
 
@@ -47,7 +47,7 @@ def main() -> None:
     if is_of_job():
         for each in sockets:  # an agent can then distinguish a Python that cannot run this from a killed process
             each.sendall((json.dumps({"begun": os.getpid()}) + "\n").encode())
-    modules, warm, keepers = list(filter(None, args.preload.split(","))), os.getpid(), set()
+    modules, warm, rank_parents = list(filter(None, args.preload.split(","))), os.getpid(), set()
     if len(sockets) > 1:
         preload(modules, sockets)
     for mine in sockets:
@@ -60,11 +60,11 @@ def main() -> None:
                 linux.die_with_parent(warm)  # the agent kills the warm process if the import hangs
                 preload(modules, sockets)
                 linux.die_with_parent(warm, 0)  # from now on it outlives the warm process, and ends with its agent
-            Keeper(mine).run()
-        keepers.add(pid)
+            RankParent(mine).run()
+        rank_parents.add(pid)
     for each in sockets:
         each.close()
-    bury(keepers)
+    bury(rank_parents)
 
 
 def preload(modules: list[str], sockets: list[socket.socket]) -> None:
@@ -101,13 +101,13 @@ def advice() -> str:
     return f"{found}, or name another Python with python in the job file"
 
 
-def bury(keepers: set[int]) -> None:
+def bury(rank_parents: set[int]) -> None:
     """Wait for the rank parents. Any other child has lost its rank parent, and is killed."""
-    while keepers | (orphans := set(linux.descendants(os.getpid(), leave=keepers))):
+    while rank_parents | (orphans := set(linux.descendants(os.getpid(), leave=rank_parents))):
         for orphan in orphans:
             linux.kill_quietly(orphan, signal.SIGKILL)
         pid, _ = os.wait()
-        keepers.discard(pid)
+        rank_parents.discard(pid)
 
 
 if __name__ == "__main__":

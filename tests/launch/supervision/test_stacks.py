@@ -191,7 +191,7 @@ def test_of_too_many_lines_the_main_thread_and_the_innermost_calls_are_kept() ->
 
 def test_the_keeper_below_a_rank_is_left_out() -> None:
     """A rank is a fork of it, and so its stack goes on into the keeper's."""
-    keeper = ["/repo/jobs/node/rank_start.py:47 become", "/repo/jobs/node/keeper.py:141 _start"]
+    keeper = ["/repo/jobs/node/rank_start.py:47 become", "/repo/jobs/node/rank_parent.py:141 _start"]
     lines = block(*QUEUE, "/repo/jobs/node/rank_start.py:61 _call", *keeper)
     assert bounded([*lines, *block(*SLEEPS)]) == [*lines[: -len(keeper)], *block(*SLEEPS)]
 

@@ -114,7 +114,7 @@ def test_memory_that_nobody_foresaw_is_an_error_of_the_row_and_not_of_the_machin
 def test_a_row_whose_time_is_over_is_given_up_and_the_next_one_goes_on(on_ranks, tmp_path):
     rows, _ = timed(on_ranks, tmp_path, fault="stand still", timeout_s=1.0)
     assert [row["state"] for row in rows] == ["timeout", "ok"]
-    assert rows[0]["reason"] == "its model was not made in 1 s (--timeout)"
+    assert rows[0]["reason"] == "its model was not built in 1 s (--timeout)"
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,12 @@ sys.exit(75)
 """
 POWERLESS = """
 import socket, sys
-from muster.jobs.node import keeper
+from muster.jobs.node import rank_parent
 from muster.jobs.machine import linux
 send = linux.kill_quietly
 linux.kill_quietly = lambda pid, number, group=False: None if number == 9 else send(pid, number, group=group)
-keeper.KILL_S = 0.3
-keeper.Keeper(socket.socket(fileno=int(sys.argv[1]))).run()
+rank_parent.KILL_S = 0.3
+rank_parent.RankParent(socket.socket(fileno=int(sys.argv[1]))).run()
 """
 # A mutex taken twice: no signal ends that wait, as one would end the C library's sleep.
 HOLDS_THE_LOCK = """

@@ -41,7 +41,7 @@ MAX_FDS: Final = 4
 STDERR: Final = 2  # in every child, wherever it leads
 
 
-class Keeper:
+class RankParent:
     """The ranks of one node, from the first start to the last sweep, over all attempts."""
 
     def __init__(self, agent: socket.socket) -> None:
@@ -123,11 +123,11 @@ class Keeper:
             self.store = subprocess.Popen(argv, pass_fds=[descriptor], stdin=subprocess.DEVNULL).pid
             listening.close()
             return
-        keeper = os.getpid()
+        rank_parent = os.getpid()
         self.store = os.fork()
         if self.store == 0:
             deaf = signal.getsignal(signal.SIGTERM)
-            self._forget_parent(keeper)
+            self._forget_parent(rank_parent)
             signal.signal(signal.SIGTERM, deaf)
             from muster.jobs.node.store import serve
 
@@ -142,21 +142,21 @@ class Keeper:
             self._tell({"broken": what, "code": exits.INFRASTRUCTURE})
             return
         self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
-        keeper = os.getpid()
+        rank_parent = os.getpid()
         for start in message["ranks"]:
             rank = RankProcess(start)
             pid = os.fork()
             if pid == 0:
-                self._forget_parent(keeper)
+                self._forget_parent(rank_parent)
                 rank.become()
             rank.born(pid)
             self.ranks[pid] = rank
             self.selector.register(rank.pipe, selectors.EVENT_READ, lambda rank=rank: self._read_reports(rank))
         self._tell({"started": [[rank.rank, rank.pid] for rank in self.ranks.values()], "time": time.time()})
 
-    def _forget_parent(self, keeper: int) -> None:
+    def _forget_parent(self, rank_parent: int) -> None:
         """Undo in a fresh child the settings that only the rank parent needs."""
-        linux.die_with_parent(keeper)
+        linux.die_with_parent(rank_parent)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)

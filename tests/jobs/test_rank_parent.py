@@ -1,4 +1,4 @@
-"""The keeper and its warm process, as an agent sees them: real processes, commanded over a socket."""
+"""The rank parent and its warm process, as an agent sees them: real processes, commanded over a socket."""
 
 import json
 import os
