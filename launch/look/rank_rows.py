@@ -21,6 +21,7 @@ T = TypeVar("T")
 Table: TypeAlias = NDArray[numpy.float64]
 Real: TypeAlias = Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0.0, le=LARGEST)]
+Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=LARGEST)]
 Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 
 
@@ -30,14 +31,14 @@ class RankRow(msgspec.Struct, gc=False):
     step: Whole
     step_s: Positive
     epoch: Whole = 1
-    time: Real = 0.0
-    rate: Real = 0.0
-    data_s: Real = 0.0
-    forward_s: Real = 0.0
-    backward_s: Real = 0.0
-    replay_s: Real = 0.0
-    communication_s: Real = 0.0
-    optimizer_s: Real = 0.0
+    time: Amount = 0.0
+    rate: Amount = 0.0
+    data_s: Amount = 0.0
+    forward_s: Amount = 0.0
+    backward_s: Amount = 0.0
+    replay_s: Amount = 0.0
+    communication_s: Amount = 0.0
+    optimizer_s: Amount = 0.0
 
 
 class LossRow(msgspec.Struct, gc=False):
@@ -128,7 +129,7 @@ def _rank_row(record: dict[str, Any]) -> RankRow | None:
     step, seconds = number(record.get("step"), least=1), real(record.get("step_s"))
     if step is None or seconds is None or seconds <= 0.0:
         return None
-    others = (real(record.get(name)) or 0.0 for name in list(COLUMN)[3:])
+    others = (max(real(record.get(name)) or 0.0, 0.0) for name in list(COLUMN)[3:])
     return RankRow(step, seconds, number(record.get("epoch"), least=1) or 1, *others)
 
 
