@@ -1,6 +1,6 @@
 """The agent's end of the socket to its rank parent: JSON lines and, once per attempt, a file descriptor.
 
-The other end is `jobs/node/rank_parent.py`. asyncio cannot send descriptors. So every order is sent completely before the
+The other end is `jobs/node/rank_parent.py`. asyncio cannot send descriptors. So each order is sent whole before the
 next one begins, and a descriptor is sent over a second handle of the same socket while asyncio's queue is empty.
 """
 
