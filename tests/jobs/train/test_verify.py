@@ -130,7 +130,7 @@ def test_every_way_to_share_out_agrees_with_one_process(on_ranks, more):
 def test_gradients_sent_in_a_coarser_type_stay_within_its_rounding(on_ranks, mode, sent_as):
     record = check(on_ranks, 2, mode=mode, **{**VGG, "communication_dtype": sent_as})
     assert record["class"] == "tight"
-    assert f"sent as {sent_as}" in record["why"]
+    assert f"sent in {sent_as}" in record["why"]
     gradients = [row for row in record["rows"] if row["kind"] == "gradient"]
     rounded = [row for row in gradients if row["difference"] > 1e-4 * row["tolerance"]]
     assert len(rounded) > len(gradients) / 2, "they were sent as they were"
