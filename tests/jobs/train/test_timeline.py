@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from muster.ddp.means import thread_of
+from muster.ddp.primitives import ring_all_gather
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.train import timeline
+from muster.jobs.train.profiling.clock import clock_for
 from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline
 from muster.pipe.schedules.actions import Action
@@ -59,6 +62,23 @@ def test_every_pipeline_has_a_row_with_ranks_of_the_world_on_the_clock_of_its_fi
 
 
 @pytest.mark.ranks
+def compare_clocks_beside_rings(world: World) -> int:
+    """Compare clocks while messages of the next forward are under way, as in zero1 between hosts."""
+    recorder = timeline.StepRecorder(clock_for(CPU), world, None, mode="zero1", not_timed="")
+    parts = [torch.zeros(100_000) for _ in range(2)]
+    ring = lambda: ring_all_gather(parts[world.rank], parts, world.group)  # noqa: E731
+    sender = thread_of(world.group)
+    waits = [sender.start(ring) for _ in range(20)]
+    offsets = recorder._compare_clocks()
+    for wait in waits:
+        wait()
+    return len(offsets)
+
+
+def test_clocks_are_compared_after_the_messages_that_are_under_way(on_ranks):
+    assert on_ranks(2, compare_clocks_beside_rings) == [2, 2]
+
+
 def test_pipelines_side_by_side_are_all_recorded(on_ranks, tmp_path):
     job = {**GPT, "parallel": {"data": 2, "pipe": 2, "microbatches": 3}, "steps": 3, "log_every": 2}
     assert on_ranks(4, attempt, folder=str(tmp_path), settings=job) == [0] * 4
