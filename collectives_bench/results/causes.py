@@ -69,7 +69,7 @@ def _over_tcp(result: Result) -> list[Header]:
 
 
 def _between_nodes(result: Result) -> list[Header]:
-    """Return the runs over several machines; pretend nodes share one machine."""
+    """Return the runs that span several machines. Runs on simulated nodes use one machine, and are left out."""
     return [header for header in result.headers if len({host.host for host in header.hosts}) > 1]
 
 

@@ -124,7 +124,7 @@ def train(
 
 
 def recorder_of(trainer: Trainer, files: Files) -> NotRecording:
-    """Return what records the timeline of a run's steps."""
+    """Return the recorder of this run's timelines."""
     engine, world = trainer.engine, trainer.world
     if engine.stages is not None:
         return PipelineRecorder(engine.stages, files.timeline)
