@@ -78,7 +78,7 @@ def slow_down(inject: str) -> None:
 
     play, prepare, loop = launch_manager.play, operations.prepare, sampling.HostClock.loop
 
-    def slower_play(company, settings, cells, order, tell, page):
+    def slower_play(bench_ranks, settings, cells, order, tell, page):
         factor = ARMS[arm_of(order.launch, settings.seed)]
 
         def slower_prepare(*arguments):
@@ -90,7 +90,7 @@ def slow_down(inject: str) -> None:
         operations.prepare = slower_prepare
         if inject == "clock":
             sampling.HostClock.loop = lambda self, run, calls: loop(self, run, calls) * factor
-        play(company, settings, cells, order, tell, page)
+        play(bench_ranks, settings, cells, order, tell, page)
 
     launch_manager.play = slower_play
 
@@ -112,12 +112,12 @@ def rank_main(rank: int, port: int, path: Path, settings: BenchSettings, inject:
     """Be one rank of the job: conduct every launch."""
     import torch
 
-    from muster.collectives_bench.ranks.run import Task, conduct
+    from muster.collectives_bench.ranks.run import BenchTask, conduct
 
     torch.set_num_threads(1)
     slow_down(inject)
     env = RankEnv(rank, RANKS, rank, RANKS, 0, 1, "127.0.0.1", port)
-    return conduct(Task(settings, env, path, "a-a", 60.0))
+    return conduct(BenchTask(settings, env, path, "a-a", 60.0))
 
 
 def measure(path: Path, settings: BenchSettings, inject: str) -> None:

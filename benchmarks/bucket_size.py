@@ -24,7 +24,7 @@ from harness import Options, finish, turns
 from ranks import most, on_ranks, place
 
 from muster.collectives_bench.cost import buckets, curves, heldout
-from muster.collectives_bench.cost.buckets import MB, Bucket, Lanes
+from muster.collectives_bench.cost.buckets import MB, Lanes, PredictedBucket
 
 TOTAL, PARTS = 64 * MB, 64
 SINGLES = 20
@@ -110,7 +110,9 @@ def fitted(singles: dict[str, list[float]]) -> curves.Fitted:
 
 def compare(found: dict[str, Any], fit: curves.Fitted, backward: str, how: str) -> dict[str, Any]:
     """Predict the sweep and choose; return the choice with its regret."""
-    gradients = [Bucket(TOTAL // PARTS, found["alone"][backward] * part / PARTS) for part in range(1, PARTS + 1)]
+    gradients = [
+        PredictedBucket(TOTAL // PARTS, found["alone"][backward] * part / PARTS) for part in range(1, PARTS + 1)
+    ]
     points = buckets.curve(
         gradients, fit.seconds, Lanes(buckets.GLOO_THREADS, host_s=found["host"]), SIZES, buckets.at_most
     )

@@ -227,7 +227,7 @@ def killed(folder: Path, trials: int, seed: int, elements: int = KILLED_ELEMENTS
             restarts = Restarts(RunDir(Path(text)), draw, counts, elements)
             for _ in range(min(BATCH, trials - batch)):
                 restarts.trial()
-            counts["rolled forward"] += sum("committed it" in line for line in restarts.said)
+            counts["rolled forward"] += sum("it is now committed" in line for line in restarts.said)
             counts["put aside"] += sum("was put aside" in line for line in restarts.said)
         if trials > BATCH:
             print(f"  {counts['trials']} trials: {counts['loadable']} loadable, {counts['torn']} torn", flush=True)

@@ -34,7 +34,7 @@ from ranks import place
 from muster.cloudlab.box.spec import parse_rate
 from muster.collectives_bench.cost.exposed import Compute
 from muster.collectives_bench.cost.fit import fit
-from muster.collectives_bench.cost.load import Load, Recipe
+from muster.collectives_bench.cost.load import RankLoad, Recipe
 from muster.collectives_bench.cost.modes import ways
 from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.steps import predict
@@ -109,7 +109,7 @@ def measured(run: RunDir) -> dict[str, list[float]]:
 
 def predicted(profile: Profile, compute: Compute, modes: Sequence[str] = MODES) -> dict[str, float]:
     """Return the exposed communication of each mode."""
-    load = Load(anatomy(VGG_SHAPES["vgg11"]), Recipe(ITEMSIZE, ITEMSIZE, 0), NODES, BATCH, 1, ITEMSIZE)
+    load = RankLoad(anatomy(VGG_SHAPES["vgg11"]), Recipe(ITEMSIZE, ITEMSIZE, 0), NODES, BATCH, 1, ITEMSIZE)
     rows = predict(ways(modes), load, compute, profile, NODES)
     return {row.way.name: row.exposed.seconds for row in rows if row.exposed is not None}
 

@@ -45,7 +45,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from muster.jobs.models.shapes import GptShape
-from muster.jobs.train.models.gpt import Block, assemble_gpt
+from muster.jobs.train.models.gpt import TransformerBlock, assemble_gpt
 from muster.jobs.train.models.tensor_plan import GPT_PLAN
 from muster.pipe.tensor import parallelize
 
@@ -99,7 +99,7 @@ def whole_blocks(stage: Stage) -> nn.Sequential:
                 each.normal_(std=0.02, generator=generator)
             elif name.endswith("bias"):
                 each.zero_()
-    blocks = [(name, layer) for name, layer in model.named_children() if isinstance(layer, Block)]
+    blocks = [(name, layer) for name, layer in model.named_children() if isinstance(layer, TransformerBlock)]
     made = nn.Sequential()
     for name, layer in blocks:
         made.add_module(name, layer.to(torch.bfloat16))
@@ -111,7 +111,7 @@ def split_by_torch(blocks: nn.Sequential, stage: Stage, side: str) -> nn.Module:
     sequence = side == "torch sequence"
     between = Shard(1) if sequence else Replicate()
     for block in blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         plan: dict[str, Any] = {
             **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
             "attention.output": RowwiseParallel(output_layouts=between),

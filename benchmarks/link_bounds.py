@@ -64,7 +64,7 @@ def measure(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
 
     from muster.collectives_bench.catalog import actual_bytes
     from muster.collectives_bench.ranks.operations import prepare
-    from muster.collectives_bench.records import Cell
+    from muster.collectives_bench.records import BenchCell
     from muster.ddp.primitives import exchange
 
     group = dist.group.WORLD
@@ -73,7 +73,7 @@ def measure(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
     for name in OPERATIONS:
         operation = operation_of(name)
         for size in sizes:
-            cell = Cell(operation=operation.name, dtype="fp32", asked_bytes=size, place=operation.places[0])
+            cell = BenchCell(operation=operation.name, dtype="fp32", asked_bytes=size, place=operation.places[0])
             nbytes = actual_bytes(operation, size, dist.get_world_size(), "fp32")
             call: Any = prepare(cell, nbytes, group, torch.device("cpu"))
             run = partial(exchange, call.input, call.output, group) if name == EXCHANGE else call.run

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from muster.collectives_bench.cost.load import Load, Recipe
+from muster.collectives_bench.cost.load import RankLoad, Recipe
 from muster.collectives_bench.cost.memory import memory_of
 from muster.collectives_bench.cost.modes import WAYS
 from muster.jobs.models.anatomy import anatomy
@@ -154,7 +154,7 @@ def train(shape: VggShape | GptShape, mode: str) -> tuple[dict[str, int], Any]:
 
 def zero_row(model: str, mode: str, ranks: int, repeats: int) -> dict[str, Any]:
     """Launch, compare with the bytes of states and buffers."""
-    load = Load(anatomy(SHAPES[model]), Recipe(4, 4, 8), ranks=ranks, batch=ranks, microbatches=1, itemsize=4)
+    load = RankLoad(anatomy(SHAPES[model]), Recipe(4, 4, 8), ranks=ranks, batch=ranks, microbatches=1, itemsize=4)
     memory = memory_of(WAYS[mode], load)
     assert memory is not None
     expected = memory.states + memory.buffers

@@ -63,8 +63,8 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     from muster.collectives_bench.catalog import actual_bytes
     from muster.collectives_bench.ranks.nccl import StreamClock
     from muster.collectives_bench.ranks.operations import prepare
-    from muster.collectives_bench.ranks.sampling import ControlGroup, Sampler
-    from muster.collectives_bench.records import Cell
+    from muster.collectives_bench.ranks.sampling import CallSampler, ControlGroup
+    from muster.collectives_bench.records import BenchCell
     from muster.collectives_bench.settings import BenchSettings
 
     group = dist.group.WORLD
@@ -74,9 +74,9 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     control_group = ControlGroup(control, lambda: None)
     bare = bare_call(name, nbytes // 4, device)
     calls = bare_calls(bare, control_group)
-    cell = Cell(operation=name, dtype="fp32", asked_bytes=size, place=operation.places[0])
+    cell = BenchCell(operation=name, dtype="fp32", asked_bytes=size, place=operation.places[0])
     call = prepare(cell, nbytes, group, device)
-    sampler = Sampler(StreamClock(control_group, group, device), control_group, BenchSettings(block_s=BLOCK_S))
+    sampler = CallSampler(StreamClock(control_group, group, device), control_group, BenchSettings(block_s=BLOCK_S))
     call.fill()
     first_us = sampler.first(call.run)
     wrong = torch.tensor(call.wrong())

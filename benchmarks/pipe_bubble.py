@@ -43,7 +43,7 @@ from torch import Tensor, nn
 LIMIT_S = 580.0
 REACH_POINTS = 3.0
 WORKS = {"sleep": 4, "real": 2}  # ranks
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb1p", "zbv")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb1p", "zbv", "terapipe")
 MICROBATCHES = (4, 8, 16)
 ACTION_S = 0.020  # each of F, I and W, of all stages of a rank
 MESSAGE_SHAPE = (4, 64, 128)  # of a micro-batch, in float32: 128 KB
@@ -88,24 +88,34 @@ class _Sleep(torch.autograd.Function):
 
 def pipeline_of(work: str, name: str, microbatches: int, scale: float = 1.0) -> tuple[Any, tuple[Tensor, Tensor]]:
     """Build a pipeline over the default group, and a batch for it; `scale` shortens what sleeps."""
-    from pipe_sides import CHUNKS, TASKS, OurSide
+    from pipe_sides import TASKS, OurSide
 
     from muster.pipe.pipeline import Pipeline
-    from muster.pipe.schedules.tables import schedule
 
     if work == "real":
         task = replace(TASKS["d256"], samples=SAMPLES)
         return OurSide(name, task.layers(), microbatches).pipeline, next(task.batches(microbatches))
-    table = schedule(name, dist.get_world_size(), microbatches, chunks=CHUNKS[name])
+    table = table_of(name, dist.get_world_size(), microbatches)
     seconds = scale * ACTION_S * dist.get_world_size() / table.stages
     layers = nn.Sequential(*(Sleeping(seconds) for _ in range(table.stages)))
-    pipeline = Pipeline(layers, table, loss=lambda output, target: (output - target).mean())
+    tokens = (MESSAGE_SHAPE[1] // table.slices,) * table.slices if table.slices > 1 else ()
+    pipeline = Pipeline(layers, table, loss=lambda output, target: (output - target).mean(), tokens=tokens)
     if pipeline.queue is not None:
         for layer in pipeline.module.children():
             assert isinstance(layer, Sleeping)
             layer.keep = pipeline.queue.keep
-    batch = torch.zeros(microbatches * MESSAGE_SHAPE[0], *MESSAGE_SHAPE[1:])
+    batch = torch.zeros(microbatches // table.slices * MESSAGE_SHAPE[0], *MESSAGE_SHAPE[1:])
     return pipeline, (batch, batch)
+
+
+def table_of(name: str, ranks: int, microbatches: int) -> Any:
+    """Return the schedule's table; terapipe has one micro-batch of as many slices as others have micro-batches."""
+    from pipe_sides import CHUNKS
+
+    from muster.pipe.schedules.tables import schedule
+
+    slices = microbatches if name == "terapipe" else 1
+    return schedule(name, ranks, microbatches // slices, chunks=CHUNKS.get(name, 1), slices=slices)
 
 
 def measure_all(work: str, schedules: Sequence[str], microbatches: Sequence[int], steps: int) -> list[dict[str, Any]]:
@@ -205,13 +215,10 @@ def row_of(work: str, table: Any, found: dict[str, Any], steps: Sequence[Sequenc
 
 def row_from(work: str, ranks: int, found: dict[str, Any], folder: Path | None = None) -> dict[str, Any]:
     """Make a row of what rank 0 printed of a cell; leave a drawing of its last step in a folder."""
-    from pipe_sides import CHUNKS
-
     from muster.pipe.schedules.measured import Record
-    from muster.pipe.schedules.tables import schedule
 
     name, microbatches = found["schedule"], found["microbatches"]
-    table = schedule(name, ranks, microbatches, chunks=CHUNKS[name])
+    table = table_of(name, ranks, microbatches)
     steps = [[Record(*each) for each in step] for step in found["steps"]]
     if folder is not None:
         draw(folder / f"{work}-{name}-{microbatches}.svg", f"{name}, {ranks} ranks", steps[-1], table.rank_of)
@@ -262,6 +269,8 @@ def main() -> int:
     args = parser.parse_args()
     rows = []
     for work in [args.work] if args.work else WORKS:
+        if work == "real":  # its blocks know nothing of slices
+            args.schedules = [each for each in args.schedules if each != "terapipe"]
         ranks, found = launch(work, args)
         rows += [row_from(work, ranks, each, args.draw) for each in found]
     show(rows)

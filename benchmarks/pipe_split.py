@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from muster.jobs.models.shapes import GptShape
-from muster.jobs.train.models.gpt import Block
+from muster.jobs.train.models.gpt import TransformerBlock
 from muster.pipe.splitting.halves import WeightQueue
 
 REACH = 1.05
@@ -50,7 +50,7 @@ def sides_of(width: int, device: str, *, exact: bool) -> dict[str, Side]:
     made: dict[str, nn.Module] = {}
     for name in ("plain", "ours", "torch"):
         torch.manual_seed(0)
-        made[name] = nn.Sequential(*(Block(shape) for _ in range(BLOCKS))).to(device, dtype)
+        made[name] = nn.Sequential(*(TransformerBlock(shape) for _ in range(BLOCKS))).to(device, dtype)
     queue = WeightQueue(made["ours"], exact=exact)
 
     def plain(x: Tensor, y: Tensor, gradient: Tensor) -> None:

@@ -34,10 +34,10 @@ from torch import nn
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.saver import Saver, Target
-from muster.jobs.saving.schedule import Schedule
+from muster.jobs.saving.schedule import SaveSchedule
 from muster.jobs.spec.failover import CheckpointSettings
-from muster.jobs.tensors.parts import Part
-from muster.jobs.tensors.snapshot import Snapshot
+from muster.jobs.tensors.parts import TensorPart
+from muster.jobs.tensors.snapshot import MemorySnapshot
 from muster.jobs.train.parallel.layers import whole_layers
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.parallel.state import Forms, ModelState
@@ -66,12 +66,12 @@ class Ours:
         run = RunDir(folder)
         run.attempt(0).path.mkdir(parents=True, exist_ok=True)
         settings, self.done, self.world = CheckpointSettings(every_steps=1, keep=2), 0, world
-        schedule, silent = Schedule(settings, 0), Reporter({})
+        schedule, silent = SaveSchedule(settings, 0), Reporter({})
         self.saver = Saver(
             Target(run, 0),
             settings,
             state.parts,
-            partial(Snapshot, device=world.device),
+            partial(MemorySnapshot, device=world.device),
             world,
             schedule,
             lambda done, parent, losses: {},
@@ -95,7 +95,7 @@ class Ours:
 class Copy:
     """The limit: the same bytes into buffers that are there."""
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[TensorPart]) -> None:
         self.parts, self.rooms = parts, [torch.zeros_like(part.tensor) for part in parts]
 
     def save(self) -> float:

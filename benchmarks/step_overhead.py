@@ -39,7 +39,7 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data, open_data
 from muster.jobs.train.loop import Trainer, build_trainer, run_steps
-from muster.jobs.train.metrics import Files, Metrics, Summary, Units
+from muster.jobs.train.metrics import Files, LogSummary, Metrics, Units
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.screen import Screen
@@ -62,7 +62,7 @@ class TimedMetrics(Metrics):
         super().record(*arguments, **keywords)
         self.spent_s += perf_counter() - began
 
-    def report(self, *arguments: Any) -> Summary:
+    def report(self, *arguments: Any) -> LogSummary:
         began = perf_counter()
         summary = super().report(*arguments)
         self.spent_s += perf_counter() - began

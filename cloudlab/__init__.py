@@ -1,1 +1,4 @@
-"""CloudLab: the RSpec that asks for nodes, the manifest that names them, their boot script; and the box."""
+"""CloudLab: the RSpec that requests nodes, the manifest that lists them, and their boot script.
+
+It also contains `muster box`, a cluster simulated on one machine.
+"""

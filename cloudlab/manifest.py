@@ -1,9 +1,9 @@
-"""A CloudLab (GENI) manifest: which nodes there are, how ssh reaches them, and their addresses on the experiment's LAN.
+"""Read a CloudLab (GENI) manifest: the nodes, their ssh logins, and their addresses on the experiment's LAN.
 
 <node client_id="node0">              the host's name
   <interface client_id="node0:if1">   joined to a LAN by the <link> that refers to it
-    <ip address="10.10.1.1"/>         where its peers reach it
-  <services> <login .../>             one per member of the project: ssh goes there, over the control network
+    <ip address="10.10.1.1"/>         the node's address on the LAN
+  <services> <login .../>             one per member of the project, for ssh over the control network
 """
 
 import ipaddress
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from muster.cloudlab import manifest_xml
-from muster.cloudlab.manifest_xml import Interface, Lan, Node
+from muster.cloudlab.manifest_xml import Interface, Lan, XmlNode
 from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.basics.hostnames import check_user
 from muster.jobs.basics.reading import MOST_BYTES
@@ -22,7 +22,7 @@ from muster.jobs.basics.words import counted, did_you_mean
 from muster.jobs.hosts.hosts import read_text
 from muster.jobs.hosts.placement import Host, Login
 
-# Nodes that serve others: a remote data set, and nodes that shape or join links.
+# Kinds of nodes that cannot run ranks, because they hold a remote data set, or shape or join links.
 HELPERS: Final = {"emulab-blockstore": "holds a data set", "delay": "shapes a link"}
 
 
@@ -43,11 +43,11 @@ class ManifestNode:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The parts of a manifest that a run needs: its nodes on one LAN; `warnings` lists skipped nodes and why."""
+class LanManifest:
+    """The nodes of a manifest on one LAN; `warnings` lists skipped nodes with the reasons."""
 
     nodes: tuple[ManifestNode, ...]
-    lan: str  # "": a single node without a LAN
+    lan: str  # "" for a single node without a LAN
     network: str  # such as 10.10.1.0/24; "" if the netmasks differ
     warnings: tuple[str, ...]
 
@@ -59,14 +59,14 @@ class Manifest:
 
 def survey_manifest(
     path: Path, *, user: str | None = None, lan: str | None = None, environ: Mapping[str, str] = os.environ
-) -> Manifest:
-    """Read a manifest for one user's logins and the addresses of one LAN.
+) -> LanManifest:
+    """Read one user's logins and one LAN's addresses from a manifest.
 
-    Without `user` it is USER of the environment if that user has logins, else the only user with logins. Without `lan`
-    it is the LAN that joins all nodes, the fastest if there are several.
+    The default user is USER of the environment if that user has logins, else the only user with logins. The default LAN
+    is the one that joins all nodes, the fastest if there are several, or the only LAN.
 
     Raises:
-        JobFileError: if it cannot be read, or is not a manifest.
+        JobFileError: if the file cannot be read, or is not a manifest.
         UsageError: if the user or LAN is ambiguous, or there is no LAN of that name.
     """
     nodes, lans = manifest_xml.parse(read_text(path, f"a manifest; {manifest_xml.WHERE}", MOST_BYTES), str(path))
@@ -77,8 +77,8 @@ def survey_manifest(
 
 
 def survey(
-    nodes: Sequence[Node], lans: Sequence[Lan], *, user: str | None, lan: str | None, environ: Mapping[str, str]
-) -> Manifest:
+    nodes: Sequence[XmlNode], lans: Sequence[Lan], *, user: str | None, lan: str | None, environ: Mapping[str, str]
+) -> LanManifest:
     """Choose nodes, logins and addresses of a parsed manifest. Pure.
 
     Raises:
@@ -92,18 +92,18 @@ def survey(
     for node in computers:
         at = chosen.members.get(node.name) if chosen else Interface("", "", "")
         if chosen and at is None:
-            warnings.append(f"{node.name} is left out: it has no address on LAN {chosen.name}")
+            warnings.append(f"{node.name} is skipped: it has no address on LAN {chosen.name}")
         if at is not None:
             found.append(ManifestNode(node.name, at.address, at.mac, _login_of(node, login_user), node.control_address))
     strangers = [node.name for node in computers if all(login.user != login_user for login in node.logins)]
     if strangers:
         warnings.append(f"{login_user} has no login on {', '.join(strangers)} in the manifest; trying it anyway")
     network = _network(chosen.members.values()) if chosen else ""
-    return Manifest(tuple(found), chosen.name if chosen else "", network, tuple(warnings))
+    return LanManifest(tuple(found), chosen.name if chosen else "", network, tuple(warnings))
 
 
-def _computers(nodes: Sequence[Node]) -> tuple[list[Node], list[str]]:
-    """Separate the nodes that can run ranks from those that serve them."""
+def _computers(nodes: Sequence[XmlNode]) -> tuple[list[XmlNode], list[str]]:
+    """Return the nodes that can run ranks, and a warning for each other node."""
     able = [node for node in nodes if node.kind not in HELPERS and node.logins]
     computers = [node for node in able if not node.serves_storage] or able
     kept = {node.name for node in computers}
@@ -113,13 +113,13 @@ def _computers(nodes: Sequence[Node]) -> tuple[list[Node], list[str]]:
             reason = HELPERS.get(node.kind) or (
                 "serves the shared folder" if node.logins else "has no login by ssh key"
             )
-            warnings.append(f"{node.name} is left out: it {reason}")
+            warnings.append(f"{node.name} is skipped: it {reason}")
     if not computers:
-        raise JobFileError(f"has no node that can hold ranks: {'; '.join(warnings)}")
+        raise JobFileError(f"has no node that can run ranks: {'; '.join(warnings)}")
     return computers, warnings
 
 
-def _user(nodes: Sequence[Node], environ: Mapping[str, str]) -> str:
+def _user(nodes: Sequence[XmlNode], environ: Mapping[str, str]) -> str:
     users = list(dict.fromkeys(login.user or "" for node in nodes for login in node.logins))
     own = environ.get("USER") or environ.get("LOGNAME") or ""
     if own in users:
@@ -131,14 +131,14 @@ def _user(nodes: Sequence[Node], environ: Mapping[str, str]) -> str:
     raise UsageError(f"has logins of {len(users)} users, and {whose}: {listed}; name yours with --login USER")
 
 
-def _login_of(node: Node, user: str) -> Login:
+def _login_of(node: XmlNode, user: str) -> Login:
     """Return a user's login on a node. Members who joined later are not in the manifest, but may log in."""
     own = next((login for login in node.logins if login.user == user), node.logins[0])
     return Login(own.target, user, own.port)
 
 
-def _choose_lan(nodes: Sequence[Node], lans: Sequence[Lan], wanted: str | None) -> Lan | None:
-    """Return the LAN that was asked for, or the one that joins all nodes; None for a single node without LAN."""
+def _choose_lan(nodes: Sequence[XmlNode], lans: Sequence[Lan], wanted: str | None) -> Lan | None:
+    """Return the wanted LAN, or the one that joins all nodes, or the only LAN; None for a single node without a LAN."""
     names = {node.name for node in nodes}
     lans = [lan for lan in lans if names & set(lan.members)]
     if wanted is not None:
@@ -152,7 +152,7 @@ def _choose_lan(nodes: Sequence[Node], lans: Sequence[Lan], wanted: str | None) 
         raise UsageError(f"no LAN joins all {len(names)} nodes; choose one of {_spell(lans)} with --lan NAME")
     if len(names) > 1:
         raise UsageError(
-            f"no LAN joins its {len(names)} nodes, and CloudLab forbids such traffic on the control network; "
+            f"no LAN joins its {len(names)} nodes, and CloudLab forbids their traffic on the control network; "
             "add a LAN to the profile"
         )
     return None
@@ -162,8 +162,8 @@ def _named(lans: Sequence[Lan], wanted: str) -> Lan:
     names = [lan.name for lan in lans]
     if wanted in names:
         return lans[names.index(wanted)]
-    hint = did_you_mean(wanted, names) or f"; there are: {_spell(lans)}"
-    raise UsageError(f"--lan: no LAN {wanted!r} joins nodes by address{hint}")
+    hint = did_you_mean(wanted, names) or f"; known LANs: {_spell(lans)}"
+    raise UsageError(f"--lan: no LAN {wanted!r} has nodes with addresses{hint}")
 
 
 def _fastest(lans: Sequence[Lan]) -> Lan:

@@ -1,4 +1,4 @@
-"""Parse a manifest's XML into records. Children may have any order and prefix, so nothing is found by its position."""
+"""Parse a manifest's XML into records. Children may have any order and prefix, so they are found by name."""
 
 import ipaddress
 import re
@@ -12,8 +12,8 @@ from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.basics.hostnames import MAX_PORT, check_name
 from muster.jobs.hosts.placement import Login
 
-WHERE: Final = "take the Manifest tab of the experiment's page, or run geni-get manifest on a node"
-SERVES_STORAGE: Final = "nfs-server"  # part of that node's command in Muster's profile and in CloudLab's NFS profile
+WHERE: Final = "copy the Manifest tab of the experiment's page, or run geni-get manifest on a node"
+SERVES_STORAGE: Final = "nfs-server"  # in the storage node's command in Muster's and CloudLab's NFS profiles
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Node:
+class XmlNode:
     """A node in the manifest, with one login for each member of the project."""
 
     name: str
@@ -39,18 +39,18 @@ class Node:
 
 @dataclass(frozen=True)
 class Lan:
-    """A link, and by name the nodes that have an address on it; `kbit_per_s` is None if there is no limit."""
+    """A link. `members` maps names of nodes to their interfaces with an address; `kbit_per_s` None: unlimited."""
 
     name: str
     members: Mapping[str, Interface]
     kbit_per_s: int | None
 
 
-def parse(text: str, name: str) -> tuple[list[Node], list[Lan]]:
+def parse(text: str, name: str) -> tuple[list[XmlNode], list[Lan]]:
     """Parse the text of a manifest; `name` is its name in messages.
 
     Raises:
-        JobFileError: if it is not a manifest.
+        JobFileError: if the text is not a manifest.
     """
     root = _root(text, name)
     nodes = [_node(each, name) for each in _children(root, "node")]
@@ -60,8 +60,10 @@ def parse(text: str, name: str) -> tuple[list[Node], list[Lan]]:
     if twice:
         raise JobFileError(f"{name}: has two nodes named {twice[0]}; {WHERE}")
     if not any(node.logins for node in nodes):
-        # Detected by its logins, not by its type: the portal's own Manifest tab says type="request".
-        kind = "a manifest of nodes that are not ready" if root.get("type") == "manifest" else "a request, no manifest"
+        # A request has no logins. Its type does not identify it, because the Manifest tab also says type="request".
+        kind = (
+            "a manifest of nodes that are not ready" if root.get("type") == "manifest" else "a request, not a manifest"
+        )
         raise JobFileError(f"{name}: is {kind}: no node has a login by ssh key; {WHERE}")
     owners: dict[str, tuple[str, Interface]] = {}
     for node in nodes:
@@ -70,15 +72,15 @@ def parse(text: str, name: str) -> tuple[list[Node], list[Lan]]:
     return nodes, [_lan(link, owners) for link in _children(root, "link")]
 
 
-class _Builder(ET.TreeBuilder):
+class _SafeTreeBuilder(ET.TreeBuilder):
     """A tree builder that refuses a DOCTYPE, in which a few lines of entities can expand to gigabytes."""
 
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
-        raise JobFileError("has a DOCTYPE, which no manifest has; a saved web page?")
+        raise JobFileError("has a DOCTYPE, which no manifest has (is it a saved web page?);")
 
 
 def _root(text: str, name: str) -> ET.Element:
-    parser = ET.XMLParser(target=_Builder())
+    parser = ET.XMLParser(target=_SafeTreeBuilder())
     try:
         # Pasted text may start with an empty line, which XML forbids before its declaration.
         parser.feed(re.sub(r"\A\s*<\?xml[^>]*\?>", lambda found: "\n" * found.group().count("\n"), text))
@@ -89,11 +91,11 @@ def _root(text: str, name: str) -> ET.Element:
     except JobFileError as error:
         raise JobFileError(f"{name}: {error} {WHERE}") from error
     if _tag(root) != "rspec":
-        raise JobFileError(f"{name}: is <{_tag(root)}>, wanted <rspec>; {WHERE}")
+        raise JobFileError(f"{name}: is <{_tag(root)}>, expected <rspec>; {WHERE}")
     return root
 
 
-def _node(element: ET.Element, name: str) -> Node:
+def _node(element: ET.Element, name: str) -> XmlNode:
     node = element.get("client_id", "")
     services = [child for each in _children(element, "services") for child in each]
     try:
@@ -106,7 +108,7 @@ def _node(element: ET.Element, name: str) -> Node:
         interface = _interface(each)
         interfaces |= {each.get(key, ""): interface for key in ("client_id", "sliver_id") if each.get(key)}
     commands = [each.get("command", "") for each in services if _tag(each) == "execute"]
-    return Node(
+    return XmlNode(
         node,
         _attribute(element, "sliver_type", "name"),
         interfaces,
@@ -119,7 +121,7 @@ def _node(element: ET.Element, name: str) -> Node:
 def _login(element: ET.Element) -> Login:
     port = element.get("port", "22")
     if not (port.isascii() and port.isdecimal() and len(port) < 10 and 1 <= int(port) <= MAX_PORT):
-        raise UsageError(f"a login has port {port!r}; wanted 1 to {MAX_PORT}")
+        raise UsageError(f"a login has port {port!r}; expected 1 to {MAX_PORT}")
     return Login(element.get("hostname", ""), element.get("username", ""), int(port))
 
 
@@ -139,7 +141,7 @@ def _interface(element: ET.Element) -> Interface:
 
 def _is_usable(address: str) -> bool:
     try:
-        return not ipaddress.ip_address(address).is_unspecified  # 0.0.0.0 means that none was given
+        return not ipaddress.ip_address(address).is_unspecified  # 0.0.0.0 means that there is no address
     except ValueError:
         return False
 
@@ -147,7 +149,7 @@ def _is_usable(address: str) -> bool:
 def _lan(link: ET.Element, owners: Mapping[str, tuple[str, Interface]]) -> Lan:
     members: dict[str, Interface] = {}
     for reference in _children(link, "interface_ref"):
-        # Not by component_id, which virtual machines on one host share.
+        # The attribute component_id is not used, because virtual machines on one host share it.
         keys = (reference.get("sliver_id", ""), reference.get("client_id", ""))
         owner = next((owners[key] for key in keys if key in owners), None)
         if owner is not None and owner[1].address:
@@ -167,5 +169,5 @@ def _children(element: ET.Element, tag: str) -> Iterator[ET.Element]:
 
 
 def _attribute(element: ET.Element, tag: str, name: str) -> str:
-    """Return an attribute of the first child of a kind, or an empty string."""
+    """Return an attribute of the first child element named `tag`, or ""."""
     return next((child.get(name, "") for child in _children(element, tag)), "")

@@ -25,7 +25,7 @@ NETMASK: Final = "255.255.255.0"
 NFS_NODE: Final = "nfs"
 NFS_ADDRESS: Final = f"{NETWORK}.254"
 SHARED: Final = "/nfs"
-REPOSITORY: Final = "/local/repository"  # where CloudLab clones the repository of a profile to
+REPOSITORY: Final = "/local/repository"  # where CloudLab clones the profile's repository
 BOOT: Final = f"{REPOSITORY}/cloudlab/boot.sh"
 
 GENI: Final = "http://www.geni.net/resources/rspec/3"
@@ -46,10 +46,10 @@ _URN: Final = re.compile(r"urn:publicid:IDN\+\S+")
 
 @dataclass(frozen=True)
 class RspecSpec:
-    """The request; without `kbit_per_s` the LAN has the speed of its hardware, which may be any."""
+    """The settings of a request. Without `kbit_per_s` the LAN's speed is that of its hardware."""
 
     nodes: int = 4
-    hardware: str = HARDWARE  # "": any free hardware
+    hardware: str = HARDWARE  # "" for any free hardware
     image: str = IMAGE
     lan: str = LAN
     kbit_per_s: int | None = 10_000_000
@@ -57,7 +57,7 @@ class RspecSpec:
     repository: str | None = None  # cloned at boot, if the profile was not made from a repository
 
     def __post_init__(self) -> None:
-        """Refuse values that CloudLab or a later run cannot handle.
+        """Check that CloudLab and later runs can handle the values.
 
         Raises:
             UsageError: if a value is out of range or not a valid name.
@@ -84,7 +84,7 @@ def rspec_text(spec: RspecSpec) -> str:
 
 
 def rate(text: str) -> int:
-    """Return the kbit/s of a rate such as 10gbit.
+    """Convert a rate such as 10gbit to kbit/s.
 
     Raises:
         UsageError: if the text is not a rate.
@@ -131,7 +131,7 @@ def _node(spec: RspecSpec, name: str, address: str, role: str, *extra: str) -> I
     yield "    </sliver_type>"
     if spec.hardware:
         yield f'    <hardware_type name="{spec.hardware}"/>'
-    if spec.nodes > 1 or spec.nfs_gb:  # a node by itself has no LAN
+    if spec.nodes > 1 or spec.nfs_gb:  # a single node has no LAN
         yield f'    <interface client_id="{name}:if1">'
         yield f'      <ip address="{address}" netmask="{NETMASK}" type="ipv4"/>'
         yield "    </interface>"

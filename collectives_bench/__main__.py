@@ -1,4 +1,4 @@
-"""`python -m muster.collectives_bench`: run one rank with variables (RANK, WORLD_SIZE, ...) of another launcher."""
+"""Run one rank of a benchmark, `python -m muster.collectives_bench`, with another launcher's variables (RANK, ...)."""
 
 import sys
 

@@ -1,7 +1,6 @@
-"""The operations that are measured, torch-free: the meaning of their numbers, and their theoretical cost.
+"""The measured operations, with the meaning of their numbers and their theoretical cost. Does not import torch.
 
-S is the size that a row names, n the number of ranks. Sizes and bus factors are those of nccl-tests, so that numbers
-can
+S is the size in a row's name, n the number of ranks. Sizes and bus factors are those of nccl-tests, so that numbers can
 be compared: algbw = S / t, busbw = algbw * bus_factor(n); GB/s is 1e9 bytes per second.
 
     S of an operation                                            `chunked`: S is n equal chunks, one for each rank
@@ -11,9 +10,8 @@ be compared: algbw = S / t, busbw = algbw * bus_factor(n); GB/s is 1e9 bytes per
     gather, scatter                 the root's whole buffer      chunked
     send_recv, ping_pong            one message, one way
 
-`wire(n)` is the bytes that all ranks together send with the best algorithm for large S, divided by S. `buffers(n)` is
-the
-bytes that one rank (the root, if there is one) allocates, divided by S.
+`wire(n)` is the number of bytes that all ranks together send with the best algorithm for large S, divided by S.
+`buffers(n)` is the number of bytes that one rank (the root, if there is one) allocates, divided by S.
 """
 
 from collections.abc import Callable
@@ -29,7 +27,7 @@ OfWorld = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Operation:
-    """One row: the meaning of an operation. `collectives_bench/ranks/operations.py` has the code that runs it."""
+    """The properties of one operation. `collectives_bench/ranks/operations.py` has the code that runs it."""
 
     name: str
     phrase: str
@@ -38,8 +36,8 @@ class Operation:
     buffers: OfWorld
     chunked: bool = False
     reduces: bool = False
-    places: tuple[Place, ...] = ("in",)  # whether the result overwrites the input; the first is the default
-    ours: bool = False  # built from send and recv by `ddp/primitives.py`
+    places: tuple[Place, ...] = ("in",)  # result overwrites the input ("in") or not ("out"); default first
+    ours: bool = False  # one of Muster's own, built from send and recv (`ddp/primitives.py`)
     least_ranks: int = 1
     has_size: bool = True
 
@@ -67,22 +65,22 @@ LIBRARY: Final[dict[str, Operation]] = {
         Operation("broadcast", "every rank gets rank 0's buffer", *_ROOTED),
         Operation("reduce", "rank 0 gets the sum of all", *_ROOTED, reduces=True),
         _chunked("gather", "rank 0 gets every rank's chunk", *_ROOTED_CHUNKS),
-        _chunked("scatter", "every rank gets its chunk of rank 0's", *_ROOTED_CHUNKS),
+        _chunked("scatter", "every rank gets its chunk of rank 0's buffer", *_ROOTED_CHUNKS),
         _chunked("all_to_all", "every rank sends a different chunk to every rank", *_EXCHANGED),
-        _messages("send_recv", "a ring: every rank sends to the next, all at once", *_SHIFTED),
-        _messages("ping_pong", "ranks 0 and 1 send one message back and forth; the time is one way", *_TWO_WAYS),
+        _messages("send_recv", "a ring: all ranks send to the next one at the same time", *_SHIFTED),
+        _messages("ping_pong", "ranks 0 and 1 send one message back and forth; the time is for one way", *_TWO_WAYS),
         Operation("barrier", "no rank leaves before all have arrived", *_NOTHING, has_size=False),
     )
 }
 
 
 def _ours(name: str, twin: str, phrase: str, **more: Any) -> Operation:
-    """Return Muster's own implementation of a library operation, in its default place."""
+    """Return the entry of Muster's own implementation of a library operation, in its default place."""
     twins = LIBRARY[twin]
     return replace(twins, name=name, phrase=phrase, places=twins.places[:1], ours=True, **more)
 
 
-# Simple implementations for comparison with the library's.
+# Simple implementations, to compare with the library's.
 OWN: Final = (
     _ours("ring_all_reduce", "all_reduce", "all_reduce as a ring of sends"),
     _ours("ring_reduce_scatter", "reduce_scatter", "reduce_scatter as a ring of sends"),
@@ -102,9 +100,9 @@ DTYPES: Final[dict[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "int32": 4}  #
 
 
 def actual_bytes(operation: Operation, asked: int, ranks: int, dtype: str) -> int:
-    """Return the size S that is possible for the requested bytes: chunks are multiples of 16 bytes.
+    """Return the size S for the requested bytes, rounded so that each chunk is a multiple of 16 bytes.
 
-    If S is smaller than that, a chunk is one element. An operation without a size has 0.
+    If the requested size is too small for that, a chunk is one element. An operation without a size has S = 0.
     """
     if not operation.has_size:
         return 0

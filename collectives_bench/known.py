@@ -1,39 +1,38 @@
-"""The bytes that gloo (torch 2.13) moves according to its source, if that exceeds the optimum. Pure.
+"""The number of bytes that gloo (torch 2.13) sends according to its source, where it exceeds the optimum. Pure.
 
-`known_wire` returns the bytes of payload that all ranks together send in one call. `deviation` describes where counted
-bytes differ from the optimum.
+`known_wire` returns the payload bytes that all ranks together send in one call. `deviation` describes how counted bytes
+differ from the optimum.
 """
 
 from collections.abc import Callable
 from typing import Final
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
-from muster.collectives_bench.records import Cell, Wire
+from muster.collectives_bench.records import BenchCell, WireBytes
 
 SEGMENT: Final = 2**20  # gloo/reduce.h, gloo/allreduce.h: kMaxSegmentSize
-LEAST_JUDGED: Final = 2**20  # bytes of a call; smaller calls are not judged
+LEAST_JUDGED: Final = 2**20  # bytes of a call; smaller calls are not compared
 WHY: Final = {
     "reduce_scatter": ": it is implemented as an all_reduce of all data",
-    "reduce": ": every rank sends nearly all segments round the ring",
+    "reduce": ": every rank sends nearly all segments around the ring",
 }
 
 
-def best_wire(cell: Cell, nbytes: int, ranks: int) -> float:
-    """Return the bytes of the best algorithm."""
+def best_wire(cell: BenchCell, nbytes: int, ranks: int) -> float:
+    """Return the bytes that the best algorithm sends."""
     return OPERATIONS[cell.operation].wire(ranks) * nbytes
 
 
-def known_wire(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo") -> float:
-    """Return the bytes of the library's actual algorithm, or those of the best one if it is unknown."""
+def known_wire(cell: BenchCell, nbytes: int, ranks: int, *, backend: str = "gloo") -> float:
+    """Return the bytes that the library's algorithm sends; if it is unknown, those of the best algorithm."""
     known = GLOO.get(cell.operation) if backend == "gloo" else None
     return known(nbytes, ranks, DTYPES[cell.dtype]) if known is not None else best_wire(cell, nbytes, ranks)
 
 
-def deviation(operation: str, wire: Wire, *, within: float = 0.01) -> str:
-    """Describe a library operation that moves more or fewer bytes than the best or the known algorithm; "" if it does
-    not.
+def deviation(operation: str, wire: WireBytes, *, within: float = 0.01) -> str:
+    """Describe how a library operation's bytes differ from those of the best or the known algorithm; "" if they do not.
 
-    Calls of less than 1 MB are not judged, because the library's own headers, some tens of bytes per message, matter.
+    Calls of less than 1 MB are not compared: the library's own headers, some tens of bytes per message, matter there.
     """
     if wire.best_bytes < LEAST_JUDGED or abs(wire.sent_bytes - wire.best_bytes) <= within * wire.best_bytes:
         return ""
@@ -45,9 +44,9 @@ def deviation(operation: str, wire: Wire, *, within: float = 0.01) -> str:
 
 
 def _reduce(nbytes: int, ranks: int, itemsize: int) -> float:
-    """Ring in which every rank sends all but two of its segments, then a gather of chunks (gloo/reduce.cc).
+    """Count a ring in which every rank sends all but two of its segments, then a gather of chunks (gloo/reduce.cc).
 
-    n - 1 transfers of a chunk would be enough; allreduce.cc stops there.
+    n - 1 transfers of a chunk would be enough, as in allreduce.cc.
     """
     if ranks == 1 or not nbytes:
         return 0.0
@@ -68,12 +67,12 @@ def _up(value: int, unit: int) -> int:
 
 
 def _clipped(offset: int, length: int, total: int) -> int:
-    """Return how many of `length` bytes from `offset` are within the buffer."""
+    """Return how many of the `length` bytes from `offset` lie within the buffer."""
     return max(0, min(length, total - offset))
 
 
 GLOO: Final[dict[str, Callable[[int, int, int], float]]] = {
-    # A clone, an all_reduce of all of it, and a copy of the rank's own chunk (ProcessGroupGloo.cpp).
+    # It all-reduces a clone of the whole buffer, then copies the rank's own chunk (ProcessGroupGloo.cpp).
     "reduce_scatter": lambda nbytes, ranks, itemsize: OPERATIONS["all_reduce"].wire(ranks) * nbytes,
     "reduce": _reduce,
 }

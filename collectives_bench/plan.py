@@ -1,13 +1,13 @@
-"""From settings to measurements: the cells for a number of ranks, and their order in each launch. Pure, torch-free."""
+"""The plan of a benchmark: the cells to measure, and their order in each launch. Pure; does not import torch."""
 
 import random
 
 from muster.collectives_bench.catalog import OPERATIONS, Operation, Place, actual_bytes
-from muster.collectives_bench.records import Cell
+from muster.collectives_bench.records import BenchCell
 from muster.collectives_bench.settings import BenchSettings
 
 
-def cells_of(settings: BenchSettings, ranks: int) -> list[Cell]:
+def cells_of(settings: BenchSettings, ranks: int) -> list[BenchCell]:
     """List all cells in table order: operation, dtype, call mode, place, size."""
     cells = []
     for name in settings.operations():
@@ -18,12 +18,12 @@ def cells_of(settings: BenchSettings, ranks: int) -> list[Cell]:
             for call in settings.calls:
                 for place in places_of(operation, settings.places):
                     for size in _sizes(operation, settings.sizes, ranks, dtype):
-                        cells.append(Cell(operation=name, dtype=dtype, asked_bytes=size, place=place, call=call))
+                        cells.append(BenchCell(operation=name, dtype=dtype, asked_bytes=size, place=place, call=call))
     return cells
 
 
 def _sizes(operation: Operation, asked: list[int], ranks: int, dtype: str) -> list[int]:
-    """Remove sizes that become equal after rounding to whole chunks, which would be measured twice."""
+    """Remove sizes that are equal after rounding to whole chunks, so that none is measured twice."""
     first: dict[int, int] = {}
     for size in asked if operation.has_size else [0]:
         first.setdefault(actual_bytes(operation, size, ranks, dtype), size)
@@ -31,14 +31,14 @@ def _sizes(operation: Operation, asked: list[int], ranks: int, dtype: str) -> li
 
 
 def places_of(operation: Operation, wanted: str) -> tuple[Place, ...]:
-    """Return the places to measure an operation in; a place that it lacks is replaced by its default."""
+    """Return the places of an operation's result to measure. A place that it lacks is replaced by its default."""
     if wanted == "both":
         return operation.places
     found = tuple(place for place in operation.places if place == wanted)
     return found or operation.places[:1]
 
 
-def order_of(cells: list[Cell], launch: int, seed: int) -> list[int]:
+def order_of(cells: list[BenchCell], launch: int, seed: int) -> list[int]:
     """Return the order in which a launch measures the cells: different for every launch, the same on every rank."""
     order = list(range(len(cells)))
     random.Random(f"{seed}/{launch}").shuffle(order)

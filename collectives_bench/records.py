@@ -1,14 +1,13 @@
-"""Measurements as records, torch-free: one JSON line each while a job runs, one JSON file for all of them after.
+"""Records of measurements: JSON lines while a job runs, one JSON file afterwards. Does not import torch.
 
-A *cell* is one thing to measure: an operation at a size, of a dtype, called in one way. A *launch* is one start of
-fresh
-processes and process groups: the unit of repetition, because launches vary more than calls do. A *block* is one cell in
-one launch.
+A *cell* is one thing to measure: an operation at one size, with one dtype, called in one way. A *launch* is one start
+of fresh processes and process groups. It is the unit of repetition, because launches vary more than calls do. A *block*
+is one cell in one launch.
 
-    attempt-000/bench.jsonl      header, then blocks (and pairs) as they end; the last line is `end`
+    attempt-000/bench.jsonl      header, then blocks (and pairs) as they finish; the last line is `end`
     result.json                  {"muster_bench": 1, "headers": [...], "blocks": [...], "pairs": [...]}
 
-The time of a call is that of the slowest rank. Times are in microseconds, sizes in bytes.
+The time of a call is the time of the slowest rank. Times are in microseconds, sizes in bytes.
 """
 
 from collections.abc import Sequence
@@ -33,8 +32,8 @@ Microseconds = Annotated[float, Field(ge=0.0)]
 State = Literal["ok", "wrong", "failed", "timeout", "refused", "unsupported"]
 
 
-class World(Strict):
-    """The ranks that took part, and the backend and devices they used."""
+class WorldRecord(Strict):
+    """The world of a measurement: its nodes and ranks, and the backend and devices that they used."""
 
     nodes: Count
     ranks_per_node: Count
@@ -44,13 +43,13 @@ class World(Strict):
 
     @property
     def text(self) -> str:
-        """Describe the world: 2 nodes x 3 ranks, gloo on cpu."""
+        """Describe the world, for example `2 nodes x 3 ranks, gloo on cpu`."""
         place = f"{counted(self.nodes, 'node')} x {counted(self.ranks_per_node, 'rank')}"
         return f"{place}, {self.backend} on {self.device}"
 
 
-class Cell(Strict):
-    """One thing to measure; `asked_bytes` is the requested size, before rounding to whole chunks."""
+class BenchCell(Strict):
+    """One thing to measure. `asked_bytes` is the requested size, before rounding to whole chunks."""
 
     operation: str
     dtype: str
@@ -60,18 +59,18 @@ class Cell(Strict):
 
     @property
     def way(self) -> str:
-        """How the operation is called: in, out, in/async."""
+        """The way to call the operation, such as `in`, `out` or `in/async`."""
         return self.place if self.call == "sync" else f"{self.place}/{self.call}"
 
     def text(self, nbytes: int | None = None) -> str:
-        """Return the name of the cell: all_reduce 1 MB fp32 in; `nbytes` is the size used."""
+        """Return the name of the cell, such as `all_reduce 1 MB fp32 in`. `nbytes` is the size used."""
         if not OPERATIONS[self.operation].has_size:
             return self.operation
         return " ".join([self.operation, size_text(nbytes or self.asked_bytes), self.dtype, self.way])
 
 
-class Timing(Strict):
-    """The distribution of one launch's samples; `low_us` and `high_us` are a 95 % interval of the median."""
+class SampleTimes(Strict):
+    """The distribution of one launch's samples. `low_us` and `high_us` bound a 95 % interval of the median."""
 
     n: Annotated[int, Field(ge=1, le=10**9)]
     min_us: Microseconds
@@ -99,16 +98,16 @@ class Timing(Strict):
         return self
 
 
-class Memory(Strict):
-    """Memory of one rank, the maximum over ranks: Muster's buffers, and what the call needed beyond them."""
+class BenchMemory(Strict):
+    """The memory of one rank (the maximum over ranks): Muster's buffers, and further memory that the call needed."""
 
     buffers_bytes: int
     hidden_bytes: int | None  # None: could not be measured
     of: Literal["rss", "cuda"] = "rss"
 
 
-class Wire(Strict):
-    """The bytes sent by all hosts' interfaces during `calls` calls, without headers, and the bytes of the formulas."""
+class WireBytes(Strict):
+    """The bytes that all hosts' interfaces sent during `calls` calls, without headers, and the formulas' bytes."""
 
     interfaces: list[str]
     calls: int
@@ -117,8 +116,8 @@ class Wire(Strict):
     known_bytes: float  # for the algorithm that the library is known to use
 
 
-class Load(Strict):
-    """Load by others during a block, on the busiest host. Shares are of the time of all its cores."""
+class ForeignLoad(Strict):
+    """The load by other processes during a block, on the busiest host, as shares of the time of all its cores."""
 
     foreign: float
     steal: float
@@ -126,27 +125,27 @@ class Load(Strict):
 
 
 class Block(Strict):
-    """One cell in one launch."""
+    """The measurement of one cell in one launch."""
 
     record: Literal["block"] = "block"
     launch: int
-    world: World
-    cell: Cell
-    nbytes: NonNegative  # S as used
+    world: WorldRecord
+    cell: BenchCell
+    nbytes: NonNegative  # the actual S
     state: State
     reason: str = ""
-    rank: int | None = None  # the culprit, if known
+    rank: int | None = None  # the rank that caused the failure, if known
     first_us: float | None = None
     warm_up_calls: int = 0
-    latency: Timing | None = None  # single calls, with a barrier before each
+    latency: SampleTimes | None = None  # single calls, with a barrier before each
     throughput_us: float | None = None  # per call, back to back
-    host_us: float | None = None  # CUDA: until the call returned to Python
+    host_us: float | None = None  # CUDA: time until the call returned to Python
     wrong: int | None = None  # number of wrong elements
     lateness: list[float] | None = None  # each rank's median share of the slowest rank's time
     samples_us: list[Microseconds] = Field(default_factory=list)
-    memory: Memory | None = None
-    wire: Wire | None = None
-    load: Load | None = None
+    memory: BenchMemory | None = None
+    wire: WireBytes | None = None
+    load: ForeignLoad | None = None
     time: UnixTime  # unix seconds, at the end of the block
 
     @model_validator(mode="after")
@@ -158,22 +157,20 @@ class Block(Strict):
 
 
 class Pair(Strict):
-    """Two nodes of a round of disjoint pairs, in one launch: messages back and forth, then transfers in both
-    directions.
-    """
+    """The measurement of two nodes in one launch: messages back and forth, then transfers in both directions."""
 
     record: Literal["pair"] = "pair"
     launch: int
-    world: World
+    world: WorldRecord
     nodes: tuple[int, int]
     hosts: tuple[str, str]
     nbytes: int
-    latency: Timing | None = None  # for 8 bytes, one way
-    there: Timing | None = None  # nbytes from the first to the second
-    back: Timing | None = None
+    latency: SampleTimes | None = None  # of 8 bytes, one way
+    there: SampleTimes | None = None  # nbytes from the first node to the second
+    back: SampleTimes | None = None
     state: State = "ok"
     reason: str = ""
-    load: Load | None = None
+    load: ForeignLoad | None = None
     time: UnixTime
 
 
@@ -196,18 +193,18 @@ class HostFacts(Strict):
     environment: dict[str, str] = Field(default_factory=dict)  # NCCL_*, GLOO_*, OMP_*, TORCH_*
 
 
-class Header(Strict):
-    """The settings and the machines; one per run."""
+class BenchHeader(Strict):
+    """The settings and the machines of one run."""
 
     record: Literal["header"] = "header"
     version: int = VERSION
     name: str
-    world: World
+    world: WorldRecord
     settings: BenchSettings
     hosts: list[HostFacts]
     torch: str
     nccl: str = ""
-    init_s: float | None = None  # the slowest rank's init_process_group, first launch
+    init_s: float | None = None  # time of init_process_group on the slowest rank, in the first launch
     time: UnixTime
 
 
@@ -215,6 +212,6 @@ class Result(Strict):
     """All measurements of one or more runs."""
 
     muster_bench: Literal[1] = VERSION
-    headers: list[Header] = Field(default_factory=list)
+    headers: list[BenchHeader] = Field(default_factory=list)
     blocks: list[Block] = Field(default_factory=list)
     pairs: list[Pair] = Field(default_factory=list)

@@ -1,8 +1,7 @@
-"""Rounds of disjoint pairs, in which every node meets every other and is in one pair at a time. Pure, torch-free.
+"""Rounds of disjoint pairs in which every node meets every other node. Pure; does not import torch.
 
-The circle method of round-robin tournaments (Kirkman, 1847): node 0 stays, the others move on by one position per
-round,
-and opposite positions form pairs.
+This is the circle method of round-robin tournaments (Kirkman, 1847): node 0 stays, the others move on by one position
+per round, and opposite positions form pairs.
 
     n = 6, round 0      0 1 2        round 1      0 5 1
                         5 4 3                     4 3 2
@@ -14,26 +13,26 @@ Round = list[tuple[int, int]]
 
 
 def rounds(nodes: int) -> list[Round]:
-    """Return the n - 1 rounds of n nodes, or n rounds for an odd n, each with one node resting.
+    """Return the n - 1 rounds of n nodes or, for an odd n, n rounds in each of which one node rests.
 
     Pairs are (a, b) with a < b; every pair occurs once. Fewer than two nodes have no rounds.
     """
     if nodes < 2:
         return []
-    seats = list(range(nodes + nodes % 2))  # an odd number gets a dummy position: its partner rests
+    positions = list(range(nodes + nodes % 2))  # an odd number gets a dummy position: its partner rests
     found = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        opposite = zip(seats[:half], reversed(seats[half:]), strict=True)
+    for _ in range(len(positions) - 1):
+        half = len(positions) // 2
+        opposite = zip(positions[:half], reversed(positions[half:]), strict=True)
         found.append([(min(pair), max(pair)) for pair in opposite if max(pair) < nodes])
-        seats[1:] = [seats[-1], *seats[1:-1]]
+        positions[1:] = [positions[-1], *positions[1:-1]]
     return found
 
 
 def orders(nodes: int, repetitions: int, key: str) -> list[list[Round]]:
-    """Return the rounds once per repetition, each time in another order; the same on every rank for one key.
+    """Return the rounds once per repetition, each time in another order. All ranks get the same orders for one key.
 
-    Drift during the measurement then affects different rounds each time, and shows as spread instead of a slow link.
+    Drift during the measurement then affects different rounds each time, so it shows as spread and not as a slow link.
     """
     found = []
     for repetition in range(repetitions):

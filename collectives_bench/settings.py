@@ -1,4 +1,4 @@
-"""The `bench:` section of a job file, torch-free."""
+"""The `bench:` section of a job file. This module does not import torch."""
 
 from typing import Annotated, Any, Final, Literal
 
@@ -12,7 +12,7 @@ from muster.jobs.basics.words import unknown
 from muster.jobs.spec.strict import Positive, Strict, as_list, one_or_many
 
 HELLO: Final = "hello"
-ALL: Final = "all"  # every operation of the library; "ours": every one of Muster's own
+ALL: Final = "all"  # all operations of the library; "ours": all of Muster's own operations
 OURS: Final = "ours"
 
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -29,7 +29,7 @@ def _sizes(schema: dict[str, Any]) -> None:
 
 
 class BenchSettings(Strict):
-    """What to measure on the ranks. `operation: hello` measures nothing: every rank prints where it runs."""
+    """The settings of a benchmark. `operation: hello` measures nothing: every rank prints where it runs."""
 
     operation: list[str] = Field(
         [ALL],
@@ -108,7 +108,7 @@ class BenchSettings(Strict):
 
     @property
     def is_hello(self) -> bool:
-        """True for the first program on a new cluster."""
+        """True if the job only runs `hello`, which tests a new cluster."""
         return self.operation == [HELLO]
 
     def operations(self) -> list[str]:
@@ -124,7 +124,7 @@ class BenchSettings(Strict):
         """Refuse settings that do not fit the world size.
 
         Raises:
-            RefusedError: if an operation needs more ranks.
+            RefusedError: if an operation or `pairs` needs more ranks.
         """
         if self.pairs:
             if world_size < 2:

@@ -1,4 +1,4 @@
-"""Parse and format sizes: 512K, 36.9MB, 20e9, ranges 512K:1G, named lists; K, M, G are 2^10, 2^20, 2^30 bytes."""
+"""Parse and format sizes such as 512K, 36.9MB or 20e9, ranges such as 512K:1G, and named lists. K is 2^10 bytes."""
 
 import re
 from typing import Final
@@ -8,7 +8,7 @@ LARGEST: Final = 64 * 2**30
 STANDARD_FACTOR: Final = 2
 
 LISTS: Final[dict[str, tuple[int, ...]]] = {
-    # Sizes of course work: 512 KB, 1, 10, 50, 100, 500 MB, 1 GB.
+    # The sizes in a university course: 512 KB, 1, 10, 50, 100, 500 MB, 1 GB.
     "course": (512 * 2**10, *(count * 2**20 for count in (1, 10, 50, 100, 500)), 2**30),
     "small": tuple(2**power for power in range(3, 17)),
     "default": (512 * 2**10, *(count * 2**20 for count in (1, 4, 10, 32, 100))),
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?(?:e\d{1,2})?)\s*([KMG]?)(?:i?B)?",
 
 
 def parse_size(text: str | float) -> int:
-    """Return a size in bytes.
+    """Parse a size; return its bytes.
 
     Raises:
         ValueError: if the text is not a size, or out of range.
@@ -31,7 +31,7 @@ def parse_size(text: str | float) -> int:
 
 
 def parse_sizes(text: str | float) -> list[int]:
-    """Return the sizes for words separated by commas: a size, a named list, or a range FROM:TO[:FACTOR].
+    """Parse words separated by commas, each a size, a named list, or a range FROM:TO[:FACTOR]; return all sizes.
 
     Raises:
         ValueError: if a word is none of these.
@@ -65,7 +65,7 @@ def _range(text: str) -> tuple[int, int, float]:
     if not 1.0 < factor <= 2**20:
         raise ValueError(f"{text!r}: the factor must be more than 1, got {parts[2]}; write FROM:TO:FACTOR")
     if last < first:
-        raise ValueError(f"{text!r}: ends below its beginning; write the smaller size first")
+        raise ValueError(f"{text!r}: the range ends below its start; write the smaller size first")
     return first, last, factor
 
 
@@ -76,7 +76,7 @@ def _in_range(size: int, text: str) -> int:
 
 
 def size_text(nbytes: float) -> str:
-    """Format a size briefly, and exactly if that is brief: 512 KB, 36.9 MB, 1 GB, 12 B; KB is 2^10 bytes."""
+    """Format a size with at most four digits, such as 512 KB, 36.9 MB or 12 B; KB is 2^10 bytes."""
     for unit, width in (("GB", 2**30), ("MB", 2**20), ("KB", 2**10)):
         if nbytes >= width:
             return f"{nbytes / width:.4g} {unit}"
@@ -84,6 +84,6 @@ def size_text(nbytes: float) -> str:
 
 
 def time_text(time_s: float, figures: int = 4) -> str:
-    """Format a time briefly, in a suitable unit: 35.1 us, 2.4 ms, 1.2 s."""
+    """Format a time in a suitable unit, such as 35.1 us, 2.4 ms or 1.2 s."""
     unit, width = next(((unit, width) for unit, width in (("s", 1.0), ("ms", 1e-3)) if time_s >= width), ("us", 1e-6))
     return f"{time_s / width:.{figures}g} {unit}"

@@ -5,19 +5,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from muster.ddp.after_backward import AllReduce as AllReduce
     from muster.ddp.after_backward import GatherScatter as GatherScatter
+    from muster.ddp.asynchronous.optimizer import AsynchronousOptimizer as AsynchronousOptimizer
     from muster.ddp.bucketed import BucketedDDP as BucketedDDP
     from muster.ddp.bucketed import FlatAllReduce as FlatAllReduce
     from muster.ddp.bucketed import OverlappedDDP as OverlappedDDP
+    from muster.ddp.partition import DataPartitioner as DataPartitioner
+    from muster.ddp.replicas import Replicas as Replicas
 
 _HOME = {
     "AllReduce": "muster.ddp.after_backward",
+    "AsynchronousOptimizer": "muster.ddp.asynchronous.optimizer",
     "BucketedDDP": "muster.ddp.bucketed",
+    "DataPartitioner": "muster.ddp.partition",
     "FlatAllReduce": "muster.ddp.bucketed",
     "GatherScatter": "muster.ddp.after_backward",
     "OverlappedDDP": "muster.ddp.bucketed",
+    "Replicas": "muster.ddp.replicas",
 }
 
-__all__ = ["AllReduce", "BucketedDDP", "FlatAllReduce", "GatherScatter", "OverlappedDDP"]
+__all__ = [
+    "AllReduce",
+    "AsynchronousOptimizer",
+    "BucketedDDP",
+    "DataPartitioner",
+    "FlatAllReduce",
+    "GatherScatter",
+    "OverlappedDDP",
+    "Replicas",
+]
 
 
 def __getattr__(name: str) -> Any:

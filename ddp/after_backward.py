@@ -1,13 +1,14 @@
-"""Data parallel, parameter by parameter, after the backward, on request: by all-reduce, or by gather and scatter.
+"""Data parallelism without overlap: average gradients after the backward, one parameter at a time.
 
     AllReduce       2 (W - 1) / W of the gradient's bytes over each link of a ring, for any W; all ranks are equal
     GatherScatter   rank 0   g0 <─┬── g1, g2, g3      gather: (W - 1) x gradient bytes into one link
                              mean ─┴─> mean x 3       scatter: the same bytes out of it
 
-The backend chooses the order of an all-reduce's sum, so with three or more ranks the last bits may differ from one
-process. With `exact`, every rank sums its part of the gradient in order and passes the sum on: the same bytes, and the
-same bits on any number of ranks. In `GatherScatter` the link of rank 0 is the bottleneck. In return its sum has the
-bits of one process that accumulates over the same shards, with or without `exact`.
+The backend chooses the order in which an all-reduce adds, so with three or more ranks the last bits may differ from
+those of one process. With `exact`, every rank sums one part of the gradient in rank order and sends the sum to the
+others. With one shard per rank, this sends as many bytes as an all-reduce. In `GatherScatter` the link of rank 0 is the
+bottleneck, but the order is always that of the ranks. Sums in rank order are bitwise identical to those of one process
+that accumulates over the same shards.
 """
 
 from abc import abstractmethod
@@ -33,7 +34,7 @@ class AfterBackward(DataParallel):
 
     def _prepare(self) -> None:
         self._shards: list[list[Tensor]] = []  # earlier virtual shards, each with one gradient per parameter
-        self._earlier: set[str] = set()  # parameters with a gradient in one of them
+        self._earlier: set[str] = set()  # names of parameters with a gradient in an earlier shard
         self._synchronized = 0
         self._stats = Stats()
         self._watch: Wait | None = None
@@ -42,11 +43,12 @@ class AfterBackward(DataParallel):
     def finish_gradient_synchronization(self) -> None:
         """Set every `.grad` to the mean over all shards.
 
-        A gradient missing on this rank counts as zeros. One missing on all ranks is an error the first time, or stays
-        None with `find_unused_parameters`.
+        A gradient that is missing only on this rank counts as zeros. If a parameter has no gradient on any rank, the
+        first synchronization raises an error; with `find_unused_parameters`, its `.grad` stays None instead.
 
         Raises:
-            RuntimeError: If a parameter got no gradient on any rank (the message names it), or the last shard has none.
+            RuntimeError: If a parameter got no gradient on any rank (the message names it), or the last virtual shard
+                has no gradient.
         """
         if self._local or (self.ranks == 1 and not self._shards):
             return
@@ -78,13 +80,13 @@ class AfterBackward(DataParallel):
         self._stats, self._watch = Stats(sum(used) * self.collectives_each, sent), watch
 
     def stats(self) -> Stats:
-        """Return statistics of the last synchronization. All of it is waiting, because the backward was over."""
+        """Return statistics of the last synchronization. All of it counts as waiting, because the backward was over."""
         waited = 0.0 if self._watch is None else self._watch.seconds
         return Stats(self._stats.collectives, self._stats.bytes, waited)
 
     @abstractmethod
     def _mean(self, gradients: list[Tensor]) -> Tensor:
-        """Return the mean over ranks and shards of one parameter, from this rank's gradients, one per shard."""
+        """Return the mean gradient of one parameter over ranks and shards, given this rank's gradient of each shard."""
 
     def _close_shard(self) -> None:
         self._shards.append([_gradient(name, parameter) for name, parameter in self.trainable()])
@@ -99,7 +101,10 @@ class AfterBackward(DataParallel):
         self._judged = False
 
     def _used(self, trainable: list[tuple[str, nn.Parameter]]) -> list[bool]:
-        """Return which parameters got a gradient on some rank. Communicates only when necessary."""
+        """Return which parameters got a gradient on some rank.
+
+        Communicates only at the first synchronization, or always with `find_unused_parameters`.
+        """
         if self._judged and not self.find_unused_parameters:
             return [True] * len(trainable)
         self._judged = True
@@ -111,10 +116,10 @@ class AfterBackward(DataParallel):
 
 
 class AllReduce(AfterBackward):
-    """Average gradients with one all-reduce per parameter; with `exact` in shard order.
+    """Average gradients with one all-reduce per parameter, or with `exact` by sums in shard order.
 
-    float16 gradients are divided before the sum, which could overflow. All others are divided afterwards, which rounds
-    once.
+    float16 gradients are divided before the sum, because their sum could overflow. Other types are divided afterwards,
+    which rounds only once.
     """
 
     def _mean(self, gradients: list[Tensor]) -> Tensor:
@@ -151,12 +156,12 @@ class GatherScatter(AfterBackward):
 
 
 def _differ(mean: Tensor, parameter: Tensor) -> bool:
-    """Return whether a mean differs from its parameter in type or strides."""
+    """Return whether a mean differs from its parameter in dtype or strides."""
     return mean.dtype != parameter.dtype or mean.stride() != parameter.stride()
 
 
 def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
-    """Return a contiguous gradient, zeros if there is none; complex numbers as pairs of real ones.
+    """Return a parameter's gradient, made contiguous, or zeros if it has none. View complex numbers as pairs of reals.
 
     Raises:
         RuntimeError: If the gradient is sparse.

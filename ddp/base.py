@@ -1,4 +1,4 @@
-"""The base class of all data-parallel wrappers: equal initial values, state dicts, micro-batches, virtual shards.
+"""The base class of all data-parallel wrappers: initial broadcast, state dicts, accumulation, virtual shards.
 
 All wrappers are used in the same way:
 
@@ -7,11 +7,11 @@ All wrappers are used in the same way:
     model.finish_gradient_synchronization()         # .grad is now the mean (not the sum) over ranks
     optimizer.step()
 
-Wrappers that communicate during the backward are finished when it returns; calling
-`finish_gradient_synchronization` then does nothing.
+Wrappers that communicate during the backward have finished when it returns. For them,
+`finish_gradient_synchronization` does nothing.
 
-A *virtual shard* is a slice of the batch whose gradient is kept separate, so that the sum can be taken in the same
-order for any number of ranks: shard s of rank r has the number r * shards + s.
+A *virtual shard* is a slice of the batch whose gradient is kept separate, so that gradients can be added in the same
+order on any number of ranks. With n shards per rank, shard s of rank r has the number r * n + s.
 """
 
 from abc import ABC, abstractmethod
@@ -30,20 +30,21 @@ from muster.ddp.stats import Stats
 class DataParallel(nn.Module, ABC):
     """Wrap a module so that its gradients become their mean over the ranks of a group.
 
-    Building one is a collective: parameters (including frozen ones) and buffers are broadcast from the group's rank 0.
-    Buffers are not synchronized afterwards: the running statistics of batch norms are separate on each rank, while
-    their parameters are trained with the gradients of all ranks.
+    The constructor is a collective: it broadcasts parameters (including frozen ones) and buffers from the group's rank
+    0. Afterwards each rank has its own buffers, such as the running statistics of batch norms. With
+    `broadcast_buffers`, as in PyTorch's DDP, every forward that records gradients outside `no_sync()` first broadcasts
+    the buffers of rank 0.
 
-    `exact` adds in the order of ranks (and virtual shards), then divides. This gives the bits of one process that
-    accumulates over the same shards, but sends `shards` times as many bytes. `communication_dtype` is the type in which
-    gradients are sent, except complex ones.
+    `exact` adds gradients in the order of ranks and virtual shards, then divides. The result is bitwise identical to
+    that of one process that accumulates over the same shards, but every virtual shard is sent separately. Gradients are
+    sent as `communication_dtype`, except complex ones.
 
-    Parameters without a gradient on any rank are detected at the first synchronization. Later, a missing gradient
-    counts as zeros, with which weight decay or momentum still moves the parameter. `find_unused_parameters` checks
-    every time, and leaves `.grad` None if no rank has a gradient.
+    The first synchronization raises an error if a parameter has no gradient on any rank. Later synchronizations replace
+    missing gradients by zeros, so weight decay and momentum still change the parameter. With `find_unused_parameters`,
+    every synchronization checks, and leaves `.grad` None if no rank has a gradient.
 
-    A forward detects parameters that became trainable or frozen, or changed their type. New tensors are compared and
-    broadcast, so every rank must make the same change.
+    A forward detects parameters that became trainable or frozen, or changed their dtype or device. New tensors are
+    compared and broadcast, so every rank must make the same change.
 
     Raises:
         ValueError: If the module is already wrapped, a parameter or buffer is not dense, this rank is not in the group,
@@ -58,6 +59,7 @@ class DataParallel(nn.Module, ABC):
         exact: bool = False,
         find_unused_parameters: bool = False,
         communication_dtype: torch.dtype | None = None,
+        broadcast_buffers: bool = False,
     ) -> None:
         super().__init__()
         if not (
@@ -66,25 +68,26 @@ class DataParallel(nn.Module, ABC):
         ):
             raise ValueError(f"communication_dtype must be a floating torch.dtype or None, got {communication_dtype!r}")
         if exact and communication_dtype is not None:
-            raise ValueError(f"exact sums are sent as they are, communication_dtype is {communication_dtype}; drop one")
+            raise ValueError(f"exact sums are never cast, but communication_dtype is {communication_dtype}; drop one")
         require_member(process_group)
         require_unwrapped(module)
         self.module = module
         self.process_group = process_group
         self.exact = exact
         self.communication_dtype = communication_dtype
+        self.broadcast_buffers = broadcast_buffers
         self.ranks = dist.get_world_size(process_group)
         self.find_unused_parameters = find_unused_parameters
         self._known: list[Tensor] = []  # parameters and buffers that are the same on all ranks
-        self._learnt: list[Learning] = []
-        self._welcome()
+        self._seen_trainable: list[TrainableParameter] = []
+        self._broadcast_new()
         self._local = False
         self.register_load_state_dict_pre_hook(_named_as_saved)  # type: ignore[no-untyped-call]
         self._prepare()
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Create everything the wrapper keeps between steps. The module is already the same on all ranks."""
+        """Create the wrapper's state. Parameters and buffers already have the same values on all ranks."""
 
     def _settings(self) -> dict[str, object]:
         """Return the settings that must be the same on all ranks."""
@@ -93,6 +96,7 @@ class DataParallel(nn.Module, ABC):
             "exact": self.exact,
             "find_unused_parameters": self.find_unused_parameters,
             "communication_dtype": self.communication_dtype,
+            "broadcast_buffers": self.broadcast_buffers,
         }
 
     @property
@@ -104,12 +108,13 @@ class DataParallel(nn.Module, ABC):
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the module. Communicates only if its parameters have changed."""
         if torch.is_grad_enabled():
-            self._keep_up()
+            self._detect_changes()
+            self._share_buffers()
         return self.module(*inputs, **keywords)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients only on this rank within the block; finishing does nothing there."""
+        """Within the block, only accumulate gradients on this rank. `finish_gradient_synchronization` does nothing."""
         before = self._local
         self._set_local(True)
         try:
@@ -118,18 +123,18 @@ class DataParallel(nn.Module, ABC):
             self._set_local(before)
 
     def next_shard(self) -> None:
-        """Begin the next virtual shard; the gradients so far are kept as those of the current one.
+        """End the current virtual shard: set its gradients aside, and begin the next shard without any.
 
-        Call it between shards, after backwards within `no_sync`, equally often on every rank. Everything after the last
-        call is the last shard, whose last backward is outside `no_sync`. To abandon a step, call the wrapper's
-        `zero_grad()`, which drops its shards.
+        Call it between shards, after backwards within `no_sync`, and equally often on every rank. The backwards after
+        the last call form the last shard, and the final one must be outside `no_sync`. To abandon a step, call the
+        wrapper's `zero_grad()`, which drops its shards.
 
         Raises:
-            RuntimeError: If the wrapper is not exact, or there is no gradient since the last call.
+            RuntimeError: If the wrapper is not exact, or no gradient was computed since the last call.
         """
         if not self.exact:
             raise RuntimeError(
-                f"next_shard(): {type(self).__name__} adds in no promised order; build it with exact=True"
+                f"next_shard() needs a fixed order of additions; build the {type(self).__name__} with exact=True"
             )
         self._require_gradients()
         self._close_shard()
@@ -140,53 +145,58 @@ class DataParallel(nn.Module, ABC):
         super().zero_grad(set_to_none)
 
     def gradients_are_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Accept complete gradients from a caller outside of a backward, and send what can be sent.
+        """Accept complete gradients, so that sending them can begin. Wrappers without overlap ignore the call.
 
-        A pipeline runs its micro-batches within `no_sync()`, where gradients accumulate. It calls this as soon as
-        parameters have their last contribution, within `no_sync()` or later. Nothing more may be added to these
-        gradients. Afterwards `finish_gradient_synchronization()`, outside of `no_sync()`, does the rest.
+        A pipeline runs its micro-batches within `no_sync()`, where gradients accumulate. It calls this method as soon
+        as parameters have received their last contribution, within `no_sync()` or later. Nothing may be added to these
+        gradients afterwards. A call of `finish_gradient_synchronization()` outside `no_sync()` completes the step.
 
         Raises:
-            RuntimeError: If one was already reported as ready in this synchronization.
+            RuntimeError: If a gradient was already reported as ready in this synchronization.
         """
 
     @abstractmethod
     def finish_gradient_synchronization(self) -> None:
-        """Set every `.grad` to the mean over all shards: over ranks, or ranks x virtual shards if any was closed."""
+        """Set every `.grad` to the mean over all ranks and their virtual shards."""
 
     @abstractmethod
     def stats(self) -> Stats:
-        """Return statistics of the last synchronization. On CUDA the host waits for its end."""
+        """Return statistics of the last synchronization. On CUDA, the host waits until it has ended."""
 
     def _close_shard(self) -> None:
-        """Set aside the gradients so far as a virtual shard, and begin the next one without any."""
+        """Set the current gradients aside as a virtual shard, and begin the next shard without any."""
 
     def forget_shards(self) -> None:
         """Drop the gradients of virtual shards."""
 
     def _require_gradients(self) -> None:
-        """Check that there is a gradient since the last shard was closed.
+        """Check that a backward has computed gradients since the last virtual shard ended.
 
         Raises:
-            RuntimeError: If there is none.
+            RuntimeError: If no parameter has a gradient.
         """
         if all(each.grad is None for _, each in self.trainable()):
             self.forget_shards()
             raise RuntimeError(
-                "a virtual shard without any gradient: call next_shard() between shards only, not after the last one, "
-                "and only after a backward"
+                "a virtual shard has no gradient: call next_shard() only between shards, not after the last one, and "
+                "only after a backward"
             )
 
-    def _keep_up(self) -> None:
-        """Detect changes of which parameters are trainable, and of their types."""
-        now = learning(self.module)
-        if now != self._learnt:
-            self._welcome()
+    def _detect_changes(self) -> None:
+        """Detect parameters that became trainable or frozen, or changed their dtype or device."""
+        now = trainable_parameters(self.module)
+        if now != self._seen_trainable:
+            self._broadcast_new()
             self._changed()
 
-    def _welcome(self) -> None:
-        """Make new tensors the same on all ranks. A collective if there are any."""
-        self._learnt = learning(self.module)
+    def _share_buffers(self) -> None:
+        """If `broadcast_buffers` is set, copy rank 0's buffers before a forward whose gradients are averaged."""
+        if self.broadcast_buffers and not self._local and self.ranks > 1:
+            broadcast_together(list(self.module.buffers()), self.process_group)
+
+    def _broadcast_new(self) -> None:
+        """Broadcast parameters and buffers that are new since the last call. If there are any, this is a collective."""
+        self._seen_trainable = trainable_parameters(self.module)
         held = [*self.module.parameters(), *self.module.buffers()]
         known = {id(each) for each in self._known}
         if new := [each for each in held if id(each) not in known]:
@@ -207,17 +217,17 @@ class DataParallel(nn.Module, ABC):
         return [(name, each) for name, each in self.module.named_parameters() if each.requires_grad]
 
     def __getstate__(self) -> Any:
-        """Refuse to be copied or pickled, because communication is tied to a group and to these parameters.
+        """Refuse copies and pickles, because a wrapper is tied to its process group and its parameters.
 
         Raises:
-            TypeError: Always; the message says what to copy or save instead.
+            TypeError: Always. The message names alternatives.
         """
         kind = type(self).__name__
         raise TypeError(
             f"a {kind} cannot be copied or pickled; copy its .module and wrap that, or save its state_dict()"
         )
 
-    # The wrapper's state dict is the module's: it loads with and without a wrapper.
+    # The wrapper's state dict is that of the module, so it can be loaded with or without a wrapper.
 
     def state_dict(self, *args: Any, **keywords: Any) -> Any:
         """Return the module's own state dict."""
@@ -228,47 +238,64 @@ class DataParallel(nn.Module, ABC):
         return self.module.load_state_dict(state_dict, *args, **keywords)
 
     def named_parameters(self, *args: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by the module's own names."""
+        """Yield the parameters with the names that they have in the module."""
         return self.module.named_parameters(*args, **keywords)
 
     def named_buffers(self, *args: Any, **keywords: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers by the module's own names."""
+        """Yield the buffers with the names that they have in the module."""
         return self.module.named_buffers(*args, **keywords)
 
 
 def _named_as_saved(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load a wrapper inside a larger module: its entries were saved without "module." in their names."""
+    """Insert "module." into the names of a wrapper's entries, because a larger module saves them without it."""
     for name in [each for each in state_dict if each.startswith(prefix)]:
         state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
-class Learning(NamedTuple):
-    """A trainable parameter as last seen, by id, because tensors compare elementwise."""
+class TrainableParameter(NamedTuple):
+    """The id, dtype and device of a trainable parameter. The id is needed because tensors compare elementwise."""
 
     identity: int
     dtype: torch.dtype
     device: torch.device
 
 
-def learning(module: nn.Module) -> list[Learning]:
-    """List the trainable parameters; a shared one occurs several times.
+def trainable_parameters(module: nn.Module) -> list[TrainableParameter]:
+    """List the trainable parameters. A shared parameter occurs several times.
 
-    `module.parameters()` also tracks names and duplicates, which takes three times as long, and every forward calls
-    this.
+    Every forward calls this function. `module.parameters()` would take three times as long, because it also tracks
+    names and duplicates.
     """
     modules, parameters = [module], list[nn.Parameter | None]()
     for each in modules:  # grows
         modules += [child for child in each._modules.values() if child is not None]
         parameters += each._parameters.values()
     return [
-        Learning(id(each), each.dtype, each.device) for each in parameters if each is not None and each.requires_grad
+        TrainableParameter(id(each), each.dtype, each.device)
+        for each in parameters
+        if each is not None and each.requires_grad
     ]
 
 
 def broadcast(tensors: list[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors with those of the group's rank 0, as bytes, because backends do not support all types."""
+    """Overwrite tensors with those of the group's rank 0. Send bytes, because backends do not support all dtypes."""
     for tensor in tensors:
         whole = tensor.detach().contiguous()
         dist.broadcast(whole.view(-1).view(torch.uint8), group=process_group, group_src=0)
         if whole.data_ptr() != tensor.data_ptr():  # a tensor with permuted dimensions was sent as a copy
             tensor.detach().copy_(whole)
+
+
+@torch.no_grad()
+def broadcast_together(tensors: list[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite tensors with those of the group's rank 0, in one message for each device."""
+    for device in dict.fromkeys(each.device for each in tensors):
+        here = [each for each in tensors if each.device == device and each.numel()]
+        if not here:
+            continue
+        message = torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in here])
+        dist.broadcast(message, group=process_group, group_src=0)
+        parts = torch.split(message, [each.numel() * each.itemsize for each in here])
+        for each, part in zip(here, parts, strict=True):
+            # A copy, because a view of another type needs an aligned start.
+            each.copy_(part.clone().view(each.dtype).view(each.shape))

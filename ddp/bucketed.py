@@ -1,11 +1,11 @@
-"""Data parallel with buckets: three wrappers that send flat tensors, with different buckets and start times.
+"""Data parallelism with buckets: three wrappers that differ in the size of their buckets and in when they send them.
 
     FlatAllReduce    backward ........................ | one all-reduce of everything |
     OverlappedDDP    backward .....|.|...|..|.|....|.|   one per parameter, as it becomes ready
     BucketedDDP      backward ......|======|.....|======|   one per bucket, as its last gradient becomes ready
 
-Every collective costs latency, so few are better. But one that starts late delays the step, so many are better. Buckets
-of about 25 MB are a compromise; the first is small, so that communication begins early.
+Every collective adds latency, so a few large buckets cost less. But a large bucket is complete late, and its collective
+then delays the step. Buckets of about 25 MB are a compromise. The first one is small, to start communication early.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ class _Buckets(Reduced):
     """Average gradients bucket by bucket."""
 
     hooks = True  # False: nothing is sent before the end of the backward
-    bucket_size_mb: float | None = None  # maximum; None: one bucket per type
+    bucket_size_mb: float | None = None  # maximum size; None: one bucket per dtype
 
     def _prepare(self) -> None:
         self._reducer = self._build()
@@ -40,17 +40,18 @@ class _Buckets(Reduced):
         return [tuple(slot.name for slot in bucket.slots) for bucket in buckets]
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module. After a forward with gradients, the backward will be synchronized."""
+        """Call the module. If gradients are enabled, the next backward will synchronize them."""
         if torch.is_grad_enabled():
-            self._keep_up()
+            self._detect_changes()
             if self._reducer is not None:
                 self._reducer.forward_begins()
+            self._share_buffers()
         return self.module(*inputs, **keywords)
 
     def _build(self) -> Reducer[Any] | None:
         trainable = self.trainable()
         if not trainable or (self.ranks == 1 and not self.exact):
-            return None  # with one rank, its gradients are the mean
+            return None  # the gradients of a single rank are the mean
         message = self.communication_dtype
         flat = not self.hooks or message is not None
         mean = mean_for(self.process_group, self.device, exact=self.exact, flat=flat)
@@ -82,7 +83,7 @@ class _Buckets(Reduced):
 
 
 class FlatAllReduce(_Buckets):
-    """Average all gradients of a type with one all-reduce, after the backward."""
+    """Average all gradients of one dtype with one all-reduce, after the backward."""
 
     hooks = False
 
@@ -94,7 +95,10 @@ class OverlappedDDP(_Buckets):
 
 
 class BucketedDDP(_Buckets):
-    """Average gradients in buckets of at most `bucket_size_mb` MB (2^20 bytes; None: one), during the backward."""
+    """Average gradients during the backward, in buckets of at most `bucket_size_mb` MB of 2^20 bytes.
+
+    With None there is one bucket per dtype.
+    """
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class BucketedDDP(_Buckets):
         exact: bool = False,
         find_unused_parameters: bool = False,
         communication_dtype: torch.dtype | None = None,
+        broadcast_buffers: bool = False,
     ) -> None:
         require_size(bucket_size_mb)
         self.bucket_size_mb = bucket_size_mb
@@ -114,4 +119,5 @@ class BucketedDDP(_Buckets):
             exact=exact,
             find_unused_parameters=find_unused_parameters,
             communication_dtype=communication_dtype,
+            broadcast_buffers=broadcast_buffers,
         )

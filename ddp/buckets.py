@@ -1,13 +1,13 @@
 """Assign gradients to buckets: a pure function of their sizes, the same on every rank.
 
-The backward makes gradients ready roughly in the reverse order of registration. Buckets are filled in this order and
-launched in the order in which they were filled:
+In the backward, gradients become ready roughly in the reverse order of registration. Buckets are filled and launched in
+this order:
 
     registered    a b c d e f g h
     buckets       [h g] [f e d] [c b a]        h is ready first; [h g] is sent while f is being computed
 
-If there are several buckets, the first one is small, so that communication begins early. A bucket has one type of
-elements, and is launched where its last gradient is expected.
+If there are several buckets, the first one is small, so that communication begins early. All gradients of a bucket have
+the same dtype. Buckets of different dtypes are ordered by when their last gradient is expected.
 """
 
 import math
@@ -21,8 +21,8 @@ ALONE_BYTES: Final = 4 * MB  # on a CPU: a gradient of this size gets a bucket o
 
 
 @dataclass(frozen=True)
-class Size:
-    """One gradient: number of elements, bytes per element, and type and device, which are equal within a bucket."""
+class GradientSize:
+    """The size of one gradient, and its kind (such as its dtype and device), which is the same within a bucket."""
 
     elements: int
     itemsize: int
@@ -38,7 +38,7 @@ def require_size(bucket_size_mb: object) -> None:
     """Check a bucket size that a user set.
 
     Raises:
-        ValueError: If it is neither None nor a finite number of MB of 0 or more.
+        ValueError: If it is neither None nor a finite number of MB, 0 or more.
     """
     is_number = isinstance(bucket_size_mb, int | float) and not isinstance(bucket_size_mb, bool)
     if not (bucket_size_mb is None or (is_number and 0 <= bucket_size_mb < math.inf)):  # type: ignore[operator]
@@ -46,13 +46,13 @@ def require_size(bucket_size_mb: object) -> None:
 
 
 def plan_buckets(
-    sizes: Sequence[Size], bucket_size_mb: float | None, alone_bytes: int | None = None
+    sizes: Sequence[GradientSize], bucket_size_mb: float | None, alone_bytes: int | None = None
 ) -> list[tuple[int, ...]]:
     """Assign gradients, in the order of registration, to buckets of at most `bucket_size_mb` MB of 2^20 bytes.
 
-    None makes one bucket per kind. A larger gradient gets a bucket of its own; 0 gives one to each. If there are
-    several buckets anyway, a gradient of `alone_bytes` or more also gets its own, and the others are filled without it.
-    Returns the indices in `sizes` for each bucket, in the order of launches.
+    A gradient above this limit gets its own bucket. With a limit of 0 every gradient gets one; with None there is one
+    bucket per kind. If there are several buckets anyway, a gradient of `alone_bytes` or more also gets its own. Returns
+    the indices in `sizes` for each bucket, in the order of launches.
     """
     if bucket_size_mb is None:
         return _fill(sizes, limit=None, first=None)
@@ -64,7 +64,7 @@ def plan_buckets(
 
 
 def _fill(
-    sizes: Sequence[Size], *, limit: int | None, first: int | None, alone: int | None = None
+    sizes: Sequence[GradientSize], *, limit: int | None, first: int | None, alone: int | None = None
 ) -> list[tuple[int, ...]]:
     """Fill one bucket of each kind at a time. `first` is the limit of the first bucket."""
     closed: list[list[int]] = []

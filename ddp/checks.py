@@ -1,13 +1,13 @@
-"""Checks before communication, so that a mistake is an error message on every rank instead of a hang.
+"""Checks before communication, so that a mistake raises an error on every rank instead of causing a hang.
 
     require_unwrapped        this rank alone     no other wrapper averages the same gradients
     require_member           this rank alone     there is a group, and this rank is in it
     require_dense            this rank alone     every parameter and buffer is dense memory
-    require_same_parameters  one all-gather      all ranks have the same kinds of parameters and buffers (not values)
+    require_same_parameters  one all-gather      names, shapes, dtypes (not values) are the same on all ranks
     require_used             one all-reduce      every trainable parameter got a gradient on some rank
-    used_by_any              one all-reduce      returns which parameters did
+    used_by_any              one all-reduce      returns which parameters got a gradient on some rank
 
-The last three are collectives of the wrapper's group. Ranks in messages are those of the whole job, not of the group.
+The last three are collectives of the wrapper's group. Messages give a rank's number in the whole job, not in the group.
 """
 
 import hashlib
@@ -24,17 +24,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 LENGTH_BYTES: Final = 8
-NAMED_AT_MOST: Final = 8  # parameters in a message
+NAMED_AT_MOST: Final = 8  # maximum number of parameters in a message
 OVERLAPS: Final = 1  # torch's code for a tensor with elements that share memory
 
 
-# The wrapper that averages the gradients of a module or parameter: by id, only while both live. Not an attribute,
-# because a module with a reference to its wrapper could not be pickled.
+# Maps modules and parameters to the wrapper that averages their gradients, without keeping either alive. This is not an
+# attribute, because a module that refers to its wrapper could not be pickled.
 _WRAPPED_BY: Final[MutableMapping[nn.Module | Tensor, weakref.ref[nn.Module]]] = WeakIdKeyDictionary()
 
 
 def mark_wrapped(module: nn.Module, wrapper: nn.Module) -> None:
-    """Record that `wrapper` averages the gradients of this module and its parameters, while it exists."""
+    """Record that `wrapper` averages the gradients of this module and its parameters, until the wrapper is deleted."""
     marked: list[nn.Module | Tensor] = [*module.modules(), *module.parameters()]
     for each in marked:
         _WRAPPED_BY[each] = weakref.ref(wrapper)
@@ -51,14 +51,14 @@ def require_unwrapped(module: nn.Module) -> None:
     """Check that no other wrapper averages the gradients of this module, or of a part of it.
 
     Raises:
-        ValueError: If the module is a wrapper, contains one, or shares a part or parameter with one still in use.
+        ValueError: If the module is or contains a wrapper, or shares a part or parameter with a wrapper still in use.
     """
     for name, part in module.named_modules():
         what = f"its part {name!r}" if name else "the module"
         if isinstance(part, DistributedDataParallel) or hasattr(part, "finish_gradient_synchronization"):
             kind = type(part).__name__
             raise ValueError(
-                f"{what} is a {kind} already: gradients would be averaged twice; wrap the plain module, its `.module`"
+                f"{what} is already a {kind}: gradients would be averaged twice; wrap the plain module (its `.module`)"
             )
         _require_free(part, what)
     for name, parameter in module.named_parameters():
@@ -80,27 +80,27 @@ def require_member(process_group: dist.ProcessGroup | None) -> None:
     """Check that there is a process group and that this rank is in it.
 
     Raises:
-        ValueError: If no process group is initialized, this rank is not in the given one, or it is not a process group.
+        ValueError: If no process group is initialized, or `process_group` is not one or does not contain this rank.
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError("no process group is initialised: call torch.distributed.init_process_group() before wrapping")
+        raise ValueError("no process group is initialized: call torch.distributed.init_process_group() before wrapping")
     given: object = process_group  # new_group() returns a number on ranks outside the group
     if given == dist.GroupMember.NON_GROUP_MEMBER or (
         isinstance(given, dist.ProcessGroup) and dist.get_rank(given) < 0
     ):
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the process group given: "
-            "wrap only on ranks that new_group() was told, or pass a group that this rank is in"
+            f"rank {dist.get_rank()} is not in the given process group: "
+            "wrap only on the ranks passed to new_group(), or pass a group that contains this rank"
         )
     if given is not None and not isinstance(given, dist.ProcessGroup):
-        raise ValueError(f"process_group must be a ProcessGroup or None, got {given!r}: name all other settings")
+        raise ValueError(f"process_group must be a ProcessGroup or None, got {given!r}: pass other settings by name")
 
 
 def require_dense(module: nn.Module) -> None:
     """Check that every parameter and buffer is dense and can be overwritten with another rank's values.
 
     Raises:
-        ValueError: If one is not initialized, is sparse, nested or quantized, or has elements that share memory.
+        ValueError: If a tensor is not initialized, is sparse, nested or quantized, or has elements that share memory.
     """
     for what, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, each in named:
@@ -110,14 +110,14 @@ def require_dense(module: nn.Module) -> None:
 
 def _why_not_dense(tensor: Tensor) -> str:
     if is_lazy(tensor):
-        return "has no shape yet: forward the module once before wrapping it"
+        return "has no shape yet: call the module once before wrapping it"
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
-        return f"is {kind}, wanted a dense tensor: make it one, or keep it as a plain attribute of the module"
+        return f"is {kind}, expected a dense tensor: convert it, or make it a plain attribute of the module"
     if tensor.is_meta:
         return "is on the meta device, without values: call to_empty() and initialize it before wrapping"
     if torch._debug_has_internal_overlap(tensor) == OVERLAPS:
-        return "has elements that share memory, as expand() makes them: clone() it"
+        return "has elements that share memory, as after expand(): clone() it"
     return ""
 
 
@@ -127,23 +127,21 @@ def require_same_parameters(
     device: torch.device,
     settings: Mapping[str, object] | None = None,
 ) -> None:
-    """Check that all ranks have the same parameters and buffers, in order: name, shape, dtype, layout, trainable.
+    """Check that all ranks have the same parameters and buffers in the same order, and the same settings.
 
-    Also check the wrapper's settings, by name.
-
-    A collective. Digests of 40 bytes per rank are compared first. Only if they differ are the descriptions exchanged,
-    padded to the longest, so that no rank waits for a tensor of another size. `device` is where the group's backend
-    communicates: the rank's GPU with NCCL.
+    Names, shapes, dtypes, strides and `requires_grad` must agree. A collective: ranks compare digests of 40 bytes
+    first, and exchange descriptions only if the digests differ. `device` is the device from which the group's backend
+    sends, with NCCL the rank's GPU.
 
     Raises:
-        ValueError: On every rank; the message has the first difference, and which ranks have what.
+        ValueError: On every rank, if modules or settings differ. The message shows the first difference.
     """
-    told = [f"setting {name}={value}" for name, value in (settings or {}).items()]
-    differing = difference_of([*told, *_description(module)], process_group, device)
+    setting_lines = [f"setting {name}={value}" for name, value in (settings or {}).items()]
+    differing = difference_of([*setting_lines, *_description(module)], process_group, device)
     if differing:
         raise ValueError(
             f"the ranks' modules or wrappers differ: {differing}; "
-            "build the same on every rank, and wrap it in the same way"
+            "build the same module on every rank, and wrap it in the same way"
         )
 
 
@@ -153,7 +151,7 @@ def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
 
 
 def difference_of(lines: Sequence[str], process_group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Describe how the ranks' lines differ; empty if they do not. A collective of 40 bytes per rank if they agree."""
+    """Describe how the ranks' lines differ, or return "". A collective, which sends 40 bytes per rank if they agree."""
     mine = json.dumps(list(lines)).encode()
     digest = hashlib.sha256(mine).digest() + len(mine).to_bytes(LENGTH_BYTES, "big")
     if len(set(_gather_bytes(digest, process_group, device))) == 1:
@@ -163,7 +161,10 @@ def difference_of(lines: Sequence[str], process_group: dist.ProcessGroup | None,
 
 
 def gather_json(mine: Any, process_group: dist.ProcessGroup | None, device: torch.device) -> dict[int, Any]:
-    """Return the values of all ranks, by rank of the whole job. A collective of two messages."""
+    """Gather a JSON value from every rank; return them by rank of the whole job. Runs two collectives.
+
+    Values are padded to the same length, because all ranks of an all-gather must send the same number of bytes.
+    """
     text = json.dumps(mine).encode()
     lengths = _gather_bytes(len(text).to_bytes(LENGTH_BYTES, "big"), process_group, device)
     longest = max(int.from_bytes(each, "big") for each in lengths)
@@ -180,7 +181,7 @@ def require_used(
     A collective: `names` and `used` list all trainable parameters, in the same order on every rank.
 
     Raises:
-        RuntimeError: On every rank; the message names the parameters without a gradient, and what to set.
+        RuntimeError: On every rank, if a parameter got no gradient. The message names all of them and the remedy.
     """
     anywhere = used_by_any(used, process_group, device)
     without = [name for name, is_used in zip(names, anywhere, strict=True) if not is_used]
@@ -194,13 +195,13 @@ def require_used(
 
 
 def some_of(names: Sequence[str]) -> str:
-    """List names; if there are many, the first ones and the number of the rest."""
+    """Join names with commas. If there are many, join the first ones and add the number of the others."""
     more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
     return f"{', '.join(names[:NAMED_AT_MOST])}{more}"
 
 
 def used_by_any(used: Sequence[bool], process_group: dist.ProcessGroup | None, device: torch.device) -> list[bool]:
-    """Return for each flag whether it is set on any rank. One small all-reduce, and the host waits for the result."""
+    """Return for each flag whether it is set on any rank. Runs one small all-reduce and waits for the result."""
     flags = torch.tensor([int(each) for each in used], dtype=torch.int32, device=device)
     if len(flags):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=process_group)
@@ -208,9 +209,9 @@ def used_by_any(used: Sequence[bool], process_group: dist.ProcessGroup | None, d
 
 
 def first_difference(descriptions: dict[int, list[str]], here: int) -> str:
-    """Describe the first entry at which the ranks' descriptions differ, and which ranks have what. They must differ.
+    """Describe the first entry that differs between ranks, with the ranks of each variant. At least one must differ.
 
-    Entries are compared in order, so if an entry is missing on a rank, the following one is shown in its place.
+    Entries are compared by position, so if one is missing on a rank, the following entry is shown in its place.
     """
     at = 0
     while len({description[at] for description in descriptions.values() if at < len(description)}) == 1 and all(
@@ -240,7 +241,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def _description(module: nn.Module) -> list[str]:
-    """Describe each parameter, then each buffer: everything that must agree before values are broadcast."""
+    """Describe the properties of parameters and buffers that must be the same before values are broadcast."""
     parameters = [
         f"parameter {name} {_kind(each)}{_layout(each)} {'trainable' if each.requires_grad else 'frozen'}"
         for name, each in module.named_parameters()
@@ -253,12 +254,12 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _layout(tensor: Tensor) -> str:
-    """Return the strides if they are not the default, because gradients in buckets have the strides of parameters."""
+    """Describe strides other than the default. They must agree, because gradients in buckets have the same strides."""
     return "" if tensor.is_contiguous() else f" strides {tensor.stride()}"
 
 
 def _gather_bytes(mine: bytes, process_group: dist.ProcessGroup | None, device: torch.device) -> list[bytes]:
-    """Return every rank's bytes. All ranks must pass the same length."""
+    """Return every rank's bytes. All ranks must pass the same number of bytes."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(received, sent, group=process_group)

@@ -1,14 +1,14 @@
-"""A log of the times of collectives on this rank, from launch to end, for a program that records a step.
+"""A log of this rank's collectives with launch and end times, for programs that record a timeline of a step.
 
     backward    h g | f e d | c b a |
     logged          [ h g   ]                 two collectives may be in progress at once
                           [ f e d  ]
 
-The process has one log, as it has one profiler, because collectives are launched in many places and by several threads.
-While the log is off, a launch costs one comparison. The recording program chooses the marks: times or CUDA events.
+There is one log per process, because collectives are launched in many places and by several threads. While the log is
+off, a launch costs one comparison. The recording program chooses the marks: clock readings or CUDA events.
 
-Rings and exchanges have one entry each, not one per message. Gathers and sums in shared memory are logged while a rank
-reads, because nothing is sent before.
+A ring or exchange has one entry, not one per message. Gathers and sums in shared memory are logged while a rank reads,
+because nothing is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,10 +37,10 @@ class CollectiveLog:
     def __init__(self) -> None:
         self._mark: Mark | None = None
         self._collectives: list[Collective] = []
-        self._beside: torch.cuda.Stream | None = None  # waits for NCCL instead of the compute stream
+        self._beside: torch.cuda.Stream | None = None  # waits for NCCL, so that the compute stream need not
 
     def begin(self, mark: Mark, device: torch.device) -> None:
-        """Log collectives from now on. On CUDA a mark is an event in the current stream."""
+        """Log collectives from now on. `mark` returns a time, or on CUDA an event recorded in the current stream."""
         self._mark, self._collectives = mark, []
         if device.type == "cuda" and self._beside is None:
             self._beside = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class CollectiveLog:
         return found
 
     def open(self, operation: str, size: int) -> Callable[[], None]:
-        """Log the start of a collective; call the returned function at its end."""
+        """Log the start of a collective. The caller must call the returned function at its end."""
         mark = self._mark
         if mark is None:
             return _nothing
@@ -64,7 +64,7 @@ class CollectiveLog:
         return close
 
     def call_after(self, works: Sequence[dist.Work | None], finished: Callable[[], None]) -> None:
-        """Call the function from `open` when all works have ended: on the backend's thread (CPU) or a stream (CUDA)."""
+        """Call `finished` (from `open`) when all works have ended: on the backend's thread, or in CUDA on a stream."""
         if finished is _nothing:
             return
         if self._beside is not None:

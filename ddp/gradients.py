@@ -1,13 +1,13 @@
-"""Buckets of gradients. Usually they are packed into a flat tensor, and each parameter's `.grad` is a view of its part.
+"""Buckets of gradients. Usually a bucket is one flat tensor, and each parameter's `.grad` is a view of a part of it.
 
     flat     | head.weight | head.bias | block2.mlp.down.weight | ...
     .grad      view          view        view
 
-If the optimizer sets gradients to None, the next backward makes new ones, which are copied to their parts as they
-become ready. This costs less than filling the views with zeros and adding to them, and the copy also divides by the
-number of ranks. On a CPU the copy is still the most expensive part of a bucket (5 of 60 ms of VGG-11's backward with
-two samples). So a large gradient with a bucket of its own is not copied but sent as autograd made it. NCCL needs no
-flat tensor at all (`LooseGradients`).
+If the optimizer sets gradients to None, the next backward allocates new ones, which are copied into the flat tensor as
+they become ready. This costs less than filling the views with zeros and adding to them, and the copy also divides by
+the number of ranks. On a CPU the copy is still the most expensive part of a bucket (5 of 60 ms of VGG-11's backward
+with two samples). So a large gradient gets its own bucket and is sent without a copy. With NCCL nothing is copied
+(`LooseGradients` has no flat tensor).
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +17,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets
+from muster.ddp.buckets import ALONE_BYTES, GradientSize, plan_buckets
 
 Named = Sequence[tuple[str, nn.Parameter]]
-UNSHARED: Final = 2  # references to an unshared gradient's memory: `.grad`, and the local variable passed to `owners`
+UNSHARED: Final = 2  # number of references to an unshared gradient: `.grad`, and the variable passed to `owners`
 
 
 class Slot:
@@ -34,29 +34,29 @@ class Slot:
         self.parameter = parameter
         self.view = view  # a view of the flat tensor, with the parameter's shape and strides
         self.address = view.data_ptr()
-        self.ready = False  # True: the gradient of this synchronization has arrived
+        self.ready = False  # True: the gradient of this synchronization is ready
         self.earlier = False  # True: an earlier virtual shard has a gradient
 
     def holds(self, gradient: Tensor) -> bool:
-        """Return whether a gradient is the slot's view. Setting `.data` of the view moves it out of the bucket."""
+        """Return whether a gradient is the slot's view and still in the bucket. Setting its `.data` moves it out."""
         return gradient is self.view and gradient.data_ptr() == self.address
 
 
 class Bucket(ABC):
     """A set of gradients that a reducer launches together. They become ready one by one.
 
-        take          a gradient is ready: move it to where it is sent from; not called if the bucket `wants_batches`
-        fill_missing  the backward is over: some gradients will not come
-        take_all      all gradients are there, and the bucket `wants_batches`
-        close_shard   instead of a launch: the gradients so far belong to one virtual shard
-        reset         the mean is there, or was abandoned: wait for all gradients again
+        take          a gradient is ready: copy it into the bucket; not called if the bucket `wants_batches`
+        fill_missing  the backward is over: fill in gradients that it has not computed
+        take_all      all gradients are ready, and the bucket `wants_batches`: copy them at once
+        close_shard   instead of a launch: set the gradients aside as one virtual shard
+        reset         the mean was computed or abandoned: mark all gradients as not ready
 
-    A class that averages (`ddp/means.py`, `zero/scatter.py`) knows its kind of bucket and takes the message from it.
-    The number of ready gradients may differ between ranks, but buckets of all ranks have the same parameters.
+    Each averaging class (`ddp/means.py`, `zero/scatter.py`) handles one class of buckets and sends their messages. The
+    number of ready gradients may differ between ranks, but a bucket has the same parameters on all ranks.
     """
 
     held = False  # True: not launched before `release`
-    wants_batches = False  # True: its gradients are taken together, when the last one is there
+    wants_batches = False  # True: `take_all` replaces `take`, and is called when the last gradient is ready
     message_bytes: int
 
     def __init__(self, number: int, named: Named, views: Sequence[Tensor] | None = None) -> None:
@@ -64,23 +64,23 @@ class Bucket(ABC):
         views = [parameter for _, parameter in named] if views is None else views
         self.slots = [Slot(self, name, parameter, view) for (name, parameter), view in zip(named, views, strict=True)]
         self.closed: list[Tensor] = []  # the gradients of earlier virtual shards, as flat tensors
-        self.waiting = len(self.slots)  # number of gradients still to come
+        self.waiting = len(self.slots)  # number of gradients that are not ready
 
-    def take(self, slot: Slot, scale: Tensor | None) -> None:  # noqa: B027 - some leave gradients where they are
-        """Take a parameter's gradient, times `scale`."""
+    def take(self, slot: Slot, scale: Tensor | None) -> None:  # noqa: B027 - not every bucket copies gradients
+        """Copy a parameter's gradient into the bucket, multiplied by `scale`."""
 
-    def take_all(self, scale: Tensor | None) -> None:  # noqa: B027 - some take gradients one by one
-        """Take all gradients at once, each as `take` does."""
+    def take_all(self, scale: Tensor | None) -> None:  # noqa: B027 - only for buckets that want batches
+        """Copy all gradients into the bucket at once, multiplied by `scale`."""
 
     @abstractmethod
     def fill_missing(self, scale: Tensor | None) -> list[str]:
-        """Fill in gradients that have not arrived: keep older ones, and use zeros if there are none.
+        """For each gradient that is not ready, use the parameter's accumulated `.grad`, or zeros if it is None.
 
-        Returns the names of the parameters without any gradient, including earlier virtual shards.
+        Returns the names of the parameters that have no gradient here or in an earlier virtual shard.
         """
 
     def close_shard(self) -> None:
-        """Set aside the gradients as a virtual shard, and begin the next one without any."""
+        """Set the gradients aside as a virtual shard, and begin the next shard without any."""
         without = self.fill_missing(None)
         self.closed.append(self._shard())
         for slot in self.slots:
@@ -92,17 +92,18 @@ class Bucket(ABC):
         raise NotImplementedError  # only buckets with a flat tensor can be summed exactly
 
     def reset(self) -> None:
-        """Wait for all gradients again."""
+        """Mark all gradients as not ready, and drop the virtual shards."""
         self.waiting, self.closed = len(self.slots), []
         for slot in self.slots:
             slot.ready = slot.earlier = False
 
 
 class FlatGradients(Bucket):
-    """A flat tensor, and the parameters whose gradients lie in it, all of one type on one device.
+    """A bucket whose gradients lie in one flat tensor, and have the same dtype and device.
 
-    With `alone` it has one parameter, and `flat` is that parameter's gradient itself. `offsets` and `elements` give the
-    parts and length of the flat tensor; by default parts follow each other without gaps. `flat` is the tensor to use.
+    With `alone` the bucket has one parameter, whose gradient itself serves as the flat tensor. `offsets` are the
+    starts of the gradients in the flat tensor, and `elements` is its length; by default there are no gaps. `flat` is an
+    existing tensor to use instead of a new one.
     """
 
     def __init__(
@@ -137,26 +138,29 @@ class FlatGradients(Bucket):
 
     @property
     def message(self) -> Tensor:
-        """The tensor to send: the gradients themselves, or their cast."""
+        """The tensor to send: the flat tensor, or its copy in the communication dtype."""
         return self.flat if self._cast is None else self._cast
 
     def take(self, slot: Slot, scale: Tensor | None) -> None:
-        """Copy a parameter's gradient to its part, times `scale`, and make `.grad` a view of that part."""
+        """Copy a gradient to its part of the flat tensor, multiplied by `scale`, and make `.grad` a view of that part.
+
+        With `alone`, scale the gradient in place instead.
+        """
         gradient = slot.parameter.grad
         assert gradient is not None
-        if slot.holds(gradient):  # autograd added to the view
+        if slot.holds(gradient):  # autograd has accumulated into the view
             if scale is not None:
                 gradient.mul_(scale)
             return
         refuse_sparse(slot.name, gradient)
-        if gradient.requires_grad:  # from a backward with create_graph; means have no graph
+        if gradient.requires_grad:  # from a backward with create_graph; the mean has no graph
             gradient = gradient.detach().clone()
         if self.alone:
             self._take_over(slot.parameter, gradient, scale)
             return
         self._mend(slot)
         if scale is not None:
-            torch.mul(gradient, scale, out=slot.view)  # a product with a tensor takes 1.2 us, with a number 3.1
+            torch.mul(gradient, scale, out=slot.view)  # multiplying by a tensor takes 1.2 us, by a number 3.1 us
         else:
             slot.view.copy_(gradient)
         slot.parameter.grad = slot.view
@@ -169,7 +173,7 @@ class FlatGradients(Bucket):
             slot.view = _shaped_as(slot.parameter, part)
 
     def _take_over(self, parameter: nn.Parameter, gradient: Tensor, scale: Tensor | None) -> None:
-        """Use the gradient itself as message. Copy it if it is shared, or has other strides than its parameter."""
+        """Send the gradient itself. Copy it first if it is shared, or its strides differ from its parameter's."""
         self.flat = self._nothing
         if gradient.stride() != parameter.stride() or owners(gradient) > UNSHARED:
             gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
@@ -217,26 +221,26 @@ class FlatGradients(Bucket):
 
     def reset(self) -> None:
         super().reset()
-        if self.alone:  # only the parameter refers to the gradient now, so it is freed with it
+        if self.alone:  # so that the gradient is freed when `.grad` is set to None
             self.flat = self._nothing
 
 
 class LooseGradients(Bucket):
-    """Gradients that stay where autograd made them, and are averaged together, in place, without a flat tensor.
+    """A bucket without a flat tensor. Its gradients are averaged in place, where autograd has allocated them.
 
-    NCCL reduces many tensors in one launch, so nothing is copied; `.grad` itself is sent.
+    NCCL reduces many tensors in one launch, so each `.grad` is sent without a copy.
     """
 
     wants_batches = True
 
     def __init__(self, number: int, named: Named) -> None:
         super().__init__(number, named)
-        self.tensors: list[Tensor] = []  # the tensors to send, from the launch to the end of a synchronization
+        self.tensors: list[Tensor] = []  # the tensors to send; empty before the launch
         self.message_bytes = sum(parameter.nbytes for _, parameter in named)
 
     def take_all(self, scale: Tensor | None) -> None:
-        """List the gradients. One that cannot be changed in place, or is not dense, is copied."""
-        assert scale is None, "what is sent in place is divided by who sums"
+        """List the gradients to send. Copy those that are shared or not dense."""
+        assert scale is None, "NCCL divides gradients that are averaged in place, so they must not be scaled before"
         self.tensors = [_own(slot) for slot in self.slots]
 
     def fill_missing(self, scale: Tensor | None) -> list[str]:
@@ -254,22 +258,22 @@ class LooseGradients(Bucket):
 def deal(named: Named, bucket_size_mb: float | None, *, alone: bool = True) -> list[Named]:
     """Assign parameters to buckets by the sizes of their gradients (`plan_buckets`), in the order of launches.
 
-    With `alone`, a large gradient on a CPU gets a bucket of its own, so that it need not be copied to be sent.
+    With `alone`, a large gradient on a CPU gets its own bucket, so that it is sent without a copy.
     """
     kinds = [(each.dtype, each.device, each.requires_grad) for _, each in named]
-    sizes = [Size(each.numel(), each.itemsize, kind) for (_, each), kind in zip(named, kinds, strict=True)]
+    sizes = [GradientSize(each.numel(), each.itemsize, kind) for (_, each), kind in zip(named, kinds, strict=True)]
     large = ALONE_BYTES if alone and not any(each.is_cuda for _, each in named) else None
     return [[named[place] for place in places] for places in plan_buckets(sizes, bucket_size_mb, large)]
 
 
 def travels_alone(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether a bucket has one gradient that is worth sending without a copy: large, on a CPU, without gaps."""
+    """Return whether a bucket's only gradient should be sent without a copy: it is large, on a CPU, and dense."""
     first = parameters[0]
     return len(parameters) == 1 and not first.is_cuda and first.nbytes >= ALONE_BYTES and is_dense(first)
 
 
 def _own(slot: Slot) -> Tensor:
-    """Return a parameter's gradient as dense memory that nothing else refers to. Autograd may share its results."""
+    """Return a parameter's gradient, copied first if it is not dense or autograd shares its memory."""
     gradient = slot.parameter.grad
     assert gradient is not None
     refuse_sparse(slot.name, gradient)
@@ -281,7 +285,7 @@ def _own(slot: Slot) -> Tensor:
 def refuse_sparse(name: str, gradient: Tensor) -> None:
     if gradient.is_sparse:
         raise RuntimeError(
-            f"{name}: its gradient is sparse, only dense ones are averaged; build the layer with sparse=False"
+            f"{name}: its gradient is sparse, but only dense gradients are averaged; build the layer with sparse=False"
         )
 
 

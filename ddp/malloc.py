@@ -1,8 +1,8 @@
 """Make glibc keep freed memory for the next step instead of returning it to the kernel.
 
-By default, glibc maps each large block anew, and returns the top of its heap whenever it is free. So the kernel fills
-every page with zeros again in every step. A step of VGG-11 with 8 images has 9,000 page faults by default and 40 with
-these settings, and takes 0.85 of the time.
+By default, glibc uses mmap for each large block, and returns free memory at the top of its heap to the kernel. So in
+every step the kernel must zero every page again. A step of VGG-11 with 8 images has 9,000 page faults by default, but
+40 with these settings, which shorten it by 15 %.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ KEPT_BYTES: Final = 2**28
 
 
 def keep_freed_memory() -> None:
-    """Keep up to 256 MB of memory that this process frees on the CPU. Does nothing with other libraries than glibc."""
+    """Keep up to 256 MB of memory that this process frees on the CPU. Do nothing if the C library lacks `mallopt`."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_IN_HEAP_BYTES)

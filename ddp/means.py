@@ -1,11 +1,11 @@
-"""Average a bucket over ranks. Each class starts a bucket and returns a wait for its result.
+"""Average buckets over ranks. Each class starts to average a bucket and returns a function that waits for the result.
 
-AllReduceMean   the backend's all-reduce, on its own threads, of gradients divided by the number of ranks
+AllReduceMean   the backend's all-reduce, on the backend's threads; gradients are divided before the sum
 NcclMean        NCCL's all-reduce of many tensors in one launch and in place, on NCCL's stream
-StreamMean      NCCL's all-reduce of a flat tensor or its cast, on a stream of ours
-OrderedMean     sums in the order of ranks and virtual shards, then one division: the bits of one process
+StreamMean      NCCL's all-reduce of a flat tensor or its cast, on a separate stream
+OrderedMean     sums in the order of ranks and virtual shards, then one division: bitwise identical to one process
 
-With NCCL the host never waits, so a CUDA graph can record all of it.
+With NCCL the host never waits, so a CUDA graph can record the whole synchronization.
 """
 
 import queue
@@ -25,16 +25,16 @@ from muster.ddp.collective_log import LOG
 from muster.ddp.gradients import Bucket, FlatGradients, LooseGradients
 from muster.ddp.primitives import chunks_of, exchange, ordered_reduce_scatter, ring_all_gather
 
-Wait = Callable[[], object]  # raises errors of the communication; waiting again is harmless
+Wait = Callable[[], object]  # waits, and raises communication errors; may be called again
 Group = dist.ProcessGroup | None
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
 
 class Mean(ABC, Generic[AnyBucket]):
-    """A way to average. Gradients are multiplied by `scale` when they are moved into the bucket."""
+    """A method of averaging buckets. Gradients are multiplied by `scale` when they are copied into the bucket."""
 
     at_most: int | None = None  # maximum number of buckets in progress; None: any number
-    wanted = True  # False: current waits belong to a backward that was abandoned
+    wanted = True  # False: the buckets in progress belong to an abandoned backward
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -43,11 +43,11 @@ class Mean(ABC, Generic[AnyBucket]):
 
     @abstractmethod
     def start(self, bucket: AnyBucket) -> Wait:
-        """Start a bucket whose gradients are all there. After the wait it contains their mean."""
+        """Start to average a complete bucket. After the returned wait, the bucket contains the mean."""
 
 
 class AllReduceMean(Mean[FlatGradients]):
-    """Sum on the backend's own threads."""
+    """Average with the backend's all-reduce, on the backend's threads."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -70,7 +70,7 @@ class AllReduceMean(Mean[FlatGradients]):
 
 
 class NcclMean(Mean[LooseGradients]):
-    """Average gradients in place with NCCL, one launch per bucket: one call of the host, and no copies."""
+    """Average gradients in place with NCCL, with one launch per bucket and no copies."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -78,7 +78,7 @@ class NcclMean(Mean[LooseGradients]):
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
     def start(self, bucket: LooseGradients) -> Wait:
-        """Make NCCL's stream wait for the gradients, then average. The wait makes the compute stream wait."""
+        """Average on NCCL's stream, after the gradients are computed. The returned wait blocks the compute stream."""
         group = self.group or dist.group.WORLD
         assert group is not None
         finished = LOG.open("all_reduce", bucket.message_bytes)
@@ -95,7 +95,7 @@ class StreamMean(Mean[FlatGradients]):
         self._background = Background(group, device)
 
     def start(self, bucket: FlatGradients) -> Wait:
-        """Make the stream wait for the gradients, then average."""
+        """Average on the separate stream, after the gradients are computed."""
         return self._background.start(lambda: self._average(bucket), "all_reduce", bucket.message_bytes)
 
     def _average(self, bucket: FlatGradients) -> None:
@@ -107,7 +107,7 @@ class StreamMean(Mean[FlatGradients]):
 
 
 class OrderedMean(Mean[FlatGradients]):
-    """Sum in a fixed order, while the backward runs."""
+    """Average by sums in a fixed order, while the backward continues."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group)
@@ -120,15 +120,15 @@ class OrderedMean(Mean[FlatGradients]):
 
 
 class Background:
-    """Runs work beside this rank's computation: on CUDA on an extra stream, on CPUs on the group's thread."""
+    """An executor that works in parallel with the computation: on CUDA an extra stream, on CPUs the group's thread."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._where = beside(device) if device.type == "cuda" else thread_of(group)
 
     def start(self, work: Callable[[], object], operation: str, size: int) -> Wait:
-        """Start work after the work launched so far. On CUDA the wait makes the current stream wait.
+        """Start work that runs after all work started before. On CUDA, the returned wait blocks the current stream.
 
-        `operation` and `size` in bytes are for the log of collectives.
+        The log of collectives records `operation` and `size`, in bytes.
         """
         if isinstance(self._where, Worker):
             finished = LOG.open(operation, size)
@@ -146,22 +146,22 @@ _Task = tuple[Future[None], Callable[[], object]]
 
 
 class Worker:
-    """A thread that does work in the order of submission. It ends when this object is deleted."""
+    """A thread that runs tasks in the order of submission. It ends when this object is deleted."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        # A daemon: a lost peer must not keep this process from exiting.
+        # A daemon thread, so that this process can exit while the thread still waits for a lost peer.
         threading.Thread(target=_work, args=(self._tasks,), daemon=True).start()
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def start(self, work: Callable[[], object]) -> Wait:
-        """Submit work. The wait raises its errors."""
+        """Submit work. The returned wait raises the errors of the work."""
         done = Future[None]()
         self._tasks.put((done, work))
         return done.result
 
 
-# One thread per group, shared by all its users: messages of two threads in one group could be confused.
+# All users of a group share one thread, because ranks match the messages of a group by their order.
 _WORKERS: Final[MutableMapping[str, Worker]] = weakref.WeakValueDictionary()
 
 
@@ -184,19 +184,19 @@ def _work(tasks: "queue.SimpleQueue[_Task | None]") -> None:
                 work()
             except BaseException as error:
                 failed = error
-            del task, work  # frees their tensors before anybody waits
+            del task, work  # free their tensors before the wait returns
             if failed is None:
                 done.set_result(None)
             else:
                 done.set_exception(failed)
-            del done, failed  # because the next task may come late
+            del done, failed  # do not keep them while waiting for the next task
 
 
 def beside(device: torch.device) -> torch.cuda.Stream:
     """Return a new stream for communication beside the compute stream.
 
-    It has no priority: NCCL's kernels would delay matrix products that fill the whole GPU, which cost 2 % of a step of
-    GPT medium on two H200.
+    Its priority is not raised: with a high priority, NCCL's kernels delayed matrix products that fill the whole GPU,
+    which cost 2 % of a step of GPT medium on two H200.
     """
     return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
@@ -204,9 +204,9 @@ def beside(device: torch.device) -> torch.cuda.Stream:
 def mean_for(
     group: Group, device: torch.device, *, exact: bool, flat: bool
 ) -> Mean[FlatGradients] | Mean[LooseGradients]:
-    """Choose a class by device and exactness, never by measured speed.
+    """Choose an averaging class by device, backend and `exact`, never by measured speed.
 
-    `flat` requests flat tensors, to send them in another type or as a single message.
+    `flat` requests flat tensors, which can be cast, or sent as one message.
     """
     if exact:
         return OrderedMean(group, device)
@@ -222,10 +222,10 @@ def is_nccl(group: Group) -> bool:
 
 
 def ordered_mean(shards: Sequence[Tensor], out: Tensor, group: Group) -> None:
-    """Store in `out` the mean over ranks and shards: added in the order rank 0's shards, rank 1's, ..., divided once.
+    """Store in `out` the mean over ranks and shards: add rank 0's shards, then rank 1's, ..., and divide once.
 
-    `shards` are this rank's, flat tensors with `out`'s length; every rank has the same number. `out` may be one of
-    them. Sends (n - 1) / n x shards x their bytes for the sums, and (n - 1) / n of `out` for the means.
+    `shards` are this rank's flat tensors, as long as `out`, which may be one of them. Every rank has the same number s
+    of shards. A rank sends s (n - 1) / n times the bytes of `out` for the sums, and (n - 1) / n times for the means.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = chunks_of(out, ranks)  # rank r computes the mean of part r
@@ -245,14 +245,14 @@ def ordered_mean_part(shards: Sequence[Sequence[Tensor]], mine: Tensor, group: G
         sending = [torch.cat([parts[other] for parts in shards]) for other in range(ranks)]
         receiving = [torch.empty_like(sending[rank]) for _ in range(ranks)]
         exchange(sending, receiving, group)
-        # rank 0's shards of my part, then rank 1's, ...
+        # Add rank 0's shards of this part, then rank 1's, ...
         mine.copy_(sum_in_order([piece for each in receiving for piece in each.view(len(shards), -1)]))
     if ranks * len(shards) > 1:
         mine.div_(ranks * len(shards))
 
 
 def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors, added first to last, in new memory."""
+    """Add tensors in the given order, and return the sum in new memory."""
     if len(tensors) == 1:
         return tensors[0].clone()
     total = tensors[0] + tensors[1]

@@ -1,19 +1,20 @@
 """The 2-norm of all gradients, and clipping by it, in two ways.
 
     plain_norm           one small all-reduce; its last bits depend on how elements are split into tensors and ranks
-    reproducible_norm    two small all-reduces; the same bits however they are split: a sharded run clips as one process
+    reproducible_norm    two small all-reduces; the same bits for every split, so a sharded run clips as one process
 
-A float64 sum depends on its order; a sum of integers does not. So squares are written as integers:
+The result of a float64 sum depends on the order of additions, but a sum of integers does not. So the squares are
+converted to integers:
 
     each element times one power of two: the largest magnitude of all ranks is then in [2^15, 2^16)    no rounding
-    its square, below 2^32                                                                             rounds each alone
-    = high + low / 2^32, both integers below 2^32; smaller digits are dropped                          rounds each alone
+    its square, below 2^32                                                                             rounds a square
+    = high + low / 2^32, both integers below 2^32; smaller digits are dropped                          rounds a square
     sums of at most 2^20 of each: below 2^53, where float64 adds integers without rounding             no rounding
     sums of these over all ranks, as int64 digits of 32 bits                                           no rounding
 
-The dropped part of an element is below 2^-62 of the largest square. Together, a million elements change the norm by at
-most 2^-43 of its value, and 2^31 elements by 2^-32, if one is large and all others are close to zero. Squares do not
-overflow. float64 numbers below 1e-312 count as zeros. On CUDA the host never waits.
+The dropped part of each square is below 2^-62 of the largest square. In the worst case, one element is large and all
+others are close to zero. Then a million dropped parts change the norm by at most 2^-43 of its value, and 2^31 of them
+by 2^-32. Squares do not overflow. float64 numbers below 1e-312 count as zeros. On CUDA the host never waits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,21 +28,22 @@ from muster.ddp.checks import device_of
 from muster.ddp.gradients import is_dense
 
 SUM_AT_MOST: Final = 2**20  # number of integers below 2^32 that float64 adds exactly
-IN_CACHE: Final = 2**15  # elements of a block on a CPU; this many float32 squares can be added in float32
+IN_CACHE: Final = 2**15  # elements per block on a CPU; few enough to add their squares in float32
 DIGIT_BITS: Final = 32
 DIGIT: Final = 2**DIGIT_BITS
-LARGEST_BITS: Final = 16  # magnitudes are below 2^16, squares below a digit
-MANTISSA_BITS: Final = 52  # of float64, whose exponent is stored plus 1023
+LARGEST_BITS: Final = 16  # magnitudes are scaled below 2^16, so that squares are below DIGIT
+MANTISSA_BITS: Final = 52  # of float64, which stores the exponent plus BIAS
 BIAS: Final = 1023
 EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @torch.no_grad()
 def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, reduce: bool) -> Tensor:
-    """Return the 2-norm of all elements of all ranks, a float64 scalar whose bits do not depend on their distribution.
+    """Return the 2-norm of all elements on all ranks, a float64 scalar. Its bits do not depend on their distribution.
 
-    With `reduce` this is a collective, including ranks without elements; otherwise this process has all elements. The
-    result is NaN if any element is NaN, else infinite if any is. All tensors are on one device.
+    With `reduce` this is a collective, which ranks without elements must also call. Without it, this process must have
+    all elements. The result is NaN if any element is NaN, else infinite if any element is infinite. All tensors must be
+    on one device.
     """
     device = _device(tensors, group, reduce)
     whole = [each for each in tensors if each.numel()]
@@ -50,7 +52,7 @@ def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     magnitude, is_nan = largest.unbind()
     finite = magnitude.isfinite()
-    # The largest is in [2^(biased - 1023), 2^(biased - 1022)). From 16 on, float64 can represent both powers below.
+    # The largest is in [2^(biased - 1023), 2^(biased - 1022)). If biased >= 16, float64 has both powers used below.
     biased = (torch.where(finite, magnitude, 0.0).view(torch.int64) >> MANTISSA_BITS).clamp_(min=LARGEST_BITS)
     digits = _digits(whole, _power_of_two(LARGEST_BITS + BIAS - 1 - biased))
     if reduce:
@@ -61,15 +63,15 @@ def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
 
 @torch.no_grad()
 def plain_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, reduce: bool) -> Tensor:
-    """Return the 2-norm of all elements of all ranks, a float64 scalar. 16-bit tensors are summed in float32.
+    """Return the 2-norm of all elements on all ranks, a float64 scalar. 16-bit tensors are summed in float32.
 
-    With `reduce` this is a collective; otherwise this process has all elements.
+    With `reduce` this is a collective. Without it, this process must have all elements.
     """
     device = _device(tensors, group, reduce)
     square = torch.zeros((), dtype=torch.float64, device=device)
     for exact in (True, False):
         alike = [each for each in tensors if each.numel() and (each.dtype == torch.float64) is exact]
-        if device.type == "cpu":  # CPUs add a tensor's squares one after another, CUDA in blocks
+        if device.type == "cpu":  # torch adds a tensor's squares in sequence on CPUs, but in blocks on CUDA
             alike = [piece for each in alike for piece in _pieces(each, IN_CACHE)]
         if alike:
             norms = torch._foreach_norm(alike, 2, dtype=torch.float64 if exact else torch.float32)
@@ -81,10 +83,10 @@ def plain_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None
 
 @torch.no_grad()
 def clip_by(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm, given as `norm`, becomes at most `max_norm`.
+    """Scale gradients, whose norm is `norm`, in place so that their norm becomes at most `max_norm`.
 
     As in torch.nn.utils.clip_grad_norm_, an infinite or NaN norm makes gradients NaN or zero. Products are computed in
-    each tensor's type (16-bit types: in float32, then rounded), element by element, so bits depend on nothing else.
+    each tensor's dtype (16-bit ones in float32, then rounded), so the bits do not depend on how tensors are split.
     """
     coefficient = (max_norm / (norm + EPSILON)).clamp_(max=1.0)
     if coefficient.device.type == "cpu" and coefficient == 1.0:
@@ -103,7 +105,7 @@ def _device(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, reduce: 
 
 
 def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return the largest magnitude, and 1 if there is a NaN: any backend can reduce both with a maximum."""
+    """Return [largest magnitude, 1 if there is a NaN else 0]. Any backend can reduce both with a maximum."""
     if not tensors:
         return torch.zeros(2, dtype=torch.float64, device=device)
     found = torch.stack([each.double() for each in torch._foreach_norm(tensors, float("inf"))]).amax()
@@ -111,7 +113,7 @@ def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _digits(tensors: list[Tensor], scale: Tensor) -> Tensor:
-    """Return the sum of the squares of the scaled elements, as int64 digits [2^32s, ones, 2^-32s]."""
+    """Return the sum of squares of the scaled elements as three int64 digits, which count 2^32, 1 and 2^-32."""
     sums = [torch.zeros(2, dtype=torch.float64, device=scale.device)]
     count = min(SUM_AT_MOST if scale.is_cuda else IN_CACHE, sum(each.numel() for each in tensors))
     memory = torch.empty(2, count, dtype=torch.float64, device=scale.device)
@@ -122,14 +124,15 @@ def _digits(tensors: list[Tensor], scale: Tensor) -> Tensor:
         torch.sum(high, 0, out=sums[-1][0])
         low = squares.sub_(high).mul_(DIGIT).floor_()
         torch.sum(low, 0, out=sums[-1][1])
-    # Sums are below 2^52. Carry at once: the sum of all 2^31 large elements would overflow. Not finite: norm is known.
+    # Each sum is below 2^52. Carry before adding sums, because 2^31 large elements would overflow int64. Sums that are
+    # not finite become 0, because the norm is then infinite or NaN whatever the digits are.
     high, low = torch.stack(sums).nan_to_num_(nan=0.0, posinf=0.0).long().unbind(1)
     columns = [high >> DIGIT_BITS, (high % DIGIT) + (low >> DIGIT_BITS), low % DIGIT]
     return torch.stack([column.sum() for column in columns])
 
 
 def _blocks(tensors: list[Tensor], memory: Tensor) -> Iterator[Tensor]:
-    """Copy all elements into `memory` as float64; yield the filled part whenever it is full. Small tensors share it."""
+    """Copy all elements into `memory` as float64, block by block; yield each block. Small tensors share a block."""
     filled = 0
     for tensor in tensors:
         for piece in _pieces(tensor, memory.numel()):
@@ -143,7 +146,7 @@ def _blocks(tensors: list[Tensor], memory: Tensor) -> Iterator[Tensor]:
 
 
 def _pieces(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    """Cut a tensor's elements, in any order, into views of at most `count` (copies if there are gaps between them)."""
+    """Split a tensor's elements, in any order, into views of at most `count` elements. Copy if the tensor has gaps."""
     if is_dense(tensor):
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     else:
@@ -152,7 +155,7 @@ def _pieces(tensor: Tensor, count: int) -> Sequence[Tensor]:
 
 
 def _value(digits: Tensor) -> Tensor:
-    """Return the value of digits in float64. Different digits of the same value give the same bits."""
+    """Return the value of digits in float64. Its bits depend on the value alone, not on carries between the digits."""
     high, middle, low = digits.unbind()
     middle = middle + (low >> DIGIT_BITS)
     high = high + (middle >> DIGIT_BITS)
@@ -161,5 +164,8 @@ def _value(digits: Tensor) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2 to the power of integers in [-1022, 1023], from float64's bits: `pow` and `ldexp` round or overflow."""
+    """Return 2 to the power of integers in [-1022, 1023].
+
+    The exponent bits of float64 are set directly, because `pow` and `ldexp` round or overflow.
+    """
     return ((exponent + BIAS) << MANTISSA_BITS).view(torch.float64)

@@ -11,7 +11,7 @@ from muster.ddp.stats import Stats
 
 
 class Reduced(DataParallel):
-    """A wrapper with a reducer, or None if there is nothing to synchronize."""
+    """A wrapper that averages gradients with a reducer; `_reducer` is None if there is nothing to synchronize."""
 
     _reducer: Reducer[Any] | None = None
 
@@ -21,7 +21,7 @@ class Reduced(DataParallel):
             self._reducer.local = local
 
     def finish_gradient_synchronization(self) -> None:
-        """Finish the synchronization. With hooks, only a backward that reached no parameter leaves anything to do.
+        """Finish the synchronization. With hooks, the backward has already done so, unless it reached no parameter.
 
         Raises:
             RuntimeError: If a parameter got no gradient on any rank; the message names it.
@@ -32,18 +32,18 @@ class Reduced(DataParallel):
             self._reducer.finish(asked=True)
 
     def gradients_are_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count these parameters as ready. A bucket is launched in its turn when its last one is ready.
+        """Count these parameters as ready. Each bucket is launched in its turn, when all its parameters are ready.
 
         Raises:
-            RuntimeError: If one was already reported as ready in this synchronization.
+            RuntimeError: If a parameter was already reported as ready in this synchronization.
         """
         if self._reducer is not None:
             self._reducer.complete(parameters)
 
     def launch_last(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Launch the buckets of these parameters after all others from now on. All ranks must pass the same ones.
+        """From now on, launch the buckets of these parameters last. All ranks must pass the same parameters.
 
-        Otherwise a bucket that is ready late would delay all later ones.
+        Use this for gradients that become ready late, because a bucket delays all buckets launched after it.
         """
         if self._reducer is not None:
             late = {id(each) for each in parameters}

@@ -3,7 +3,7 @@
     backward      h g | f e d | c b a |                    a hook on every parameter counts its bucket down
     launched         [h g]   [f e d]  [c b a]              in the planned order, whatever is ready first, so that the
     on the wire      =====   ========  ======|             collectives of all ranks match
-    the end                            wait ^              in a callback of autograd, so that no call is needed
+    the end                            wait ^              in a callback of autograd, so that users need not call it
 
 Li et al. 2020 (PyTorch Distributed) describe the countdown, and why the order must be fixed.
 """
@@ -27,9 +27,10 @@ from muster.ddp.timeouts import Entered, waiting_for
 
 
 class Reducer(Generic[AnyBucket]):
-    """The `buckets` of a module's trainable parameters on one rank, in the order of launches.
+    """A manager of one rank's gradient buckets, which launches buckets as they become complete, and waits for them.
 
-    `named` lists the parameters under the names used in messages. Without `hooks` nothing happens before `finish`.
+    `buckets` are in the order of launches. `named` lists the trainable parameters with their names for messages.
+    Without `hooks`, the backward does not report gradients, and `finish` sends all of them.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Reducer(Generic[AnyBucket]):
         self.unused: frozenset[str] = frozenset()  # parameters that no rank has used, if `find_unused`
         self._scale = None if mean.scale == 1.0 else torch.tensor(mean.scale, dtype=torch.float64)
         self._hooked = hooks
-        self._owed = False  # True: there was a forward, or gradients, without a synchronization since
+        self._owed = False  # True: no synchronization has followed the last forward or gradient yet
         self._running = False  # True: from the first gradient of a synchronization to its end
         self._asked = False  # True: autograd will call back at the end of the backward
-        self._waits: list[Wait] = []  # for the buckets launched so far
+        self._waits: list[Wait] = []  # one wait per launched bucket
         self._without: list[str] = []  # parameters without a gradient in released buckets
         self._released: list[AnyBucket] = []
         self._synchronized = 0
@@ -69,36 +70,37 @@ class Reducer(Generic[AnyBucket]):
         weakref.finalize(self, _remove, self._handles, self.buckets).atexit = False
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters, and release the buckets."""
+        """Remove the hooks from the parameters, and clear the buckets."""
         _remove(self._handles, self.buckets)
 
     def forward_begins(self) -> None:
-        """Note the start of a forward. Clean up after a backward that raised."""
+        """Record that a forward begins. If the last backward raised an error, clean up first."""
         if self._running:
             self._give_up()
         self._owed = self._owed or not self.local
 
     def close_shard(self) -> None:
-        """Set aside the gradients so far as one virtual shard."""
+        """Set the current gradients aside as one virtual shard."""
         for bucket in self.buckets:
             bucket.close_shard()
 
     @property
     def has_shards(self) -> bool:
-        """True while there are virtual shards set aside."""
+        """True while virtual shards are set aside."""
         return any(bucket.closed for bucket in self.buckets)
 
     def forget_shards(self) -> None:
-        """Drop the virtual shards, and clean up after a backward that raised."""
+        """Drop the virtual shards. If the last backward raised an error, clean up first."""
         if self._running:
             self._give_up()
         for bucket in self.buckets:
             bucket.reset()
 
     def finish(self, *, asked: bool = False) -> None:
-        """Launch the remaining buckets, and wait for all.
+        """Launch the remaining buckets, and wait for all buckets.
 
-        If `asked` by the user instead of autograd, do so only if a synchronization is due. Without hooks it always is.
+        `asked` means that the user called this, not autograd. In that case, do nothing if no synchronization is due.
+        Without hooks, a synchronization is always due.
 
         Raises:
             RuntimeError: If a parameter has no gradient on any rank, or a collective failed.
@@ -124,16 +126,17 @@ class Reducer(Generic[AnyBucket]):
         self._judge(without)
 
     def reorder(self, key: Callable[[AnyBucket], int]) -> None:
-        """Launch buckets in another order from now on. It must be the same on all ranks."""
+        """Launch buckets in another order from now on. The order must be the same on all ranks."""
         if not self._running:
             self.buckets.sort(key=key)
             for number, bucket in enumerate(self.buckets):
                 bucket.number = number
 
     def release(self, buckets: Sequence[AnyBucket], *, are_over: bool = True) -> bool:
-        """Launch `held` buckets in their turn when all their gradients are there; return False if some are missing.
+        """Allow `held` buckets to be launched in their turn, when complete. Return False if the caller must retry.
 
-        If they `are_over`, do not wait for gradients that autograd will not make in this backward.
+        `are_over` means that the backward of these parameters should be over, so missing gradients are filled in. If
+        the running backward will still compute one of them, the caller must retry.
         """
         if self.local or not self._running:
             return self.local
@@ -149,16 +152,16 @@ class Reducer(Generic[AnyBucket]):
         return True
 
     def measured(self) -> Stats:
-        """Return statistics of the last synchronization. On CUDA the host waits for them."""
+        """Return statistics of the last synchronization. On CUDA, the host waits until it has ended."""
         waited = 0.0 if self._watch is None else self._watch.seconds
         return Stats(self._sent.collectives, self._sent.bytes, waited)
 
     def ready(self, slot: Slot) -> None:
-        """Take a gradient that autograd has finished."""
+        """Record that autograd has computed a parameter's gradient. Launch complete buckets whose turn has come."""
         if slot.ready:
             raise RuntimeError(
-                f"{slot.name}: a second gradient in one synchronization; run every backward but the last in no_sync(), "
-                "and let torch.utils.checkpoint have use_reentrant=False"
+                f"{slot.name}: got a second gradient in one synchronization; run every backward but the last in "
+                "no_sync(), and call torch.utils.checkpoint with use_reentrant=False"
             )
         if self.local:
             slot.bucket.take(slot, None)
@@ -171,16 +174,16 @@ class Reducer(Generic[AnyBucket]):
         self._count(slot)
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take complete gradients from a caller instead of a hook. The synchronization ends with `finish`.
+        """Record complete gradients that a caller reports instead of a hook. `finish` ends the synchronization.
 
         Raises:
-            RuntimeError: If one was already taken in this synchronization.
+            RuntimeError: If a gradient was already reported in this synchronization.
         """
         for parameter in parameters:
             if (slot := self._slots.get(id(parameter))) is None or parameter.grad is None:
-                continue  # frozen, or unused, which `finish` checks
+                continue  # the parameter is frozen, or unused, which `finish` checks
             if slot.ready:
-                raise RuntimeError(f"{slot.name}: its gradient was said to be ready before in this synchronization")
+                raise RuntimeError(f"{slot.name}: its gradient was already reported as ready in this synchronization")
             self._running = True
             self._count(slot)
 
@@ -201,7 +204,7 @@ class Reducer(Generic[AnyBucket]):
             self._launch(bucket)
 
     def _backward_is_over(self) -> None:
-        """Finish, unless this was a nested backward of reentrant checkpointing, with more gradients to come."""
+        """Finish, unless this was a nested backward (reentrant checkpointing) and gradients are still missing."""
         self._asked = False
         nested = torch._C._current_autograd_node() is not None
         if not (nested and any(bucket.waiting for bucket in self.buckets)):
@@ -219,7 +222,7 @@ class Reducer(Generic[AnyBucket]):
             wait()
 
     def _entered(self, bucket: Bucket) -> Entered:
-        """Describe what was waited for, after a failure."""
+        """Describe the bucket whose wait has failed."""
         first, last = bucket.slots[0], bucket.slots[-1]
         count = len(self.buckets)
         return Entered(
@@ -227,7 +230,7 @@ class Reducer(Generic[AnyBucket]):
         )
 
     def _give_up(self) -> None:
-        """Wait for buckets that a failed backward has launched, because other ranks may have launched them, too."""
+        """Wait for the buckets that a failed backward has launched, because other ranks may have launched them, too."""
         self.mean.wanted = False
         try:
             for bucket, wait in zip(self.buckets, self._waits, strict=False):
@@ -243,7 +246,10 @@ class Reducer(Generic[AnyBucket]):
             bucket.reset()
 
     def _judge(self, without: Sequence[str]) -> None:
-        """Refuse parameters that no rank used, at the first synchronization; or clear their `.grad` (`find_unused`)."""
+        """At the first synchronization, refuse parameters that no rank used.
+
+        With `find_unused`, instead clear their `.grad` at every synchronization.
+        """
         if not self.find_unused and self._synchronized > 1:
             return
         names = self._names
@@ -260,7 +266,7 @@ class Reducer(Generic[AnyBucket]):
 
 
 def _remove(handles: Sequence[RemovableHandle], buckets: Sequence[Bucket]) -> None:
-    """Free memory at once, without the garbage collector: hooks, slots and buckets form reference cycles."""
+    """Break the reference cycles of hooks, slots and buckets, so that memory is freed without the garbage collector."""
     for handle in handles:
         handle.remove()
     for bucket in buckets:
@@ -268,12 +274,12 @@ def _remove(handles: Sequence[RemovableHandle], buckets: Sequence[Bucket]) -> No
 
 
 def _will_come(slot: Slot) -> bool:
-    """Return whether the running backward will still make this gradient."""
+    """Return whether the running backward will still compute this gradient."""
     node = torch.autograd.graph.get_gradient_edge(slot.parameter).node
     return torch._C._will_engine_execute_node(node)
 
 
 def _ready(reducer: "weakref.ref[Reducer[AnyBucket]]", slot: Slot, parameter: Tensor) -> None:
-    """Hook of every parameter: pass its gradient to the reducer, unless that was deleted."""
+    """Report a parameter's gradient to the reducer, unless the reducer was deleted. Every parameter has this hook."""
     if (alive := reducer()) is not None:
         alive.ready(slot)

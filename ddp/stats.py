@@ -10,8 +10,8 @@ import torch
 class Stats:
     """Statistics of the last synchronization on this rank.
 
-    `bytes` is the size of the tensors passed to collectives (the S of formulas, not what a ring sends).
-    `exposed_wait_s` is how long the rank only waited for collectives, after the last gradient was ready.
+    `bytes` is the size of the tensors passed to collectives (S in cost formulas), not the number of bytes that a ring
+    sends. `exposed_wait_s` is the time that the rank spent waiting for collectives after its last gradient was ready.
     """
 
     collectives: int = 0
@@ -24,7 +24,7 @@ class Wait:
 
     def __init__(self, device: torch.device) -> None:
         self._on_stream = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        self._counts = device.type != "cuda" or self._on_stream  # marks in a captured step would not be measured
+        self._counts = device.type != "cuda" or self._on_stream  # events captured in a CUDA graph measure no time
         self._start = self._mark()
         self._end = self._start
 
@@ -34,7 +34,7 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """The time between the marks. On CUDA this waits for the second mark."""
+        """Seconds between the marks. On CUDA this waits for the second mark."""
         if not self._counts:
             return 0.0
         if isinstance(self._start, float) or isinstance(self._end, float):

@@ -1,6 +1,6 @@
-"""Error messages for failed collectives: which bucket it was, and which ranks never entered it.
+"""Error messages for failed collectives. They name the bucket and the ranks that never entered its collective.
 
-A successful step only reads the clock once per bucket. Wrappers wait within `waiting_for`.
+Wrappers wait within `waiting_for`. In a successful step, it only reads the clock once per bucket.
 
     rank 0   ... bucket 2 ─── waits until the group's timeout ────── writes "step 3, 3 buckets entered" ─┐
     rank 1   ... bucket 2 ─── waits, loses its connection to 0 ───── writes the same ────────────────────┤ the group's
@@ -29,9 +29,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from muster.ddp.checks import ranks_in_words
 
 Answer = TypeVar("Answer")
-LATER_S: Final = 5.0  # a rank that timed out waits so long for reports of others, which may time out later
-LOST_S: Final = 1.0  # the same after a lost connection: a rank that closed it by timing out has already reported
-STORE_S: Final = 2.0  # additional limit for the store itself
+LATER_S: Final = 5.0  # how long a rank that timed out waits for the reports of ranks that time out later
+LOST_S: Final = 1.0  # the same after a lost connection: if a timeout closed it, the other rank reports at once
+STORE_S: Final = 2.0  # additional time for the store to answer
 POLL_S: Final = 0.05
 
 TIMED_OUT: Final = re.compile(r"timed ?out|timeout", re.IGNORECASE)
@@ -48,7 +48,7 @@ class Entered:
     """The collective that a rank waits for, and the rank's progress."""
 
     step: int  # number of synchronizations of this wrapper, including this one
-    bucket: int  # from 0, in the order of launches
+    bucket: int  # number of the bucket, from 0, in the order of launches
     buckets: int
     launched: int  # number of buckets whose collective this rank has entered in this step
     first: str  # name of the first parameter
@@ -58,9 +58,9 @@ class Entered:
 
 
 class waiting_for:
-    """Context of a wait for a collective: an error within it is explained by `tell`.
+    """Context manager for waiting for a collective. If the wait raises an error, `explain` raises a clearer one.
 
-    `entered` describes the collective, or returns the description; it is called only after a failure.
+    `entered` is a description of the collective, or a function that returns it and is called only after a failure.
     """
 
     __slots__ = ("_entered", "_group", "_since")
@@ -74,11 +74,11 @@ class waiting_for:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             entered = self._entered if isinstance(self._entered, Entered) else self._entered()
-            tell(error, entered, time.monotonic() - self._since, self._group)
+            explain(error, entered, time.monotonic() - self._since, self._group)
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Report:
     """A rank's report to the others after a failure."""
 
     step: int
@@ -86,37 +86,39 @@ class _Said:
     waited_s: float
     timed_out: bool
 
-    def came_to(self, entered: Entered) -> bool:
+    def has_entered(self, entered: Entered) -> bool:
         """Return whether that rank has entered this collective."""
         return (self.step, self.launched) > (entered.step, entered.bucket)
 
 
-def tell(error: RuntimeError, entered: Entered, waited_s: float, process_group: dist.ProcessGroup | None) -> NoReturn:
+def explain(
+    error: RuntimeError, entered: Entered, waited_s: float, process_group: dist.ProcessGroup | None
+) -> NoReturn:
     """Explain a failed wait: raise an error with the bucket and, after a timeout, the ranks that did not enter.
 
-    Takes up to a few seconds, to read the reports of other ranks. A rank whose backward is still running has not
-    noticed the failure yet. It is listed as not entered, even if its backend already has the bucket.
+    Reading the reports of other ranks takes up to a few seconds. A rank whose backward is still running has not noticed
+    the failure yet. It is listed as not entered, even if its backend has already started the bucket.
 
     Raises:
         CollectiveTimeoutError: If the group's timeout passed here, or on a rank that then closed the connection.
-        RuntimeError: If the connection to a rank was lost; or the original error in any other case.
+        RuntimeError: If the connection to a rank was lost, or the original error in any other case.
     """
     timed_out = bool(TIMED_OUT.search(str(error)))
     if not timed_out and not LOST.search(str(error)):
         raise error
-    bound = GLOO_BOUND.search(str(error))  # gloo counts from the time its thread started the collective
+    bound = GLOO_BOUND.search(str(error))  # gloo measures from the time when its thread started the collective
     waited_s = int(bound[1]) / 1e3 if bound else waited_s
-    mine = _Said(entered.step, entered.launched, waited_s, timed_out)
+    mine = _Report(entered.step, entered.launched, waited_s, timed_out)
     group = process_group or dist.group.WORLD
-    assert group is not None  # it has just communicated
-    heard = _hear(mine, entered, group, LATER_S if timed_out else LOST_S)
-    said = {rank: heard.get(place) for place, rank in enumerate(dist.get_process_group_ranks(group))}
+    assert group is not None  # because this rank has just communicated
+    received = _exchange_reports(mine, entered, group, LATER_S if timed_out else LOST_S)
+    reports = {rank: received.get(place) for place, rank in enumerate(dist.get_process_group_ranks(group))}
     who = f"rank {dist.get_rank()}: {_name(entered)}"
-    if any(each.timed_out for each in heard.values()):
-        raise CollectiveTimeoutError(f"{who} {_why(entered, said)}") from error
-    silent = [rank for rank, each in said.items() if each is None]
-    word = f"; no word from {ranks_in_words(silent)}" if silent else ""
-    raise RuntimeError(f"{who} failed: a connection was lost{word}: {error}") from error
+    if any(each.timed_out for each in received.values()):
+        raise CollectiveTimeoutError(f"{who} {_why(entered, reports)}") from error
+    silent = [rank for rank, each in reports.items() if each is None]
+    missing = f"; no report from {ranks_in_words(silent)}" if silent else ""
+    raise RuntimeError(f"{who} failed: a connection was lost{missing}: {error}") from error
 
 
 def _name(entered: Entered) -> str:
@@ -127,50 +129,49 @@ def _name(entered: Entered) -> str:
     )
 
 
-def _why(entered: Entered, said: dict[int, _Said | None]) -> str:
-    """Return which ranks did not enter and what to do; or, if all did in the end, which gave up before."""
-    timed_out = {rank: each.waited_s for rank, each in said.items() if each and each.timed_out}
+def _why(entered: Entered, reports: dict[int, _Report | None]) -> str:
+    """Name the ranks that did not enter or, if all entered in the end, those that timed out. Suggest a remedy."""
+    timed_out = {rank: each.waited_s for rank, each in reports.items() if each and each.timed_out}
     waited = f"{max(timed_out.values()):.3g} s"
-    absent = [rank for rank, each in said.items() if each is None or not each.came_to(entered)]
+    absent = [rank for rank, each in reports.items() if each is None or not each.has_entered(entered)]
     if absent:
         return (
-            f"did not end within {waited}; it was not entered by {ranks_in_words(absent)}: see what "
-            f"{'it was' if len(absent) == 1 else 'they were'} doing instead; if they are only slow, give the group "
-            "a longer timeout"
+            f"did not end within {waited}; it was not entered by {ranks_in_words(absent)}: check what "
+            f"{'this rank' if len(absent) == 1 else 'these ranks'} did instead, or give the group a longer timeout"
         )
     return (
-        f"was entered by all ranks in the end, but {ranks_in_words(list(timed_out))} had given up after {waited}: "
-        "give the group a longer timeout, or see why the last came so late"
+        f"was entered by all ranks in the end, but {ranks_in_words(list(timed_out))} had timed out after {waited}: "
+        "give the group a longer timeout, or check why the last rank was so late"
     )
 
 
-def _hear(mine: _Said, entered: Entered, group: dist.ProcessGroup, listen_s: float) -> dict[int, _Said]:
+def _exchange_reports(mine: _Report, entered: Entered, group: dist.ProcessGroup, listen_s: float) -> dict[int, _Report]:
     """Write this rank's report, and return the reports of the group's ranks, including this one.
 
-    Ends when all ranks have entered this collective, or after `listen_s`, whatever happens to the store.
+    Return when all ranks have entered this collective, or after about `listen_s`, even if the store does not answer.
     """
-    heard = {group.rank(): mine}
+    received = {group.rank(): mine}
 
     def exchange(store: Store) -> None:
-        """Write, then read until all have entered or the time is over; fill `heard`."""
+        """Write, then read into `received` until all ranks have entered or the time is over."""
         deadline = time.monotonic() + listen_s
         absent = set(range(group.size())) - {group.rank()}
         store.set(str(group.rank()), json.dumps(asdict(mine)))
         while True:
             for place in [each for each in absent if store.check([str(each)])]:
-                heard[place] = _Said(**json.loads(store.get(str(place))))
-                if heard[place].came_to(entered):
+                received[place] = _Report(**json.loads(store.get(str(place))))
+                if received[place].has_entered(entered):
                     absent.discard(place)
             if not absent or time.monotonic() > deadline:
                 return
             time.sleep(POLL_S)
 
     ask_store(group, "ddp/timeouts", exchange, listen_s + STORE_S)
-    return dict(heard)  # incomplete if the store was lost with its rank
+    return dict(received)  # incomplete if the rank that hosts the store was lost
 
 
 def ask_store(group: dist.ProcessGroup, prefix: str, ask: Callable[[Store], Answer], limit_s: float) -> Answer | None:
-    """Query a group's store on a separate thread: if its rank is lost, the store's own timeouts take minutes.
+    """Query a group's store on a separate thread. If the store is lost with its rank, its own timeouts take minutes.
 
     Returns None if there was no answer in time, or the store is lost.
     """

@@ -1,14 +1,14 @@
-"""The entry point of an agent, one per node: greet the supervisor, then import the rest and serve.
+"""The entry point of an agent, of which each node runs one: greet the supervisor, then import the rest and serve.
 
 It is started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours.
-All of the user's data arrives over the channel, none on the command line. The carrier of the channel is
-the agent's standard input and output or, with --connect, a TCP connection that the agent dials. Over TCP both ends
-first prove that they hold this node's key (launch/wire/handshake.py), and obey nothing before. Then
-`launch/node/serve.py` takes over.
+All of the user's data arrives over the channel, none on the command line. The channel uses the agent's standard input
+and output or, with --connect, a TCP connection that the agent dials. Over TCP, both ends first prove that they have
+this node's key (launch/wire/handshake.py), and ignore all other data until then. Then `launch/node/serve.py` takes
+over.
 
-When one machine starts 64 agents, the last one greets only after the start-up times of all have added up. So the code
-up to the greeting imports only what Python itself has already imported: json costs 5 ms, socket 4 ms, all of this code
-1 ms. The remaining imports (40 ms) wait for the supervisor's first message, which is sent when every agent has greeted.
+When one machine starts 64 agents, the last one says hello only after the start-up times of all have added up. So the
+code before the hello imports only modules that Python itself has loaded: json costs 5 ms, socket 4 ms, all of this code
+1 ms. The other imports (40 ms) wait for the supervisor's first message, which follows when every agent has said hello.
 """
 
 import os
@@ -21,13 +21,13 @@ from muster.launch.common.host import identity, visible_gpus
 from muster.launch.wire.keys import KEY, SECRET
 
 DIAL_PAUSE_S = 0.2
-ANSWER_S = 10.0  # within this time the other end must prove that it is the supervisor
+ANSWER_S = 10.0  # time for the other end to prove that it is the supervisor
 DIAL_EACH_S = 3.0  # per address: one of the supervisor's addresses may drop packets silently
 DIAL_TIMEOUT_S = 60.0
-# as in jobs/basics/exits.py, which is not imported: its dataclass costs as much as all else here
+# as in jobs/basics/exits.py, which is not imported because importing it would double the start-up time
 UNREACHABLE, REFUSED, STOPPED = 69, 78, 130
 LONGEST_SECRET = 256
-WORD_S = 600.0  # until the supervisor's first message, sent when the slowest node has greeted or failed
+WORD_S = 600.0  # wait for the supervisor's first message, sent when the slowest node has said hello or failed
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
 PASSED_ON = ("PATH", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # a plan for this node depends on these
 
@@ -39,7 +39,7 @@ Options = dict[str, str]
 
 
 def main() -> None:
-    """Greet, then serve."""
+    """Greet the supervisor, then serve it."""
     options = parse(sys.argv[1:])
     try:
         carrier = greet(options)
@@ -50,15 +50,15 @@ def main() -> None:
     except KeyboardInterrupt:
         raise gave_up(STOPPED, f"{os.uname().nodename}: stopped by Ctrl-C before the run began") from None
 
-    keeper = int(options["keeper-fd"]) if "keeper-fd" in options else None
+    rank_parent = int(options["rank-parent-fd"]) if "rank-parent-fd" in options else None
     lease_s = float(options.get("lease-s", 0))
-    code = serve(node_of(options["node"]), carrier, keeper, lease_s, options.get("alone", ""))
+    code = serve(node_of(options["node"]), carrier, rank_parent, lease_s, options.get("alone", ""))
     if options.get("end-as") == "run":  # a user started this agent by hand and sees its exit code
         sys.exit(code)
 
 
 def greet(options: Options) -> int:
-    """Say hello over the carrier; return its socket's descriptor, or -1 for the standard streams."""
+    """Send the hello message; return the descriptor of its socket, or -1 for the standard streams."""
     node = node_of(options["node"])
     if "connect" not in options:
         os.write(1, line(hello("")))
@@ -80,7 +80,7 @@ def greet(options: Options) -> int:
 
 
 def key_of(node: int, options: Options) -> str:
-    """Return this node's key: the one it was given, or the one derived from the run's secret."""
+    """Return this node's key, either given or derived from the run's secret."""
     key, secret = os.environ.pop(KEY, ""), os.environ.pop(SECRET, "")
     if "secret-file" in options:
         secret = read_secret(options["secret-file"])
@@ -97,7 +97,7 @@ def parse(words: list[str]) -> Options:
 
 
 def node_of(text: str) -> int:
-    """Return the node's number; `slurm` means the number that Slurm gave this task."""
+    """Return the node's number; `slurm` stands for the number that Slurm gave this task."""
     return int(os.environ["SLURM_NODEID"] if text == "slurm" else text)
 
 
@@ -159,7 +159,7 @@ def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket
         if strangers == len(addresses):
             raise gave_up(
                 REFUSED,
-                f"{os.uname().nodename}: the program that answers at {where} {why}, so it was not obeyed; paste the "
+                f"{os.uname().nodename}: the program that answers at {where} {why}, so this agent ends; paste the "
                 "lines of one muster cmd, and let no other program use that port",
             )
         if is_abandoned():
@@ -169,7 +169,7 @@ def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket
 
 
 def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket":
-    """Connect to an address and run the handshake, in which both ends prove that they hold the key.
+    """Connect to an address and run the handshake, in which both ends prove that they have the key.
 
     Raises:
         OSError: if nothing answers at the address.
@@ -184,7 +184,7 @@ def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket"
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     try:
         if connection.getsockname() == connection.getpeername():
-            raise OSError("the connection reached itself")  # a dialling socket can be given the very port that it dials
+            raise OSError("the connection reached itself")  # the kernel may give us the very port that we dial
         connection.settimeout(ANSWER_S)
         end = AgentSide(key, node, address)
         connection.sendall(end.greeting())
@@ -201,7 +201,7 @@ def read_line(connection: "socket.socket") -> bytes:
     """Read one line of the handshake. The supervisor sends nothing more until we answer.
 
     Raises:
-        OSError: if the connection ends: the supervisor expects no agent now, or it is another program.
+        OSError: if the connection ends, because the supervisor expects no agent now or another program has answered.
     """
     from muster.launch.wire.handshake import LONGEST
 

@@ -1,12 +1,12 @@
 """Start one of Muster's processes: `python -I ROOT/muster/launch/boot.py muster.MODULE arguments...`.
 
--I keeps out the user's own packages and PYTHON variables. This file registers its own root folder as the package
-`muster`. So a node runs the intended code (a checkout, a copy, or a snapshot in the run folder), whatever its Python
-has installed. The root itself is never on `sys.path`, so nothing else in it can be imported. MODULE then runs as
-`__main__`, as after `python -m`. `runpy` and `importlib.util` are not imported, because they cost 4 ms more.
+-I ignores the user's own packages and PYTHON variables. This file registers its own root folder as the package
+`muster`. So a node runs the intended code (a checkout, a copy, or a snapshot in the run folder), whatever packages
+its Python has. The root itself is never on `sys.path`, so nothing else in it can be imported. MODULE then runs as
+`__main__`, as with `python -m`. `runpy` and `importlib.util` are not imported, because they cost 4 ms more.
 
-The warm process of a job that sets `python:` runs without -I: its ranks need the packages that this Python finds
-through PYTHONPATH or in the user's site-packages.
+The warm process of a job that sets `python:` runs without -I, because its ranks need the packages that this Python
+finds through PYTHONPATH or in the user's site-packages.
 """
 
 import os
@@ -71,7 +71,7 @@ def run(name: str, folder: str) -> None:
 
 
 def refusal(text: str) -> SystemExit:
-    """Print why nothing runs here on standard error, which every transport brings back; return the exception."""
+    """Print the reason on standard error, which every transport passes on; return the exception to raise."""
     print(f"muster agent on {os.uname().nodename} {text}", file=sys.stderr)
     return SystemExit(REFUSED)
 

@@ -1,7 +1,7 @@
-"""The `muster` command: a table of subcommands, each a module with `configure(parser)` and `run(args)`.
+"""The `muster` command, with a table of subcommands. Each is a module with `configure(parser)` and `run(args)`.
 
 Only the chosen subcommand is imported, so `muster --help` costs little more than starting Python. Errors of
-`jobs/basics/errors.py` are printed here and nowhere else, as one line on standard error, and become the exit code.
+`jobs/basics/errors.py` are printed only here, as one line on standard error, and set the exit code.
 """
 
 import errno
@@ -28,8 +28,10 @@ GROUPS = (
             ("sweep", "run every point of a grid of settings and compare the results"),
             ("plan", "show what run would do: hosts, ranks, environment, commands"),
             ("cmd", "print the line to paste on each node to start a run by hand"),
-            ("save", "make a running training save a checkpoint now and continue"),
+            ("save", "make a run save a checkpoint now and continue"),
             ("stop", "end a run and any processes that it left behind"),
+            ("rm", "remove the folders of runs or sweeps that are over"),
+            ("prune", "remove old runs of a folder, by age, number and state"),
         ),
     ),
     (
@@ -53,7 +55,7 @@ GROUPS = (
         "data and proof",
         (
             ("data", "fetch, check and prepare a data set on this machine"),
-            ("verify", "prove that a parallel run equals one process"),
+            ("verify", "prove that a parallel run computes the same result as one process"),
         ),
     ),
     (
@@ -120,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = [*arguments[1:2], "--help"]
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()  # here, where we can still handle a closed pipe
+        sys.stdout.flush()  # flush here, where a closed pipe can still be handled
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -185,7 +187,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _looking() -> AbstractContextManager[None]:
-    """Let a command that only reads runs open those of colleagues, if both they and this user share theirs."""
+    """Allow a command that only reads runs to open colleagues' runs, if both they and this user share theirs."""
     from muster.jobs.basics.ownership import looking
 
     def shares() -> bool:
@@ -198,7 +200,7 @@ def _looking() -> AbstractContextManager[None]:
 
 def _help() -> str:
     width = max(map(len, PHRASES))
-    lines = ["muster COMMAND ... : one job file, on a laptop or a cluster, started, watched and explained.", ""]
+    lines = ["muster COMMAND ...: run one job file on a laptop or a cluster, watch it, and find out why it failed.", ""]
     for group, commands in GROUPS:
         lines.append(f"{group}:")
         lines += [f"  {name:{width}}  {phrase}" for name, phrase in commands]
@@ -208,7 +210,7 @@ def _help() -> str:
 
 
 def _help_of_hosts() -> str:
-    """Return the help for the options about hosts and network, which many commands share."""
+    """Return the help on the options for hosts and network, which many commands share."""
     from muster.launch.common.options import add_hosts, add_network
     from muster.launch.common.parser import Parser
 
@@ -246,12 +248,12 @@ def _unknown(name: str) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for each closed standard stream: otherwise the next socket would take its number."""
+    """Open /dev/null for each closed standard stream, so that no socket gets its descriptor number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             os.set_inheritable(descriptor, True)
             if descriptor == 1:
                 sys.stdout = os.fdopen(1, "w")

@@ -11,7 +11,7 @@ from pathlib import Path
 from muster.jobs.basics import terminal
 from muster.jobs.basics.errors import MusterError, RunFolderError
 from muster.jobs.runfolder.rundir import open_run
-from muster.launch.plan.spares import place_crew
+from muster.launch.plan.spares import place_with_spares
 from muster.launch.plan.submission import Submission
 from muster.launch.scheduler.requeue import own_job
 from muster.launch.submit.prepare import allocated
@@ -38,11 +38,11 @@ def main() -> int:
 
 
 def at_home(submission: Submission) -> Submission:
-    """Fill in what is known only where the supervisor runs: the nodes that Slurm allocated."""
+    """Fill in the nodes that Slurm allocated, which are known only where the supervisor runs."""
     if submission.route.transport != "slurm" and submission.route.executor != "slurm":
         return submission
     context = submission.context
-    placement, spares = place_crew(context.job, allocated(context.job))
+    placement, spares = place_with_spares(context.job, allocated(context.job))
     if context.placement.master_addr and not context.placement.one_host:
         placement = placement.meeting_at(context.placement.master_addr)
     return replace(submission, context=replace(context, placement=placement, spares=spares))

@@ -1,4 +1,4 @@
-"""Model parallel as a library, on any `nn.Sequential`: stages, schedules, a pipeline's executor, tensor parallel."""
+"""Model parallelism as a library: pipelines of any `nn.Sequential`, their schedules, and split layers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,9 @@ __all__ = ["Pipe", "Pipeline"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class when it is first named: schedules need no torch."""
+    """Import a class on first use, because schedules need no torch."""
     if name not in _HOME:
-        raise AttributeError(f"module 'pipe' has no attribute {name!r}")
+        raise AttributeError(f"module 'muster.pipe' has no attribute {name!r}")
     from importlib import import_module
 
     return getattr(import_module(_HOME[name]), name)

@@ -1,10 +1,10 @@
-"""Shapes of the tensors that cross the cuts of a model, and weights of its layers, from a dummy forward.
+"""Shapes of the tensors that cross the cuts of a model, and costs of its layers, by which `balanced` cuts it.
 
     boundary_sizes(vgg16, (32, 3, 32, 32), 2)      [((32, 256, 8, 8), (32, 256, 8, 8))]
-    weights_of(vgg16, "flops", (32, 3, 32, 32))    one number a layer, for `pipe.schedules.cuts.balanced`
+    weights_of(vgg16, "flops", (32, 3, 32, 32))    one number per layer, for `pipe.schedules.cuts.balanced`
 
-The dummy runs on PyTorch's meta device, whose tensors have a shape and a type but no memory. The parameters, buffers,
-gradients and random state of the real layers do not change, however large the model is.
+Shapes and operations are found with a dummy forward on PyTorch's meta device, whose tensors have a shape and a type but
+no memory. The parameters, buffers, gradients and random state of the real layers do not change.
 """
 
 import math
@@ -30,8 +30,8 @@ def boundary_sizes(
     """Return the shapes of the activation and its gradient at every cut, first to last; empty for one stage.
 
     For a batch of B samples and P stages that each send N bytes per sample, the forward sends (P - 1) * B * N bytes,
-    whatever the number of layers. The backward sends as many bytes of gradients. The gradient's shape is None where
-    token ids cross.
+    whatever the number of layers. The backward sends as many bytes of gradients. Where integers
+    such as token ids cross a cut, the gradient's shape is None.
 
     Args:
         layers: the whole model, on any device. Its inputs are integers if its first parameters belong to an embedding;
@@ -40,7 +40,7 @@ def boundary_sizes(
         stages: the number of stages, cut evenly by layer count; or their first layers, as in `pipe.schedules.cuts`.
 
     Raises:
-        ValueError: If the cuts are impossible, or a layer fails on such an input or returns no tensor.
+        ValueError: If the cuts are invalid, or a layer fails on its input or returns no tensor.
     """
     if isinstance(stages, int):
         cuts = even(len(layers), stages)
@@ -52,16 +52,16 @@ def boundary_sizes(
 
 
 def weights_of(layers: nn.Sequential, by: By, input_size: Sequence[int] | None = None) -> list[float]:
-    """Return a weight for every layer, for `pipe.schedules.cuts.balanced`.
+    """Return the cost of every layer, for `pipe.schedules.cuts.balanced`.
 
     Args:
         layers: the whole model.
-        by: `count` (1 each); `parameters` (a weight shared by several layers counts in each); `flops` (floating point
-            operations of matrix products and convolutions, forward and backward, counted by `torch.utils.flop_counter`
-            on a dummy); or `profile` (seconds of a forward and a backward on the layers' device, the shortest of
-            several measurements; gradients, buffers and random state do not change).
-        input_size: shape of a micro-batch, required for `flops` and `profile`. The profile runs on ones, or on
-            distinct token ids.
+        by: `count` (1 each); `parameters` (a parameter shared by several layers counts in each); `flops` (floating
+            point operations of matrix products and convolutions in a dummy forward and backward, counted by
+            `torch.utils.flop_counter`); or `profile` (seconds of a forward and a backward on the layers' device, the
+            shortest of several measurements; gradients, buffers and random state do not change).
+        input_size: shape of a micro-batch, required for `flops` and `profile`. The profile uses inputs of
+            ones, or distinct token ids.
 
     Raises:
         ValueError: If `by` is unknown, a required size is missing, or a layer fails.
@@ -127,7 +127,7 @@ def _named(name: str, x: Tensor) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())
         given = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-        raise ValueError(f"layer {name!r}: cannot forward a dummy input of {given}: {reason}") from error
+        raise ValueError(f"layer {name!r} failed on a dummy input of {given}: {reason}") from error
 
 
 def _named_layers(layers: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
@@ -137,12 +137,12 @@ def _named_layers(layers: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
 
 def _dummy(layers: nn.Sequential, input_size: Sequence[int]) -> Tensor:
     if not len(layers):
-        raise ValueError("layers: there are none")
+        raise ValueError("the model has no layers; expected at least one")
     return torch.empty(*input_size, dtype=_input_type(layers), device=META)
 
 
 def _sample(layers: nn.Sequential, input_size: Sequence[int]) -> Tensor:
-    """Return a micro-batch to measure with. Token ids are distinct: equal ids would all add to one row's gradient."""
+    """Return a micro-batch to measure with. Token ids differ, because equal ids would all add to one row's gradient."""
     first = next(_with_parameters(layers), None)
     device = next((each.device for each in layers.parameters()), torch.device("cpu"))
     dtype = _input_type(layers)
@@ -160,7 +160,7 @@ def _input_type(layers: nn.Sequential) -> torch.dtype:
 
 
 def _with_parameters(layers: nn.Sequential) -> Iterator[nn.Module]:
-    """Yield the modules that have parameters of their own, first to last."""
+    """Yield the modules that own parameters directly, not only through submodules, first to last."""
     for module in layers.modules():
         if next(module.parameters(recurse=False), None) is not None:
             yield module

@@ -1,7 +1,7 @@
-"""Restore buffers for a second forward, so that it reads what the first one read, and discard what it writes.
+"""Let a second forward read the same buffer values as the first one, and discard its writes.
 
-    first forward     reads u, writes u        keeps a copy of u from before, only of buffers that are written
-    second forward    reads and writes the copy                 the layer's own u keeps its current value
+    first forward     reads u, writes u              if u is written, a copy from before the forward is kept
+    second forward    reads and writes the copy      the layer's own u keeps its current value
 
 This makes recomputation correct for layers that read the buffers they write, such as spectral norm (power iteration).
 """
@@ -25,20 +25,20 @@ class _Place(NamedTuple):
 
 
 class Buffers:
-    """The buffers of some layers, and which of them a forward writes.
+    """The buffers of some layers, and the names of those that forwards write.
 
-    The first forward in training mode and the first one in evaluation mode detect this; for them, all buffers are
-    copied. Buffers of batch norms are always copied: their kernels do not increase the version when they write.
+    Before the first forward in each mode (training, evaluation), all buffers are copied, to find those that it writes.
+    Buffers of batch norms are always copied, because their kernels write without increasing `_version`.
     """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         self._modules = [
             (f"{name}.{path}".removesuffix("."), part) for name, layer in layers for path, part in layer.named_modules()
         ]
-        self._written: dict[tuple[str, bool], set[str]] = {}  # names by (module, training mode)
+        self._written: dict[tuple[str, bool], set[str]] = {}  # names of written buffers, by module and training mode
 
     def before(self) -> "BufferSnapshot":
-        """Copy the buffers that a first forward may overwrite. Call `after()` on the result after the forward."""
+        """Copy the buffers that the next forward may overwrite. Call `after()` on the result after the forward."""
         places, copies = [], dict[int, Tensor]()
         for path, module in self._modules:
             written = self._written.get((path, module.training))
@@ -52,19 +52,19 @@ class Buffers:
         return BufferSnapshot(self, places, copies)
 
     def learn(self, written: Callable[[nn.Module, str], bool | None]) -> None:
-        """Record what a forward wrote in a mode seen for the first time; else check that it wrote nothing new.
+        """Record the buffers that the first forward in a mode wrote; check that later ones write no others.
 
         Raises:
-            RuntimeError: If a buffer was written that earlier forwards did not write.
+            RuntimeError: If a forward wrote a buffer that earlier forwards in its mode did not write.
         """
         for path, module in self._modules:
             names = {name for name in module._buffers if written(module, name)}
             known = self._written.setdefault((path, module.training), names)
             if (more := names - known) and not isinstance(module, _NormBase):
                 raise RuntimeError(
-                    f"layer {path!r} has written its buffer {min(more)!r}, unlike in its first forward, so a "
-                    "second forward would not read what the first one read; pass recompute=False and layerwise=False, "
-                    "or make every forward write it"
+                    f"layer {path!r} has written its buffer {min(more)!r}, unlike in its first forward, so "
+                    "recomputation would read a changed value; make every forward write the buffer, or pass "
+                    "recompute=False and layerwise=False"
                 )
 
 
@@ -78,7 +78,7 @@ class BufferSnapshot:
         """Drop the copies of buffers that the first forward did not write.
 
         Raises:
-            RuntimeError: If it wrote a buffer that earlier forwards did not write.
+            RuntimeError: If the forward wrote a buffer that earlier ones did not write.
         """
         changed = {(id(each.module), each.name): self._is_changed(each) for each in self._places}
         self._buffers.learn(lambda module, name: changed.get((id(module), name), False))
@@ -102,4 +102,4 @@ class BufferSnapshot:
         if now is not place.buffer or now._version != place.version:
             return True
         copy = self._copies.get(id(place.buffer))
-        return copy is not None and not torch.equal(copy, now)  # NaN differs from itself, so such copies are kept
+        return copy is not None and not torch.equal(copy, now)  # a buffer with NaN counts as changed

@@ -1,4 +1,4 @@
-"""Run a collective operation of a pipeline: if one rank fails, all ranks fail and report the same first cause."""
+"""Run a pipeline's collective operations. If one rank fails, all ranks fail and report the same first cause."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -19,7 +19,7 @@ class Position(NamedTuple):
 
 
 class FailureGuard:
-    """Runs operations that need all ranks. After a failure it closes the connections and refuses further operations."""
+    """A runner of operations that need all ranks. A failure closes the connections and ends all later operations."""
 
     def __init__(self, connections: Connections | None) -> None:
         self._connections = connections
@@ -30,7 +30,7 @@ class FailureGuard:
 
         Raises:
             StageFailedError: If another rank's stage failed, now or before.
-            Exception: Whatever `work` raised on this rank.
+            Exception: The error of `work` on this rank, unchanged.
         """
         if self._ended is not None:
             raise StageFailedError(f"this pipeline has ended: {self._ended}; build a new one, with a new group")
@@ -56,7 +56,7 @@ class FailureGuard:
         return cause
 
     def _read_cause(self, lost: LostError) -> str:
-        """Return the reason that another rank reported, or report that a rank is lost."""
+        """Return the cause that another rank reported; if there is none, report that a rank is lost."""
         cause = f"{_rank_in_words()}: {lost}"
         if self._connections is not None:
             cause = self._connections.board.read() or self._connections.board.write(cause)
@@ -65,4 +65,4 @@ class FailureGuard:
 
 
 def _rank_in_words() -> str:
-    return f"rank {dist.get_rank() if dist.is_initialized() else 0}"  # of the world: the group may be a part of it
+    return f"rank {dist.get_rank() if dist.is_initialized() else 0}"  # its rank in the world, not in the group

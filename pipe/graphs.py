@@ -1,16 +1,16 @@
-"""Record forwards and backwards of a stage as CUDA graphs, each replayed with one launch. Useful for short kernels.
+"""Record forwards and backwards of a stage as CUDA graphs, which replay many short kernels with one launch.
 
     step 0   F B F B ...             eager; notes the forms of micro-batches, and how many of each are in flight at once
     step 1   record, record, ...     that many slots: inputs, everything kept between forward and backward, outputs
              f b f b ...             copy each micro-batch into a slot, replay, copy the output out
     slot     F | B   or  F | I | W   graphs with their own memory, so that slots may be in flight in any order
 
-A graph repeats the recorded kernels on the recorded addresses. So gradients stay at the addresses of the recording: a
-`.grad` that is None when a step begins becomes the same tensor again, filled with zeros. Hooks of parameters and
-modules would not be called, so parameters with hooks are refused. Everything is recorded again if weights have moved,
-layers have changed between training and evaluation, or parameters were frozen. A micro-batch of a new form runs
-eagerly and is recorded before the next step. Layers with random seeds of their own run eagerly, because the graph
-would record the seed.
+A graph repeats the recorded kernels on the recorded addresses. So gradients stay at the addresses of the recording: if
+a `.grad` is None when a step begins, it becomes the recorded tensor again, filled with zeros. A replay calls no hooks
+of modules or parameters, so parameters with hooks are refused. Everything is recorded again if a weight has moved or
+its `requires_grad` has changed, or if layers have switched mode (training, evaluation, autocast). A micro-batch of a
+new form runs eagerly and is recorded before the next step. If the user seeds layers, all run eagerly, because a graph
+would repeat the recorded seed.
 
 Unlike with `torch.cuda.make_graphed_callables`, a micro-batch's backward need not directly follow its forward.
 """
@@ -36,26 +36,26 @@ def graphs_for(
     """Return the recorder for a rank's stages.
 
     Raises:
-        ValueError: If the layers are not on a GPU, or forwards are to run twice.
+        ValueError: If the layers are not on a GPU, or `layerwise` or `recompute` is set.
     """
     if device.type != "cuda":
         raise ValueError(f"cuda_graphs: layers are on {device}; move them to a GPU, or omit cuda_graphs")
     if layerwise or recompute:
-        raise ValueError("cuda_graphs cannot save memory: the recording keeps all of it; omit layerwise and recompute")
+        raise ValueError("cuda_graphs keeps all activations, so layerwise and recompute cannot save memory; omit them")
     return Graphs(stages, hooks, device)
 
 
 class GraphForm(NamedTuple):
-    """Everything that must be equal for a micro-batch to use a recorded graph."""
+    """The properties that a micro-batch must share with a recording to be replayed from it."""
 
     stage: int
     x: TensorLayout
-    learns: bool  # the gradient of x is wanted
+    learns: bool  # True if the gradient of x is needed
     targets: TensorLayout | None
 
 
 class Graphs:
-    """The recorded micro-batches of a rank's stages, and the means to record more."""
+    """The recorded graphs of a rank's stages, and the recorder of new ones."""
 
     def __init__(self, stages: Iterable[Stage], hooks: Hooks, device: torch.device) -> None:
         self.queue: WeightQueue | None = None
@@ -72,7 +72,7 @@ class Graphs:
         self._signature: tuple[object, ...] = ()
 
     def begin(self) -> None:
-        """Prepare a step: record the forms seen before, and give gradients their fixed tensors.
+        """Prepare a step: record graphs for the forms seen before, and put gradients into their fixed tensors.
 
         Raises:
             RuntimeError: If a stage cannot be recorded, or its parameters have hooks.
@@ -93,7 +93,7 @@ class Graphs:
         self._free = {form: list(slots) for form, slots in self._slots.items()}
 
     def end(self) -> None:
-        """Note which parameters have gradients now."""
+        """End a step: note which parameters have gradients."""
         for layer in self._layers:
             for each in layer.parameters():
                 if each.grad is not None:
@@ -111,7 +111,7 @@ class Graphs:
         return free.pop() if free else None
 
     def give_back(self, form: GraphForm, slot: "_Slot | None") -> None:
-        """Return a slot after the micro-batch's last graph."""
+        """Make a slot free again after the micro-batch's last graph."""
         self._in_flight[form] -= 1
         if slot is not None:
             self._free[form].append(slot)
@@ -122,9 +122,9 @@ class Graphs:
 
     def _record(self, form: GraphForm) -> None:
         stage = self._stages[form.stage]
-        told, self._hooks.on_forward = self._hooks.on_forward, None
+        hook, self._hooks.on_forward = self._hooks.on_forward, None
         cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a cached cast weight would lie in the first slot's memory
+        torch.set_autocast_cache_enabled(False)  # autocast would cache cast weights in the first slot's memory
         try:
             slot = _Slot(stage, form, self._gradient[form], self.queue, self._stream, self._device)
         except RuntimeError as error:
@@ -133,7 +133,7 @@ class Graphs:
                 "read results on the host within a layer"
             ) from error
         finally:
-            self._hooks.on_forward = told
+            self._hooks.on_forward = hook
             torch.set_autocast_cache_enabled(cached)
         self._slots.setdefault(form, []).append(slot)
 
@@ -153,12 +153,12 @@ class Graphs:
             else:
                 own = each.grad if place is None or place is each.grad else place.copy_(each.grad)
             each.grad = self._gaining[each] = own
-        if empty:  # fill with -0.0: the sum with any first gradient, also -0.0, is that gradient
+        if empty:  # fill with -0.0, because its sum with any first gradient, even -0.0, is that gradient
             torch._foreach_zero_(empty)
             torch._foreach_neg_(empty)
 
     def _now(self) -> tuple[object, ...]:
-        """Return what recorded graphs depend on; if it changes, they are invalid."""
+        """Return the state that recorded graphs depend on. They are invalid once it changes."""
         parts = [part for layer in self._layers for part in layer.modules()]
         tensors = [each for layer in self._layers for each in (*layer.parameters(), *layer.buffers())]
         kind = self._device.type

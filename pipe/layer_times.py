@@ -1,4 +1,4 @@
-"""Measure how long every layer of a model takes, forward and backward, on its own device: weights for balanced cuts."""
+"""Measure how long every layer of a model takes, forward and backward, on its own device, for balanced cuts."""
 
 import time
 from typing import Final
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-ROUNDS: Final = 5  # after one that warms up
+ROUNDS: Final = 5  # after one warm-up round
 
 
 def layer_seconds(layers: nn.Sequential, inputs: Tensor) -> list[float]:
@@ -32,7 +32,7 @@ def layer_seconds(layers: nn.Sequential, inputs: Tensor) -> list[float]:
 def _once(layer: nn.Module, x: Tensor) -> tuple[float, Tensor]:
     """Return the seconds of a forward and a backward, and the layer's output for `x`."""
     buffers = {name: each.clone() for name, each in layer.named_buffers()}
-    entering = x.clone()  # not a leaf, which a layer must not overwrite
+    entering = x.clone()  # a layer may overwrite its input, but not a leaf such as x
     begin_s = _now_s(x)
     y = functional_call(layer, buffers, (entering,))
     middle_s = _now_s(x)
@@ -41,7 +41,7 @@ def _once(layer: nn.Module, x: Tensor) -> tuple[float, Tensor]:
     if y.requires_grad:
         gradient = torch.ones_like(y)
         begin_s = _now_s(x)
-        torch.autograd.grad(y, wanted, gradient, allow_unused=True)  # does not write to .grad
+        torch.autograd.grad(y, wanted, gradient, allow_unused=True)  # unlike backward(), this does not write to .grad
         seconds += _now_s(x) - begin_s
     return seconds, y.detach().requires_grad_(y.is_floating_point())
 

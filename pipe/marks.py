@@ -1,11 +1,11 @@
-"""Timestamps that do not block: marks on a CPU or GPU, converted to seconds later.
+"""Timestamps that do not block: marks on a CPU or GPU, which are converted to seconds later.
 
     marks = marks_for(device)
     before = marks.now();  ...;  after = marks.now()
     start_s, end_s = marks.seconds([before, after])               on the clock of time.monotonic()
 
-A GPU runs behind its host, so a mark there is an event on the current stream. To convert events to seconds, one more
-event is recorded and waited for, at a host time that is known. CUDA reports how long before it each other event was.
+A GPU runs behind its host, so its marks are events on the current stream. To convert them to seconds, the host records
+one more event, waits for it, and reads its clock. CUDA measures the time between each mark and that event.
 """
 
 import time
@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-Mark: TypeAlias = Any  # seconds, or an event
+Mark: TypeAlias = Any  # seconds of the host's clock, or a CUDA event
 
 
 class HostMarks:
-    """Marks of a CPU: the host's clock."""
+    """Marks of a CPU: times of the host's clock."""
 
     def now(self) -> Mark:
         """Mark this moment."""

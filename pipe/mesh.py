@@ -4,7 +4,7 @@
 
     pipe 0   data 0   | 0 1 |    tensor ranks are adjacent: they exchange activations four times in every layer and
              data 1   | 2 3 |    wait for them, so they belong on one host, on the fastest links
-    pipe 1   data 0   | 4 5 |    data ranks come next: gradients are large, but sent once a step, beside the backward
+    pipe 1   data 0   | 4 5 |    data ranks come next: gradients are large, but sent once per step, during the backward
              data 1   | 6 7 |    pipe ranks are furthest apart: one activation per micro-batch goes to one neighbour
 
 This is the order of Megatron-LM (Narayanan et al. 2021) and of torchtitan.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 Axis = Literal["data", "pipe", "tensor", "model"]
 
-AXES: Final[tuple[Axis, ...]] = ("tensor", "data", "pipe", "model")  # groups are made in this order on every rank
+AXES: Final[tuple[Axis, ...]] = ("tensor", "data", "pipe", "model")  # every rank creates its groups in this order
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Mesh:
         """Check that the mesh has exactly `world_size` ranks.
 
         Raises:
-            ValueError: If it has more or fewer.
+            ValueError: If the mesh has more or fewer ranks.
         """
         if self.ranks != world_size:
             raise ValueError(
@@ -56,7 +56,7 @@ class Mesh:
             )
 
     def data_rank(self, rank: int) -> int:
-        """Return the number of the model copy that a rank belongs to."""
+        """Return the index of the model copy that a rank belongs to."""
         return rank // self.tensor % self.data
 
     def pipe_rank(self, rank: int) -> int:
@@ -64,7 +64,7 @@ class Mesh:
         return rank // (self.tensor * self.data)
 
     def tensor_rank(self, rank: int) -> int:
-        """Return the number of the layer part that a rank holds."""
+        """Return the index of a rank's part in every split layer."""
         return rank % self.tensor
 
     def rank_at(self, *, data: int = 0, pipe: int = 0, tensor: int = 0) -> int:
@@ -86,11 +86,11 @@ class Mesh:
     def groups(self, world: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> "Groups":
         """Create the groups of this rank. Every rank of `world` (default: the whole world) must call this.
 
-        A group that would contain all of `world` is `world` itself. Axes with the same ranks share one group. `timeout`
-        applies to new groups; None means PyTorch's default, whatever the timeout of `world` is.
+        A group that would contain all ranks of `world` is `world` itself. Axes with the same ranks share one group.
+        `timeout` applies to new groups; None means PyTorch's default, whatever the timeout of `world` is.
 
         Raises:
-            ValueError: If the product is not the world size, or NCCL cannot create the groups. No group exists then.
+            ValueError: If the mesh and `world` differ in size, or NCCL cannot create the groups. No group is created.
         """
         whole = world if world is not None else dist.group.WORLD
         assert whole is not None, "no process group"
@@ -107,7 +107,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one rank. `model` holds one copy of the model: all stages and parts of one data rank."""
+    """The groups that one rank belongs to. The ranks of `model` together hold one copy of the model."""
 
     world: dist.ProcessGroup
     data: dist.ProcessGroup
@@ -117,7 +117,7 @@ class Groups:
 
 
 def _require_can_split(whole: dist.ProcessGroup) -> None:
-    """Refuse a partial NCCL world whose new groups would hang: splitting the default group involves all its ranks."""
+    """Refuse an NCCL group of only some ranks if creating it would split the default group, which needs all ranks."""
     first = dist.group.WORLD
     if first is None or dist.get_world_size(whole) == dist.get_world_size(first) or first.bound_device_id is None:
         return

@@ -4,15 +4,15 @@
     RecomputedPass   forward: keeps only the stage's input     backward: forward again, then as above
     LayerwisePass    forward: keeps only the layers' inputs    backward: layer by layer, one `autograd.grad` each
 
-The second forward draws the same random numbers and reads the same buffer values as the first one
-(`pipe/buffers.py`); it does not change them. All three add to `.grad` exactly what a backward in one process would.
-The tensor passed to the next stage is detached. Autograd keeps only what the operations saved of it, so its memory is
-free once it has been sent.
+The second forward draws the same random numbers and reads the same buffer values as the first one, and leaves the
+buffers unchanged (`pipe/buffers.py`). All three passes add to `.grad` exactly the gradients of a backward in one
+process. The tensor passed to the next stage is detached, so its memory is free once it has been sent, unless an
+operation saved it for the backward.
 
-A weight shared by several layers of a stage gets one gradient per micro-batch in all three. With LayerwisePass, though,
-its own hooks (`Tensor.register_hook`) see each layer's share, and parameters outside the layers get no gradient.
+A weight shared by several layers of a stage gets one gradient per micro-batch with all three. With LayerwisePass, hooks
+on such a weight (`Tensor.register_hook`) see each layer's share, and parameters outside the layers get no gradient.
 
-Each micro-batch is normalized by its own batch-norm statistics, and updates the running statistics in turn.
+Batch norms normalize each micro-batch by its own statistics, and update their running statistics after each.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from muster.pipe.buffers import BufferSnapshot
 from muster.pipe.rng_streams import RandomState
@@ -37,7 +37,7 @@ def _may_learn(x: Tensor) -> bool:
 
 
 class WholeGraphPass:
-    """One autograd graph, from the forward to the backward."""
+    """A pass that keeps its autograd graph from the forward to the backward."""
 
     def __init__(self, stage: Stage, microbatch: int) -> None:
         self.stage, self.microbatch = stage, microbatch
@@ -48,38 +48,44 @@ class WholeGraphPass:
 
     def backward(self, gradient: Tensor) -> Tensor | None:
         """Run the backward through the recorded graph."""
-        x, edge = self.x, self.edge
+        return self.through([(self.edge, gradient)])
+
+    def through(self, roots: Sequence[tuple[GradientEdge, Tensor]]) -> Tensor | None:
+        """Run the backward from some edges of the recorded graph, each with its gradient."""
+        x = self.x
         del self.x, self.edge
-        came: list[Tensor] = []
+        captured: list[Tensor] = []
         if x.requires_grad:
-            catch(x, came)
+            capture_gradient(x, captured)
         # Call the engine directly, as `torch.autograd.backward` does, but without its checks and defaults.
-        _run_backward((edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return came.pop() if came else None
+        edges, gradients = zip(*roots, strict=True)
+        _run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return captured.pop() if captured else None
 
     def _record(self, x: Tensor, targets: Tensor | None) -> Tensor:
         output = self.stage.forward(x, self.microbatch, targets)
         self.learns = output.requires_grad
         if self.learns:
-            # Keep the edge instead of the output, whose memory is then free once it has been sent.
+            # Keep only the edge, so that the memory of the output is free once it has been sent.
             self.x, self.edge = x, get_gradient_edge(output)
         return output.detach()
 
 
-def catch(x: Tensor, came: list[Tensor]) -> None:
-    """Append the gradient of a leaf to `came` as autograd made it. `.grad` could be a copy with other strides, whose
-    sums round differently.
+def capture_gradient(x: Tensor, captured: list[Tensor]) -> None:
+    """Append the gradient of a leaf to `captured`, exactly as autograd computed it.
+
+    `.grad` could be a copy with other strides, whose sums round differently.
     """
 
     def take(gradients: tuple[Tensor, ...]) -> tuple[None]:
-        came.append(gradients[0])
+        captured.append(gradients[0])
         return (None,)
 
     get_gradient_edge(x).node.register_prehook(take)
 
 
 class RecomputedPass(WholeGraphPass):
-    """Keeps a stage's input, and runs its forward again in the backward."""
+    """A pass that keeps only the stage's input, and runs the forward again in the backward."""
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Run the stage; keep only its input."""
@@ -102,7 +108,7 @@ class RecomputedPass(WholeGraphPass):
 
 
 class LayerwisePass:
-    """Keeps the inputs of all layers; the backward has one layer's graph at a time."""
+    """A pass that keeps the inputs of all layers. Its backward builds the graph of one layer at a time."""
 
     def __init__(self, stage: Stage, microbatch: int) -> None:
         self.stage, self.microbatch = stage, microbatch
@@ -128,12 +134,12 @@ class LayerwisePass:
 
     def backward(self, gradient: Tensor) -> Tensor | None:
         """For each layer, last to first, run its forward again, then its backward."""
-        gains = Gains(self.stage.layers)
-        of_x = self._backward(gradient, gains)
-        gains.finish()
+        sums = GradientSums(self.stage.layers)
+        of_x = self._backward(gradient, sums)
+        sums.finish()
         return of_x
 
-    def _backward(self, gradient: Tensor, gains: "Gains") -> Tensor | None:
+    def _backward(self, gradient: Tensor, sums: "GradientSums") -> Tensor | None:
         stage = self.stage
         for index in reversed(range(len(stage.layers))):
             x = self.inputs.pop().detach().requires_grad_(self.learning[index])
@@ -141,22 +147,22 @@ class LayerwisePass:
                 output = self._run(index, x)
             if not output.requires_grad:
                 return None
-            of_x = self._through(index, output, x, gradient, gains)
-            if of_x is None:  # the backward of a whole graph would stop here, too
+            of_x = self._layer_backward(index, output, x, gradient, sums)
+            if of_x is None:  # the backward through a whole graph would end here, too
                 return None
             gradient = of_x
         return gradient
 
     def _forward(self, index: int, x: Tensor, *, is_new: bool) -> Tensor:
-        """Run a layer whose input must not change."""
+        """Run a layer, and detect whether it overwrites its input."""
         given = x.clone() if is_new else x
         version = given._version
         output = self._run(index, given)
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"stage {self.stage.number}: layer {self.stage.names[index]!r} returned a {type(output).__name__}; "
-                "layerwise, only one tensor can be passed from layer to layer: combine layers that exchange several "
-                "values into one, or omit layerwise"
+                "with layerwise, one tensor is passed from layer to layer; combine layers that exchange several values "
+                "into one, or omit layerwise"
             )
         if given._version != version:
             if not is_new:
@@ -164,7 +170,9 @@ class LayerwisePass:
             self.stage.overwrites[index] = True
         return output
 
-    def _through(self, index: int, output: Tensor, x: Tensor, gradient: Tensor, gains: "Gains") -> Tensor | None:
+    def _layer_backward(
+        self, index: int, output: Tensor, x: Tensor, gradient: Tensor, sums: "GradientSums"
+    ) -> Tensor | None:
         """Run the backward of one layer; return the gradient of its input, or None if there is none."""
         layer = self.stage.layers[index]
         parameters = [each for each in layer.parameters() if each.requires_grad]
@@ -173,7 +181,7 @@ class LayerwisePass:
         wanted = [*parameters, *anchors, *([x] if x.requires_grad else [])]
         gradients = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
         for parameter, own in zip(parameters, gradients, strict=False):
-            gains.add(parameter, own)
+            sums.add(parameter, own)
         return gradients[-1] if x.requires_grad else None
 
     def _run(self, index: int, x: Tensor) -> Tensor:
@@ -182,16 +190,16 @@ class LayerwisePass:
         return stage.finish(output, self.targets) if index == len(stage.layers) - 1 else output
 
 
-class Gains:
-    """Sums the gradients that the layers of a stage contribute to each parameter, as one autograd graph would."""
+class GradientSums:
+    """The sums of the gradients that a stage's layers contribute to each parameter, added as in one autograd graph."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         learning = [each for layer in layers for each in layer.parameters() if each.requires_grad]
-        self._uses = Counter(map(id, learning))  # number of layers still to come, by parameter
+        self._uses = Counter(map(id, learning))  # number of layers that have not contributed yet, by parameter
         self._partial: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Add the contribution of one layer; None if it has none."""
+        """Add the contribution of one layer, or None if the layer has none."""
         place = id(parameter)
         self._uses[place] -= 1
         if place in self._partial:
@@ -205,7 +213,7 @@ class Gains:
             accumulate(parameter, gradient)
 
     def finish(self) -> None:
-        """Accumulate sums that still wait for layers without a gradient."""
+        """Accumulate the sums that are incomplete because the backward ended before the first layer."""
         for parameter, gradient in self._partial.values():
             accumulate(parameter, gradient)
 
@@ -214,7 +222,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add to `.grad` as autograd does, and call the parameter's hooks."""
     with torch.no_grad():
         held = parameter.grad
-        if held is None:  # a copy: autograd may use one tensor for several parameters and the input
+        if held is None:  # a copy, because autograd may return one tensor as several gradients
             parameter.grad = gradient.clone()
         elif held.is_sparse and not gradient.is_sparse:
             parameter.grad = _sum(held, gradient)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.pipe.clipping import clip
 from muster.pipe.failure_guard import FailureGuard, Position
 from muster.pipe.graphs import Graphs, graphs_for
 from muster.pipe.marks import Mark, marks_for
@@ -30,7 +31,7 @@ from muster.pipe.microbatch_passes import PASSES
 from muster.pipe.rng_streams import Hooks
 from muster.pipe.run import (
     BatchParts,
-    RankRow,
+    RankOperations,
     RowExecution,
     StageLayers,
     check_model,
@@ -41,10 +42,11 @@ from muster.pipe.run import (
 )
 from muster.pipe.schedules import cuts as cutting
 from muster.pipe.schedules.actions import Schedule
-from muster.pipe.schedules.programs import Span, Step
+from muster.pipe.schedules.programs import Step, StepSpan
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Loss, Make, Stage
 from muster.pipe.ties import TiedWeight, Ties, find_ties
+from muster.pipe.token_slices import SlicedPasses, check_slices
 from muster.pipe.wires.channels import Channels
 from muster.pipe.wires.connections import connect
 from muster.zero.agreement import require_same
@@ -55,30 +57,31 @@ Result = TypeVar("Result")
 class Pipeline:
     """This rank's stages of a layered model, and the training step that all ranks of a group run together.
 
-    Building a pipeline is a collective. Every rank passes the whole model and the same settings; its own layers are
-    then in `module`. Only weights held by several ranks are made equal. `loss` maps the model's output and the targets
-    of a micro-batch to their mean loss. `cuts` are the first layers of the stages (`pipe.schedules.cuts`), even by
-    default.
+    Building a pipeline is a collective. Every rank passes the whole model and the same settings; `module` then
+    contains its own layers. A weight on several ranks gets the first rank's values; other weights are not synchronized.
+    `loss` maps the model's output and the targets of a micro-batch to their mean loss. `cuts` lists the first layer of
+    each stage (`pipe.schedules.cuts`); by default the layers are divided evenly.
 
     `recompute` keeps only the inputs of stages between forward and backward. `layerwise` keeps the inputs of layers;
-    the backward recomputes one layer at a time. A second forward reads buffers as the first did (`pipe/buffers.py`).
-    `exact` reproduces a loop's bits also where a schedule splits backwards and where stages share a weight.
-    `cuda_graphs` records forwards and backwards and replays them (`pipe/graphs.py`).
+    the backward recomputes one layer at a time. A second forward reads the buffer values of the first
+    (`pipe/buffers.py`). `exact` gives the bits of the loop even if the schedule splits backwards or stages share a
+    weight. `cuda_graphs` records forwards and backwards and replays them (`pipe/graphs.py`).
 
-    A layer that overwrites the output of another stage gets a copy; its first forward shows whether it does. The
-    layers are used as passed, not copied. A buffer shared by several ranks becomes separate on each. Batch norms
-    normalize each micro-batch separately and update their running statistics in turn. Without `hooks.seeds`, layers
-    draw other random numbers than in a loop. Gradients may be sparse (embeddings), but those of weights on several
-    ranks become dense. A tensor at a cut that does not fill its memory, such as an expanded one, arrives as a dense
-    copy; 16-bit kernels may round it differently.
+    A layer that overwrites its input gets a copy if that is the output of another stage; the first forward detects such
+    layers. The layers are used as passed, not copied. A buffer shared by several ranks is not synchronized. Batch
+    norms normalize each micro-batch separately and update their running statistics after each. Without `hooks.seeds`,
+    layers draw other random numbers than in the loop. Gradients may be sparse (embeddings), but those of weights on
+    several ranks become dense. A tensor at a cut with gaps or overlaps in its memory, such as an expanded one, arrives
+    as a dense copy, for which 16-bit kernels may round differently.
 
-    Between steps, weights may be loaded, replaced or frozen, and cast before the first step, if all ranks do the same.
-    Copy into a weight shared by several stages instead of replacing it. `module.compile()` compiles the layers in
-    place. A deep copy of `module`, for example to average weights, has plain layers, whatever the schedule.
+    Between steps, weights may be loaded, replaced or frozen; before the first step, they may also be cast. All ranks
+    must do the same. A weight shared by several stages cannot be replaced: copy new values into it. `module.compile()`
+    compiles the layers in place. A deep copy of `module`, for example to average weights, has plain layers, whatever
+    the schedule.
 
-    A rank that needs nothing more from the others ends its step. If another rank then fails, this rank raises in its
+    A rank ends its step when it needs nothing more from the others. If another rank then fails, this rank raises in its
     next step: raising at once would require waiting for the slowest rank in every step. Over NCCL, a rank whose host
-    waits for its GPU within a layer only fails when NCCL times out.
+    is waiting for its GPU within a layer fails only when NCCL times out.
 
     Raises:
         TypeError: If the model is not an `nn.Sequential`.
@@ -88,7 +91,7 @@ class Pipeline:
     """
 
     loss_sum: Tensor | None = None  # summed over the samples of the last step
-    _running: RowExecution | None = None  # set while a row is running
+    _running: RowExecution | None = None  # the step or evaluation in progress
 
     def __init__(
         self,
@@ -102,32 +105,33 @@ class Pipeline:
         recompute: bool = False,
         exact: bool = False,
         cuda_graphs: bool = False,
+        tokens: Sequence[int] = (),
     ) -> None:
         check_model(layers, process_group, schedule, loss, layerwise=layerwise, recompute=recompute)
+        self.tokens = tuple(tokens)
+        check_slices(schedule, self.tokens, others=layerwise or recompute or exact or cuda_graphs)
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
         count, stages = len(named), schedule.stages
         bounds = cutting.even(count, stages) if cuts is None else cutting.by_hand(cuts, count, stages)
         self.schedule, self.cuts, self.hooks = schedule, bounds, Hooks()
-        self.on_last_backward: Callable[[int], None] | None = None  # (stage), when its gradients are complete
-        self._spans: list[Span] | None = []
+        self.on_last_backward: Callable[[int], None] | None = None  # (stage), once its gradients are complete
+        self._spans: list[StepSpan] | None = []
         self._marked: list[tuple[Step, Mark, Mark]] = []
 
         self.rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-        lengths, splits = cutting.lengths(bounds, count), schedule.splits_backward
-        self.stages = {
-            stage: Stage(stage, begin, named[begin : begin + lengths[stage]], self.hooks, splits=splits)
-            for stage, begin in enumerate(bounds)
-            if schedule.rank_of[stage] == self.rank
-        }
+        lengths = cutting.lengths(bounds, count)
+        self.stages = self._own_stages(named, lengths)
         if (last := self.stages.get(stages - 1)) is not None:
             last.loss = loss
         held = [each for stage in self.stages.values() for each in zip(stage.names, stage.layers, strict=True)]
         self.module = StageLayers(held)
         self._device = device_of(self.module, layers)
         self._marks = marks_for(self._device)
-        self._rows: dict[tuple[int, bool], RankRow] = {}
-        self._row(schedule.microbatches)  # refuses a schedule that cannot be run
+        self._rows: dict[tuple[int, bool], RankOperations] = {}
+        self._row(schedule.microbatches)  # raises if the schedule cannot be run
         self._make: Make = PASSES["layerwise" if layerwise else "recompute" if recompute else "whole"]
+        if self.tokens:
+            self._make = SlicedPasses(self.tokens).make
         self._graphs: Graphs | None = None
         if cuda_graphs:
             own = self.stages.values()
@@ -140,7 +144,7 @@ class Pipeline:
         self._guard = FailureGuard(self._connections)
         self._ties = Ties(ties, self._connections, self.rank, _use_of(self) if exact else None)
         if self._connections is not None:
-            how = f"cuts {bounds}, layerwise {layerwise}, recompute {recompute}, exact {exact}"
+            how = f"cuts {bounds}, layerwise {layerwise}, recompute {recompute}, exact {exact}, tokens {self.tokens}"
             require_same([str(schedule), how, *(name for name, _ in named)], self._connections.group, "pipelines")
             self._channels = Channels(
                 self._connections.wire, self._connections.control, self._device, schedule.microbatches
@@ -150,23 +154,32 @@ class Pipeline:
         if self._graphs is not None:
             self._graphs.queue = self.queue
 
-    @property
-    def spans(self) -> list[Span]:
-        """What this rank did in the last step, first to last, by `time.monotonic()`. Reading it waits for a GPU.
+    def _own_stages(self, named: Sequence[tuple[str, nn.Module]], lengths: Sequence[int]) -> dict[int, Stage]:
+        """Return this rank's stages of the named layers, by number."""
+        table, splits = self.schedule, self.schedule.splits_backward
+        return {
+            stage: Stage(stage, begin, named[begin : begin + lengths[stage]], self.hooks, splits=splits)
+            for stage, begin in enumerate(self.cuts)
+            if table.rank_of[stage] == self.rank
+        }
 
-        The spans are actions, sends, and waits for messages. On a GPU they are measured on the compute stream: a wait
+    @property
+    def spans(self) -> list[StepSpan]:
+        """The spans of this rank in the last step, in order, by `time.monotonic()`. Reading them waits for a GPU.
+
+        They are actions, sends, and waits for messages. On a GPU they are measured on the compute stream: a wait
         is time in which that stream was idle.
         """
         if self._spans is None:
             times = self._marks.seconds([mark for _, *both in self._marked for mark in both])
             every = zip(self._marked, times[::2], times[1::2], strict=True)
-            self._spans = [Span(step, start_s, end_s) for (step, *_), start_s, end_s in every]
+            self._spans = [StepSpan(step, start_s, end_s) for (step, *_), start_s, end_s in every]
             self._marked = []
         return self._spans
 
     @property
     def tied(self) -> dict[str, str]:
-        """Map the names of this rank's parameters that an earlier rank also holds to their names there."""
+        """This rank's names of parameters that an earlier rank also holds, mapped to the names at their first use."""
         return dict(self._ties.names())
 
     @property
@@ -177,7 +190,7 @@ class Pipeline:
             run is not None
             and run.at is not None
             and run.at.kind != "F"
-            and run.at.microbatch == len(run.parts.weights) - 1
+            and run.at.microbatch == run.parts.last_backward
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -191,24 +204,41 @@ class Pipeline:
         Raises:
             TypeError: If inputs or targets are not tensors.
             ValueError: If the batch is empty, the numbers of inputs and targets differ, ranks pass different shapes,
-                inputs require a gradient, or the shape of an activation changes.
+                inputs require a gradient, or an activation has another layout than for earlier inputs of this shape.
             StageFailedError: If another rank's stage failed.
-            Exception: Whatever a stage of this rank raised.
+            Exception: The error of a stage of this rank, unchanged.
         """
         return self._guarded(lambda: self._step(inputs, targets))
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Run the model in evaluation mode; return the outputs of the whole batch on every rank.
 
-        The batch is cut as in `step`. Raises as `step` does.
+        The batch is cut as in `step`, and outputs have the bits of a loop over these micro-batches: a product over the
+        whole batch may round differently. Raises the same errors as `step`.
         """
         return self._guarded(lambda: self._evaluate(inputs))
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all stages so that their 2-norm over all ranks is at most `max_norm`; return the norm.
+
+        A collective of the pipeline's ranks, to be called after `step`, and after gradients were averaged with other
+        pipelines. A weight on several ranks counts once. As in `torch.nn.utils.clip_grad_norm_`, gradients of an
+        infinite or NaN norm become zero or NaN. The bits of the norm do not depend on the cuts.
+
+        Raises:
+            ValueError: If `max_norm` is not a positive number, or a gradient is sparse.
+            StageFailedError: If another rank failed.
+        """
+        if not max_norm > 0.0:
+            raise ValueError(f"max_norm must be a positive number, got {max_norm!r}")
+        return self._guarded(lambda: clip(self.module, self.tied, self._connections, max_norm))
 
     def __reduce__(self) -> Any:
         raise TypeError("a pipeline holds connections and cannot be copied or pickled; copy its module or state dict")
 
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        parts = cut_batch(inputs, targets, self.schedule.microbatches, self._connections)
+        count = self.schedule.microbatches // self.schedule.slices
+        parts = cut_batch(inputs, targets, count, self._connections, tokens=self.tokens)
         if self._graphs is not None:
             self._graphs.begin()
         run = RowExecution(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
@@ -223,8 +253,8 @@ class Pipeline:
             self._graphs.end()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if run.results:
-            for index, part in enumerate(parts.inputs):
-                total += run.results[index].double() * len(part)
+            for index, samples in enumerate(parts.samples):
+                total += run.results[index].double() * samples
         self.loss_sum = (
             self._connections.broadcast_scalar(total, self.schedule.rank_of[-1]) if self._connections else total
         )
@@ -232,7 +262,8 @@ class Pipeline:
         return self.loss_sum / len(inputs)
 
     def _evaluate(self, inputs: Tensor) -> Tensor:
-        parts = cut_batch(inputs, None, self.schedule.microbatches, self._connections, evaluates=True)
+        count = self.schedule.microbatches // self.schedule.slices
+        parts = cut_batch(inputs, None, count, self._connections, evaluates=True)
         run = RowExecution(self.stages, self.schedule.stages - 1, self._channels, None, None)
         with evaluating(self.module), torch.no_grad():
             self._do(run, self._row(len(parts.weights), forwards_only=True), parts)
@@ -242,12 +273,13 @@ class Pipeline:
         assert outputs is not None
         return outputs
 
-    def _do(self, run: RowExecution, row: RankRow, parts: BatchParts) -> None:
-        """Run a row together with all other ranks."""
+    def _do(self, run: RowExecution, row: RankOperations, parts: BatchParts) -> None:
+        """Run this rank's row, while all other ranks run theirs."""
         first = next(self.module.parameters(), None)
         if first is not None and first.device != self._device:
             raise ValueError(
-                f"layers are on {first.device}, the pipeline was built for {self._device}; move them before building it"
+                f"layers are on {first.device}, but the pipeline was built for {self._device}; move them before "
+                "building it"
             )
         if self._connections is not None:
             self._connections.wire.expect(row.backlogs)
@@ -261,7 +293,7 @@ class Pipeline:
         if self._connections is not None:
             self._connections.wire.expect({})
 
-    def _row(self, microbatches: int, *, forwards_only: bool = False) -> RankRow:
+    def _row(self, microbatches: int, *, forwards_only: bool = False) -> RankOperations:
         key = (microbatches, forwards_only)
         if key not in self._rows:
             self._rows[key] = row_of(self.schedule, self.rank, microbatches, forwards_only=forwards_only)
@@ -278,7 +310,7 @@ class Pipeline:
             raise
 
     def _position(self) -> Position | None:
-        """Return what this rank is working on, or None between steps."""
+        """Return this rank's current stage and action, or None between steps."""
         if self._running is None or self._running.at is None:
             return None
         at = self._running.at

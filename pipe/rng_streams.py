@@ -1,4 +1,4 @@
-"""Random number streams of layers: their seeds, and how a second forward repeats the numbers of the first."""
+"""Random numbers of layers: set their seeds, and make a second forward draw the same numbers as the first."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ def seed_generators(seed: int) -> None:
 
 
 class Hooks:
-    """Callbacks of the user within a step."""
+    """User callbacks, called within a step."""
 
     on_forward: Callable[[int, int], None] | None = None  # (stage, micro-batch), before every forward of a stage
     seeds: Callable[[int, int], int] | None = None  # (micro-batch, layer of the model) -> seed of that layer's forward
 
 
 class RandomState:
-    """A snapshot of the random state before a forward. Nothing is saved if every layer has a seed."""
+    """A snapshot of the random state before a forward. It is empty if the user seeds every layer."""
 
     def __init__(self, x: Tensor, hooks: Hooks) -> None:
         self.device = x.device

@@ -31,7 +31,7 @@ from muster.pipe.wires.connections import Connections
 
 
 class StageLayers(nn.Module):
-    """A container of layers under their names in the whole model, which may contain dots. It does not run them."""
+    """A container of layers under their names in the whole model, which may contain dots. It cannot be called."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class StageLayers(nn.Module):
             place.add_module(last, layer)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the forward of each layer separately, as `nn.Module.compile` does: stages run layers."""
+        """Compile each layer separately with `nn.Module.compile`, because stages call layers one by one."""
         for layer in self._layers:
             layer.compile(*args, **kwargs)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refuse to replace a layer: the stages would continue with the old one."""
+        """Refuse to replace a layer, because the stages would still use the old one."""
         self._require_new(name)
         super().add_module(name, module)
 
@@ -79,7 +79,7 @@ def check_model(
         raise TypeError(f"a pipeline needs an nn.Sequential to cut into stages, got a {type(layers).__name__}")
     ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
     if schedule.ranks != ranks:
-        raise ValueError(f"schedule {schedule.name} is for {schedule.ranks} ranks, the group has {ranks}")
+        raise ValueError(f"schedule {schedule.name} is for {schedule.ranks} ranks, but the group has {ranks}")
     if layerwise and recompute:
         raise ValueError("layerwise and recompute: layerwise already runs every forward twice; drop one of the two")
     if layerwise and isinstance(loss, nn.Module) and any(each.requires_grad for each in loss.parameters()):
@@ -116,22 +116,24 @@ Kind = Literal["F", "B", "I", "W", "send", "ask", "wait"]
 
 
 class RowOperation(NamedTuple):
-    """One entry of a row: what to do, and the step of the program it belongs to."""
+    """One entry of a row: an operation, and the step of the program it belongs to."""
 
     kind: Kind
     step: Step
 
 
-class RankRow(NamedTuple):
-    """A rank's operations, its incoming messages in order, and the largest backlog of every way between ranks."""
+class RankOperations(NamedTuple):
+    """A rank's operations, its incoming messages in order, and the largest backlog from each rank to another."""
 
     operations: tuple[RowOperation, ...]
     receives: tuple[Receive, ...]
     backlogs: Mapping[Way, int]
 
 
-def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: bool = False) -> RankRow:
+def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: bool = False) -> RankOperations:
     """Return the row of a rank for `microbatches` micro-batches, at most as many as the schedule has.
+
+    As in `Schedule.microbatches`, each slice counts as a micro-batch. An evaluation may count whole sequences instead.
 
     Raises:
         ScheduleError: If the row is incomplete, repeats an action, or has an impossible order.
@@ -140,12 +142,12 @@ def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: b
     if forwards_only:
         ranks = [_forwards(each, schedule.rank_of) for each in actions]
         coming = tuple(each for peer, steps in enumerate(ranks) for each in _coming(steps, peer, rank))
-        return RankRow(tuple(_operations(ranks[rank], schedule)), coming, backlogs(ranks))
+        return RankOperations(tuple(_operations(ranks[rank], schedule)), coming, backlogs(ranks))
     program = with_messages(replace(schedule, microbatches=microbatches, actions=actions))
     check(program)
     steps = program.steps[rank]
     coming = tuple(each for each in steps if isinstance(each, Receive))
-    return RankRow(tuple(_operations(steps, schedule)), coming, backlogs(program.steps))
+    return RankOperations(tuple(_operations(steps, schedule)), coming, backlogs(program.steps))
 
 
 def _forwards(actions: Sequence[Action], rank_of: tuple[int, ...]) -> tuple[Step, ...]:
@@ -156,7 +158,7 @@ def _forwards(actions: Sequence[Action], rank_of: tuple[int, ...]) -> tuple[Step
 
 
 def _coming(steps: Sequence[Step], peer: int, rank: int) -> list[Receive]:
-    """List what a peer sends to a rank, in order."""
+    """List the messages that a peer sends to a rank, in order."""
     sends = [each for each in steps if isinstance(each, Send) and each.peer == rank]
     return [Receive(each.what, each.stage, each.microbatch, peer) for each in sends]
 
@@ -185,16 +187,18 @@ class BatchParts(NamedTuple):
 
     inputs: Sequence[Tensor]
     targets: Sequence[Tensor]
-    weights: Sequence[float]  # share of the batch's samples
+    samples: Sequence[float]  # number of samples; a slice of a sequence counts as a fraction of a sample
+    weights: Sequence[float]  # each micro-batch's share of the samples
     forms: list[Form]
+    last_backward: int  # the micro-batch whose backward completes the gradients of a stage
 
 
 class StageInput(NamedTuple):
-    """A tensor for a stage; None if no gradient is needed."""
+    """An input of a stage's forward or backward. `tensor` is None if no gradient is needed."""
 
     tensor: Tensor | None
     learns: bool
-    arrival: Arrival | None  # None: the tensor was made on this rank
+    arrival: Arrival | None  # None if the tensor was computed on this rank
 
 
 class RowExecution:
@@ -230,7 +234,7 @@ class RowExecution:
             "wait": self.wait,
         }
 
-    def run(self, row: RankRow, parts: BatchParts) -> None:
+    def run(self, row: RankOperations, parts: BatchParts) -> None:
         """Run all operations of a row."""
         self.parts = parts
         if self.channels is not None:
@@ -258,7 +262,7 @@ class RowExecution:
         self._handed[step.key] = StageInput(arrival.buffer, arrival.learns, arrival)
 
     def send(self, step: Send) -> None:
-        """Send a tensor that an earlier action made."""
+        """Send a tensor that an earlier action computed."""
         assert self.channels is not None
         tensor, learns = self._made.pop(step.key)
         self.channels.send(step, tensor, learns=learns)
@@ -288,7 +292,7 @@ class RowExecution:
             output = microbatch_pass.forward(x, targets)
             learns = microbatch_pass.learns
         if self.make is None or number == self.last_stage:
-            output = self._own(output)  # an evaluation releases the buffer at once, and a loss outlives it
+            output = self._own(output)  # results must outlive the buffer
         if number == self.last_stage:
             if self.make is not None and not learns:
                 raise RuntimeError(f"stage {number}: the loss does not require a gradient; nothing would be trained")
@@ -308,7 +312,7 @@ class RowExecution:
         self._end(action)
 
     def input_gradient(self, action: Action) -> None:
-        """Run the backward of a micro-batch, but let the queue keep weight gradients for later."""
+        """Run the backward of a micro-batch, but leave its weight gradients to the queue."""
         assert self.queue is not None
         with self.queue.collecting((action.stage, action.microbatch)):
             self._backward(action)
@@ -336,7 +340,7 @@ class RowExecution:
             self._hand_over("gradient", number - 1, microbatch, x_gradient, learns=learns)
 
     def _gradient(self, number: int, microbatch: int) -> Tensor | None:
-        """Return the gradient of a stage's output. The loss is weighted by its share of the samples."""
+        """Return the gradient of a stage's output; for a loss, the micro-batch's share of the samples."""
         if number == self.last_stage:
             loss = self.results[microbatch]
             return torch.full_like(loss, self.parts.weights[microbatch])
@@ -346,7 +350,7 @@ class RowExecution:
         return handed.tensor
 
     def _hand_over(self, what: What, stage: int, microbatch: int, tensor: Tensor | None, *, learns: bool) -> None:
-        if stage in self.stages:  # this stage may release a buffer before the other one has read it
+        if stage in self.stages:  # a copy, because this stage may release the buffer before the other stage has read it
             own = None if tensor is None else self._own(tensor)
             self._handed[what, stage, microbatch] = StageInput(own, learns, None)
         else:
@@ -359,7 +363,7 @@ class RowExecution:
 
     def _end(self, action: Action) -> None:
         self._give_back(action.stage, action.microbatch)
-        if action.microbatch == len(self.parts.weights) - 1 and self.on_last_backward is not None:
+        if action.microbatch == self.parts.last_backward and self.on_last_backward is not None:
             self.on_last_backward(action.stage)
 
     def _give_back(self, number: int, microbatch: int) -> None:
@@ -371,7 +375,7 @@ class RowExecution:
 def _make_own(fresh: list[nn.Parameter], *messages: Tensor | None) -> list[nn.Parameter]:
     """Copy new gradients that share memory with a message; return the parameters that still have no gradient.
 
-    Otherwise a later message would overwrite the gradient, or accumulation would change a message being sent.
+    Without the copy, a later message could overwrite the gradient, or accumulation could change a message being sent.
     """
     memory = {each.untyped_storage().data_ptr() for each in messages if each is not None}
     left = []
@@ -384,14 +388,22 @@ def _make_own(fresh: list[nn.Parameter], *messages: Tensor | None) -> list[nn.Pa
 
 
 def cut_batch(
-    inputs: Tensor, targets: Tensor | None, most: int, connections: Connections | None, *, evaluates: bool = False
+    inputs: Tensor,
+    targets: Tensor | None,
+    most: int,
+    connections: Connections | None,
+    *,
+    tokens: Sequence[int] = (),
+    evaluates: bool = False,
 ) -> BatchParts:
     """Cut a batch into `most` micro-batches, or one per sample if there are fewer. All ranks must pass equal shapes.
+
+    With `tokens`, cut each micro-batch further into slices of these lengths along dimension 1.
 
     Raises:
         TypeError: If inputs or targets are not tensors.
         ValueError: If the batch is empty, the numbers of inputs and targets differ, inputs require a gradient, or
-            another rank has a batch of another shape.
+            another rank has a batch of another shape, or the lengths of slices do not add up to those of sequences.
         RuntimeError: If autograd is in inference mode.
     """
     _check(inputs, targets, evaluates=evaluates)
@@ -400,16 +412,33 @@ def cut_batch(
     if connections is not None:
         in_words = f"{len(inputs)} samples of shape {kind[0]}, {inputs.dtype}"
         connections.compare([len(inputs), zlib.crc32(repr(kind).encode())], in_words)
-    return BatchParts(
-        torch.split(inputs, lengths),
-        () if targets is None else torch.split(targets, lengths),
-        [length / len(inputs) for length in lengths],
-        [(length, *kind) for length in lengths],
+    if tokens:
+        _check_slices(inputs, targets, tokens)
+    own, of_targets = (
+        () if each is None else _sliced(torch.split(each, lengths), tokens) for each in (inputs, targets)
     )
+    samples = [length * each / sum(tokens) for length in lengths for each in tokens] if tokens else lengths
+    forms: list[Form] = [(length, each, *kind) for length in lengths for each in tokens or (None,)]
+    weights = [each / len(inputs) for each in samples]
+    return BatchParts(own, of_targets, samples, weights, forms, len(weights) - max(1, len(tokens)))
+
+
+def _sliced(parts: Sequence[Tensor], tokens: Sequence[int]) -> Sequence[Tensor]:
+    """Cut every micro-batch (samples, tokens, ...) into slices, if there are any."""
+    return [each for part in parts for each in torch.split(part, list(tokens), dim=1)] if tokens else parts
+
+
+def _check_slices(inputs: Tensor, targets: Tensor | None, tokens: Sequence[int]) -> None:
+    for what, each in (("inputs", inputs), ("targets", inputs if targets is None else targets)):
+        if each.dim() < 2 or each.shape[1] != sum(tokens):
+            raise ValueError(
+                f"{what} have shape {tuple(each.shape)}, but the slices {', '.join(map(str, tokens))} need "
+                f"(samples, {sum(tokens)}, ...); change the lengths of the slices or of the sequences"
+            )
 
 
 def _check(inputs: Tensor, targets: Tensor | None, *, evaluates: bool) -> None:
-    """Refuse arguments that cannot make a step."""
+    """Refuse arguments with which a step or an evaluation cannot run."""
     for what, each in (("inputs", inputs), ("targets", inputs if evaluates else targets)):
         if not isinstance(each, Tensor):
             raise TypeError(f"{what} are a {type(each).__name__}; pass one tensor, with samples in the first dimension")
@@ -421,5 +450,5 @@ def _check(inputs: Tensor, targets: Tensor | None, *, evaluates: bool) -> None:
         raise ValueError("inputs require a gradient, but a pipeline does not return it; pass inputs.detach()")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "a pipeline within torch.inference_mode(): call it outside; evaluate() records nothing anyway"
+            "a pipeline cannot run within torch.inference_mode(); call it outside: evaluate() builds no graph anyway"
         )

@@ -1,8 +1,8 @@
 """One pipeline stage: consecutive layers that a rank runs, with protection of their inputs against in-place writes.
 
-The input of a layer may belong to somebody else: it came from another stage, or it is the batch. The first forward in
-training mode, and the first one in evaluation mode, run on a copy. They reveal the layers that write to their input;
-from then on those layers get a copy.
+A stage must not change its input, which is the output of another stage or the batch. Its first forward in each mode
+(training, evaluation) runs on a copy, and detects layers that write to their input. These layers get a copy in later
+forwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ class Stage:
         self, number: int, begin: int, layers: Sequence[tuple[str, nn.Module]], hooks: Hooks, *, splits: bool
     ) -> None:
         self.number, self.begin = number, begin
-        self.splits = splits  # the backward leaves weight gradients to a queue
+        self.splits = splits  # True if a queue computes the weight gradients after the backward
         self.names = [name for name, _ in layers]
         self.layers = [layer for _, layer in layers]
         self.hooks = hooks
         self.loss: Loss | None = None
         self._parameters = [part._parameters for layer in self.layers for part in layer.modules()]
-        # Layers that overwrite their input get a copy. Those without an `inplace` attribute show in the first forward.
+        # Layers that overwrite their input get a copy. The first forward detects those without an `inplace` attribute.
         self.overwrites = [any(getattr(part, "inplace", False) for part in layer.modules()) for layer in self.layers]
         self._met: set[bool] = set()  # values of `training` that a forward has seen
         self.buffers = Buffers(layers)
@@ -66,7 +66,7 @@ class Stage:
         return self.finish(x, targets)
 
     def is_new(self) -> bool:
-        """Return True for the first forward in training and in evaluation mode, where in-place layers are detected."""
+        """Return True for the first forward in each mode (training, evaluation), which detects in-place layers."""
         training = self.layers[0].training
         if training in self._met:
             return False
@@ -78,7 +78,7 @@ class Stage:
         given = x = x.clone()
         for index in range(len(self.layers)):
             x = self.layer(index, x, microbatch)
-            if given._version:  # 0 until the copy is written to
+            if given._version:  # the version counts writes, and was 0 at first
                 self.overwrites[index] = True
                 given = x.new_empty(0)
         return x
@@ -88,15 +88,15 @@ class Stage:
         last = first if last is None else last
         which = f"layer {self.names[first]!r}" if first == last else f"one of layers {self.names[first]!r} to "
         which += "" if first == last else repr(self.names[last])
-        given = f"what came from stage {self.number - 1}" if self.number else "the batch"
+        given = f"the output of stage {self.number - 1}" if self.number else "the batch"
         given = "its input" if layerwise else given
         return RuntimeError(
-            f"stage {self.number}: {which} works in place on {given}, which must not change, and did not do so in its "
-            "first forward; give the layer an attribute inplace=True, so that it gets a copy"
+            f"stage {self.number}: {which} overwrites {given}, unlike in its first forward; "
+            "give the layer an attribute inplace=True, so that it gets a copy"
         )
 
     def announce(self, microbatch: int) -> None:
-        """Call the hook that reports the start of a forward."""
+        """Call the user's `on_forward` hook."""
         if self.hooks.on_forward is not None:
             self.hooks.on_forward(self.number, microbatch)
 
@@ -112,7 +112,7 @@ class Stage:
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"stage {self.number}: layer {self.names[-1]!r} returned a {type(x).__name__}; one tensor crosses a "
-                "cut: combine the layers that exchange several values into one, or cut elsewhere"
+                "cut; combine the layers that exchange several values into one, or cut elsewhere"
             )
         if self.loss is not None and targets is not None:
             x = self.loss(x, targets)
@@ -132,10 +132,10 @@ def _one_memory(x: object, other: Tensor) -> bool:
 class MicrobatchPass(Protocol):
     """The forward and backward of one micro-batch through one stage."""
 
-    learns: bool  # the backward has gradients to compute
+    learns: bool  # True if the backward has gradients to compute
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Run the stage; return its output or loss, detached. `x` is a leaf that nobody else uses."""
+        """Run the stage; return its output or loss, detached. `x` is a leaf that is used nowhere else."""
         ...
 
     def backward(self, gradient: Tensor) -> Tensor | None:

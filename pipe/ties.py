@@ -1,14 +1,14 @@
-"""Weights shared by several stages, for example a head on the last stage that is also the embedding of the first.
+"""Weights shared by several stages, for example of a head on the last stage and the embedding on the first.
 
-Each rank has its own copy. Building the pipeline copies the first rank's values to all. In a step, each copy gathers
-the gradient of its own uses. Then the ranks exchange these gradients, and each adds them in the order of ranks. So all
-copies get the same bits, and the same optimizer keeps them equal.
+Each rank has its own copy. Building the pipeline copies the first rank's values to all. In a step, each copy
+accumulates the gradient of its own uses. Then the ranks exchange these gradients, and each adds them in the order of
+ranks. So all copies get the same bits, and the same optimizer keeps them equal.
 
     a loop        ((h0 + e0) + (h1 + e1)) + ...          h: of the head, e: of the embedding; by micro-batch
     ranks         (h0 + h1 + ...) + (e0 + e1 + ...)      the same terms, rounded differently
     `exact`       the loop's order: the gradient of each use in each micro-batch is kept and sent separately
 
-So `exact` needs memory and messages for every gradient of such a weight in a step. Its bits equal a loop's if each
+So `exact` needs memory and messages for every gradient of such a weight in a step. The bits equal a loop's if each
 stage uses the weight once and no gradient is sparse. A sparse gradient's duplicate rows are added up first.
 """
 
@@ -32,27 +32,27 @@ class TiedWeight:
     """One weight shared by several stages."""
 
     parameter: nn.Parameter
-    name: str  # its first name in the whole model
+    name: str  # its name at its first use in the whole model
     own_name: str  # its name among the layers of this rank
-    homes: tuple[tuple[nn.Module, str], ...]  # modules of this rank that hold it, each with its name there
+    homes: tuple[tuple[nn.Module, str], ...]  # modules of this rank that hold it, each with the name it has there
     stages: tuple[int, ...]
-    rank_of: tuple[int, ...]  # of every stage of the model
+    rank_of: tuple[int, ...]  # the rank of every stage of the model
 
     def check(self) -> None:
         """Check that the layers still hold this parameter.
 
         Raises:
-            ValueError: If it was replaced.
+            ValueError: If a layer now holds another parameter instead.
         """
         if any(home._parameters.get(name) is not self.parameter for home, name in self.homes):
             raise ValueError(
-                f"weight {self.own_name!r} of several stages was replaced after the pipeline was built, as "
-                "load_state_dict(assign=True) does; copy into it, or build a new Pipeline"
+                f"weight {self.own_name!r} of several stages was replaced after the pipeline was built, as by "
+                "load_state_dict(assign=True); copy new values into it, or build a new Pipeline"
             )
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold it."""
+        """The ranks that hold the weight."""
         return tuple(sorted({self.rank_of[stage] for stage in self.stages}))
 
 
@@ -85,7 +85,7 @@ def _homes(layers: nn.Module, names: Sequence[str]) -> tuple[tuple[nn.Module, st
 class Ties:
     """This rank's weights shared by several stages, and the exchange of their gradients with the other ranks.
 
-    `use` returns the stage and micro-batch of the running backward. If it is given, sums have the bits of a loop.
+    `use` returns the stage and micro-batch of the running backward. If it is given, the sums have the bits of a loop.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Ties:
         self._before: list[Tensor | None] = [None] * len(self._ties)
         self._microbatches = 0
         self._keeps = False  # whether gradients are kept per use
-        self._watched: set[int] = set()  # ties with a hook on their gradient
+        self._watched: set[int] = set()  # indices of ties whose weight has a gradient hook
 
     def names(self) -> Mapping[str, str]:
-        """Map this rank's names of weights that an earlier rank also holds to their names there."""
+        """Map this rank's names of weights that an earlier rank also holds to the names at their first use."""
         return {each.own_name: each.name for each in self._ties if self._rank != each.ranks[0]}
 
     def share_weights(self) -> None:
@@ -156,7 +156,7 @@ class Ties:
                 own.copy_(total)  # in place, because other tensors may share this memory
 
     def _sum_by_uses(self, tied: TiedWeight, number: int, total: Tensor | None) -> Tensor:
-        """Add to `total` in a loop's order: by micro-batch, and within one the last stage's use first."""
+        """Add the gradients of all uses to `total` in a loop's order: by micro-batch, then from the last stage on."""
         nothing = torch.zeros_like(tied.parameter)
         for index in range(self._microbatches):
             mine = [self._kept[number].pop((stage, index), nothing) for stage in self._stages(tied, self._rank)]
@@ -181,10 +181,10 @@ class Ties:
             self._ties[number].parameter.register_hook(keep)  # type: ignore[no-untyped-call]
 
     def _keeper(self, kept: dict[Use, Tensor], use: Callable[[], Use]) -> Callable[[Tensor], Tensor | None]:
-        ties = weakref.ref(self)  # weights may outlive the pipeline
+        ties = weakref.ref(self)  # weak, because weights may outlive the pipeline
 
         def keep(gradient: Tensor) -> Tensor | None:
-            """Keep the gradient of a use, and let autograd accumulate zeros instead."""
+            """Store the gradient of a use, and make autograd accumulate zeros instead."""
             living = ties()
             if living is None or not living._keeps:
                 return None
@@ -198,7 +198,7 @@ class Ties:
         return [stage for stage in tied.stages if tied.rank_of[stage] == rank]
 
     def _agree_on_learning(self, tied: TiedWeight) -> None:
-        """Check that a weight is trainable on all its ranks or on none; otherwise the others would wait for ever."""
+        """Refuse a weight that is trainable on only some of its ranks: these would wait for the others forever."""
         if self._connections is None or len(tied.ranks) == 1:
             return
         mine = torch.tensor([int(tied.parameter.requires_grad)])
@@ -221,7 +221,7 @@ class Ties:
         shapes: Sequence[tuple[int, ...]] | None = None,
         wire: Wire | None = None,
     ) -> list[Tensor]:
-        """Exchange a tensor with the other ranks that hold the weight; return all, in the order of ranks."""
+        """Exchange a tensor with the other ranks that hold the weight; return all tensors in the order of ranks."""
         mine = _whole(mine.detach()).contiguous()
         shapes = shapes or [tuple(mine.shape)] * len(tied.ranks)
         parts = [
@@ -240,5 +240,5 @@ class Ties:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """Return a gradient as a dense tensor: its sum with another use's gradient would be dense, too."""
+    """Return a gradient as a dense tensor, because its sum with another use's gradient is usually dense."""
     return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,12 +1,12 @@
-"""Gather what all ranks of a pipeline did in a step, as records on one clock.
+"""Gather the actions and messages of all ranks of a pipeline in a step, as records on one clock.
 
-    offsets = clock_offsets(group)                  once; again after some minutes, because clocks drift
+    offsets = clock_offsets(group)                  repeat this every few minutes, because clocks drift
     pipeline.step(inputs, targets)
     records = gather(pipeline.spans, group, offsets)                on rank 0: `pipe.schedules.measured.Record`s
 
 Pings measure how far a clock is off, as in the Network Time Protocol. Rank 0 notes when a ping leaves and when its
 answer arrives; the other rank notes its own time in between. Of several pings, the one with the shortest round trip is
-used, because it was delayed least. Its error is at most half of that round trip.
+used, because it was delayed least. The error is at most half of that round trip.
 
     rank 0      sent ─────────╮            ╭──────── back        offset = there - (sent + back) / 2
     rank r                    ╰── there ───╯
@@ -24,7 +24,7 @@ from muster.ddp.checks import device_of, gather_json
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Record
-from muster.pipe.schedules.programs import Send, Span, Step
+from muster.pipe.schedules.programs import Send, Step, StepSpan
 
 PINGS = 12
 Clock = Callable[[], float]
@@ -32,7 +32,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Offset:
-    """How far a rank's clock is ahead of rank 0's, and the largest error of this number."""
+    """How far a rank's clock is ahead of rank 0's, and the largest possible error of this offset."""
 
     offset_s: float
     uncertainty_s: float
@@ -41,9 +41,9 @@ class Offset:
 def clock_offsets(
     process_group: dist.ProcessGroup | None = None, *, pings: int = PINGS, clock: Clock = time.monotonic
 ) -> list[Offset]:
-    """Measure how far every rank's clock is off. A collective, about 0.2 ms per ping and rank on gloo.
+    """Measure how far every rank's clock is off. A collective that takes about 0.2 ms per ping and rank on gloo.
 
-    Returns the offsets in the order of the group's ranks, on rank 0. The values on other ranks are meaningless.
+    Return the offsets in the order of the group's ranks. The offsets are valid only on rank 0.
     """
     rank, ranks = _place(process_group)
     offsets = [Offset(0.0, 0.0)] * ranks
@@ -65,9 +65,9 @@ def offsets_by_meetings(
 ) -> list[Offset]:
     """Measure how far every rank's clock is off, without pairwise messages. A collective of `meetings` all-reduces.
 
-    Use this for NCCL, where each pair would need a communicator. If ranks share cores, pings are five times as precise.
-    No rank leaves an all-reduce before all have entered it. So rank r's clock is ahead by at least (r enters - rank 0
-    leaves) and at most (r leaves - rank 0 enters). Every rank gets the offsets.
+    Use this for NCCL, where each pair would need a communicator. If ranks share cores, pings are five times as
+    precise. No rank leaves an all-reduce before all have entered it. So rank r's clock is ahead by at least (r enters -
+    rank 0 leaves) and at most (r leaves - rank 0 enters). Every rank gets the offsets.
     """
     _, ranks = _place(process_group)
     if ranks == 1:
@@ -91,14 +91,14 @@ def offsets_by_meetings(
 
 
 def gather(
-    spans: Iterable[Span],
+    spans: Iterable[StepSpan],
     process_group: dist.ProcessGroup | None = None,
     offsets: Sequence[Offset] | None = None,
 ) -> list[Record] | None:
     """Gather the spans of all ranks on rank 0. A collective. Other ranks get None.
 
-    `spans` are `Pipeline.spans` of this rank's last step. Times count from the first start of any action, and records
-    are sorted by start. Without `offsets` (from `clock_offsets`) the clocks are compared now.
+    `spans` are `Pipeline.spans` of this rank's last step. Times count from the first start of any action, and the
+    records are sorted by start. Without `offsets` (from `clock_offsets`) the clocks are compared now.
 
     Raises:
         ValueError: If the number of offsets is not the number of ranks.
@@ -115,7 +115,7 @@ def gather(
     return None if rank else on_one_clock([[Record(*each) for each in row] for row in every.values()], offsets)
 
 
-def records_of(spans: Iterable[Span], rank: int) -> list[Record]:
+def records_of(spans: Iterable[StepSpan], rank: int) -> list[Record]:
     """Return a rank's spans as records, in its own clock."""
 
     def kind(step: Step) -> str:
@@ -157,7 +157,7 @@ def _answer(stamp: Tensor, group: dist.ProcessGroup | None, clock: Clock) -> Non
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks; 0 and 1 without a process group."""
+    """Return this rank and the number of ranks; (0, 1) without a process group."""
     if group is None and not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)

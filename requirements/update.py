@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent
 EXTRAS = {"core": ("plots", "slurm"), "torch": ("train",), "dev": ("dev",)}  # file -> extras in pyproject.toml
 FILES = (*EXTRAS, "cuda")  # cuda.txt is split off torch.txt
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
+ALSO_DEV = {"triton"}  # pins of cuda.txt that the tests need beside a CPU build, too
 OLDER, NEWER = ("3.10",), ("3.11", "3.12", "3.13", "3.14")  # the newest numpy and matplotlib do without 3.10
 HASH = "    --hash=sha256:"
 PIN = re.compile(r"([\w.-]+)==([\w.!]+)(?:; (.+?))?(?: \\)?")
@@ -135,6 +136,8 @@ def newest(files: dict[str, list[Pin]]) -> dict[str, list[Pin]]:
         for file, pin in found[: 1 if same else None]:
             old = before.get(key, pin)  # its spelling and comments stay
             made[file].append(replace(pin, name=old.name, marker="" if same else pin.marker, comments=old.comments))
+    both = [pin for pin in made["cuda"] if pin.key in ALSO_DEV]
+    made["dev"] = sorted([*made["dev"], *both], key=lambda pin: pin.key)
     if not made["cuda"]:
         raise SystemExit("update.py: pip is configured to find a torch without CUDA; use the public index alone")
     return made

@@ -1,7 +1,7 @@
-"""The Slurm allocation of this process: its nodes, its end time, and which of the nodes this one is.
+"""The Slurm allocation of this process: its nodes, their cores, and its end time.
 
-The batch script and everything below it see the allocation. Only tasks of a step see a node's index; the batch script
-sees zeros there.
+The batch script and all processes below it see the allocation's variables. Variables with the index of a node are not
+used, because they are 0 in the batch script.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ JOB_ID: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 NODELIST: Final = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 NUM_NODES: Final = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 
-# Variables that a job which submits another job must not pass on.
+# Variables that a job must not pass on to a job that it submits.
 _OF_AN_MPI: Final = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "HYDI_")
 _OF_THE_JOB: Final = ("SLURM", "SRUN_", "SBATCH_MEM_BIND", "TORCHELASTIC_", *_OF_AN_MPI)
 _OF_THE_CLUSTER: Final = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
@@ -27,7 +27,7 @@ _OF_THE_GPUS: Final = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job, in Slurm's order, with the cores allocated on each; `end_time` is unix seconds."""
+    """The nodes of a job, in Slurm's order, with the cores allocated on each; `end_time` is in unix seconds."""
 
     job_id: str
     nodes: tuple[str, ...]
@@ -45,28 +45,28 @@ class Allocation:
 
     @property
     def requeue_id(self) -> str:
-        """The name of this job for scontrol requeue; an element of an array has both numbers."""
+        """The id of this job for `scontrol requeue`; for an element of an array, ARRAYJOB_ELEMENT."""
         return self.job_id if self.array_job_id is None else f"{self.array_job_id}_{self.array_task_id}"
 
     def hosts(self) -> tuple[Host, ...]:
-        """Return the nodes as hosts; their agents will report the addresses. A slot is a core."""
+        """Return the nodes as hosts with a slot for each core. Their agents report the addresses later."""
         return tuple(Host(name, "", slots=cpus) for name, cpus in zip(self.nodes, self.cpus, strict=True))
 
 
 def inside_allocation(environ: Mapping[str, str]) -> bool:
-    """Return True if this process belongs to a job that has nodes."""
+    """Return True if this process runs in a Slurm job with nodes."""
     return _first(environ, JOB_ID) in environ and _first(environ, NODELIST) in environ
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation:
-    """Read the allocation that this process is in.
+    """Read the allocation of this process from the environment.
 
     Raises:
-        RefusedError: if there is none, or its variables contradict each other.
+        RefusedError: if there is no allocation, or its variables contradict each other.
     """
     if not inside_allocation(environ):
         raise RefusedError(
-            "environment: no Slurm allocation here (SLURM_JOB_ID and SLURM_JOB_NODELIST are not set); "
+            "environment: this process is in no Slurm allocation (SLURM_JOB_ID and SLURM_JOB_NODELIST are not set); "
             "run this in a job: sbatch, salloc, or muster submit --on slurm"
         )
     nodelist = _first(environ, NODELIST)
@@ -75,7 +75,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
     if count in environ and number(environ, count) != len(nodes):
         raise RefusedError(
             f"environment: {nodelist}={environ[nodelist]} has {len(nodes)} nodes, but {count} is {environ[count]}; "
-            "one of them is not this job's: unset it, or start in a fresh job"
+            "one of them comes from another job: unset it, or start in a new job"
         )
     array = environ.get("SLURM_ARRAY_JOB_ID")
     return Allocation(
@@ -93,7 +93,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for submitting a job: without rank or job variables, but with the user's SBATCH_*.
 
-    A rank's variables would make the ranks of the new job believe that they are that rank.
+    With a rank's variables, every rank of the new job would take itself for that rank.
     """
     drop_gpus = any(name in environ for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"))
     return {
@@ -105,7 +105,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _cpus(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
-    """Return the cores per node; if only this node's number is known, it is used for all."""
+    """Return the cores of each node. If only this node's number is known, use it for all nodes."""
     if "SLURM_JOB_CPUS_PER_NODE" in environ:
         cpus = tasks_per_node(environ["SLURM_JOB_CPUS_PER_NODE"])
         if len(cpus) == nodes:

@@ -1,7 +1,7 @@
-"""Call Slurm's own commands with timeouts: submit, query, cancel. Other modules interpret their output.
+"""Call Slurm's commands with timeouts, to submit, query and cancel jobs, and parse their output.
 
-The state of jobs is asked of squeue first, in one call for any number of jobs; then, to learn how a job ended, of
-scontrol, while the controller remembers it (MinJobAge, 300 s); then of sacct, if accounting is set up.
+The states of all jobs come from one call of squeue. How a job ended comes from scontrol, while the controller remembers
+the job (MinJobAge, 300 s), else from sacct, if accounting is set up.
 """
 
 import os
@@ -21,7 +21,7 @@ from muster.slurm.refusals import NOT_SET_UP, essence, not_set_up
 from muster.slurm.states import JobState
 
 SUBMIT_S: Final = 60.0  # sbatch waits and retries if the controller is busy
-QUERY_S: Final = 30.0  # squeue itself gives up on an absent controller after 18 s
+QUERY_S: Final = 30.0  # squeue itself gives up after 18 s if the controller does not answer
 LIST_S: Final = 5.0
 RUNNING: Final = "RUNNING"
 _SQUEUE: Final = "%i|%T|%j|%N|%e|%B|%r"
@@ -36,7 +36,7 @@ _CHANGING: Final = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN"
 
 @dataclass(frozen=True)
 class Submitted:
-    """sbatch's answer: the number of the job, its cluster if there are several, and other output."""
+    """sbatch's answer: the job id, the cluster if there are several, and any other output."""
 
     job_id: str
     cluster: str | None = None
@@ -44,27 +44,27 @@ class Submitted:
 
 
 class SubmissionRefusedError(MusterError):
-    """sbatch submitted nothing; the message is its own text, which `slurm.refusals` explains."""
+    """The error raised if sbatch submits nothing. Its message is sbatch's own text, which `slurm.refusals` explains."""
 
     exit_code = exits.REFUSED
 
 
 @dataclass(frozen=True)
 class Client:
-    """The commands of one cluster; `environment` is their environment."""
+    """Slurm's commands for one cluster, called with `environment`."""
 
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     cluster: str | None = None
 
     def submit(self, script: Path, *, name: str, environment: Mapping[str, str] | None = None) -> Submitted:
-        """Submit a batch script. `name` is unique, so that the job can be found if sbatch's answer is lost.
+        """Submit a batch script. `name` must be unique, so that the job can be found if sbatch's answer is lost.
 
-        `environment` is that of the job, if it differs from that of the other commands.
+        `environment` is for sbatch and the job (default: that of the other commands).
 
         Raises:
             SubmissionRefusedError: if sbatch refused.
-            RefusedError: if Slurm is not on this machine.
-            UnreachableError: if sbatch did not answer, and there is no such job.
+            RefusedError: if Slurm is not set up on this machine.
+            UnreachableError: if sbatch did not answer, and no job has this name.
         """
         argv = ["sbatch", "--parsable", *self._clusters(), str(script)]
         try:
@@ -80,10 +80,10 @@ class Client:
         raise SubmissionRefusedError(said.strip() or out.strip())
 
     def query(self, job_ids: Iterable[str]) -> dict[str, JobState]:
-        """Return the states of jobs; unknown ones are omitted.
+        """Return the states of jobs; unknown jobs are omitted.
 
         Raises:
-            RefusedError: if Slurm is not on this machine.
+            RefusedError: if Slurm is not set up on this machine.
             UnreachableError: if the controller does not answer.
         """
         wanted = list(dict.fromkeys(job_ids))
@@ -95,7 +95,7 @@ class Client:
         return states
 
     def grace_s(self, partition: str) -> float:
-        """Return how long a partition lets a preempted job continue, 0 if it does not say; errors as for `query`."""
+        """Return a partition's GraceTime in seconds, 0 if unknown. Raises the same errors as `query`."""
         _, out, _ = self._call(["scontrol", *self._clusters(), "--oneliner", "show", "partition", partition], LIST_S)
         match = re.search(r"\bGraceTime=(\d{1,9})\b", out)
         return float(match[1]) if match else 0.0
@@ -104,7 +104,7 @@ class Client:
         """Cancel a waiting or running job; do nothing if it is over.
 
         Raises:
-            RefusedError: if it belongs to another user, or Slurm is not on this machine.
+            RefusedError: if the job belongs to another user, or Slurm is not set up on this machine.
             UnreachableError: if the controller does not answer.
         """
         code, _, said = self._call(["scancel", *self._clusters(), job_id], QUERY_S)
@@ -115,7 +115,7 @@ class Client:
         raise UnreachableError(f"slurm job {job_id}: scancel says: {essence(said)}; try again, or see scontrol ping")
 
     def word(self, job_id: str) -> str:
-        """Return Slurm's name for the state of a job, or why there is none."""
+        """Return squeue's word for the state of a job, "gone" for an unknown job, or the error message."""
         try:
             found = self._squeue([job_id])
         except MusterError as error:
@@ -131,7 +131,7 @@ class Client:
         return (said or out).strip() or f"code {code}" if code else ""
 
     def partitions(self) -> str:
-        """Describe the partitions in one line for a message; empty if sinfo does not answer soon."""
+        """Describe the partitions in one line for a message; empty if sinfo fails."""
         try:
             code, out, _ = self._call(["sinfo", *self._clusters(), "--noheader", f"--format={_PARTITION}"], LIST_S)
         except MusterError:
@@ -148,14 +148,14 @@ class Client:
         return [state for line in out.splitlines() if (state := from_squeue(line)) is not None]
 
     def details(self, job_id: str, timeout_s: float = QUERY_S) -> JobState | None:
-        """Return scontrol's record of a job, None if it does not know the job; errors as for `query`."""
+        """Return scontrol's record of a job; None for an unknown job. Raises the same errors as `query`."""
         code, out, said = self._call(["scontrol", *self._clusters(), "--oneliner", "show", "job", job_id], timeout_s)
         if code and not re.search(_UNKNOWN, said + out):
             raise self._unreachable("scontrol", said or out)
         return None if code else from_scontrol(out, job_id)
 
     def _sacct(self, job_id: str) -> JobState | None:
-        """Ask the accounting; return None if there is none, or it is down."""
+        """Return sacct's record of a job; None if accounting is not set up, is down, or does not know the job."""
         argv = ["sacct", *self._clusters(), "--noheader", "--parsable2", "--allocations", f"--format={_SACCT}"]
         if shutil.which("sacct", path=self.environment.get("PATH")) is None:
             return None
@@ -197,7 +197,7 @@ class Client:
             raise RefusedError(
                 f"slurm: {argv[0]} is not on PATH here; run this on the cluster's login node, or choose another --on"
             )
-        if (conf := env.get("SLURM_CONF")) and not Path(conf).exists():  # Slurm itself would wait a minute for the file
+        if (conf := env.get("SLURM_CONF")) and not Path(conf).exists():  # its commands would wait a minute for the file
             raise RefusedError(f"slurm: SLURM_CONF={conf}: no such file; correct the variable, or unset it")
         try:
             done = subprocess.run(
@@ -219,10 +219,10 @@ class Client:
 
 
 def end_orphan(environ: Mapping[str, str], *, requeue: bool) -> str:
-    """End the job around this process, whose supervisor and its node are gone; return what was done.
+    """End this process's job after the supervisor's node was lost; return the action as text.
 
-    With --no-kill Slurm would keep the other nodes until the time limit. If Slurm considers the job running, it is
-    requeued or cancelled. A job that is being cancelled is left alone, because scontrol would requeue it.
+    With --no-kill Slurm would keep the other nodes until the time limit. A job that Slurm considers running is requeued
+    or cancelled. A job that is being cancelled is left alone, because scontrol would requeue it.
     """
     job, client = environ.get("SLURM_JOB_ID", ""), Client(environ)
     if (state := client.word(job)) != RUNNING:
@@ -232,7 +232,7 @@ def end_orphan(environ: Mapping[str, str], *, requeue: bool) -> str:
 
 
 def from_squeue(line: str) -> JobState | None:
-    """Parse one line of squeue; None if it has another form."""
+    """Parse one line of squeue; None if the line has another form."""
     if (fields := _fields(line)) is None:
         return None
     job_id, state, name, nodes, end, host, reason = fields
@@ -240,7 +240,7 @@ def from_squeue(line: str) -> JobState | None:
 
 
 def from_scontrol(text: str, job_id: str) -> JobState | None:
-    """Parse `scontrol --oneliner show job` for one job; for a requeued job the first record is the newest."""
+    """Parse `scontrol --oneliner show job` for one job; a requeued job's first record is its newest."""
 
     def value(key: str, default: str = "") -> str:
         match = re.search(rf"(?:^|\s){key}=(\S*)", text)
@@ -266,7 +266,7 @@ def from_scontrol(text: str, job_id: str) -> JobState | None:
 
 
 def from_sacct(line: str) -> JobState | None:
-    """Parse one line of sacct; None if it has another form. `CANCELLED by 1000` is the state CANCELLED."""
+    """Parse one line of sacct; None if the line has another form. `CANCELLED by 1000` is read as CANCELLED."""
     if (fields := _fields(line)) is None:
         return None
     job_id, state, name, nodes, end, exit_code, reason = fields
@@ -294,7 +294,7 @@ def _number(text: str) -> int:
 
 
 def unix_s(text: str) -> float | None:
-    """Parse a time of Slurm's, in this machine's time zone; None for `Unknown` and similar words."""
+    """Convert a time printed by Slurm (in the local time zone) to unix seconds; None for words such as `Unknown`."""
     try:
         return time.mktime(datetime.fromisoformat(text).timetuple())
     except ValueError:

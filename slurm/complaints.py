@@ -1,7 +1,7 @@
-"""Find out from output why Slurm ended a step or a job. Pure. For a supervisor that loses all agents at once.
+"""Read from Slurm's output why it ended a step or job, for a supervisor that loses all agents at once. Pure.
 
-Slurm signals all processes of a job at the same time, so the supervisor sees its agents disappear before it learns why.
-The lines are those of slurmstepd, in the output of the batch script and in srun's standard error.
+Slurm signals all processes of a job at the same time, so the supervisor loses its agents before it can know the reason.
+The lines are printed by slurmstepd, to the output of the batch script and to srun's standard error.
 """
 
 import re
@@ -15,9 +15,9 @@ from muster.slurm.states import FAILED, OUT_OF_MEMORY
 
 @dataclass(frozen=True)
 class Complaint:
-    """What Slurm did, and the exit code for a run that ends because of it.
+    """A reason why Slurm ended a step or job, and the exit code of a run that ends because of it.
 
-    `again`: Slurm itself requeues the job. `of_a_node`: it affected one node or rank, not the whole job.
+    `again`: Slurm itself requeues the job. `of_a_node`: the reason affects one node or rank, not the whole job.
     """
 
     code: int
@@ -33,7 +33,7 @@ COMPLAINTS: Final = (
         OUT_OF_MEMORY,
         Complaint(
             FAILED,
-            "Slurm killed it because it ran out of memory; raise slurm.mem, or put fewer ranks on a node",
+            "killed by Slurm because it ran out of memory; raise slurm.mem, or put fewer ranks on a node",
             of_a_node=True,
         ),
     ),
@@ -47,18 +47,18 @@ COMPLAINTS: Final = (
     ),
     (
         r"CANCELLED AT .* DUE TO PREEMPTION",
-        Complaint(exits.INFRASTRUCTURE, "stopped by Slurm, which gives its nodes to another job", again=True),
+        Complaint(exits.INFRASTRUCTURE, "stopped by Slurm, which gives the nodes to another job", again=True),
     ),
     (
         r"CANCELLED AT .* DUE TO NODE FAILURE|srun: error: Node failure on",
-        Complaint(exits.UNREACHABLE, "Slurm reports that one of its nodes failed"),
+        Complaint(exits.UNREACHABLE, "Slurm reports that one of the job's nodes failed"),
     ),
     (r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT", Complaint(exits.STOPPED, "stopped by scancel")),
 )
 
 
-# Matches the node with too little memory, and the used and allowed bytes if Slurm reports them. That a job ran out of
-# memory is reported by the node of the batch script, wherever it happened.
+# Find the node that ran out of memory, and the used and allowed bytes if Slurm reports them. The general message that a
+# job ran out of memory is not matched: the batch script's node prints it, whichever node ran out of memory.
 OUT_OF_MEMORY_AT: Final = (
     r"slurmstepd-(?P<host>[\w.-]+): error: (?:Step\S*|StepId=\S+)(?: \S+)? exceeded memory limit"
     r"(?: \((?P<used>\d{1,18}) > (?P<limit>\d{1,18})\))?|"
@@ -69,8 +69,8 @@ LONGEST: Final = 4096
 
 
 def complaint(lines: Iterable[str]) -> Complaint | None:
-    """Return why Slurm ended the process that printed these lines; None if they do not tell."""
-    kept = [line[:LONGEST] for line in lines]  # a rank may print any line
+    """Return why Slurm ended the step or job that printed these lines; None if the lines do not give a reason."""
+    kept = [line[:LONGEST] for line in lines]  # ranks may print lines of any length
     found = [index for line in kept for index, (said, _) in enumerate(COMPLAINTS) if re.search(said, line)]
     if not found:
         return None
@@ -79,7 +79,7 @@ def complaint(lines: Iterable[str]) -> Complaint | None:
     if where is None or not worst.of_a_node:
         return worst
     message = worst.message
-    if where["limit"]:  # in the unit of slurm.mem
+    if where["limit"]:  # in MB, like slurm.mem
         used, limit = (f"{int(where[name]) >> 20}M" for name in ("used", "limit"))
         message = message.replace(";", f" ({used} used, {limit} allowed);", 1)
     return replace(worst, message=message, host=next(filter(None, where.groups())))

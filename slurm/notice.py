@@ -16,7 +16,7 @@ TIME_LIMIT: Final = "time limit"
 
 @dataclass(frozen=True)
 class Notice:
-    """Why a job is about to end, and when (unix seconds)."""
+    """The reason why a job is about to end, and the time of its end (unix seconds)."""
 
     reason: str
     deadline: float
@@ -24,13 +24,13 @@ class Notice:
     @property
     def message(self) -> str:
         """The reason as a sentence."""
-        return "Slurm gives its nodes to another job" if self.reason == PREEMPTED else "the time limit is near"
+        return "Slurm gives the nodes to another job" if self.reason == PREEMPTED else "the time limit is near"
 
 
 def notice_of(job: JobState | None, now: float, signal_s: int, *, limit: bool) -> Notice | None:
-    """Return the notice that a job has received; None if there is none, so that something else stops its processes.
+    """Return the notice of a job that Slurm is about to end; None if Slurm is not the sender of a signal.
 
-    `limit`: the job received the signal that comes `signal_s` seconds before the time limit.
+    `limit`: the job received the signal that Slurm sends `signal_s` seconds before the time limit.
     """
     runs = job is not None and job.phase == "running" and job.state != "COMPLETING"
     end = job.end_time if job is not None and runs else None

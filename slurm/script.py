@@ -1,10 +1,10 @@
-"""Write the batch script of a run, or of an array of runs. Pure. Of the user's input it contains only sbatch options.
+"""Write the batch script of a run, or of an array of runs. It contains no user input except sbatch options. Pure.
 
     #SBATCH lines   the requests to Slurm, one option each
-    trap '' USR1 USR2         until the supervisor handles them
+    trap '' USR1 USR2         ignore both until the supervisor handles them
     exec python -I .../boot.py launch.supervise RUN_FOLDER     replaces the shell
 
-Signals that Slurm sends to the batch script (`B:`) reach the supervisor, because it replaces the shell.
+Slurm's early signal goes to the shell (`B:`), so it reaches the supervisor that has replaced the shell.
 """
 
 import re
@@ -27,7 +27,7 @@ _AS_GIVEN: Final = (
     *("mem", "gpus-per-node", "time", "partition", "account", "qos", "constraint", "reservation", "nodelist"),
     *("exclude", "comment"),
 )
-# sbatch's environment variables override the script's lines, so they would make the script wrong.
+# Variables of sbatch that would override the script's own lines.
 _VARIABLES: Final = {
     "account": ("SBATCH_ACCOUNT",),
     "constraint": ("SBATCH_CONSTRAINT",),
@@ -54,13 +54,13 @@ class Option:
     value: str | None = None
 
     def line(self) -> str:
-        """Format it as a line of a batch script."""
+        """Format the option as a line of a batch script."""
         return f"#SBATCH --{self.name}" + ("" if self.value is None else f"={quoted(self.value)}")
 
 
 @dataclass(frozen=True)
 class Array:
-    """Many runs as one job: element k, from 0, runs the folder in line k of a file; at most `limit` at a time."""
+    """Many runs as one job array: element k runs the run folder in line k + 1 of `points`; at most `limit` at once."""
 
     points: Path
     count: int
@@ -77,12 +77,12 @@ def sbatch_text(
     cpus_per_task: int | None = None,
     array: Array | None = None,
 ) -> str:
-    """Write a batch script.
+    """Return the text of a batch script.
 
     Args:
         name: the id of the run.
         folder: where Slurm writes the output.
-        argv: the command that supervises the run; for an array without its last word, the run folder.
+        argv: the command that supervises the run; for an array, without the last word, which is the run folder.
         cpus_per_task: used if the settings have none.
 
     Raises:
@@ -92,7 +92,7 @@ def sbatch_text(
         name=name, folder=folder, nodes=nodes, settings=settings, cpus_per_task=cpus_per_task, array=array
     )
     body = f"exec {shlex.join(argv)}" if array is None else _array_body(argv, array.points)
-    # By default both signals end a process; the supervisor will handle them.
+    # Ignore both signals, which would end the shell, until the supervisor handles them.
     return "\n".join(["#!/bin/sh", *(option.line() for option in options), "", "trap '' USR1 USR2", body, ""])
 
 
@@ -105,7 +105,7 @@ def options_of(
     cpus_per_task: int | None = None,
     array: Array | None = None,
 ) -> list[Option]:
-    """List the options of sbatch, as `sbatch_text` writes them.
+    """List the sbatch options of a batch script.
 
     Raises:
         RefusedError: if the name of the folder cannot be written in a script line.
@@ -113,8 +113,8 @@ def options_of(
     # If a path contains a backslash, Slurm uses it literally, and %j would not be replaced.
     if not str(folder).isprintable() or "\\" in str(folder):
         raise RefusedError(
-            f"run folder: {str(folder)!r}: Slurm needs a name on one line, without backslashes; choose another with "
-            "--runs DIR"
+            f"run folder: {str(folder)!r}: Slurm needs a path of printable characters, without backslashes; choose "
+            "another with --runs DIR"
         )
     asked = {
         "job-name": name,
@@ -142,18 +142,18 @@ def overriding_variables(options: Sequence[Option]) -> frozenset[str]:
 
 
 def job_environment(options: Sequence[Option], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a job: without rank or job variables, and without those that override its options."""
+    """Return the environment of a job: without rank or job variables, and without variables that override `options`."""
     dropped = overriding_variables(options)
     return {name: value for name, value in clean_environment(environ).items() if name not in dropped}
 
 
 def quoted(value: str) -> str:
-    """Quote a value for an #SBATCH line. Unlike in a shell, a backslash is special within any quotes."""
+    """Quote a value for an #SBATCH line. Unlike in a shell, a backslash is also special within single quotes."""
     if re.fullmatch(r"[\w@%+=:,./*&|()\[\]-]+", value, re.ASCII):
         word = value
     else:
         word = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
-    # sbatch removes the word packjob anywhere in a line; newer versions look for hetjob.
+    # sbatch removes the word packjob (in newer versions hetjob) anywhere in a line, so a backslash splits it.
     return re.sub(r"(?i)(pack|het)(job)", r"\1\\\2", word)
 
 

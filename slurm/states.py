@@ -1,6 +1,6 @@
-"""Interpret Slurm's texts: the states of a job, why it waits, and how it ended. Tables with pure functions.
+"""Interpret Slurm's words for a job's state, its reason to wait, and its end. Tables with pure functions.
 
-The words are those of squeue(1) and scontrol(1). Words that newer versions add are shown unchanged.
+The words come from squeue(1) and scontrol(1). Words that newer versions add are shown unchanged.
 """
 
 import re
@@ -40,7 +40,7 @@ class JobState:
 
 @dataclass(frozen=True)
 class StateRow:
-    """One of Slurm's states: the phase, the exit code of a run that ends in it without a verdict, and a sentence."""
+    """One of Slurm's states: its phase, the exit code of a run that ends in it without a verdict, and a description."""
 
     phase: Phase
     code: int | None
@@ -48,8 +48,8 @@ class StateRow:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a job ended, according to Slurm."""
+class JobOutcome:
+    """The end of a job according to Slurm, as an exit code and a message."""
 
     code: int
     message: str
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ReasonRow:
-    """A reason for waiting: a pattern of Slurm's words, a sentence, and whether the job can never start."""
+    """A reason for waiting: a pattern of Slurm's words, a description, and whether the job can never start."""
 
     words: str
     sentence: str
@@ -73,15 +73,15 @@ STATES: Final[dict[str, StateRow]] = {
     "RESV_DEL_HOLD": StateRow(
         "pending", None, "it is held, because its reservation was deleted: scontrol release {id}"
     ),
-    "CONFIGURING": StateRow("pending", None, "its nodes are being made ready"),
-    "RUNNING": StateRow("running", None, "it runs"),
+    "CONFIGURING": StateRow("pending", None, "its nodes are being prepared"),
+    "RUNNING": StateRow("running", None, "it is running"),
     "SUSPENDED": StateRow("running", None, "it is suspended"),
     "STOPPED": StateRow("running", None, "it is stopped"),
     "SIGNALING": StateRow("running", None, "it is being signalled"),
-    "RESIZING": StateRow("running", None, "it changes its size"),
+    "RESIZING": StateRow("running", None, "it is changing its size"),
     "STAGE_OUT": StateRow("running", None, "its files are being copied"),
     "COMPLETING": StateRow("running", None, "it is ending"),
-    "COMPLETED": StateRow("over", FAILED, "it ended with 0, but its supervisor left no verdict"),
+    "COMPLETED": StateRow("over", FAILED, "it ended with exit code 0, but its supervisor left no verdict"),
     "FAILED": StateRow("over", None, "it failed"),
     "CANCELLED": StateRow("over", exits.STOPPED, "it was cancelled"),
     "TIMEOUT": StateRow("over", exits.TIMEOUT, "it reached its time limit; raise slurm.time"),
@@ -100,10 +100,12 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
     ReasonRow("None|WaitingForScheduling|SchedDefer", "the scheduler has not looked at it yet"),
     ReasonRow("Resources", "it waits for nodes to become free"),
     ReasonRow("Priority", "jobs of higher priority come first"),
-    ReasonRow("BeginTime", "its begin time has not come (after a failure Slurm waits two minutes)"),
-    ReasonRow("Cleaning", "it is being queued again, and its last try is still being cleaned up"),
+    ReasonRow("BeginTime", "its earliest start time has not come yet (after a failure Slurm waits two minutes)"),
+    ReasonRow("Cleaning", "it is being queued again, and Slurm is still cleaning up its last start"),
     ReasonRow(
-        "DependencyNeverSatisfied", "it depends on a job that ended differently, so it will never start", never=True
+        "DependencyNeverSatisfied",
+        "the job that it depends on did not end as required, so it will never start",
+        never=True,
     ),
     ReasonRow("Dependency", "it waits for the job that it depends on"),
     ReasonRow("JobHeldUser|job.requeued.in.held.state", f"it is held by its user; {_HELD}"),
@@ -116,12 +118,12 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
     ),
     ReasonRow(
         "PartitionNodeLimit",
-        "the partition has fewer nodes than the job wants, or allows fewer: lower nodes, or change slurm.partition",
+        "the job requests more nodes than the partition has or allows: lower nodes, or change slurm.partition",
         never=True,
     ),
     ReasonRow(
-        "PartitionConfig",  # until the scheduler examines the job; permanent if it asks too much of one node
-        "the partition has no such nodes: lower nodes, slurm.cpus_per_task or mem, or change slurm.partition",
+        "PartitionConfig",  # until the scheduler examines the job; permanent if no node is large enough
+        "the partition lacks the nodes requested: lower nodes, slurm.cpus_per_task or mem, or change slurm.partition",
         never=True,
     ),
     ReasonRow(
@@ -141,7 +143,7 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
     ReasonRow("InvalidQOS|QOSNotAllowed", "the quality of service may not be used here: correct slurm.qos", never=True),
     ReasonRow(
         "(?:Assoc|QOS)Max.*PerJob.*|QOSMin.*",
-        "one job of this account or qos may not be so large (or so small): change nodes, slurm.time, mem or cpus",
+        "the job is too large (or too small) for this account or qos: change nodes, slurm.time, mem or cpus",
         never=True,
     ),
     ReasonRow("(?:Assoc|QOS)Grp.*Minutes.*", "the budget of this account or qos is used up for now"),
@@ -155,24 +157,24 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
         "nodes that it needs are down, drained, reserved or in use",
     ),
     ReasonRow("NodeDown|FrontEndDown|PowerNotAvail.*", "a node that it needs is down"),
-    ReasonRow("SystemFailure", "Slurm itself had a failure"),
+    ReasonRow("SystemFailure", "Slurm itself failed"),
     ReasonRow("DeadLine", "it cannot end before its deadline", never=True),
 )
-# The signal number that Slurm reports for a job that it could not start, from its own list of errors.
+# Slurm reports this number as the signal of a job whose output file it could not open.
 CANNOT_OPEN_OUTPUT: Final = 53
 OUT_OF_MEMORY: Final = r"(?i)exceeded (?:job )?memory limit|oom[-_ ]kill|task \d+: out of memory|out of memory handler"
 _BY_EXIT_CODE: Final = {
     126: "the interpreter{which} cannot be run on {where}; correct interpreter in the site file",
     127: "the interpreter{which} is not on {where}; correct interpreter in the site file",
 }
-# Messages of dash and bash for a program that they cannot run.
+# The messages of dash and bash about a program that they cannot run.
 _NOT_RUN: Final = (
     r"(?m)(?:exec: |line \d+: )(?P<program>/.*?): (?:not found|cannot execute|Permission denied|No such file)"
 )
 
 
 def waiting(job: JobState) -> str:
-    """Return one line about why a job waits."""
+    """Return the reason why a job waits, as one line."""
     row, state = _reason_row(job), STATES.get(job.state)
     if job.state != "PENDING" and state is not None:
         return state.sentence.replace("{id}", job.job_id)
@@ -183,7 +185,7 @@ def waiting(job: JobState) -> str:
 
 
 def is_hopeless(job: JobState) -> bool:
-    """Return True if a waiting job will never start, as far as Slurm can say now; repaired nodes may change that."""
+    """Return True if Slurm's reason means that a waiting job will never start. Repaired nodes may change that."""
     row = _reason_row(job)
     return job.phase == "pending" and row is not None and row.never
 
@@ -191,40 +193,40 @@ def is_hopeless(job: JobState) -> bool:
 def is_orphan(job: JobState) -> bool:
     """Return True if a job continues without the node of its batch script.
 
-    With --no-kill Slurm removes a failed node from the job and continues, even if that node has the supervisor. The
-    other nodes would be held for nothing until the time limit.
+    With --no-kill Slurm removes a failed node from the job and continues, even if the supervisor ran on that node. The
+    other nodes would stay allocated in vain until the time limit.
     """
-    # For a job that is COMPLETING, Slurm lists only the nodes that are not done yet.
+    # Jobs in COMPLETING are excluded, because Slurm then lists only the nodes that are not done yet.
     running = job.state in ("RUNNING", "SUSPENDED") and job.batch_host and job.nodes
     return bool(running) and job.batch_host not in expand(job.nodes)
 
 
-def outcome(job: JobState, said: str = "") -> Outcome:
-    """Return how a job without a verdict ended, and its exit code; `said` is the end of its output."""
+def outcome(job: JobState, said: str = "") -> JobOutcome:
+    """Return the exit code and message for a job that ended without a verdict; `said` is the end of its output."""
     if is_orphan(job):
-        return Outcome(
+        return JobOutcome(
             exits.UNREACHABLE, f"Slurm job {job.job_id}: {job.batch_host}, the node of its supervisor, failed"
         )
     row = STATES.get(job.state, STATES["FAILED"])
-    if row.code is None and re.search(OUT_OF_MEMORY, said):  # for one of its ways of killing, Slurm reports FAILED
+    if row.code is None and re.search(OUT_OF_MEMORY, said):  # Slurm reports some of these jobs as FAILED
         row = STATES["OUT_OF_MEMORY"]
     where = f"Slurm job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
     if row.code is not None:
-        return Outcome(row.code, f"{where}: {row.sentence} ({job.state})")
+        return JobOutcome(row.code, f"{where}: {row.sentence} ({job.state})")
     if job.signal == CANNOT_OPEN_OUTPUT:
-        return Outcome(
+        return JobOutcome(
             exits.RUN_FOLDER,
             f"{where}: Slurm cannot write into the run folder there; put --runs on storage that all nodes share",
         )
     if job.signal:
-        return Outcome(exits.SIGNAL_BASE + job.signal, f"{where}: its supervisor was killed by signal {job.signal}")
+        return JobOutcome(exits.SIGNAL_BASE + job.signal, f"{where}: its supervisor was killed by signal {job.signal}")
     code = job.exit_code or FAILED
     program = re.search(_NOT_RUN, said)
     sentence = _BY_EXIT_CODE.get(job.exit_code, "its supervisor left no verdict").format(
         which=f" {program['program']}" if program else "", where=job.batch_host or "the node"
     )
     reason = f", {job.reason}" if job.reason not in ("", "None", "NonZeroExitCode") else ""
-    return Outcome(code, f"{where}: failed with code {job.exit_code}: {sentence} ({job.state}{reason})")
+    return JobOutcome(code, f"{where}: failed with code {job.exit_code}: {sentence} ({job.state}{reason})")
 
 
 def never_began(job: JobState) -> bool:

@@ -1,7 +1,7 @@
-"""The step with the agents: srun's argv. Pure. One agent per node, which starts that node's ranks.
+"""Build srun's argv for the job step that runs one agent on each node. Pure.
 
-A dead agent or node does not end the step (--kill-on-bad-exit=0, --wait=0, --no-kill): the supervisor decides. No user
-data is passed in --export; it is sent over the control channel.
+The end of one agent or node does not end the step (--kill-on-bad-exit=0, --wait=0, --no-kill), because the supervisor
+decides how to continue. User data is not passed in --export, but over the control channel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ def srun_argv(
 ) -> list[str]:
     """Return the command that starts one agent on each of `nodes` nodes of the allocation.
 
-    `cpus_per_task` is repeated here, because srun does not inherit it from the job: without it an agent would have one
-    core. `hosts` names the nodes if only a part of the allocation is used.
+    `cpus_per_task` is repeated here, because srun does not inherit it from the job, and an agent would have one core.
+    `hosts` names the nodes if only a part of the allocation is used.
     """
     optional = {"cpus-per-task": cpus_per_task, "gpus-per-node": gpus_per_node, "nodelist": ",".join(hosts) or None}
     return [

@@ -1,14 +1,13 @@
 """The task that submitit runs on each node. See `launch/scheduler/submitit_run.py`.
 
-    task 0   runs the supervisor as a child, with node 0's agent    writes how to reach it to rendezvous.json
+    task 0   runs the supervisor as a child, with node 0's agent    the supervisor's address goes to rendezvous.json
     task k   runs node k's agent as a child, as soon as that file exists
 
-A task determines its own number. Before the time limit, or on preemption, submitit calls `checkpoint` in task 0: the
-run
-saves and ends its attempt, and the requeued task continues the same run.
+A task reads its number from submitit's environment. Before the time limit or on preemption, submitit calls `checkpoint`
+in task 0: the run saves and ends its attempt, and the requeued task continues the same run.
 
-submitit's own entry point would put the user's folder first on the path, and use the current code. So Muster starts its
-own (`main`) through `launch/boot.py`.
+submitit's own entry point would put the user's folder first on the path, and import code that may have changed since
+the submission. So `launch/boot.py` starts Muster's entry point (`main`) instead.
 """
 
 import json
@@ -31,7 +30,7 @@ from muster.jobs.basics.reading import read_json
 from muster.jobs.machine.linux import die_with_parent
 from muster.jobs.runfolder.rundir import RunDir
 
-WAIT_S: Final = 120.0  # for the rendezvous file: a file server may show it a minute late
+WAIT_S: Final = 120.0  # for the rendezvous file, which a file server may show a minute late
 POLL_S: Final = 0.1
 DRAIN_S: Final = 25.0  # submitit's local executor sends its signal 30 s before the end
 SWEEP_S: Final = 5.0
@@ -40,10 +39,10 @@ REQUEUE_TEXT: Final = "submitit requeues the job"
 
 
 @dataclass
-class Task:
-    """The pickled object: two commands, and the run folder. `agent` lacks its node and the supervisor's address.
+class SubmititTask:
+    """The object that submitit pickles: two commands and the run folder.
 
-    `drain_s`: how long the supervisor may save before the end.
+    `agent` lacks the node and the supervisor's address. `drain_s`: how long the supervisor may save before the end.
     """
 
     supervise: list[str]
@@ -53,7 +52,7 @@ class Task:
     _pidfd: int = field(default=-1, repr=False, compare=False)
 
     def __call__(self) -> int:
-        """Run this task's part; return its exit code. That of task 0 is the run's."""
+        """Run the supervisor (in task 0) or an agent; return its exit code, in task 0 that of the run."""
         import submitit
 
         rank = submitit.JobEnvironment().global_rank
@@ -67,8 +66,8 @@ class Task:
         from submitit.helpers import DelayedSubmission
 
         if self._drain() != exits.REQUEUE:
-            return None  # it ended by itself, or was asked to stop
-        return DelayedSubmission(Task(self.supervise, self.agent, self.run, self.drain_s))
+            return None  # the run ended by itself, or was asked to stop
+        return DelayedSubmission(SubmititTask(self.supervise, self.agent, self.run, self.drain_s))
 
     def _supervisor(self) -> int:
         run = RunDir(Path(self.run))
@@ -83,7 +82,7 @@ class Task:
         return self._child([*self.agent, "--node", str(node), *told["arguments"]], told["environment"])
 
     def _child(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run a child to its end; it also ends with this process."""
+        """Run a child process and wait for its end. If this process ends first, so does the child."""
         child = subprocess.Popen(
             argv,
             env={**os.environ, **environment},
@@ -108,17 +107,17 @@ class Task:
     def _drain(self) -> int | None:
         """Ask the supervisor to save and end; return its exit code, None if it has ended or not begun.
 
-        Popen.wait cannot be used: it is already running below this handler and holds its lock.
+        Popen.wait cannot be used, because this signal handler may have interrupted a call of it that holds its lock.
         """
         run = RunDir(Path(self.run))
         if self._pidfd < 0 or _has_ended(self._pidfd, 0.0) or run.stop.exists():
             return None
         request = {"time": time.time(), "now": False, "code": exits.REQUEUE, "who": "submitit", "text": REQUEUE_TEXT}
-        request["grace_s"] = max(0.0, self.drain_s - SWEEP_S)  # for programs, which save by themselves
+        request["grace_s"] = max(0.0, self.drain_s - SWEEP_S)  # for programs that save by themselves
         write_json(run.stop, request)
         try:
             if not _has_ended(self._pidfd, self.drain_s):
-                return exits.REQUEUE  # it ends with this process
+                return exits.REQUEUE  # the supervisor ends with this process
         finally:
             run.stop.unlink(missing_ok=True)  # otherwise the next attempt would stop too
         ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
@@ -132,7 +131,7 @@ def start_key(environ: Mapping[str, str]) -> str:
 
 
 def publish(run: RunDir, told: Mapping[str, Any]) -> None:
-    """Publish information for the other tasks of this start: an atomic file, readable by the user only.
+    """Publish values for the other tasks of this start, in a file written atomically that only the user can read.
 
     Raises:
         RunFolderError, StorageError: if it cannot be written.
@@ -141,14 +140,14 @@ def publish(run: RunDir, told: Mapping[str, Any]) -> None:
 
 
 def await_rendezvous(run: RunDir, wait_s: float = WAIT_S) -> dict[str, Any]:
-    """Wait until task 0 of this start has published how to reach the supervisor.
+    """Wait until task 0 of this start has published the supervisor's address.
 
     Raises:
-        TimeoutError: if it has not in time.
+        TimeoutError: if task 0 has not published it in time.
     """
     key, deadline = start_key(os.environ), time.monotonic() + wait_s
     while time.monotonic() < deadline:
-        os.listdir(run.path)  # noqa: PTH208 (a file server's client then looks for new files)
+        os.listdir(run.path)  # noqa: PTH208 (makes a file server's client look for new files)
         try:
             told: dict[str, Any] = read_json(run.rendezvous)
         except FileNotFoundError:
@@ -160,7 +159,7 @@ def await_rendezvous(run: RunDir, wait_s: float = WAIT_S) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Replace submitit's own entry point; the folder is the last argument. The exit code is that of the task."""
+    """Run a task in place of submitit's own entry point; return its exit code. The last argument is the folder."""
     try:
         from submitit.core.job_environment import JobEnvironment
         from submitit.core.submission import process_job
@@ -168,7 +167,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(f"muster: {sys.executable} on {os.uname().nodename} has no {error.name}; run ./setup.sh", file=sys.stderr)
         return exits.REFUSED
-    check_folder(Path(sys.argv[-1]))  # a pickle in it is executed
+    check_folder(Path(sys.argv[-1]))  # a pickle in this folder is executed
     # submitit cancels by SIGINT, which a shell may have set to be ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(os.getppid(), signal.SIGINT)
@@ -178,7 +177,7 @@ def main() -> int:
 
 
 def _begin(parent: int) -> None:
-    """Prepare a child. Slurm's early signal goes to every process of the step, but only the task handles it."""
+    """Prepare a child: block Slurm's early signal, which every process of the step gets but only the task handles."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     die_with_parent(parent, signal.SIGTERM)
 

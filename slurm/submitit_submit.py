@@ -1,9 +1,9 @@
-"""Call submitit in a separate process, to keep its import, threads and children out of Muster's. Reads an order.
+"""Call submitit in a separate process, to keep its modules, threads and children out of Muster's process.
 
     standard input    {"executor", "folder", "constructor", "parameters", "tasks", "dry_run"}, as JSON
     standard output   {"job_ids": [...]} or {"refused": sbatch's message} or {"text": the batch script}
 
-submitit's local executor runs its jobs as children, so this process stays until they have ended.
+submitit's local executor runs its jobs as children, so this process runs until they have ended.
 """
 
 import json
@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics import exits
-from muster.slurm.submitit_job import Task
+from muster.slurm.submitit_job import SubmititTask
 
 if TYPE_CHECKING:
     import submitit
@@ -27,7 +27,7 @@ LIMITS: Final = "%P|%L|%l"  # sinfo's format: partition (a star marks the defaul
 
 
 def main() -> int:
-    """Submit the order on standard input."""
+    """Read an order from standard input, submit it, and write the answer."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output must not mix with the answer
     order = json.load(sys.stdin)
@@ -39,7 +39,7 @@ def main() -> int:
         return exits.REFUSED
     executor = submitit.AutoExecutor(order["folder"], cluster=order["executor"], **order["constructor"])
     executor.update_parameters(**limited(order["executor"], order["parameters"]))
-    tasks = [Task(**each) for each in order["tasks"]]
+    tasks = [SubmititTask(**each) for each in order["tasks"]]
     try:
         jobs = [] if order["dry_run"] else executor.submit_array(tasks)
         told: dict[str, Any] = {"job_ids": [job.job_id for job in jobs]}
@@ -79,7 +79,7 @@ def limited(executor: str, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_minutes(text: str, partition: str | None) -> int:
-    """Parse sinfo's lines for the default time limit of a partition: minutes, a year if there is no limit."""
+    """Read a partition's default time limit from sinfo's lines, in minutes; a year if there is no limit."""
     wanted = partition.split(",") if partition else []
     for line in text.splitlines():
         name, default, limit = (each.strip() for each in [*line.split("|"), "", ""][:3])
@@ -89,7 +89,7 @@ def default_minutes(text: str, partition: str | None) -> int:
 
 
 def minutes_of(text: str) -> int:
-    """Parse a limit as printed by sinfo (1-00:00:00, 1:00:00, 30:00), rounded up; 0 for none (infinite, n/a)."""
+    """Parse sinfo's time limit (1-00:00:00, 1:00:00, 30:00) into minutes, rounded up; 0 for infinite and n/a."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdecimal() for part in parts) or (dash and not days.isdecimal()):

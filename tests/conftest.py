@@ -54,6 +54,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: is marked unsteady without a reason; write unsteady('why')")
 
 
+def require_gpus(count: int) -> None:
+    """Skip the test on a machine with fewer than `count` CUDA devices."""
+    import torch  # a bare machine runs the tests that need no torch
+
+    devices = torch.cuda.device_count()
+    if devices < count:
+        pytest.skip(f"needs {count} CUDA devices, this machine has {devices}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs more GPUs than there are."""
+    gpu = item.get_closest_marker("gpu")
+    if gpu is not None:
+        require_gpus(*gpu.args or (1,))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is a coroutine, in a loop of its own and under a deadline."""
@@ -116,7 +132,7 @@ def user(box: LiveBox, tmp_path: Path) -> Iterator[BoxUser]:
 
 
 @pytest.fixture
-def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
+def on_ranks(rank_server: subprocess.Popen[str], request: pytest.FixtureRequest) -> OnRanks:
     """Return a caller: `on_ranks(n, function, **arguments)` runs a test file's function on n ranks, in one gloo group.
 
     The function takes its `World` first; arguments and results are JSON values. Returns the results in rank order.
@@ -126,7 +142,9 @@ def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
     def call(
         world_size: int, function: Callable[..., Any], *, deadline_s: float = 90.0, group: bool = True, **arguments: Any
     ) -> list[Any]:
-        request = {
+        if request.node.get_closest_marker("gpu"):
+            require_gpus(world_size)
+        order = {
             "file": inspect.getsourcefile(function),
             "function": function.__name__,
             "world_size": world_size,
@@ -135,7 +153,7 @@ def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
             "group": group,
         }
         assert rank_server.stdout is not None
-        rank_server.stdin.write(json.dumps(request) + "\n")
+        rank_server.stdin.write(json.dumps(order) + "\n")
         rank_server.stdin.flush()
         answer = json.loads(rank_server.stdout.readline())
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(answer["errors"]) if text]

@@ -204,6 +204,8 @@ def test_libraries_are_those_that_pyproject_gives_reasons_for_and_ddp_needs_none
         allowed = {"torch"} if module.package in ("ddp", "zero", "pipe") else LIBRARIES | {"torch"}
         if module.name == "pipe.wires.driver":
             allowed |= {"cuda"}
+        if module.name == "jobs.train.kernels.rms_norm_triton":
+            allowed |= {"triton"}
         outside = {root(name) for name in imported(module, functions=True, typing=True)} - set(PACKAGES)
         if extra := outside - set(sys.stdlib_module_names) - allowed:
             wrong.append(f"{module.name} imports {', '.join(sorted(extra))}")
@@ -211,7 +213,7 @@ def test_libraries_are_those_that_pyproject_gives_reasons_for_and_ddp_needs_none
 
 
 def test_ranks_of_train_jobs_need_torch_alone() -> None:
-    """Their Python may be a user's. `rich` is for ranks started by hand, with Muster's; `cuda` only if it is there."""
+    """Their Python may be a user's. `rich` is for ranks started by hand; `cuda` and `triton` only if they are there."""
     found, wanted = set[str](), ["jobs.train.main", "jobs.train.verify", "jobs.node.warm", "jobs.checkpoint.writer"]
     outside = dict[str, str]()
     while wanted:
@@ -220,7 +222,7 @@ def test_ranks_of_train_jobs_need_torch_alone() -> None:
             targets = imported(modules()[name], functions=True, typing=False)
             wanted += targets & modules().keys()
             outside |= {root(target): name for target in targets - modules().keys()}
-    assert outside.keys() - set(sys.stdlib_module_names) - set(PACKAGES) == {"torch", "rich", "cuda"}
+    assert outside.keys() - set(sys.stdlib_module_names) - set(PACKAGES) == {"torch", "rich", "cuda", "triton"}
     assert (outside["rich"], outside["cuda"]) == ("jobs.train.screen", "pipe.wires.driver")
 
 
@@ -315,6 +317,17 @@ def test_files_and_functions_stay_small() -> None:
                     wrong.append(f"{module.name}.{node.name}: {length} lines")
     assert statistics.median(sizes) <= MEDIAN_LINES
     assert wrong == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """Examples are programs of their own: each may have a `Block`."""
+    places: dict[str, list[str]] = {}
+    for module in modules().values():
+        if "examples" not in module.name:
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(module.name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_no_module_at_the_root_shadows_the_standard_library() -> None:

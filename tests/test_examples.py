@@ -64,7 +64,7 @@ def ended(request: pytest.FixtureRequest, data_root: Path) -> Iterator[Ahead[str
 def test_example(name: str, ended: Ahead[str, tuple[Ended, Path]]) -> None:
     done, runs = ended.result(name)
     assert done.returncode == 0, done.stderr
-    run = RunDir(next(runs.iterdir()))
+    run = RunDir(next(runs.glob("[!.]*")))
     (verdict,) = read_lines(run.attempts)
     assert verdict["class"] == "done"
     job = load_job(EXAMPLES / f"{name}.yaml", KINDS).job

@@ -53,10 +53,15 @@ def test_the_files_of_requirements_are_those_that_the_script_updates(update: Mod
 
 
 def test_no_package_is_pinned_in_two_files_or_twice_for_one_python(update: ModuleType) -> None:
+    pins = {file: update.parse((FOLDER / f"{file}.txt").read_text())[1] for file in ("cuda", "dev")}
+    twice = [[pin for pin in each if pin.key in update.ALSO_DEV] for each in pins.values()]
+    assert [pin.key for pin in twice[0]] == sorted(update.ALSO_DEV)
+    assert twice[0] == twice[1]
     seen = [
         (pin.key, sign)
         for file in update.FILES
         for pin in update.parse((FOLDER / f"{file}.txt").read_text())[1]
+        if file != "dev" or pin.key not in update.ALSO_DEV
         for sign in ([pin.marker] if pin.marker else ['python_version < "3.11"', 'python_version >= "3.11"'])
     ]
     assert len(seen) == len(set(seen))
@@ -157,7 +162,7 @@ def test_the_newest_versions_go_to_the_file_of_the_group_that_needs_them(
             ("rich", "15.0", ""),
         ],
         "torch": [("torch", "9.0", "")],
-        "dev": [("pytest", "9", "")],
+        "dev": [("pytest", "9", ""), ("triton", "5", "")],
         "cuda": [("nvidia-x", "13", ""), ("triton", "5", "")],
     }
     assert made["core"][-1].comments == ("# tables",)

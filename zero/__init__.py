@@ -1,6 +1,6 @@
 """ZeRO as a library, for any `nn.Module`: optimizer state, gradients and parameters sharded over all ranks.
 
-Rajbhandari et al. 2020 (ZeRO) name the stages: 1 optimizer state, 2 and gradients, 3 and parameters.
+Rajbhandari et al. 2020 (ZeRO) define the stages. Stage 1 shards optimizer state, 2 also gradients, 3 also parameters.
 """
 
 from typing import TYPE_CHECKING, Any

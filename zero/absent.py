@@ -1,12 +1,12 @@
-"""Placeholder classes for parameters that are not available: metadata can be read, but data access raises or waits.
+"""Placeholder classes for parameters that are not available. Reading metadata works; reading data raises or waits.
 
     Absent    its memory is freed (stage 3); reading it would crash the process
     Coming    it is being gathered after a step (stages 1 and 2); reading it would return partial data
     Sent      it is available, but its gradient is sharded (stages 1 and 2)
 
-Meanwhile the parameter has one of these classes, whose `__torch_function__` PyTorch calls before any operation. Nothing
-else changes: it is the same object, also for autograd. PyTorch's functions that clip gradients would find none and do
-nothing, so Absent and Sent make them raise.
+In these states, the parameter has one of these classes, whose `__torch_function__` PyTorch calls before any operation.
+The parameter stays the same object, also for autograd. PyTorch's gradient clipping would find no gradients and do
+nothing, so Absent and Sent make it raise an error.
 """
 
 import copy
@@ -20,26 +20,26 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _Wait = Callable[[], Callable[[], None] | None]
-_WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # for parameters that are coming
-_NAMES: Final[MutableMapping[Tensor, str]] = WeakIdKeyDictionary()  # of absent parameters
+_WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # how to wait for parameters of class Coming
+_NAMES: Final[MutableMapping[Tensor, str]] = WeakIdKeyDictionary()  # names of absent parameters
 _LOST: Final[MutableMapping[Tensor, bool]] = WeakIdKeyDictionary()  # parameters that can never be gathered again
-_TOLD: Final = (
+_METADATA: Final = (
     *("dtype", "device", "grad", "is_cpu", "is_cuda", "is_meta", "is_sparse", "layout", "ndim"),
     *("shape", "requires_grad", "itemsize", "nbytes", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
 )
-_CALLED: Final = (
+_METADATA_METHODS: Final = (
     *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "nelement", "numel", "size"),
     *("stride", "__hash__", "register_hook", "register_post_accumulate_grad_hook"),
 )
 _HARMLESS: Final = {
-    *(getattr(Tensor, name).__get__ for name in _TOLD),
-    *(getattr(Tensor, name) for name in _CALLED),
+    *(getattr(Tensor, name).__get__ for name in _METADATA),
+    *(getattr(Tensor, name) for name in _METADATA_METHODS),
     vars(torch._C.TensorBase)["grad"].__set__,
 }
 _GRADIENT: Final = vars(torch._C.TensorBase)["grad"]
 _CLIPPING: Final = "torch.nn.utils.clip_grad"
 
-as_it_is = torch._C.DisableTorchFunctionSubclass  # a context without these checks, for internal access
+as_it_is = torch._C.DisableTorchFunctionSubclass  # context for internal access without these checks
 
 
 class Absent(nn.Parameter):
@@ -47,7 +47,7 @@ class Absent(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
-        """Allow reading metadata only."""
+        """Allow only metadata to be read."""
         if function in _HARMLESS:
             if function == _GRADIENT.__get__:
                 _refuse_clipping(sys._getframe(1))
@@ -61,7 +61,7 @@ class Coming(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
-        """Wait for the parameter, which restores its class, unless only metadata is read."""
+        """Wait for the parameter, unless only metadata is read. Waiting restores the parameter's class."""
         if function in _HARMLESS:
             with as_it_is():
                 return function(*args, **(keywords or {}))
@@ -71,7 +71,7 @@ class Coming(nn.Parameter):
             return function(*args, **(keywords or {}))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Wait, then copy the restored parameter: PyTorch would look at the class first."""
+        """Wait for the parameter, which restores its class, so that the copy has that class, too."""
         _wait_for(self)
         return copy.deepcopy(self, memo)
 
@@ -81,7 +81,7 @@ class Sent(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of this rank alone, if a backward has made one since."""
+        """The gradient of this rank alone, if a backward has computed one since the last synchronization."""
         _refuse_clipping(sys._getframe(1))
         own: Tensor | None = _GRADIENT.__get__(self)
         return own
@@ -146,7 +146,7 @@ class Expect(_Disguise):
 
 
 class Leave(_Disguise):
-    """Parameters, with their names, that are absent while freed."""
+    """Parameters that have the class Absent while their memory is freed. `names` are for messages."""
 
     kind = Absent
 
@@ -163,11 +163,11 @@ class Leave(_Disguise):
 
 
 def _refuse_clipping(asks: FrameType) -> None:
-    """Raise if PyTorch's gradient clipping is the caller: it would find no gradient and do nothing."""
+    """Raise an error if the caller is PyTorch's gradient clipping, which would find no gradient and do nothing."""
     if asks.f_globals.get("__name__") == _CLIPPING:
         raise RuntimeError(
             f"{_CLIPPING}: parameters of a sharded module have no gradients to clip, because each rank has a shard; "
-            "call optimizer.clip_grad_norm_(max_norm) of the wrapper's optimizer, or change its gradients() in place"
+            "call clip_grad_norm_(max_norm) of the wrapper's optimizer, or change its gradients() in place"
         )
 
 
@@ -181,9 +181,9 @@ def _refusal(args: Any, keywords: Any) -> str:
             "before deleting it, or build the module again and load a state dict"
         )
     return (
-        f"{name}: is sharded, and not gathered here; use it within gather_full(), use state_dict() of the "
-        "ShardedDataParallel, step the optimizer from its optimizer(), or make the module that uses this parameter a "
-        "part of its unit"
+        f"{name}: is sharded, and not gathered here; use it within gather_full(), call state_dict() of the "
+        "ShardedDataParallel, step the optimizer that its optimizer() returns, or put the module that uses this "
+        "parameter into the parameter's unit"
     )
 
 

@@ -1,4 +1,4 @@
-"""Raise errors of one rank on all ranks, so that no rank waits in a collective for one that has failed.
+"""Raise errors of one rank on all ranks, so that no rank waits in a collective for a failed rank.
 
 rank 0   checks ── sends "fine" ─┐                 ┌── ValueError: rank 1: duplicate parameters
 rank 1   checks ── sends error ──┴── both read both ┴── ValueError: duplicate parameters
@@ -21,7 +21,7 @@ def together(group: Group) -> Iterator[None]:
     """Make all ranks fail if one fails within the block. A collective of two small messages.
 
     Raises:
-        ValueError: On the ranks that did not fail, with the number and error of the first rank that did.
+        ValueError: On the ranks that did not fail, with the number and error of the first failed rank.
     """
     error: Exception | None = None
     try:
@@ -40,7 +40,7 @@ def require_same(lines: list[str], group: Group, what: str) -> None:
     """Check that all ranks pass the same lines. A collective.
 
     Raises:
-        ValueError: On every rank if they differ; the message names the first difference.
+        ValueError: On every rank, if the lines differ. The message shows the first difference.
     """
     if differing := difference_of(lines, group, device_of(group)):
         raise ValueError(f"the ranks' {what} differ: {differing}; pass the same ones in the same order on every rank")

@@ -1,10 +1,10 @@
-"""Detect parameters that share memory with another tensor: sharding would move them, and the other would not follow.
+"""Detect parameters that share memory with another tensor. Sharding would move them, but not the other tensor.
 
     head.weight = embed.weight             one parameter with two names: allowed
     head.weight.data = embed.weight.data   two parameters in one memory: sharding would separate them
-    self.rows = self.weight.data[:4]       a view, kept as an attribute or buffer: would never be updated
+    self.rows = self.weight.data[:4]       a view, kept as an attribute or buffer: it would never be updated
 
-Views of one tensor without a common element, such as cuDNN's weights, share nothing.
+Views of one tensor that have no common element, such as cuDNN's weights, are allowed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ def require_own_memory(module: nn.Module) -> None:
     """Check that no parameter of a module shares memory with another, with a buffer, or with a plain attribute.
 
     Raises:
-        ValueError: If one does; the message names both.
+        ValueError: If a parameter shares memory with another tensor. The message names both.
     """
     parameters = list(module.named_parameters())
     known = {id(each) for _, each in parameters}
@@ -34,7 +34,7 @@ def require_apart(parameters: Named, others: Named = ()) -> None:
     """Check that parameters share no element with each other, nor with other tensors.
 
     Raises:
-        ValueError: If one does; the message names both.
+        ValueError: If a parameter shares memory with another tensor. The message names both.
     """
     of_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, each in parameters:
@@ -45,10 +45,10 @@ def require_apart(parameters: Named, others: Named = ()) -> None:
         for place, (name, each) in enumerate(of_one):
             for other, tensor in of_one[place + 1 :]:
                 if _bounds(tensor)[0] >= _bounds(each)[1]:
-                    break  # so do all later ones
+                    break  # this and all later tensors begin after `each` ends
                 if _overlap(each, tensor):
                     raise ValueError(
-                        f"parameters {name} and {other} share memory, and sharding would give each its own; make them "
+                        f"parameters {name} and {other} share memory, but sharding would separate them; make them "
                         f"one parameter ({other} = {name}), or clone() one"
                     )
     for other, tensor in others:
@@ -82,7 +82,7 @@ def _is_somewhere(tensor: Tensor) -> bool:
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:
-    """Return a tensor's first byte in its storage, and the one after its last."""
+    """Return the offset of a tensor's first byte in its storage, and that of the byte after its last."""
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
@@ -104,7 +104,7 @@ def _bytes_of(tensor: Tensor, marks: Tensor) -> Tensor:
 
 
 def refuse_duplicates(group: dict[str, Any]) -> None:
-    """Check that a caller's group has each parameter once; torch.optim only warns."""
+    """Check that a parameter group lists each parameter once, because torch.optim only warns."""
     given = group[PARAMS]
     if isinstance(given, (Tensor, set)):
         return

@@ -1,6 +1,6 @@
-"""Optimizers that may step shards: those that update each element from that element's gradient and state alone.
+"""Optimizers that can step shards, because they update each element from that element's gradient and state alone.
 
-An optimizer that uses a whole tensor (its norm, its rows, its products) would compute something else from a part.
+An optimizer that uses a whole tensor (its norm, rows or products) would compute different values from a part of it.
 """
 
 from typing import Final
@@ -20,22 +20,22 @@ _ELEMENTWISE: Final = (
     "Rprop",
     "SGD",
 )
-_WHOLE: Final = {  # the reason why it needs whole tensors
+_WHOLE: Final = {  # why these optimizers need whole tensors
     "Adafactor": "it factors the second moment of a matrix into its rows and columns",
-    "LBFGS": "it takes products of all gradients, and evaluates the loss again",
+    "LBFGS": "it computes products of all gradients, and evaluates the loss again",
     "Muon": "it orthogonalizes the momentum of a whole matrix",
-    "SparseAdam": "it updates the rows that a sparse gradient names, and gradients are dense here",
+    "SparseAdam": "it updates only the rows of a sparse gradient, but shards of gradients are dense",
 }
 
 
 def require_elementwise(kind: type[torch.optim.Optimizer]) -> None:
-    """Check that an optimizer may step shards.
+    """Check that an optimizer can step shards.
 
-    Torch's own optimizers are in a table. Any other class passes if it inherits such an optimizer's `step`, or has the
-    attribute `elementwise = True`.
+    For torch's own optimizers, a table decides. Any other class passes if it inherits the `step` of an element-wise
+    optimizer, or has the attribute `elementwise = True`.
 
     Raises:
-        ValueError: If it needs whole tensors, or this is unknown.
+        ValueError: If the optimizer needs whole tensors, or might need them.
         TypeError: If it is not an optimizer class.
     """
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):

@@ -1,19 +1,19 @@
 """Parameters packed into one flat tensor; this rank owns one shard of it.
 
     full     | block1.up | block1.down | block1.norm |        each parameter's data is a view of its part
-    shard           ^^^^^^^^^^^                               this rank's: the part its optimizer steps
+    shard           ^^^^^^^^^^^                               this rank's part, which its optimizer steps
 
 In stages 1 and 2 the flat tensor always has memory, and the shard is a view of it, so the optimizer writes in place.
-In stage 3 the shard has memory of its own. The flat tensor's memory is allocated and freed (`take_memory`, `free`),
-while views of it stay valid, including those that autograd has saved for the backward.
+In stage 3 the shard has its own memory. The flat tensor's memory is allocated and freed (`take_memory`, `free`), while
+views of it stay valid, including those that autograd has saved for the backward.
 
-A 16-bit parameter may have a *master*: the shard in float32, which the optimizer steps instead. In stage 3, where the
-flat tensor is gathered anew each time, only the master is kept. It is rounded into the flat tensor before a gather.
+16-bit parameters may have a *master*: a float32 copy of the shard, which the optimizer steps instead. Stage 3 keeps
+only the master, and rounds it into the flat tensor before each gather.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,16 @@ from muster.ddp.gradients import Named
 from muster.zero.absent import Leave, as_it_is, send, unsend
 from muster.zero.layout import Layout, Slice
 
-ALIGNMENT: Final = 64  # bytes: as in PyTorch's CPU allocator; NCCL needs 16
+ALIGNMENT: Final = 64  # in bytes, as in PyTorch's CPU allocator; NCCL needs 16
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterRange:
     """Elements [start, stop) of a parameter, flattened row by row, or of its optimizer state under `key`.
 
-    `tensor` holds them on this rank and may be filled in place. A state with one number per parameter, such as a step
-    count, has the shape (), and every rank with a part of the parameter has a copy; `answers` is True on the rank with
-    the first element. If `lent`, the tensor was made for this call, and is outdated after the next step.
+    `tensor` contains these elements, and may be filled in place. A state with one number per parameter, such as a step
+    count, has the shape (), and every rank with a part of the parameter has a copy. `answers` is True only for the copy
+    on the rank with the first element. If `lent`, the tensor is a rounded master, and outdated after the next step.
     """
 
     name: str
@@ -45,18 +45,20 @@ class Held:
 
 
 class FlatParameters:
-    """Some parameters of one type on one device, and this rank's shard of them.
+    """Parameters of one dtype on one device, and this rank's shard of them.
 
-    Either all are trainable or none. They become row-major views of one tensor. `grad` is the shard of the mean
-    gradient, or None.
+    With `dtype`, float32 parameters are cast to that 16-bit dtype for computing, and `split` keeps their values as
+    masters. Either all are trainable or none. They become row-major views of one flat tensor, `full`. `grad` is this
+    rank's shard of the mean gradient, or None.
     """
 
-    def __init__(self, named: Named, *, rank: int, ranks: int) -> None:
+    def __init__(self, named: Named, *, rank: int, ranks: int, dtype: torch.dtype | None = None) -> None:
         first = named[0][1]
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.shapes = [parameter.shape for _, parameter in named]
-        self.dtype, self.device = first.dtype, first.device
+        self.stored_dtype, self.device = first.dtype, first.device  # of state dicts
+        self.dtype = dtype if dtype is not None and first.dtype == torch.float32 else first.dtype
         self.trains = first.requires_grad
         self.rank = rank
         sizes = tuple(parameter.numel() for _, parameter in named)
@@ -65,39 +67,62 @@ class FlatParameters:
         self.slices = self.layout.slices(rank)
         self.full = torch.zeros(self.layout.length, dtype=self.dtype, device=self.device)
         self.views = self.views_of(self.full)
+        self._master = self._unrounded() if self.is_cast else None  # until `split`
         with torch.no_grad():
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 view.copy_(parameter)
                 parameter.data = view
         self._shard: Tensor | None = self.full[self.begin : self.end]
         self._lent: Tensor | None = None  # the rounded master, if the shard itself is not kept
-        self.stepped = self._shard  # the shard or its master
+        self.stepped = self._shard  # the shard or its master, which the optimizer steps
         self.grad: Tensor | None = None
-        self.is_split = False  # True: the shard has memory of its own
+        self.is_split = False  # True: the shard has its own memory
         self.is_whole = True  # False: the flat tensor has no memory now
 
     @property
     def shard(self) -> Tensor:
-        """This rank's part. If only the master is kept, it is rounded on demand and dropped at the next step."""
+        """This rank's part. If only the master is kept, this is a rounded copy of it, which the next step drops."""
         if self._shard is not None:
             return self._shard
         if self._lent is None:
             self._lent = self.stepped.detach().to(self.dtype)
         return self._lent
 
+    @property
+    def is_cast(self) -> bool:
+        """True if the parameters are stored in one dtype and used in computations in another."""
+        return self.dtype != self.stored_dtype
+
+    @torch.no_grad()
+    def _unrounded(self) -> Tensor:
+        """Return this rank's part of the parameters in their own dtype."""
+        whole = torch.zeros(self.layout.length, dtype=self.stored_dtype, device=self.device)
+        for parameter, view in zip(self.parameters, self.views_of(whole), strict=True):
+            view.copy_(parameter)
+        return whole[self.begin : self.end].clone()
+
+    @torch.no_grad()
+    def load_unrounded(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy this rank's part of the values of a state dict into the masters, without rounding."""
+        for at in self.slices:
+            value = state_dict.get(self.names[at.tensor])
+            if isinstance(value, Tensor):
+                self.of(self.stepped, at).copy_(value.reshape(-1)[at.start : at.stop])
+        self.write_back()
+
     def sent(self) -> Tensor:
-        """Return this rank's part, to be sent in a gather."""
+        """Return this rank's part for a gather. If only the master is kept, round it into the flat tensor."""
         if self._shard is not None:
             return self._shard
         with torch.no_grad():
             return self.full[self.begin : self.end].copy_(self.stepped)
 
     def kept(self) -> list[Tensor]:
-        """List the tensors that use memory for parameters: the flat tensor (possibly freed) and the shard."""
+        """List the tensors that use memory for parameters: the flat tensor (which may be freed) and the shard."""
         return [each for each in (self.full, self._shard, self._lent) if each is not None]
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Cut a tensor with the flat tensor's length into the ranks' shards, as views."""
+        """Cut a tensor of the flat tensor's length into views, one for each rank's shard."""
         bounds = [self.layout.bounds(rank) for rank in range(self.layout.ranks)]
         return [flat[begin:end] for begin, end in bounds]
 
@@ -112,8 +137,10 @@ class FlatParameters:
         return self.layout.length * self.dtype.itemsize
 
     def split(self) -> None:
-        """Give the shard memory of its own, and free the flat tensor."""
+        """Copy the shard to its own memory, and free the flat tensor."""
         self._shard = self.stepped = self.shard.clone()
+        if self._master is not None:
+            self.stepped, self._shard, self._master = self._master, None, None
         self.is_split = True
         self._leave = Leave(self.names, self.parameters)
         self.free()
@@ -128,7 +155,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def settle_shard(self, shard: Tensor) -> None:
-        """Move the shard, which has memory of its own, to other memory of the same length."""
+        """Move the shard, which has its own memory, to other memory of the same length."""
         self._shard = self.stepped = shard.copy_(self.shard)
 
     def take_memory(self) -> None:
@@ -148,7 +175,7 @@ class FlatParameters:
         self._leave.end()
 
     def outdate(self) -> None:
-        """Invalidate graphs that saved the parameters, because they have been stepped."""
+        """Invalidate graphs that have saved the parameters, because a step has changed the values."""
         with as_it_is():
             torch.autograd.graph.increment_version(self.parameters)
 
@@ -159,21 +186,21 @@ class FlatParameters:
 
     @torch.no_grad()
     def give_up(self, whole: Sequence[Tensor]) -> None:
-        """Release the parameters, which get other tensors as their data."""
+        """Detach the parameters from the flat tensor, and use the tensors of `whole` as their data."""
         if self.is_split:
             self._leave.end()
         for parameter, each in zip(self.parameters, whole, strict=True):
             parameter.data = each
 
     def make_masters(self) -> None:
-        """Step a float32 copy of the shard from now on. In stage 3, keep only this copy."""
+        """Create a float32 copy of the shard, which is stepped from now on. In stage 3, keep only this copy."""
         if not self.has_masters():
             self.stepped = self.shard.float()
             if self.is_split:
                 self._shard = None
 
     def has_masters(self) -> bool:
-        """Return whether the optimizer steps a copy in another type."""
+        """Return whether the optimizer steps a float32 copy of the shard."""
         return self.stepped is not self._shard
 
     @torch.no_grad()
@@ -185,20 +212,20 @@ class FlatParameters:
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Copy the whole parameters, which have been written to, into the shard and its master."""
+        """Copy values that were written to the whole parameters into the shard and its master."""
         if self.is_split:
             self.shard.copy_(self.full[self.begin : self.end])
         self.follow_shard()
 
     @torch.no_grad()
     def follow_shard(self) -> None:
-        """Copy values written to the parameters since the last rounding into the master."""
+        """Copy the elements of the shard that were written to since the last rounding into the master."""
         if self.has_masters() and (self._shard is not None or self._lent is not None):
             rounded = self.stepped.to(self.dtype)
             torch.where(rounded == self.shard, self.stepped, self.shard.float(), out=self.stepped)
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add to the shard's gradient. The first one is taken over without a copy."""
+        """Add to the shard's gradient. If it is None, store the given tensor without a copy."""
         self.grad = gradient if self.grad is None else self.grad.add_(gradient)
         if not self.is_split:
             send(self.parameters)
@@ -209,40 +236,42 @@ class FlatParameters:
         self.unsend()
 
     def unsend(self) -> None:
-        """Restore the class of parameters whose gradient was sharded."""
+        """Restore the class of the parameters, which `add_gradient` has changed."""
         if not self.is_split:
             unsend(self.parameters)
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[ParameterRange]:
         """List the ranges of parameters in this rank's shard."""
         shard, lent = self.shard, self._shard is None
         shapes = [tuple(shape) for shape in self.shapes]
         return [
-            Held(self.names[at.tensor], None, shapes[at.tensor], at.start, at.stop, self.of(shard, at), lent=lent)
+            ParameterRange(
+                self.names[at.tensor], None, shapes[at.tensor], at.start, at.stop, self.of(shard, at), lent=lent
+            )
             for at in self.slices
         ]
 
     @staticmethod
     def of(shard: Tensor, at: Slice) -> Tensor:
-        """Return a slice's part of a tensor with the shard's layout."""
+        """Return the elements of a slice in a tensor with the shard's layout."""
         return shard[at.offset : at.offset + at.elements]
 
     def mend(self, storages: Container[int]) -> None:
-        """Restore views for parameters whose `.data` was set. `storages` are those of all flat tensors."""
+        """If a parameter's `.data` was set, copy the values into its view. `storages` are those of all flat tensors."""
         storage = self.full.untyped_storage()._cdata
         with as_it_is():
             for place, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
-                at_home = parameter.untyped_storage()._cdata == storage and parameter.storage_offset() == offset
-                if not at_home or parameter.shape != self.shapes[place]:
-                    self._bring_home(place, parameter, is_tied=parameter.untyped_storage()._cdata in storages)
+                in_flat = parameter.untyped_storage()._cdata == storage and parameter.storage_offset() == offset
+                if not in_flat or parameter.shape != self.shapes[place]:
+                    self._restore_view(place, parameter, is_tied=parameter.untyped_storage()._cdata in storages)
 
     @torch.no_grad()
-    def _bring_home(self, place: int, parameter: nn.Parameter, *, is_tied: bool) -> None:
+    def _restore_view(self, place: int, parameter: nn.Parameter, *, is_tied: bool) -> None:
         self._require_same(place, parameter)
         if is_tied:
             raise RuntimeError(
                 f"{self.names[place]}: its data was set to the memory of a sharded parameter, but shards cannot share "
-                "memory; copy values with copy_(), or make both one parameter before wrapping the module"
+                "memory; copy values with copy_(), or use one parameter for both before wrapping the module"
             )
         if not self.is_whole:
             raise RuntimeError(
@@ -259,29 +288,29 @@ class FlatParameters:
             told = [f"{list(shape)} {dtype} on {device}" for shape, dtype, device in (found, wanted)]
             raise RuntimeError(
                 f"{self.names[place]} is {told[0]}, but was {told[1]} when it was sharded; "
-                "change a model before wrapping it, then build the wrapper and its optimizer anew"
+                "change a model before wrapping it, then build a new wrapper and optimizer"
             )
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
-        """View a tensor with the flat tensor's length as tensors with the parameters' shapes."""
+        """View a tensor of the flat tensor's length as one tensor per parameter, with the parameter's shape."""
         placed = zip(self.layout.offsets, self.layout.sizes, self.shapes, strict=True)
         return [flat[offset : offset + size].view(shape) for offset, size, shape in placed]
 
 
-def mend(homes: Sequence[FlatParameters]) -> None:
+def mend(flat_parameters: Sequence[FlatParameters]) -> None:
     """Accept parameters whose `.data` was set, for example by loading with assign: copy their values into the views.
 
     Raises:
-        RuntimeError: If a parameter has another shape, type or device than when it was sharded, or memory of another
-            sharded parameter.
+        RuntimeError: If a parameter has another shape, dtype or device than when it was sharded, or now shares memory
+            with another sharded parameter.
     """
-    storages = {home.full.untyped_storage()._cdata for home in homes}
-    for home in homes:
-        home.mend(storages)
+    storages = {flat_parameter.full.untyped_storage()._cdata for flat_parameter in flat_parameters}
+    for flat_parameter in flat_parameters:
+        flat_parameter.mend(storages)
 
 
 def by_kind(named: Named) -> list[Named]:
-    """Group parameters that can be in one flat tensor: same type, device, and trainable or not."""
+    """Group parameters that can be in one flat tensor: they must have the same dtype, device and `requires_grad`."""
     kinds = dict.fromkeys((each.dtype, each.device, each.requires_grad) for _, each in named)
     return [
         [(name, each) for name, each in named if (each.dtype, each.device, each.requires_grad) == kind]

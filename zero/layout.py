@@ -2,7 +2,7 @@
 
 tensors    | a a a a a a a | b b b | c c c c c c | pad
 rank 0       a a a a a                                     shards have equal lengths, whatever the tensors are:
-rank 1                 a a   b b b                         a rank holds slices of some tensors
+rank 1                 a a   b b b                         a rank has slices of some tensors
 rank 2                               c c c c c
 rank 3                                         c   . .
 """
@@ -15,7 +15,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements [start, stop) of one tensor, at `offset` in the shard of the rank that holds them."""
+    """Elements [start, stop) of one tensor, at `offset` in the shard that contains them."""
 
     tensor: int
     start: int
@@ -49,7 +49,7 @@ class Layout:
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """The ranges between the tensors and at the end."""
+        """The unused ranges between the tensors and at the end."""
         ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
         starts = [*self.offsets[1:], self.length]
         return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
@@ -60,7 +60,7 @@ class Layout:
         return rank * each, (rank + 1) * each
 
     def slices(self, rank: int) -> list[Slice]:
-        """List the slices that a rank holds, in order. Rank 0 holds tensors without elements."""
+        """List the slices in a rank's shard, in order. Tensors without elements belong to rank 0."""
         begin, end = self.bounds(rank)
         held = []
         for tensor, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
@@ -73,9 +73,9 @@ class Layout:
 
 
 def runs(slices: Sequence[Slice], kinds: Sequence[object]) -> list[list[Slice]]:
-    """Group adjacent slices whose tensors are of the same kind. Slices of kind None are left out.
+    """Group adjacent slices whose tensors have the same kind. Slices of kind None are left out.
 
-    `kinds` has one entry per tensor. Slices of one group have only gaps between them.
+    `kinds` has one entry per tensor. Between the slices of a group there are only gaps.
     """
     joined: list[list[Slice]] = []
     before: object = None  # the kind of the previous slice

@@ -1,4 +1,4 @@
-"""Load the state of a sharded optimizer. All of it is checked on all ranks before any of it is changed."""
+"""Load the state of a sharded optimizer. All ranks check the whole state before any rank changes its own."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from muster.zero.optimizer import Segment, ShardedOptimizer
 
 Entries = Mapping[str, Any]
-ANOTHER: Final = "the state is another optimizer's"
-MODEL: Final = "the state is of another model or other groups"
+ANOTHER: Final = "the state is from a different optimizer"
+MODEL: Final = "the state is from a different model or different groups"
 NO_SETTINGS: Final = ("params", "param_names")
 
 
@@ -25,7 +25,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
     """Load a shard or a whole state. A collective.
 
     Raises:
-        ValueError: If the state does not fit on this rank or on another.
+        ValueError: If the state does not fit the optimizer on this rank or on another.
     """
     plan: list[tuple[Segment, dict[str, Tensor], dict[str, Tensor]]] = []
     with together(optimizer.group):
@@ -36,7 +36,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
         for place, segments in enumerate(optimizer.segments):
             fresh = optimizer.fresh(kinds.settings[place], [segment.stepped for segment in segments])
             for segment in segments:
-                parameters = [segment.home.parameters[at.tensor] for at in segment.slices]
+                parameters = [segment.flat_parameter.parameters[at.tensor] for at in segment.slices]
                 kept = kinds.of(place, parameters[0])
                 cut = [
                     _cut(segment, at, state.get(numbers[id(each)], {}), kept)
@@ -53,7 +53,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
 
 
 class Kinds:
-    """The states that the optimizer keeps per parameter, for each group's settings to load; found by a trial step."""
+    """The states per parameter that an optimizer with a group's loaded settings creates, found by a trial step."""
 
     def __init__(self, optimizer: "ShardedOptimizer", groups: Sequence[Mapping[str, Any]]) -> None:
         self.settings = [
@@ -64,7 +64,7 @@ class Kinds:
         self._known: dict[object, dict[str, Tensor]] = {}
 
     def of(self, place: int, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of one element, by key. States with one number per parameter have no dimension."""
+        """Return the states of a one-element parameter, by key. States with one number per parameter are scalars."""
         dtype = torch.float32 if self._optimizer.masters and parameter.itemsize == 2 else parameter.dtype
         case = (place, dtype, parameter.device)
         if case not in self._known:
@@ -77,16 +77,20 @@ class Kinds:
 
 
 def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[list[Any], dict[int, Entries]]:
-    """Check which parameters there are; return the groups, and entries by our own numbers."""
+    """Check the groups and their parameters. Return the groups, and the entries by this optimizer's numbering."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
-        raise ValueError("an optimizer's state dict has state and param_groups; pass the result of state_dict()")
+        raise ValueError(
+            "expected an optimizer's state dict with 'state' and 'param_groups'; pass the result of state_dict()"
+        )
     groups, state = list(given["param_groups"]), given["state"]
     sizes = [[len(group.get("params", ())) for group in side] for side in (groups, optimizer.param_groups)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"{MODEL}: its groups have {sizes[0]} parameters, this optimizer's {sizes[1]}")
     for place, group in enumerate(groups):
         if missing := sorted(optimizer.defaults.keys() - group.keys()):
-            raise ValueError(f"{ANOTHER}: its group {place} has no {', '.join(missing)}; load one of the same class")
+            raise ValueError(
+                f"{ANOTHER}: its group {place} has no {', '.join(missing)}; load a state of the same class"
+            )
     own = (optimizer.rank, optimizer.ranks)
     if SHARD in given and tuple(given[SHARD]) != own:
         rank, ranks = given[SHARD]
@@ -101,7 +105,7 @@ def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[l
 
 
 def _check_entries(optimizer: "ShardedOptimizer", state: Mapping[int, Entries], kinds: Kinds) -> None:
-    """Check that each parameter has the states that the optimizer keeps, in its own shape."""
+    """Check that each parameter has the states that the optimizer keeps, in the parameter's shape."""
     parameters = parameters_of(optimizer)
     places = [place for place, group in enumerate(optimizer.param_groups) for _ in group["params"]]
     for number, entries in state.items():
@@ -110,7 +114,8 @@ def _check_entries(optimizer: "ShardedOptimizer", state: Mapping[int, Entries], 
         if found and found != kept.keys():
             raise ValueError(
                 f"{ANOTHER}: for parameter {number} it has {', '.join(sorted(found))}, "
-                f"but this optimizer keeps {', '.join(sorted(kept)) or 'nothing'}; load one of equal class and settings"
+                f"but this optimizer keeps {', '.join(sorted(kept)) or 'nothing'}; load a state of the same class and "
+                "settings"
             )
         shape = tuple(parameter.shape)
         if RANGE in entries:
@@ -130,16 +135,18 @@ def _cut(segment: "Segment", at: Slice, entries: Entries, kept: Mapping[str, Ten
     """Return the states of a slice, as views.
 
     Raises:
-        ValueError: If the entries are of another range of the parameter.
+        ValueError: If the entries are for another range of the parameter.
     """
     if RANGE in entries and tuple(entries[RANGE]) != (at.start, at.stop):
         start, stop = entries[RANGE]
         raise ValueError(
-            f"the state has another layout: it has elements {start} to {stop} of {segment.home.names[at.tensor]}, "
-            f"but this rank {at.start} to {at.stop}; load the result of full_state_dict() or consolidate_state_dict()"
+            f"the state has another layout: it has elements {start} to {stop} of "
+            f"{segment.flat_parameter.names[at.tensor]}, "
+            f"but this rank has {at.start} to {at.stop}; "
+            "load the result of full_state_dict() or consolidate_state_dict()"
         )
     cut: dict[str, Tensor] = {}
-    for key in (*kept, *((MASTER,) if segment.home.has_masters() else ())):
+    for key in (*kept, *((MASTER,) if segment.flat_parameter.has_masters() else ())):
         if entries.get(key) is None:
             continue
         value = torch.as_tensor(entries[key])
@@ -157,23 +164,23 @@ def _joined(
     """Join the states of a segment's slices.
 
     Raises:
-        ValueError: If parameters are stepped together that were not when the state was saved.
+        ValueError: If the segment steps parameters together that were stepped separately when the state was saved.
     """
     first = slices[0]
     for at, each in zip(segment.slices, slices, strict=True):
         if each.keys() != first.keys() or any(
             each[key] != first[key] for key in first if key != MASTER and kept[key].dim() == 0
         ):
-            names = [segment.home.names[tensor] for tensor in (segment.slices[0].tensor, at.tensor)]
+            names = [segment.flat_parameter.names[tensor] for tensor in (segment.slices[0].tensor, at.tensor)]
             raise ValueError(
-                f"{names[0]} and {names[1]} are stepped together, but were not before this state was saved: one had "
-                "steps without a gradient; build the wrapper with find_unused_parameters=True"
+                f"{names[0]} and {names[1]} are stepped together, but had separate steps before the save, because "
+                "one of them had no gradient in some; build the wrapper with find_unused_parameters=True"
             )
     return {key: value if value.dim() == 0 else _side_by_side(segment, key, slices) for key, value in first.items()}
 
 
 def _side_by_side(segment: "Segment", key: str, slices: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """Join slices with the segment's layout, with zeros in the gaps."""
+    """Copy the states of slices into one tensor with the segment's layout, and zeros in the gaps."""
     if len(slices) == 1:
         return slices[0][key]
     whole = slices[0][key].new_zeros(segment.end - segment.begin)
@@ -185,7 +192,7 @@ def _side_by_side(segment: "Segment", key: str, slices: Sequence[Mapping[str, Te
 def _fill(
     inner: torch.optim.Optimizer, segment: "Segment", loaded: Mapping[str, Tensor], fresh: Mapping[str, Any]
 ) -> None:
-    """Replace a segment's state, in place if it exists. Without a loaded state, reset it to a new optimizer's."""
+    """Replace a segment's state, in place if it exists. Without a loaded state, reset it to a new optimizer's state."""
     if MASTER in loaded:
         segment.stepped.copy_(loaded[MASTER])
     wanted = {key: value for key, value in loaded.items() if key != MASTER} or fresh

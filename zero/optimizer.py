@@ -3,8 +3,8 @@
     gradients (means, however computed) ─► own shard ─► a step of `inner` ─► all-gather ─► whole parameters on every
     rank
 
-On its own, it works after any synchronization of gradients. With `ShardedDataParallel`, gradients arrive as shards,
-and the parameters are gathered during the next forward.
+Without a wrapper, it works after any synchronization of gradients. With `ShardedDataParallel`, gradients arrive as
+shards, and the parameters are gathered during the next forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from muster.zero.absent import as_it_is
 from muster.zero.agreement import require_same, settings_in_words, together
 from muster.zero.apart import PARAMS, refuse_duplicates, require_apart
 from muster.zero.elementwise import require_elementwise
-from muster.zero.flat import FlatParameters, Held
+from muster.zero.flat import FlatParameters, ParameterRange
 from muster.zero.layout import Slice, runs
 from muster.zero.scaling import overflow
 from muster.zero.sources import Alone, Source
@@ -37,30 +37,30 @@ _UNSET: Final = object()
 class Segment:
     """Adjacent slices in one flat tensor's shard, which the inner optimizer steps as one tensor."""
 
-    def __init__(self, home: FlatParameters, slices: Sequence[Slice]) -> None:
-        self.home = home
+    def __init__(self, flat_parameter: FlatParameters, slices: Sequence[Slice]) -> None:
+        self.flat_parameter = flat_parameter
         self.slices = slices
         self.begin = slices[0].offset
         self.end = slices[-1].offset + slices[-1].elements
-        self.stepped = nn.Parameter(home.stepped[self.begin : self.end], requires_grad=True)
+        self.stepped = nn.Parameter(flat_parameter.stepped[self.begin : self.end], requires_grad=True)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Step any element-wise `torch.optim` optimizer on this rank's shard of the parameters.
+    """An optimizer that applies any element-wise `torch.optim` optimizer to this rank's shard of the parameters.
 
-    Building one is a collective, as are `add_param_group`, `step` and `load_state_dict`: every rank passes the same
+    The constructor, `add_param_group`, `step` and `load_state_dict` are collectives. Every rank must pass the same
     parameters, with the same values, and the same hyper-parameters. `param_groups` lists all parameters, as in an
     optimizer that is not sharded, so learning-rate schedulers work. Parameters become views of flat tensors.
 
-    With `masters`, 16-bit parameters are stepped in a float32 copy of the shard. Values written to a parameter between
-    steps count; they must be the same on all ranks.
+    With `masters`, 16-bit parameters are stepped in a float32 copy of the shard. Values that the user writes to a
+    parameter between steps are kept, and must be the same on all ranks.
 
-    `inner` is the optimizer of this rank's shards. It holds the only state; `state` shows it by parameter. Values that
-    it writes into its groups, such as a step counter, appear in `param_groups` after the step and are saved; they must
-    be the same on all ranks. Hooks registered here run once per step; the inner step runs none of them.
+    `inner` is the optimizer of this rank's shards. It owns all state, which `state` lists by parameter. Values that it
+    writes into its groups, such as a step counter, must be the same on all ranks. Such values are saved, and appear in
+    `param_groups` after the step. Hooks registered on this optimizer run once per step, outside the inner step.
 
-    `torch.amp.GradScaler` works if parameters have gradients. With a wrapper, use `zero.scaling.ShardedGradScaler`. In
-    both cases either all ranks step, or none.
+    Without a wrapper, `torch.amp.GradScaler` works; with one, use `zero.scaling.ShardedGradScaler`. In both cases
+    either all ranks step, or none.
 
     Raises:
         ValueError: If the optimizer needs whole tensors, two parameters share memory, this rank is not in the group, or
@@ -86,18 +86,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.group = source.group
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.masters = masters
-        self.segments: list[list[Segment]] = []  # by group
-        self._agreed: list[dict[str, Any]] = []  # by group: the settings after the last exchange
+        self.segments: list[list[Segment]] = []  # one list per group
+        self._agreed: list[dict[str, Any]] = []  # settings of each group after the last exchange
         self._kind, self._options = optimizer_cls, kwargs
         self._is_built = False
         with together(self.group):
             require_elementwise(optimizer_cls)
-            # A tensor without elements lets the inner optimizer check its settings now. A rank may never have any
-            # elements to step.
+            # Check the settings now, with an empty tensor, because this rank may never have elements to step.
             self.inner = self.fresh({}, [nn.Parameter(torch.zeros(0))])
             self.inner.param_groups.clear()
             self.inner.state.clear()
-            with as_it_is():  # parameters may be freed
+            with as_it_is():  # the memory of parameters may be freed
                 super().__init__(params, dict(self.inner.defaults))
         self._shard(self.param_groups)
         self._is_built = True
@@ -110,9 +109,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add parameters with their own hyper-parameters. A collective.
 
         Raises:
-            ValueError: On every rank, if a parameter cannot be added on one, or the ranks' groups differ.
+            ValueError: On every rank, if one rank cannot add a parameter, or the ranks' groups differ.
         """
-        if not self._is_built:  # torch.optim checks all groups first; they are compared later
+        if not self._is_built:  # called by the constructor, which compares ranks later
             refuse_duplicates(param_group)
             with as_it_is():
                 super().add_param_group(param_group)
@@ -134,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         require_apart(pair for number, group in enumerate(self.param_groups) for pair in _named(group, number))
 
     def _shard(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Shard new groups, after checking that all ranks have the same."""
+        """Shard new groups, after checking that all ranks have the same groups."""
         named = [_named(group, len(self.segments) + place) for place, group in enumerate(groups)]
         lines = [
             line
@@ -147,8 +146,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         require_same(lines, self.group, "parameters or their groups")
         for group, parameters in zip(groups, named, strict=True):
             wanted = {id(each) for _, each in parameters}
-            homes = self.source.homes(parameters)
-            segments = [segment for home in homes for segment in self._segments(home, wanted)]
+            flat_parameters = self.source.flat_parameters(parameters)
+            segments = [
+                segment for flat_parameter in flat_parameters for segment in self._segments(flat_parameter, wanted)
+            ]
             made = self.fresh(_settings(group), [segment.stepped for segment in segments])
             self.segments.append(segments)
             self.inner.add_param_group(made.param_groups[0])
@@ -160,8 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
         """Step the shard, then gather the parameters. `keywords` are passed to the inner optimizer's step.
 
-        A parameter without a gradient is not stepped, as in an optimizer that is not sharded. All ranks must agree on
-        this.
+        A parameter without a gradient is not stepped, as in an optimizer that is not sharded. The same parameters must
+        have gradients on all ranks.
         """
         loss = None
         if closure is not None:
@@ -171,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.source.collect()
         self.share_settings()
         for segment in self._all():
-            gradient = self.source.gradient(segment.home, segment.slices)
+            gradient = self.source.gradient(segment.flat_parameter, segment.slices)
             segment.stepped.grad = None if gradient is None else gradient.to(segment.stepped.dtype)
         if not overflow(self, [segment.stepped for segment in self._all()]):
             self.inner.step(**keywords)
@@ -182,16 +183,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, whole ones and shards."""
+        """Drop all gradients, whole or sharded."""
         self.source.forget()
         with as_it_is():
             super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their 2-norm over all ranks is at most `max_norm`; return the norm before.
+        """Scale all gradients so that their 2-norm over all ranks is at most `max_norm`. Return the old norm.
 
-        A collective of one number. If sums are exact, the norm has the same bits as in one process.
+        A collective of a few numbers. If sums are exact, the norm has the same bits as in one process.
         """
         gradients = self.gradients()
         norm_of = reproducible_norm if self.source.exact else plain_norm
@@ -202,13 +203,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def gradients(self) -> list[Tensor]:
         """Return this rank's shards of the mean gradients, which may be changed in place before the step."""
         self.source.collect()
-        shards = (self.source.gradient(segment.home, segment.slices) for segment in self._all())
+        shards = (self.source.gradient(segment.flat_parameter, segment.slices) for segment in self._all())
         return [shard for shard in shards if shard is not None]
 
-    def held_state(self) -> list[Held]:
+    def held_state(self) -> list[ParameterRange]:
         """List this rank's state by parameter and key. The tensors may be filled in place.
 
-        The float32 copy of a 16-bit parameter is the state "master".
+        The float32 copy of a 16-bit parameter has the key "master".
         """
         return [each for _, _, kept in states.held(self) for each in kept]
 
@@ -216,18 +217,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """This rank's part of the state by parameter: flat views of ranges, which may be changed in place.
 
-        Entries cannot be added, because the inner optimizer holds the state. `held_state` also returns the ranges.
+        Entries cannot be added, because the inner optimizer owns the state. `held_state` also returns the ranges.
         """
-        shown = {home.parameters[at.tensor]: parts for home, at, parts in states.slices_of(self) if parts}
+        shown = {
+            flat_parameter.parameters[at.tensor]: parts for flat_parameter, at, parts in states.slices_of(self) if parts
+        }
         return MappingProxyType(shown)
 
     @state.setter
     def state(self, given: Any) -> None:
-        if given:  # the constructor of torch.optim.Optimizer sets an empty one
+        if given:  # the constructor of torch.optim.Optimizer sets an empty state
             raise AttributeError("the state of a ShardedOptimizer cannot be set; call load_state_dict() on every rank")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, and the groups; `load_state_dict` loads it on the same rank.
+        """Return this rank's shard of the state, and the groups. It can only be loaded on the same rank.
 
         For tools that expect the same state dict on all ranks, such as torch.distributed.checkpoint, use
         `full_state_dict`.
@@ -240,7 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return saved
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters, as an optimizer that is not sharded would. A collective."""
+        """Return the state of all parameters, in the form of an optimizer that is not sharded. A collective."""
         full = states.full(self, None)
         assert full is not None
         return full
@@ -261,9 +264,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A loaded master is assumed to round to its parameter, so load the model's parameters, too.
 
         Raises:
-            ValueError: On every rank, if the state on one rank is of other parameters, another shard or another
-            optimizer.
-                Nothing has been loaded on any rank then.
+            ValueError: On every rank, before anything is loaded, if the state on one rank belongs to other parameters,
+                another shard or another optimizer.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, dict(state_dict)) or state_dict
@@ -272,23 +274,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def __repr__(self) -> str:
-        """Include the inner optimizer, the shard and the groups."""
+        """Describe the optimizer by the inner optimizer's class, the rank and the groups."""
         kind = f"{self._kind.__name__}, rank {self.rank} of {self.ranks}"
         return super().__repr__().replace("ShardedOptimizer (", f"ShardedOptimizer of {kind} (", 1)
 
     def __getstate__(self) -> Any:
-        """Refuse to be copied or pickled, because a shard belongs to its rank, its group and these parameters.
+        """Refuse copies and pickles, because a shard is tied to its rank, process group and parameters.
 
         Raises:
-            TypeError: Always; the message says what to save instead.
+            TypeError: Always. The message names alternatives.
         """
         raise TypeError("a ShardedOptimizer cannot be copied or pickled; save its state_dict() or full_state_dict()")
 
     def share_settings(self) -> None:
-        """Exchange settings between the groups of both optimizers. If both have changed one, the outer value counts.
+        """Copy changed settings between the groups of the outer and inner optimizer.
 
-        The caller sets learning rates in the outer groups. The inner optimizer may keep counters and estimates in its
-        own, and change them in its step or other methods.
+        If a setting has changed in both, the outer value is kept.
+        The caller sets learning rates in the outer groups. The inner optimizer may store counters and estimates in its
+        own groups, and change them in its step or other methods.
         """
         for outer, inner, agreed in zip(self.param_groups, self.inner.param_groups, self._agreed, strict=True):
             own = _settings(outer)
@@ -299,14 +302,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             agreed.update(_settings(outer))
             inner.update(agreed)
 
-    def _segments(self, home: FlatParameters, wanted: set[int]) -> list[Segment]:
-        if self.masters and home.dtype.itemsize == 2:
-            home.make_masters()
-        ours = [id(each) in wanted for each in home.parameters]
+    def _segments(self, flat_parameter: FlatParameters, wanted: set[int]) -> list[Segment]:
+        if self.masters and flat_parameter.dtype.itemsize == 2:
+            flat_parameter.make_masters()
+        ours = [id(each) in wanted for each in flat_parameter.parameters]
         kinds: list[object] = [
             (True if self.source.joins else place) if our else None for place, our in enumerate(ours)
         ]
-        return [Segment(home, joined) for joined in runs(home.slices, kinds)]
+        return [Segment(flat_parameter, joined) for joined in runs(flat_parameter.slices, kinds)]
 
     def _all(self) -> Iterator[Segment]:
         return chain.from_iterable(self.segments)

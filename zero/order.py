@@ -1,4 +1,4 @@
-"""Check that all ranks begin the same operation and run the same units in one order; else gathers mix up units."""
+"""Check that all ranks begin the same operations and run the same units in the same order, so that gathers match."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -12,7 +12,10 @@ from muster.ddp.means import Wait
 
 
 class SameOrder:
-    """Compares orders of units during the backward. Only on CPUs, where reading the result blocks no device."""
+    """A comparison of operations and unit orders between ranks.
+
+    It runs only on CPUs, because on GPUs the host would wait for its result.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
@@ -23,7 +26,7 @@ class SameOrder:
         """Check that all ranks begin the same operation, before it sends anything. A collective of two numbers.
 
         Raises:
-            RuntimeError: On all ranks if they differ; the message lists what each begins.
+            RuntimeError: On all ranks, if operations differ. The message lists each rank's operation.
         """
         if not self._compares:
             return
@@ -33,12 +36,12 @@ class SameOrder:
             said = gather_json(what, self._group, torch.device("cpu"))
             told = "; ".join(f"rank {rank}: {each}" for rank, each in said.items())
             raise RuntimeError(
-                f"the ranks do not do the same: {told}. Each of these is a collective in stage 3; let all ranks take "
-                "equally many steps, and evaluate, save and load together"
+                f"the ranks begin different operations: {told}. In stage 3 each of these is a collective; run the same "
+                "number of steps on all ranks, and evaluate, save and load on all of them"
             )
 
     def ask(self, order: Sequence[int]) -> None:
-        """Begin to compare the order of units: the maximum and minimum of a checksum are equal if all agree."""
+        """Begin to compare the order of units. If all ranks agree, the maximum and minimum of a checksum are equal."""
         if self._compares:
             self._asked = self._compare(repr(list(order)))
 
@@ -55,7 +58,7 @@ class SameOrder:
         if _differ(both):
             raise RuntimeError(
                 f"the ranks have run different units, or in different orders: this rank ran {describe()}; gathers are "
-                "collectives, so let all ranks run the same units, or shard less: stage=2"
+                "collectives, so run the same units in the same order on all ranks, or use stage=2"
             )
 
     def _compare(self, what: str) -> tuple[Tensor, dist.Work]:

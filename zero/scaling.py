@@ -1,7 +1,7 @@
 """Gradient scaling against underflow with shards: if one rank's shard has an infinity, all ranks skip the step.
 
-`torch.amp.GradScaler` reads the gradients of parameters. A `ShardedOptimizer` without a wrapper has whole gradients.
-With a wrapper there are only shards, which `ShardedGradScaler` reads.
+`torch.amp.GradScaler` reads the `.grad` of parameters, so it works for a `ShardedOptimizer` without a wrapper. With a
+wrapper there are only shards, which `ShardedGradScaler` reads.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def overflow(optimizer: "ShardedOptimizer", stepped: Sequence[Tensor]) -> bool:
-    """Unscale the gradients of what is stepped, if a GradScaler is stepping. Return True if no rank may step.
+    """If a GradScaler has called the step, unscale the gradients of `stepped`. Return True if all ranks must skip it.
 
     With a GradScaler this is a collective, so that all ranks skip together. The unscaled gradients are copies in the
-    type that is stepped: gradients of float16 parameters with masters are unscaled in float32.
+    dtype of the stepped tensors, so gradients of float16 parameters with masters are unscaled in float32.
     """
     given = getattr(optimizer, "found_inf", None)
     if given is None:

@@ -1,11 +1,11 @@
-"""Reduce a bucket of gradients to this rank's shard of their mean. Each class starts a bucket and returns a wait.
+"""Reduce-scatter buckets of gradients to shards of their mean. Each class starts a bucket and returns a wait function.
 
-    LinkScatter      GPUs: the backend's reduce-scatter; CPUs: a ring; in the background of the backward
+    LinkScatter      GPUs: the backend's reduce-scatter; CPUs: a ring; both in the background
     ExchangeScatter  CPUs of one host: an exchange by gloo's threads
-    NeighbourScatter CPUs of one host, stage 1: each rank sums its part from the others' shared memory
+    SharedMemoryScatter CPUs of one host, stage 1: each rank sums its part from the others' shared memory
     OrderedScatter   exact: an exchange, sums in the order of ranks and virtual shards, and one division
 
-gloo's own reduce_scatter is implemented as an all-reduce, and sends as much (pytorch#118911).
+gloo's own reduce_scatter is implemented as an all-reduce, and sends as many bytes (pytorch#118911).
 """
 
 from abc import abstractmethod
@@ -20,13 +20,13 @@ from muster.ddp.collective_log import LOG
 from muster.ddp.means import Background, Group, Mean, Wait, is_nccl, ordered_mean_part
 from muster.ddp.primitives import reduce_scatter, ring_reduce_scatter
 from muster.zero.gradients import Gradients, KeptGradients
-from muster.zero.neighbours import Neighbours, at_once, once
+from muster.zero.shared_memory import SharedMemoryPeers, at_once, once
 
-UNDER_WAY: Final = 2  # buckets with whole gradients at a time, if gradients are not kept
+UNDER_WAY: Final = 2  # maximum number of buckets with whole gradients in progress, in stages 2 and 3
 
 
 class Scatter(Mean[Gradients]):
-    """A way to scatter the mean. At most `at_most` buckets are in progress at a time; None: any number."""
+    """A method of reduce-scattering gradients. At most `at_most` buckets are in progress; None: any number."""
 
     def __init__(self, group: Group, at_most: int | None = None) -> None:
         super().__init__(group)
@@ -34,9 +34,9 @@ class Scatter(Mean[Gradients]):
         self.waiting: Callable[[bool], None] = lambda waits: None  # called with True before and False after every wait
 
     def start(self, bucket: Gradients) -> Wait:
-        """Start a bucket. Waiting delivers this rank's part of the mean to the bucket.
+        """Start a bucket. The returned wait delivers this rank's part of the mean to the bucket.
 
-        Waiting again does nothing, or raises the same error again.
+        A second wait does nothing, or raises the same error again.
         """
         arrive: Callable[[], Tensor] | None = self._send(bucket)
 
@@ -49,7 +49,7 @@ class Scatter(Mean[Gradients]):
                 mean = arrive()
             finally:
                 self.waiting(False)
-            arrive = None  # frees the whole gradients
+            arrive = None  # free the whole gradients
             if self.wanted:
                 bucket.deliver(mean)
 
@@ -57,11 +57,11 @@ class Scatter(Mean[Gradients]):
 
     @abstractmethod
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
-        """Start; the returned function waits for this rank's part."""
+        """Start to send a bucket. The returned function waits for this rank's part of the mean, and returns it."""
 
 
 class LinkScatter(Scatter):
-    """The backend's reduce-scatter on a GPU, a ring on CPUs."""
+    """A reduce-scatter in the background: the backend's on a GPU, a ring on CPUs."""
 
     def __init__(self, group: Group, device: torch.device, at_most: int | None = None) -> None:
         super().__init__(group, at_most)
@@ -70,11 +70,11 @@ class LinkScatter(Scatter):
         self.scale = 1.0 if self._averages else 1.0 / self.ranks
 
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
-        # Packed on the stream that made the gradients. So they can be freed at once, and the message after the wait,
-        # and the allocator never reuses memory that the other stream still reads.
+        # Pack on the stream that computed the gradients. So gradients can be freed at once, and the message after the
+        # wait: the allocator does not reuse memory that the other stream still reads.
         message = bucket.pack(self.scale)
-        parts = bucket.home.parts(message)
-        mine = parts[bucket.home.rank]
+        parts = bucket.flat_parameter.parts(message)
+        mine = parts[bucket.flat_parameter.rank]
 
         def send() -> None:
             if message.is_cuda:
@@ -88,10 +88,10 @@ class LinkScatter(Scatter):
 
 
 class ExchangeScatter(Scatter):
-    """Exchange the parts with gloo's threads, then sum them in the order of ranks.
+    """An exchange of parts by gloo's threads, followed by a sum in the order of ranks.
 
-    Between hosts this is a little slower than a ring. Within one host, a ring would wake Python for every message. It
-    needs as much memory again as it sends, so it is used for units of stage 3, not for buckets.
+    Between hosts this is a little slower than a ring. Within one host it is faster, because a ring wakes Python for
+    every message. It needs extra memory of the size of the message, so only the units of stage 3 use it.
     """
 
     def __init__(self, group: Group, at_most: int | None = None) -> None:
@@ -115,22 +115,22 @@ class ExchangeScatter(Scatter):
         return _after(work.wait, add)
 
 
-class NeighbourScatter(Scatter):
-    """Sum this rank's parts in the shared memory of this host's ranks, in the order of ranks from this one on.
+class SharedMemoryScatter(Scatter):
+    """A sum over ranks of this rank's part of the gradients, which it reads from shared memory, its own first.
 
-    A rank reads only its own parts, so sums are computed in place. A barrier precedes the next write to a flat tensor.
+    No other rank reads this part, so it is summed in place. A barrier precedes the next write to a flat tensor.
     """
 
-    def __init__(self, group: Group, neighbours: Neighbours, flats: Mapping[int, Sequence[Tensor]]) -> None:
+    def __init__(self, group: Group, peers: SharedMemoryPeers, flats: Mapping[int, Sequence[Tensor]]) -> None:
         super().__init__(group)
         self.scale = 1.0 / self.ranks
-        self._neighbours = neighbours
+        self._peers = peers
         self._flats = flats  # by id of a flat tensor of parameters: the gradients of all ranks
         self._waited_for = 0  # number of buckets in progress
         self._read: Wait = at_once
 
     def start(self, bucket: Gradients) -> Wait:
-        """Start a bucket. After the wait for the last one, a barrier begins."""
+        """Start a bucket. The wait for the last bucket in progress begins a barrier."""
         assert isinstance(bucket, KeptGradients)
         self._waited_for += 1
         bucket.before_writing = lambda: self._read()
@@ -140,22 +140,22 @@ class NeighbourScatter(Scatter):
             wait()
             self._waited_for -= 1
             if not self._waited_for:
-                self._read = self._neighbours.meeting()
+                self._read = self._peers.meeting()
 
         return once(summed)
 
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
         bucket.pack(self.scale)
-        ready = self._neighbours.meeting()
-        home = bucket.home
+        ready = self._peers.meeting()
+        flat_parameter = bucket.flat_parameter
 
         def add() -> Tensor:
-            finished = LOG.open("reduce_scatter in shared memory", home.full_bytes)
+            finished = LOG.open("reduce_scatter in shared memory", flat_parameter.full_bytes)
             ready()
-            flats = self._flats[id(home)]
-            mine = flats[home.rank][home.begin : home.end]
+            flats = self._flats[id(flat_parameter)]
+            mine = flats[flat_parameter.rank][flat_parameter.begin : flat_parameter.end]
             for step in range(1, self.ranks):
-                mine.add_(flats[(home.rank + step) % self.ranks][home.begin : home.end])
+                mine.add_(flats[(flat_parameter.rank + step) % self.ranks][flat_parameter.begin : flat_parameter.end])
             finished()
             return mine
 
@@ -163,16 +163,16 @@ class NeighbourScatter(Scatter):
 
 
 class OrderedScatter(Scatter):
-    """Sum in the order of ranks and virtual shards."""
+    """A sum in the order of ranks and virtual shards."""
 
     def __init__(self, group: Group, device: torch.device, at_most: int | None = None) -> None:
         super().__init__(group, at_most)
         self._background = Background(group, device)
 
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
-        home, own = bucket.home, bucket.pack(1.0)
-        shards = [home.parts(shard) for shard in (*bucket.closed, own)]
-        mine = home.parts(own)[home.rank]
+        flat_parameter, own = bucket.flat_parameter, bucket.pack(1.0)
+        shards = [flat_parameter.parts(shard) for shard in (*bucket.closed, own)]
+        mine = flat_parameter.parts(own)[flat_parameter.rank]
         size = own.nbytes * len(shards)
         wait = self._background.start(
             lambda: ordered_mean_part(shards, mine, self.group), "ordered reduce_scatter", size
@@ -192,9 +192,9 @@ def scatter_for(
 
 
 def _as_parameter(bucket: Gradients, mine: Tensor) -> Tensor:
-    """Return this rank's part in the type of the parameters."""
-    if isinstance(bucket, KeptGradients) and mine.dtype != bucket.home.dtype:
-        own = bucket.home.parts(bucket.flat)[bucket.home.rank]
+    """Return this rank's part of the mean. Kept gradients are cast back to the dtype of the parameters."""
+    if isinstance(bucket, KeptGradients) and mine.dtype != bucket.flat_parameter.dtype:
+        own = bucket.flat_parameter.parts(bucket.flat)[bucket.flat_parameter.rank]
         return own.copy_(mine)
     return mine
 

@@ -1,4 +1,4 @@
-"""Base class of wrappers whose parameters, or optimizer state, are sharded, whatever the stage."""
+"""Base class of all wrappers that shard parameters or optimizer state."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,30 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.ddp.base import DataParallel, learning
+from muster.ddp.base import DataParallel, trainable_parameters
 from muster.ddp.checks import require_dense, some_of, unmark_wrapped
 from muster.ddp.means import Wait
 from muster.ddp.timeouts import Entered, waiting_for
 from muster.zero.absent import as_it_is
 from muster.zero.apart import require_own_memory
-from muster.zero.flat import FlatParameters, Held, mend
+from muster.zero.flat import FlatParameters, ParameterRange, mend
 from muster.zero.gather import Gather
 from muster.zero.optimizer import ShardedOptimizer
 from muster.zero.sources import Joined
-from muster.zero.whole import Gone, Presence
+from muster.zero.whole import Residency, Unwrapped
 
 
 class Sharded(DataParallel):
-    """A module whose parameters are in flat tensors, `homes`; each rank owns one shard of each.
+    """A wrapper whose parameters lie in flat tensors (`flat_parameters`). Each rank owns a shard of each flat tensor.
 
-    `presence` gathers and frees parameters. `on_wait` is called with True before and False after every wait in a step.
+    `residency` gathers and frees parameters. `on_wait` is called with True before and False after every wait in a step.
 
-    Values written to parameters between steps count, if they are the same on all ranks. 16-bit parameters with masters
-    are written by `load_state_dict`, or within `gather_full(writes=True)`.
+    Values that the user writes to parameters between steps are kept, and must be the same on all ranks. Write 16-bit
+    parameters with masters by `load_state_dict`, or within `gather_full(writes=True)`.
     """
 
-    homes: Sequence[FlatParameters]
-    presence: Presence
+    flat_parameters: Sequence[FlatParameters]
+    residency: Residency
     gather: Gather
     on_wait: Callable[[bool], None] | None = None
     _spreads = 0  # number of times that parameters were updated from their shards
@@ -50,110 +50,153 @@ class Sharded(DataParallel):
         Raises:
             ValueError: If the optimizer needs whole tensors, or a parameter does not belong to the wrapped module.
         """
+        if not masters and any(each.is_cast for each in self.flat_parameters):
+            raise ValueError(
+                "masters=False contradicts compute_dtype, whose float32 parameters are the masters; drop it"
+            )
         given = [each for _, each in self.trainable()] if params_or_groups is None else params_or_groups
         return ShardedOptimizer(given, optimizer_cls, masters=masters, source=Joined(self), **kwargs)
 
-    def _welcome(self) -> None:
+    def _broadcast_new(self) -> None:
         require_dense(self.module)
         require_own_memory(self.module)
-        super()._welcome()
+        super()._broadcast_new()
 
     def synchronize(self) -> None:
         """Wait for parameters that are being gathered after a step (stages 1 and 2)."""
-        self.presence.synchronize()
+        self.residency.synchronize()
 
     @contextmanager
     def gather_full(self, *, writes: bool = False) -> Iterator[nn.Module]:
-        """Keep all parameters whole on every rank within the block, for evaluation or export. A collective.
+        """Within the block, keep all parameters whole on every rank, for evaluation or export. A collective.
 
-        With `writes`, values written to the parameters within the block, the same on all ranks, are kept.
+        With `writes`, keep values that the block writes to parameters. They must be the same on all ranks.
         """
-        with self.presence.all_open():
+        with self.residency.all_open():
             yield self.module
             if writes:
-                mend(self.homes)
-                for home in self.homes:
-                    home.adopt()
+                mend(self.flat_parameters)
+                for flat_parameter in self.flat_parameters:
+                    flat_parameter.adopt()
                 self.gather.written()
 
     def unwrap(self) -> nn.Module:
-        """Return the module, whole on every rank and with its own memory, for another use. A collective.
+        """Return the module with whole parameters in their own memory on every rank. A collective.
 
-        Afterwards neither this wrapper nor an optimizer from `optimizer()` can be used. Parameters have no gradients.
+        Afterwards neither this wrapper nor its optimizers can be used. Parameters have no gradients.
         """
         with self.gather_full() as module, torch.no_grad():
-            whole = [[each.detach().clone() for each in home.parameters] for home in self.homes]
+            stored = self._stored()
+            whole = [
+                [stored.get(each.data_ptr(), each.detach()).clone() for each in flat_parameter.parameters]
+                for flat_parameter in self.flat_parameters
+            ]
         self.zero_grad()
         self._let_go()
-        for home, tensors in zip(self.homes, whole, strict=True):
-            home.give_up(tensors)
+        for flat_parameter, tensors in zip(self.flat_parameters, whole, strict=True):
+            flat_parameter.give_up(tensors)
         unmark_wrapped(module)
-        self.homes, self.presence = (), Gone()
+        self.flat_parameters, self.residency = (), Unwrapped()
         return module
 
     def _let_go(self) -> None:
         """Remove the hooks from the module and its parameters."""
-        self.presence.remove()
+        self.residency.remove()
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Return the whole mean gradients of the parameters that have one. A collective."""
+        """Return the whole mean gradient of each parameter that has one, by name. A collective."""
         unused = self.unused
         whole: dict[str, Tensor] = {}
-        for home in self.homes:
-            if home.grad is None:
+        for flat_parameter in self.flat_parameters:
+            if flat_parameter.grad is None:
                 continue
-            flat = torch.empty(home.layout.length, dtype=home.grad.dtype, device=home.device)
-            self._wait_for(home, self.gather.start(home, home.grad, flat))
-            views = zip(home.names, home.views_of(flat), strict=True)
+            flat = torch.empty(
+                flat_parameter.layout.length, dtype=flat_parameter.grad.dtype, device=flat_parameter.device
+            )
+            self._wait_for(flat_parameter, self.gather.start(flat_parameter, flat_parameter.grad, flat))
+            views = zip(flat_parameter.names, flat_parameter.views_of(flat), strict=True)
             whole |= {name: view for name, view in views if name not in unused}
         return whole
 
-    def held_parameters(self) -> list[Held]:
-        """List the ranges of all parameters in this rank's shards. After filling them, call `refresh`."""
+    def _stored(self) -> dict[int, Tensor]:
+        """Gather the float32 masters of cast parameters; return them by the address of the whole cast parameter.
+
+        Call it within `gather_full()`.
+        """
+        found = {}
+        for each in self.flat_parameters:
+            if each.is_cast:
+                flat = torch.empty(each.layout.length, dtype=each.stored_dtype, device=each.device)
+                self._wait_for(each, self.gather.start(each, each.stepped, flat))
+                views = zip(each.parameters, each.views_of(flat), strict=True)
+                found.update({parameter.data_ptr(): view for parameter, view in views if parameter.numel()})
+        return found
+
+    def __getstate__(self) -> Any:
+        """Refuse copies and pickles, as every wrapper does. A copied module would not have whole parameters, either.
+
+        Raises:
+            TypeError: Always. The message names alternatives.
+        """
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled; save its state_dict(), or get the module with "
+            "unwrap() and copy that"
+        )
+
+    def held_parameters(self) -> list[ParameterRange]:
+        """List the ranges of parameters in this rank's shards. After writing to them, call `refresh`."""
         self.synchronize()
-        return [each for home in self.homes for each in home.held()]
+        return [each for flat_parameter in self.flat_parameters for each in flat_parameter.held()]
 
     def refresh(self, *, masters: bool = False) -> None:
         """Update parameters from their shards, or with `masters` from rounded masters. A collective."""
-        for home in self.homes:
+        for flat_parameter in self.flat_parameters:
             if masters:
-                home.write_back()
-            elif home.has_masters():
-                home.stepped.copy_(home.shard)
-                home.write_back()
+                flat_parameter.write_back()
+            elif flat_parameter.has_masters():
+                flat_parameter.stepped.copy_(flat_parameter.shard)
+                flat_parameter.write_back()
         self._spreads += 1
-        self.presence.spread(self.homes)
+        self.residency.spread(self.flat_parameters)
         self.synchronize()
 
     def spread(self) -> None:
         """Update the parameters from their shards after a step."""
-        homes = [home for home in self.homes if home.trains]
-        for home in homes:
-            home.write_back()
+        flat_parameters = [flat_parameter for flat_parameter in self.flat_parameters if flat_parameter.trains]
+        for flat_parameter in flat_parameters:
+            flat_parameter.write_back()
         self._spreads += 1
-        self.presence.spread(homes)
+        self.residency.spread(flat_parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, whole ones and shards. `set_to_none` is ignored, because there is nothing to zero."""
+        """Drop all gradients, whole or sharded. `set_to_none` is ignored: all gradients are always set to None."""
         self.forget_shards()
         with as_it_is():
-            for home in self.homes:
-                home.drop_gradient()
-                for each in home.parameters:
+            for flat_parameter in self.flat_parameters:
+                flat_parameter.drop_gradient()
+                for each in flat_parameter.parameters:
                     each.grad = None
 
     def state_dict(self, *args: Any, **keywords: Any) -> Any:
-        """Return the module's own state dict with whole tensors. In stage 3 a collective, and tensors are copies."""
+        """Return the module's own state dict with whole tensors. In stage 3 this is a collective and copies tensors."""
         with self.gather_full():
+            stored = self._stored()
             whole = self.module.state_dict(*args, **keywords)
-            freed = {home.full.untyped_storage()._cdata for home in self.homes if home.is_split}
+            for name, each in whole.items():
+                if isinstance(each, Tensor) and (exact := stored.get(each.data_ptr())) is not None:
+                    whole[name] = exact
+            freed = {
+                flat_parameter.full.untyped_storage()._cdata
+                for flat_parameter in self.flat_parameters
+                if flat_parameter.is_split
+            }
             for name, each in whole.items():
                 if isinstance(each, Tensor) and each.untyped_storage()._cdata in freed:
                     whole[name] = each.detach().clone()
             return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
-        """Load a state dict of the module, the same on every rank. In stage 3 a collective.
+        """Load a state dict of the module. It must be the same on every rank. In stage 3 this is a collective.
 
         Raises:
             ValueError: With `assign`, which would replace the sharded parameters.
@@ -161,10 +204,15 @@ class Sharded(DataParallel):
         if keywords.get("assign"):
             raise ValueError("assign=True would replace the sharded parameters; load without it, or before wrapping")
         with self.gather_full(writes=True):
-            return self.module.load_state_dict(state_dict, *args, **keywords)
+            keys = self.module.load_state_dict(state_dict, *args, **keywords)
+        if cast := [each for each in self.flat_parameters if each.is_cast]:
+            for each in cast:
+                each.load_unrounded(state_dict)
+            self.refresh(masters=True)
+        return keys
 
     def named_parameters(self, *args: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by the module's own names, after waiting for those of stages 1 and 2."""
+        """Yield the parameters with their names in the module. In stages 1 and 2, wait for gathers first."""
         self.synchronize()
         return super().named_parameters(*args, **keywords)
 
@@ -173,53 +221,59 @@ class Sharded(DataParallel):
         """Names of the parameters that no rank used in the last step, if they are tracked."""
         return frozenset()
 
-    def _keep_up(self) -> None:
+    def _detect_changes(self) -> None:
         """Refuse parameters that were replaced after sharding, or became trainable or frozen."""
         with as_it_is():
-            if learning(self.module) == self._learnt:
+            if trainable_parameters(self.module) == self._seen_trainable:
                 return
         wrapped = {
-            (id(each), home.dtype, home.device): name for home in self.homes if home.trains for name, each in home.named
+            (id(each), flat_parameter.dtype, flat_parameter.device): name
+            for flat_parameter in self.flat_parameters
+            if flat_parameter.trains
+            for name, each in flat_parameter.named
         }
         now = {(id(each), each.dtype, each.device): name for name, each in self.trainable()}
         changed = sorted({(wrapped | now)[key] for key in wrapped.keys() ^ now.keys()})
         raise RuntimeError(
             f"{some_of(changed) or 'names or order of parameters'}: changed after the module was sharded; "
-            "freeze, replace and convert parameters before wrapping, or take the module back with unwrap(), change it, "
-            "and build the wrapper and its optimizer anew"
+            "freeze, replace and convert parameters before wrapping, or get the module back with unwrap(), change it, "
+            "and build a new wrapper and optimizer"
         )
 
     def _apply(self, *args: Any, **keywords: Any) -> Any:
         raise RuntimeError(
             "a sharded module cannot be moved or converted: its parameters are views of flat tensors; "
-            "call to(), half() and the like before wrapping"
+            "call to(), half() and similar methods before wrapping"
         )
 
-    def _tell(self, waits: bool) -> None:
+    def _notify_wait(self, waits: bool) -> None:
         if self.on_wait is not None:
             self.on_wait(waits)
 
-    def _wait_for(self, home: FlatParameters, wait: Wait) -> None:
-        """Wait for a flat tensor to be gathered. The message of a timeout names it."""
-        self._tell(True)
+    def _wait_for(self, flat_parameter: FlatParameters, wait: Wait) -> None:
+        """Wait for a flat tensor to be gathered. If that times out, the message names it."""
+        self._notify_wait(True)
         try:
-            with waiting_for(partial(self._entered, home), self.process_group):
+            with waiting_for(partial(self._entered, flat_parameter), self.process_group):
                 wait()
         finally:
-            self._tell(False)
+            self._notify_wait(False)
 
-    def _entered(self, home: FlatParameters) -> Entered:
-        """Describe what was waited for, after a failure."""
-        place, count = next(n for n, each in enumerate(self.homes) if each is home), len(self.homes)
-        launched = place + 1 if home.is_split else count
-        names = home.names[0], home.names[-1]
-        return Entered(self._spreads, place, count, launched, *names, home.full_bytes, what="flat parameters")
+    def _entered(self, flat_parameter: FlatParameters) -> Entered:
+        """Describe the flat tensor whose gather has failed."""
+        place, count = (
+            next(n for n, each in enumerate(self.flat_parameters) if each is flat_parameter),
+            len(self.flat_parameters),
+        )
+        launched = place + 1 if flat_parameter.is_split else count
+        names = flat_parameter.names[0], flat_parameter.names[-1]
+        return Entered(self._spreads, place, count, launched, *names, flat_parameter.full_bytes, what="flat parameters")
 
     def weakly(self) -> Callable[[FlatParameters, Wait], None]:
-        """Return a wait function for hooks of the module, with only a weak reference to the wrapper."""
+        """Return a wait function for module hooks, which refers to the wrapper only weakly."""
         me = weakref.ref(self)
 
-        def wait_for(home: FlatParameters, wait: Wait) -> None:
-            wait() if (alive := me()) is None else alive._wait_for(home, wait)
+        def wait_for(flat_parameter: FlatParameters, wait: Wait) -> None:
+            wait() if (alive := me()) is None else alive._wait_for(flat_parameter, wait)
 
         return wait_for

@@ -1,6 +1,6 @@
-"""Sources of an optimizer's shards: where gradients come from, and who gathers the parameters after its step.
+"""Sources of an optimizer's shards: they provide its gradients, and gather the parameters after its step.
 
-Alone     every rank has whole gradients; the optimizer steps its part, and gathers before the step returns
+Alone     no wrapper: every rank has whole gradients, and the parameters are gathered before the step returns
 Joined    the optimizer of a wrapper: gradients arrive as shards, and the wrapper gathers the parameters later
 """
 
@@ -22,27 +22,27 @@ from muster.zero.layout import Slice
 if TYPE_CHECKING:
     from muster.zero.sharded import Sharded
 
-FLAT_MB: Final = 25.0  # size of the optimizer's own flat tensors; building one needs extra memory of this size
+FLAT_MB: Final = 25.0  # maximum size of the optimizer's own flat tensors; building one takes as much extra memory
 
 
 class Source(ABC):
-    """Where the shards of an optimizer's parameters and gradients are."""
+    """The provider of the shards of an optimizer's parameters and gradients."""
 
     group: Group
     exact = False
     joins = True  # adjacent parameters of one group are stepped as one tensor
 
     @abstractmethod
-    def homes(self, parameters: Named) -> list[FlatParameters]:
+    def flat_parameters(self, parameters: Named) -> list[FlatParameters]:
         """Return the flat tensors that contain these parameters.
 
         Raises:
-            ValueError: If a parameter is in none.
+            ValueError: If a parameter is in no flat tensor.
         """
 
     @abstractmethod
     def mend(self) -> None:
-        """Accept changes to parameters before a step, for example by loading.
+        """Accept values that were written to parameters since the last step, for example by loading.
 
         Raises:
             RuntimeError: If a parameter has another shape, type or device than when it was sharded.
@@ -50,22 +50,22 @@ class Source(ABC):
 
     @abstractmethod
     def collect(self) -> None:
-        """Prepare gradients for use.
+        """Check gradients, and prepare them for the step.
 
         Raises:
-            RuntimeError: If one cannot be sharded. Raised on every rank that has it.
+            RuntimeError: On each rank that has a gradient that cannot be sharded.
         """
 
     @abstractmethod
-    def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
-        """Return the mean gradient of slices that are stepped as one tensor. It may be changed in place.
+    def gradient(self, flat_parameter: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
+        """Return the mean gradient of slices that are stepped as one tensor, or None if they are not to be stepped.
 
-        None means that they are not stepped.
+        The gradient may be changed in place.
         """
 
     @abstractmethod
     def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
-        """Return the tensors to scale on this rank so that all gradients are clipped; it steps `shards` of them."""
+        """Return the tensors that this rank must scale to clip all gradients. `shards` are the parts that it steps."""
 
     @abstractmethod
     def spread(self) -> None:
@@ -77,12 +77,12 @@ class Source(ABC):
 
 
 class Alone(Source):
-    """An optimizer without a wrapper: each rank has whole gradients, steps its part, and gathers within the step.
+    """The source of an optimizer without a wrapper. Each rank has whole gradients, steps its part, and then gathers.
 
     All ranks must have gradients for the same parameters, as after any synchronization.
     """
 
-    joins = False  # which parameters have a gradient is known only in a step
+    joins = False  # because parameters without a gradient are known only in a step
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -90,63 +90,67 @@ class Alone(Source):
         self.gather: Gather | None = None
         self._steps = 0
 
-    def homes(self, parameters: Named) -> list[FlatParameters]:
-        """Move the parameters into new flat tensors, one at a time, to free old memory before the next."""
+    def flat_parameters(self, parameters: Named) -> list[FlatParameters]:
+        """Move the parameters into new flat tensors. Each one frees old memory before the next is allocated."""
         if not parameters:
             return []
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         buckets = deal(parameters, FLAT_MB, alone=False)
-        homes = [FlatParameters(bucket[::-1], rank=rank, ranks=ranks) for bucket in reversed(buckets)]
+        flat_parameters = [FlatParameters(bucket[::-1], rank=rank, ranks=ranks) for bucket in reversed(buckets)]
         self.gather = self.gather or gather_for(self.group, parameters[0][1].device)
-        self.made += homes
-        return homes
+        self.made += flat_parameters
+        return flat_parameters
 
     def mend(self) -> None:
-        """Accept values that were written to the parameters, in masters too."""
+        """Accept values that were written to the parameters, and copy them into masters."""
         mend(self.made)
-        for home in self.made:
-            home.follow_shard()
+        for flat_parameter in self.made:
+            flat_parameter.follow_shard()
 
     def collect(self) -> None:
-        """Make all gradients row-major, as parameters are. Most already are."""
-        for home in self.made:
-            for name, parameter in home.named:
+        """Make all gradients row-major, as parameters are."""
+        for flat_parameter in self.made:
+            for name, parameter in flat_parameter.named:
                 if (gradient := parameter.grad) is not None:
                     refuse_sparse(name, gradient)
                     if not gradient.is_contiguous():
                         parameter.grad = gradient.contiguous()
 
-    def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
+    def gradient(self, flat_parameter: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
         """View this rank's part of a parameter's gradient."""
         (at,) = slices
-        gradient = home.parameters[at.tensor].grad
+        gradient = flat_parameter.parameters[at.tensor].grad
         return None if gradient is None else gradient.detach().view(-1)[at.start : at.stop]
 
     def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
-        """Scale the whole gradients, so that they stay the same on all ranks."""
-        return [each.grad for home in self.made for each in home.parameters if each.grad is not None]
+        """Return the whole gradients, which must stay the same on all ranks."""
+        return [
+            each.grad for flat_parameter in self.made for each in flat_parameter.parameters if each.grad is not None
+        ]
 
     def spread(self) -> None:
-        """Gather all trainable parameters, and wait."""
+        """Gather all trainable parameters, and wait until this is done."""
         self._steps += 1
         waits = []
-        for home in self.made:
-            if any(each.requires_grad or each.grad is not None for each in home.parameters):
-                home.write_back()
+        for flat_parameter in self.made:
+            if any(each.requires_grad or each.grad is not None for each in flat_parameter.parameters):
+                flat_parameter.write_back()
                 assert self.gather is not None
-                waits.append((home, self.gather.start(home, home.shard, home.full)))
-        for number, (home, wait) in enumerate(waits):
-            first, last = home.names[0], home.names[-1]
-            entered = Entered(self._steps, number, len(waits), len(waits), first, last, home.full_bytes)
+                waits.append(
+                    (flat_parameter, self.gather.start(flat_parameter, flat_parameter.shard, flat_parameter.full))
+                )
+        for number, (flat_parameter, wait) in enumerate(waits):
+            first, last = flat_parameter.names[0], flat_parameter.names[-1]
+            entered = Entered(self._steps, number, len(waits), len(waits), first, last, flat_parameter.full_bytes)
             with waiting_for(entered, self.group):
                 wait()
 
     def forget(self) -> None:
-        """Do nothing: all gradients are the parameters' own."""
+        """Do nothing, because every gradient is a parameter's `.grad`."""
 
 
 class Joined(Source):
-    """The optimizer of a wrapper: gradients arrive as shards, and the wrapper gathers parameters."""
+    """The source of a wrapper's optimizer. Gradients arrive as shards, and the wrapper gathers parameters."""
 
     def __init__(self, wrapper: "Sharded") -> None:
         self.wrapper = wrapper
@@ -156,22 +160,24 @@ class Joined(Source):
         # Vector kernels treat the end of a tensor separately, so exact steps do not join parameters.
         self.joins = not wrapper.find_unused_parameters and not wrapper.exact
 
-    def homes(self, parameters: Named) -> list[FlatParameters]:
-        known = {id(each) for home in self.wrapper.homes for each in home.parameters}
+    def flat_parameters(self, parameters: Named) -> list[FlatParameters]:
+        known = {id(each) for flat_parameter in self.wrapper.flat_parameters for each in flat_parameter.parameters}
         if strange := [name for name, each in parameters if id(each) not in known]:
             raise ValueError(
-                f"parameter {strange[0]} of a group does not belong to the wrapped module; pass only its own"
+                f"parameter {strange[0]} of a group does not belong to the wrapped module; pass only its parameters"
             )
         asked = {id(each) for _, each in parameters}
         self._mine |= asked
         return [
-            home for home in self.wrapper.homes if home.trains and any(id(each) in asked for each in home.parameters)
+            flat_parameter
+            for flat_parameter in self.wrapper.flat_parameters
+            if flat_parameter.trains and any(id(each) in asked for each in flat_parameter.parameters)
         ]
 
     def mend(self) -> None:
-        """Check that parameters are still views of the flat tensors."""
+        """Wait for gathers in progress, and accept parameters whose `.data` was set."""
         self.wrapper.synchronize()
-        mend(self.wrapper.homes)
+        mend(self.wrapper.flat_parameters)
 
     def collect(self) -> None:
         """Check that gradients are shards from a synchronized backward.
@@ -180,42 +186,44 @@ class Joined(Source):
             RuntimeError: If a parameter has a gradient that only this rank has.
         """
         with as_it_is():
-            left = [name for home, name, each in self._own() if each.grad is not None and home.trains]
+            left = [
+                name for flat_parameter, name, each in self._own() if each.grad is not None and flat_parameter.trains
+            ]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise RuntimeError(
-                f"{left[0]}{more}: has a .grad of this rank alone, which a step would ignore; run the last backward "
-                "outside no_sync(), and do not set .grad by hand"
+                f"{left[0]}{more}: has a .grad that was not averaged over ranks, so a step would ignore it; run the "
+                "last backward outside no_sync(), and do not set .grad yourself"
             )
 
     def _own(self) -> Iterator[tuple[FlatParameters, str, nn.Parameter]]:
-        """Yield this optimizer's parameters."""
-        for home in self.wrapper.homes:
-            for name, each in home.named:
+        """Yield this optimizer's parameters, each with its flat tensor and name."""
+        for flat_parameter in self.wrapper.flat_parameters:
+            for name, each in flat_parameter.named:
                 if id(each) in self._mine:
-                    yield home, name, each
+                    yield flat_parameter, name, each
 
-    def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
-        """View a part of the gradient's shard; None for a parameter that no rank has used."""
+    def gradient(self, flat_parameter: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
+        """View a part of the gradient's shard. Return None for a parameter that no rank has used."""
         unused = self.wrapper.unused
-        if home.grad is None or (unused and any(home.names[at.tensor] in unused for at in slices)):
+        if flat_parameter.grad is None or (unused and any(flat_parameter.names[at.tensor] in unused for at in slices)):
             return None
-        return home.grad[slices[0].offset : slices[-1].offset + slices[-1].elements]
+        return flat_parameter.grad[slices[0].offset : slices[-1].offset + slices[-1].elements]
 
     def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
-        """Scale the shards, because no rank has more."""
+        """Return the shards, because no rank has whole gradients."""
         return shards
 
     def spread(self) -> None:
         self.wrapper.spread()
 
     def forget(self) -> None:
-        """Drop the shards of this optimizer's gradients. Another optimizer of the same wrapper keeps its own."""
-        for home in {id(home): home for home, _, _ in self._own()}.values():
-            if all(id(each) in self._mine for each in home.parameters):
-                home.drop_gradient()
-            elif home.grad is not None:
-                for at in home.slices:
-                    if id(home.parameters[at.tensor]) in self._mine:
-                        home.of(home.grad, at).zero_()
+        """Drop the shards of this optimizer's gradients. Other optimizers of the wrapper keep theirs."""
+        for flat_parameter in {id(flat_parameter): flat_parameter for flat_parameter, _, _ in self._own()}.values():
+            if all(id(each) in self._mine for each in flat_parameter.parameters):
+                flat_parameter.drop_gradient()
+            elif flat_parameter.grad is not None:
+                for at in flat_parameter.slices:
+                    if id(flat_parameter.parameters[at.tensor]) in self._mine:
+                        flat_parameter.of(flat_parameter.grad, at).zero_()
         self.wrapper.forget_shards()

@@ -1,11 +1,11 @@
-"""Convert the state of a sharded optimizer to dictionaries: this rank's shard, or the state as in one process.
+"""Convert the state of a sharded optimizer to dictionaries: this rank's shard, or the whole state as in one process.
 
     shard    {"state": {number: {"range": (start, stop), key: elements [start, stop) of the flattened parameter, ...}},
               "param_groups": [...], "shard": (rank, ranks)}
     whole    {"state": {number: {key: tensor of the parameter's shape, ...}}, "param_groups": [...]}
 
-Parameters are numbered over all groups, as in `torch.optim`. A whole state loads at any number of ranks, and into an
-optimizer that is not sharded.
+Parameters are numbered over all groups, as in `torch.optim`. A whole state can be loaded on any number of ranks, and
+into an optimizer that is not sharded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.ddp.checks import device_of, gather_json
-from muster.zero.flat import FlatParameters, Held
+from muster.zero.flat import FlatParameters, ParameterRange
 from muster.zero.layout import Slice
 
 if TYPE_CHECKING:
@@ -28,33 +28,33 @@ SHARD: Final = "shard"
 State = dict[str, Any]
 
 
-def held(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, list[Held]]]:
+def held(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, list[ParameterRange]]]:
     """Yield the slices of this rank, each with its states."""
     for group in optimizer.segments:
         for segment in group:
             for at in segment.slices:
-                yield segment.home, at, list(_of_slice(segment, at, optimizer.inner))
+                yield segment.flat_parameter, at, list(_of_slice(segment, at, optimizer.inner))
 
 
-def _of_slice(segment: "Segment", at: Slice, inner: torch.optim.Optimizer) -> Iterator[Held]:
+def _of_slice(segment: "Segment", at: Slice, inner: torch.optim.Optimizer) -> Iterator[ParameterRange]:
     """Yield the states of one slice of a parameter."""
-    home = segment.home
-    name, shape = home.names[at.tensor], tuple(home.shapes[at.tensor])
+    flat_parameter = segment.flat_parameter
+    name, shape = flat_parameter.names[at.tensor], tuple(flat_parameter.shapes[at.tensor])
     kept = {key: value for key, value in inner.state.get(segment.stepped, {}).items() if isinstance(value, Tensor)}
-    if home.has_masters():
+    if flat_parameter.has_masters():
         kept[MASTER] = segment.stepped.detach()
     for key, value in sorted(kept.items()):
         if value.dim() == 0:
-            yield Held(name, key, (), 0, 1, value, answers=at.start == 0)
+            yield ParameterRange(name, key, (), 0, 1, value, answers=at.start == 0)
         else:
             start = at.offset - segment.begin
-            yield Held(name, key, shape, at.start, at.stop, value[start : start + at.elements])
+            yield ParameterRange(name, key, shape, at.start, at.stop, value[start : start + at.elements])
 
 
 def slices_of(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, dict[str, Tensor]]]:
     """Yield the slices of this rank, each with its states by key."""
-    for home, at, kept in held(optimizer):
-        yield home, at, {str(each.key): each.tensor for each in kept}
+    for flat_parameter, at, kept in held(optimizer):
+        yield flat_parameter, at, {str(each.key): each.tensor for each in kept}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -80,27 +80,28 @@ def _groups(optimizer: "ShardedOptimizer") -> list[State]:
 
 
 def _numbered(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor], bool]]:
-    """List the slices of this rank that have a state, by the numbers of their parameters.
+    """List this rank's slices that have a state: (parameter number, slice, states, whether these must be saved).
 
-    The last item is False for a state that consists only of a master equal to its parameter, as before the first step.
-    If this holds for all of a parameter, its entry is omitted, because torch's optimizers expect complete entries.
+    A master that equals its parameter need not be saved if it is the only state, as before the first step. If this
+    holds for a whole parameter, its entry is omitted, because torch's optimizers expect complete entries.
     """
     numbers = numbers_of(optimizer)
     found = [
         (
-            numbers[id(home.parameters[at.tensor])],
+            numbers[id(flat_parameter.parameters[at.tensor])],
             at,
             kept,
-            kept.keys() != {MASTER} or not torch.equal(kept[MASTER], home.of(home.shard, at).float()),
+            kept.keys() != {MASTER}
+            or not torch.equal(kept[MASTER], flat_parameter.of(flat_parameter.shard, at).float()),
         )
-        for home, at, kept in slices_of(optimizer)
+        for flat_parameter, at, kept in slices_of(optimizer)
         if kept
     ]
     return sorted(found, key=lambda each: each[0])
 
 
 def local(optimizer: "ShardedOptimizer") -> State:
-    """Return this rank's shard, without copies, as `torch.optim` does."""
+    """Return this rank's shard. As in `torch.optim`, tensors are not copied."""
     state = {number: {RANGE: (at.start, at.stop), **kept} for number, at, kept, tells in _numbered(optimizer) if tells}
     return {"state": state, "param_groups": _groups(optimizer), SHARD: (optimizer.rank, optimizer.ranks)}
 
@@ -108,12 +109,11 @@ def local(optimizer: "ShardedOptimizer") -> State:
 def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
     """Return the state of all parameters on one rank of the group, or on all. A collective.
 
-    The ranks first exchange which states they have. Then, rank by rank, all elements of one type are sent as one
-    message.
+    The ranks first exchange lists of their states. Then each rank in turn sends one message per dtype.
     """
     mine = _numbered(optimizer)
     table = [
-        [number, at.start, at.stop, {key: _told(value) for key, value in kept.items()}, tells]
+        [number, at.start, at.stop, {key: _dtype_and_value(value) for key, value in kept.items()}, tells]
         for number, at, kept, tells in mine
     ]
     given = list(gather_json(table, optimizer.group, device_of(optimizer.group)).values())
@@ -146,7 +146,7 @@ def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
 def _messages(
     lines: Sequence[Any], parameters: Sequence[Tensor]
 ) -> dict[tuple[str, torch.device], list[tuple[int, int, int, str]]]:
-    """Group a rank's states by type and device, for one message each. Entries are (number, start, stop, key)."""
+    """Group a rank's states by dtype and device, one group per message. Entries are (number, start, stop, key)."""
     sorted_: dict[tuple[str, torch.device], list[tuple[int, int, int, str]]] = {}
     for number, start, stop, kept in lines:
         for key, (name, *one) in kept.items():
@@ -160,8 +160,8 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _told(value: Tensor) -> list[Any]:
-    """Return a state's type, and its value if it is one number per parameter."""
+def _dtype_and_value(value: Tensor) -> list[Any]:
+    """Return a state's dtype, and its value if it is one number per parameter."""
     dtype = str(value.dtype).removeprefix("torch.")
     return [dtype, value.item()] if value.dim() == 0 else [dtype]
 

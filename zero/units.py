@@ -4,8 +4,8 @@
 
 A parameter shared by two units, such as a head tied to an embedding, belongs to the root, so that both can use it.
 
-All ranks must run the same units in the same order, because each gather is a collective. The graph of a unit must leave
-it only through values that its modules return or keep as attributes: they show where its backward begins.
+All ranks must run the same units in the same order, because each gather is a collective. A unit's autograd graph may be
+connected to the rest only by tensors that its modules return or store as attributes: its backward begins there.
 """
 
 from collections.abc import Sequence
@@ -39,11 +39,13 @@ def names_of(module: nn.Module, asked: Units | None) -> str:
         return "default"
     names = {id(part): name for name, part in module.named_modules()}
     groups = [list(each) if isinstance(each, Sequence) else [each] for each in asked]
-    return str([[names.get(id(each), f"a {type(each).__name__} of no part") for each in group] for group in groups])
+    return str(
+        [[names.get(id(each), f"a {type(each).__name__} outside the module") for each in group] for group in groups]
+    )
 
 
 def units_of(module: nn.Module, asked: Units | None) -> list[Unit]:
-    """Cut a module into units: those of `asked`, or its children. The root unit comes last.
+    """Divide a module into units: those of `asked`, or its children. The root unit is the last one.
 
     Raises:
         ValueError: If a unit is not a part of the module, or two units overlap.
@@ -70,7 +72,7 @@ def units_of(module: nn.Module, asked: Units | None) -> list[Unit]:
         for part in {id(part): part for each in group for part in each.modules()}.values():
             if id(part) in seen:
                 raise ValueError(
-                    f"units[{seen[id(part)]}] and units[{number}] both have {names[id(part)]!r}; put each part into one"
+                    f"units[{seen[id(part)]}] and units[{number}] both have {names[id(part)]!r}; put it into one unit"
                 )
             seen[id(part)] = number
             for parameter in part.parameters(recurse=False):
@@ -96,7 +98,7 @@ def _of(
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """List the children of a module, with containers replaced by their children."""
+    """List the children of a module. Lists and sequences are replaced by their own children."""
     children: list[nn.Module] = []
     for child in module.children():
         children += _children(child) if isinstance(child, _LISTS) else [child]

@@ -1,10 +1,11 @@
 """Parameters that are always whole (stages 1 and 2): gathered after a step, and waited for as late as is safe.
 
-step   gather  [1 ][2 ][3 ]
-forward          [1 ][2 ][3 ]             each unit waits for its own parameters; without units, all wait at once
+    step   gather  [1 ][2 ][3 ]
+    forward          [1 ][2 ][3 ]             each unit waits for its own parameters; without units, the forward
+                                              waits for all parameters before it begins
 
-A module of a unit waits for the whole unit. Any other module waits for its parameters that are in no unit, so that a
-submodule called on its own waits, too.
+A module of a unit waits for the whole unit before it runs. Any other module waits for its parameters that are in no
+unit, so that a submodule waits even if it is called directly.
 """
 
 import weakref
@@ -24,8 +25,8 @@ from muster.zero.gather import Gather
 from muster.zero.units import Unit
 
 
-class Presence(ABC):
-    """Controls when parameters are gathered."""
+class Residency(ABC):
+    """A policy for when parameters are gathered and freed."""
 
     @abstractmethod
     def forward(self) -> AbstractContextManager[None]:
@@ -36,31 +37,31 @@ class Presence(ABC):
         """Return a context in which all parameters are whole. A collective."""
 
     @abstractmethod
-    def spread(self, homes: Sequence[FlatParameters]) -> None:
-        """Note that shards have changed: parameters must be gathered again before they are used."""
+    def spread(self, flat_parameters: Sequence[FlatParameters]) -> None:
+        """Record that shards have changed, so that parameters are gathered again before they are used."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait for gathers in progress outside a forward."""
+        """Wait for gathers that are in progress between forwards."""
 
     def remove(self) -> None:  # noqa: B027 - some have no hooks
-        """Remove all hooks, because the wrapper was deleted."""
+        """Remove all hooks, because the wrapper was deleted or its module was unwrapped."""
 
 
-class Gone(Presence):
-    """Refuses every use of a wrapper whose module was unwrapped, including steps of its optimizers."""
+class Unwrapped(Residency):
+    """A residency after `unwrap()`, which refuses every use of the wrapper, including steps of its optimizers."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise RuntimeError("this wrapper has given its module back; use the result of unwrap(), with a new optimizer")
+        raise RuntimeError("this wrapper was unwrapped; use the module that unwrap() returned, with a new optimizer")
 
     forward = all_open = spread = _refuse
 
     def synchronize(self) -> None:
-        """Do nothing: no gather is in progress."""
+        """Do nothing, because no gather is in progress."""
 
 
 class Hook:
-    """A hook of a module that does nothing in copies: `deepcopy` and `pickle` also copy a module's hooks."""
+    """A module hook whose copies do nothing, because `deepcopy` and `pickle` also copy a module's hooks."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -82,41 +83,43 @@ def other_thread(unit: str) -> RuntimeError:
     """Return the error for a unit that runs on another thread than the forward of its wrapper."""
     return RuntimeError(
         f"{unit}: runs on another thread than the forward of its wrapper, as stages of a Pipe do, but gathers of "
-        "several threads have no order; shard less: stage=2"
+        "several threads have no fixed order; use stage=2"
     )
 
 
 def in_backward() -> bool:
-    """Return whether a backward is running. If so, any forward is a recomputation for a checkpoint."""
+    """Return whether a backward is running. If so, any forward is a recomputation by activation checkpointing."""
     return torch._C._current_autograd_node() is not None
 
 
 Waiting = Callable[[FlatParameters, Wait], None]  # waits, and notifies observers of the wait
 
 
-class AlwaysWhole(Presence):
+class AlwaysWhole(Residency):
     """Flat parameters that are whole except between a step and the following forward.
 
-    Hooks of the module hold this object, so `waiting` must not hold a strong reference to the wrapper.
+    Hooks of the module refer to this object, so `waiting` must have only a weak reference to the wrapper.
     """
 
     def __init__(
         self,
         module: nn.Module,
         units: Sequence[Unit],
-        homes: Sequence[FlatParameters],
+        flat_parameters: Sequence[FlatParameters],
         gather: Gather,
         waiting: Waiting,
     ) -> None:
-        self.homes = homes
+        self.flat_parameters = flat_parameters
         self._gather = gather
         self._waiting = waiting
-        self._under_way: dict[int, tuple[FlatParameters, Wait]] = {}  # gathers in progress, by id
+        self._under_way: dict[int, tuple[FlatParameters, Wait]] = {}  # gathers in progress, by id of the flat parameter
         me = weakref.WeakMethod(self.synchronize)
-        self._expected = {id(home): Expect(home.parameters, me) for home in homes}
+        self._expected = {
+            id(flat_parameter): Expect(flat_parameter.parameters, me) for flat_parameter in flat_parameters
+        }
         self._handles = [
             part.register_forward_pre_hook(Hook(partial(self._before, needed)), prepend=True)
-            for part, needed in _needs(module, units, homes)
+            for part, needed in _needs(module, units, flat_parameters)
         ]
         synchronize, adopt = Hook(lambda *_: self.synchronize()), Hook(lambda *_: self._adopt())
         self._handles += [
@@ -127,7 +130,7 @@ class AlwaysWhole(Presence):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Do nothing: hooks wait, including in forwards that bypass the wrapper."""
+        """Do nothing, because hooks wait, even in forwards that bypass the wrapper."""
         yield
 
     @contextmanager
@@ -135,54 +138,57 @@ class AlwaysWhole(Presence):
         self.synchronize()
         yield
 
-    def spread(self, homes: Sequence[FlatParameters]) -> None:
-        """Begin to gather what was stepped, in the order in which the forward needs it."""
+    def spread(self, flat_parameters: Sequence[FlatParameters]) -> None:
+        """Begin to gather the stepped parameters, in the order in which the forward needs them."""
         self._gather.written()
-        for home in reversed(homes):
-            home.outdate()
-            self._under_way[id(home)] = (home, self._gather.start(home, home.shard, home.full))
-            self._expected[id(home)].begin()
+        for flat_parameter in reversed(flat_parameters):
+            flat_parameter.outdate()
+            self._under_way[id(flat_parameter)] = (
+                flat_parameter,
+                self._gather.start(flat_parameter, flat_parameter.shard, flat_parameter.full),
+            )
+            self._expected[id(flat_parameter)].begin()
         self._gather.started()
 
     def synchronize(self) -> None:
         if self._under_way:
-            self._before([home for home, _ in self._under_way.values()])
+            self._before([flat_parameter for flat_parameter, _ in self._under_way.values()])
 
     def remove(self) -> None:
-        """Wait, and remove the hooks. Errors of a broken group are reported elsewhere."""
+        """Wait for gathers, and remove the hooks. Ignore errors of a broken group, which are reported elsewhere."""
         with suppress(RuntimeError):
             self.synchronize()
         for handle in self._handles:
             handle.remove()
-        for home in self.homes:
-            home.unsend()
+        for flat_parameter in self.flat_parameters:
+            flat_parameter.unsend()
 
-    def _before(self, homes: Sequence[FlatParameters], *_: Any) -> None:
-        """Wait for some flat parameters, before a forward that needs them."""
+    def _before(self, flat_parameters: Sequence[FlatParameters], *_: Any) -> None:
+        """Wait for the flat parameters that a forward needs."""
         if self._under_way:
-            for home in homes:
-                if (waited := self._under_way.get(id(home))) is not None:
-                    self._expected[id(home)].end()
-                    del self._under_way[id(home)]
+            for flat_parameter in flat_parameters:
+                if (waited := self._under_way.get(id(flat_parameter))) is not None:
+                    self._expected[id(flat_parameter)].end()
+                    del self._under_way[id(flat_parameter)]
                     self._waiting(*waited)
 
     def _adopt(self) -> None:
-        """Accept values that were loaded without the wrapper."""
-        for home in self.homes:
-            home.adopt()
+        """Copy values that were loaded into the module, without the wrapper, into shards and masters."""
+        for flat_parameter in self.flat_parameters:
+            flat_parameter.adopt()
 
 
 def _needs(
-    module: nn.Module, units: Sequence[Unit], homes: Sequence[FlatParameters]
+    module: nn.Module, units: Sequence[Unit], flat_parameters: Sequence[FlatParameters]
 ) -> Iterator[tuple[nn.Module, list[FlatParameters]]]:
     """Yield modules, each with the flat tensors that it must wait for."""
-    home_of = {id(each): home for home in homes for each in home.parameters}
+    flat_of = {id(each): flat_parameter for flat_parameter in flat_parameters for each in flat_parameter.parameters}
     unit_of = {id(part): unit for unit in units for each in unit.modules for part in each.modules()}
     in_units = {id(each) for unit in units if not unit.is_root for _, each in unit.parameters}
     for part in module.modules():
         needed = [each for each in part.parameters() if id(each) not in in_units]
         if (unit := unit_of.get(id(part))) is not None:
             needed += [each for _, each in unit.parameters]
-        own = {id(home_of[id(each)]): home_of[id(each)] for each in needed}
+        own = {id(flat_of[id(each)]): flat_of[id(each)] for each in needed}
         if own:
             yield part, list(own.values())

@@ -136,19 +136,19 @@ class Live:
         found = [pid for pid in children(self.process.pid) if AGENT in arguments_of(pid)]
         return sorted(found, key=lambda pid: int(arguments_of(pid).rpartition(b"--node\0")[2].partition(b"\0")[0]))
 
-    def keepers(self) -> list[int]:
-        """List the keepers: children of a warm process."""
+    def rank_parents(self) -> list[int]:
+        """List the rank parents: children of a warm process."""
         warm = {pid for pid in processes.of_run(self.run.run_id) if WARM in arguments_of(pid)}
         # A fork has its parent's arguments: the warm process is the one whose parent is no warm process.
         roots = warm - {child for pid in warm for child in children(pid)}
         return sorted(child for root in roots for child in children(root) if child in warm)
 
     def store(self) -> int:
-        """Return the store: a keeper's child that is no rank."""
+        """Return the store: a rank parent's child that is no rank."""
         ranks = self.ranks().values()
-        found = [pid for keeper in self.keepers() for pid in children(keeper) if pid not in ranks]
+        found = [pid for rank_parent in self.rank_parents() for pid in children(rank_parent) if pid not in ranks]
         if not found:
-            raise WaitedInVainError("no store process found below the keepers")
+            raise WaitedInVainError("no store process found below the rank parents")
         return found[0]
 
     def helpers(self) -> list[int]:

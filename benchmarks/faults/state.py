@@ -5,8 +5,8 @@ from array import array
 from collections.abc import Mapping
 
 from muster.jobs.basics.errors import MusterError
-from muster.jobs.checkpoint.manifest import Manifest
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.manifest import CheckpointManifest
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.checkpoint.verify import verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
@@ -16,10 +16,10 @@ class NoStateError(Exception):
     """A run has no checkpoint that could be compared."""
 
 
-def contents(folder: CheckpointDir, manifest: Manifest) -> dict[str, bytes]:
+def contents(folder: CheckpointDir, manifest: CheckpointManifest) -> dict[str, bytes]:
     """Return the bytes of every tensor of a checkpoint."""
     found = {}
-    with Reader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest) as reader:
         for name in reader.names():
             piece = reader.piece(name)
             buffer = bytearray(piece.nbytes)

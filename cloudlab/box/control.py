@@ -29,33 +29,33 @@ EXEC_S = 60.0
 
 @dataclass(frozen=True)
 class Box:
-    """An existing box, by its name."""
+    """A handle to an existing box, by its name."""
 
     name: str
 
     @property
     def state(self) -> BoxState:
-        """The state that was last written about it.
+        """The last written state of the box.
 
         Raises:
-            UsageError: it does not exist (any more).
+            UsageError: if the box does not exist.
         """
         return find_box(self.name)
 
     @property
     def paths(self) -> BoxPaths:
-        """The paths of its files."""
+        """The paths of the box's files."""
         return BoxPaths.of(self.name)
 
     def hosts(self) -> HostSet:
-        """Return its nodes as hosts that can run a job."""
+        """Return the box's nodes as hosts that can run a job."""
         return box_hosts(self.name)
 
     def exec_argv(self, node: str, argv: Sequence[str], *, folder: str | None = None) -> list[str]:
         """Return the argv that runs a command in a node, in a folder (default: the current one).
 
         Raises:
-            RefusedError: this is not root, or the node does not run.
+            RefusedError: if the caller is not root, or the node is not running.
         """
         machine.need_root("muster box exec")
         state = self.state
@@ -80,8 +80,8 @@ class Box:
         """Run a command in a node and return its exit code and output.
 
         Raises:
-            RefusedError: this is not root, or the node does not run.
-            subprocess.TimeoutExpired: it took too long, and was killed.
+            RefusedError: if the caller is not root, or the node is not running.
+            subprocess.TimeoutExpired: if the command took too long and was killed.
         """
         return subprocess.run(
             self.exec_argv(node, argv, folder=folder),
@@ -94,19 +94,19 @@ class Box:
         )
 
     def ssh_argv(self, node: str, argv: Sequence[str] = ()) -> list[str]:
-        """Return the argv of an ssh to a node; ssh joins the words of the command with spaces, as usual.
+        """Return the argv that runs ssh to a node. ssh itself joins the words of `argv` with spaces.
 
         Raises:
-            UsageError: there is no such node.
+            UsageError: if there is no such node.
         """
         state = self.state
         return [state.programs["ssh"], "-F", str(self.paths.ssh_config), state.spec.check_node(node), *argv]
 
     def fail(self, node: str, how: str) -> None:
-        """Let a node fail: power, kill, unplug or freeze.
+        """Make a node fail; `how` is power, kill, unplug or freeze.
 
         Raises:
-            RefusedError: this is not root, or the node cannot fail in that way now.
+            RefusedError: if the caller is not root, or the node cannot fail in that way now.
         """
         with self._changing("fail") as (state, tools):
             failures.fail(state, node, how, tools)
@@ -115,7 +115,7 @@ class Box:
         """Undo any failure of a node; with Slurm, wait until the controller can use it again.
 
         Raises:
-            RefusedError: this is not root, or the node does not come back in time.
+            RefusedError: if the caller is not root, or the node does not come back in time.
         """
         with self._changing("heal") as (state, tools):
             failures.heal(state, node, tools)
@@ -123,47 +123,47 @@ class Box:
     def rate(self, rate: int | None, between: tuple[str, str] | None = None, *, of: str | None = None) -> None:
         """Set the speed of all links, of one pair of nodes, or of one node's link, in bits per second each way.
 
-        None is unlimited; for a pair or a node it means the speed of all others.
+        None removes the limit of all links, or the separate limit of a pair or node.
 
         Raises:
-            RefusedError: this is not root, or tc failed.
+            RefusedError: if the caller is not root, or `tc` failed.
         """
         with self._changing("rate") as (state, tools):
             if of is not None:
                 rates = state.rates.with_node(state.spec.check_link(of), rate)
             elif between is None:
-                rates = Rates(rate)  # the rates of single pairs and nodes are dropped
+                rates = Rates(rate)  # drops the separate rates of pairs and nodes
             else:
                 one, other = (state.spec.check_link(node) for node in between)
                 if one == other:
-                    raise UsageError(f"box {self.name}: no link connects {one} with itself; name two nodes")
+                    raise UsageError(f"box {self.name}: no link connects {one} with itself; name two different nodes")
                 rates = state.rates.with_pair(one, other, rate)
             changed = replace(state, rates=rates)
             write_state(changed)
             nodes.shape(changed, changed.spec.compute, tools)
 
     def status(self) -> status.BoxStatus:
-        """Return its current state."""
+        """Return the current status of the box."""
         return status.look(self.state)
 
     def down(self) -> bool:
-        """Remove it; say whether it existed.
+        """Remove the box; return whether it existed.
 
         Raises:
-            RefusedError: this is not root, or something does not go.
+            RefusedError: if the caller is not root, or a part cannot be removed.
         """
         return take_down(self.name)
 
     @contextmanager
     def _changing(self, verb: str) -> Iterator[tuple[BoxState, Tools]]:
         machine.need_root(f"muster box {verb}")
-        self.state  # noqa: B018 (says that there is none)
+        self.state  # noqa: B018 (raises if there is no box)
         with locked_folder(self.paths.path) as lock:
             state = read_state(self.name) if lock is not None else None
             if lock is None or state is None:
                 raise RefusedError(f"box {self.name} was just taken down")
             if not state.complete or state.is_stale:
-                box_hosts(self.name)  # raises with the reason
+                box_hosts(self.name)  # raises the error for an unusable box
             yield state, Tools(state.programs, lock)
 
 
@@ -172,7 +172,7 @@ def box_up(spec: BoxSpec) -> Iterator[Box]:
     """Make a box, and remove it at the end of the context.
 
     Raises:
-        RefusedError: this machine cannot make it, or a box of that name exists.
+        RefusedError: if this machine cannot make the box, or a box of that name exists.
     """
     make(spec)
     try:

@@ -27,16 +27,16 @@ def fail(state: BoxState, node: str, how: str, tools: Tools) -> None:
     """Make a node fail in one of the ways of `WAYS`; if it has failed that way already, do nothing.
 
     Raises:
-        RefusedError: if it cannot fail like that now.
+        RefusedError: if the node cannot fail in that way now.
     """
     WAYS[how](state, state.spec.check_node(node), tools)
 
 
 def heal(state: BoxState, node: str, tools: Tools) -> None:
-    """Bring a node back: its processes continue, or it starts again; then its link is plugged in.
+    """Bring a node back: continue its processes, or start it again; then plug its link in.
 
     Raises:
-        RefusedError: if it does not come back in time.
+        RefusedError: if the node does not come back in time.
     """
     spec = state.spec
     init = nodes.identity_of(state, spec.check_node(node))
@@ -73,15 +73,15 @@ def is_plugged(state: BoxState, node: str) -> bool:
 
 
 def is_in_service(slurm_state: str) -> bool:
-    """Return True if Slurm considers a node usable: it is not down, and not silent (`*`)."""
+    """Return True if Slurm considers a node usable: not down, and not silent (`*`)."""
     return bool(slurm_state) and not slurm_state.startswith(("down", "unk")) and not slurm_state.endswith("*")
 
 
 def plug(state: BoxState, node: str, tools: Tools, *, plugged: bool) -> None:
-    """Plug a node's link in or out.
+    """Plug a node's link in, or unplug it.
 
     Raises:
-        RefusedError: if bridge failed.
+        RefusedError: if the program `bridge` failed.
     """
     tools.batches([(["bridge"], [network.port_line(state.spec, node, plugged=plugged)])])
 
@@ -105,14 +105,14 @@ def _freeze(state: BoxState, node: str, tools: Tools) -> None:
     del tools
     init = nodes.living(state, node)
 
-    def all_stopped() -> bool:  # some may be forking: repeat until there is nothing left to stop
+    def all_stopped() -> bool:  # some may be forking, so this repeats until none is left to stop
         running = [each for each in beside(init) if each.is_alive and not each.is_stopped]
         _signal_all(running, signal.SIGSTOP)
         return not running
 
     if not wait_until(all_stopped, FREEZE_S):
         raise RefusedError(
-            f"{node}: not all its processes could be stopped within {FREEZE_S:.0f} s; see ps for state D"
+            f"{node}: not all its processes could be stopped within {FREEZE_S:.0f} s; look for state D in ps"
         )
 
 
@@ -126,7 +126,7 @@ WAYS: Final[dict[str, Callable[[BoxState, str, Tools], None]]] = {
 
 
 def _start_again(state: BoxState, node: str, tools: Tools) -> None:
-    """Start a dead node as a machine boots: its network is new, its disk is unchanged."""
+    """Start a dead node again, like a machine after a reboot: its network is new, its disk unchanged."""
     spec = state.spec
     netns = NETNS / spec.netns(node)
     kill(in_network(netns))
@@ -147,6 +147,6 @@ def _signal_all(processes: list[Identity], number: signal.Signals) -> None:
             if each.is_alive:
                 signal.pidfd_send_signal(descriptor, number)
         except ProcessLookupError:
-            pass  # it ended just now
+            pass  # the process has just ended
         finally:
             os.close(descriptor)

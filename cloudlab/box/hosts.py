@@ -9,18 +9,18 @@ from muster.jobs.hosts.placement import Host, Login
 
 
 def box_hosts(name: str | None) -> HostSet:
-    """Return the nodes of a box, and how to reach them. Without a name: the only box, or the one called box.
+    """Return the nodes of a box and their ssh options. Without a name, use the only box, or the one named `box`.
 
     Raises:
         UsageError: if there is no such box, or the choice is ambiguous.
-        RefusedError: if it is incomplete.
+        RefusedError: if the box is incomplete, or older than the machine's last reboot.
     """
     state = find_box(name)
     spec, paths = state.spec, BoxPaths.of(state.spec.name)
     if not state.complete or state.is_stale:
         raise RefusedError(
-            f"box {spec.name} {'was made before this machine restarted' if state.is_stale else 'is only half made'}; "
-            f"sudo muster box down{name_flag(spec.name)}, then up"
+            f"box {spec.name} {'was made before this machine rebooted' if state.is_stale else 'is incomplete'}; "
+            f"run sudo muster box down{name_flag(spec.name)}, then create it again"
         )
     return HostSet(
         hosts=tuple(Host(node, spec.address(node), login=Login(node)) for node in spec.compute),
@@ -31,7 +31,7 @@ def box_hosts(name: str | None) -> HostSet:
 
 
 def find_box(name: str | None) -> BoxState:
-    """Return the state of the named box; without a name, of the only box or the one called box.
+    """Return the state of a box. Without a name, use the only box, or the one named `box`.
 
     Raises:
         UsageError: if there is no such box, or the choice is ambiguous.
@@ -39,12 +39,12 @@ def find_box(name: str | None) -> BoxState:
     names = box_names()
     if name is None:
         if len(names) > 1 and DEFAULT_NAME not in names:
-            raise UsageError(f"there are {len(names)} boxes: {', '.join(names)}; say which one")
+            raise UsageError(f"there are {len(names)} boxes: {', '.join(names)}; name one of them")
         name = names[0] if len(names) == 1 else DEFAULT_NAME
     state = read_state(name)
     if state is None:
-        there = f"there is {', '.join(names)}" if names else "there is none"
-        raise UsageError(f"no box {name}: {there}; make one: sudo muster box up{name_flag(name)}")
+        there = f"existing boxes: {', '.join(names)}" if names else "no box exists"
+        raise UsageError(f"there is no box {name} ({there}); make it: sudo muster box up{name_flag(name)}")
     return state
 
 

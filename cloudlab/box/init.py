@@ -1,13 +1,13 @@
-"""The first process of a node: creates its namespaces, starts its daemons, reaps children. It restarts nothing.
+"""The first process of a node, which creates its namespaces, starts its daemons once, and reaps children.
 
     muster box  --starts-->  this, outside  --fork-->  this, process 1 of the node  --> sshd, slurmd, ...
 
-When process 1 dies, the kernel kills every process of the node. Until `muster box` has answered "go", process 1 dies
-with it, so that a box killed during its creation leaves no unknown process behind.
+When process 1 dies, the kernel kills every process of the node. If `muster box` dies before it has answered "go",
+process 1 ends, too. So an interrupted `muster box up` leaves no unknown process behind.
 
     python -I ROOT/launch/boot.py cloudlab.box.init PLAN [LOCK]
 
-LOCK is an open descriptor that holds the lock of the box, so that `muster box down` waits for the answer.
+LOCK is an open descriptor that holds the box's lock until process 1 gets "go" or ends. `muster box down` waits for it.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from muster.cloudlab.box import kernel
-from muster.cloudlab.box.plan import NodePlan, Service
+from muster.cloudlab.box.plan import BoxNodePlan, Service
 from muster.jobs.basics.reading import read_bytes
 from muster.jobs.machine.procfs import start_ticks
 
@@ -31,8 +31,8 @@ DETACH_S: Final = 20.0
 
 
 def main() -> int:
-    """Set up a node, from outside and inside."""
-    plan = NodePlan.from_json(read_bytes(Path(sys.argv[1])))
+    """Enter a node's namespaces, fork its process 1, and set the node up there."""
+    plan = BoxNodePlan.from_json(read_bytes(Path(sys.argv[1])))
     kernel.enter_network(Path(plan.netns))
     kernel.leave(kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWPID)
     if os.fork():
@@ -40,9 +40,9 @@ def main() -> int:
     return _inside(plan, held=[int(word) for word in sys.argv[2:]])
 
 
-def _inside(plan: NodePlan, held: list[int]) -> int:
+def _inside(plan: BoxNodePlan, held: list[int]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-    _say_who_we_are(Path(plan.identity))  # while /proc still is the host's
+    _write_identity(Path(plan.identity))  # before /proc becomes the node's own
     socket.sethostname(plan.node)
     _mount(plan)
     os.write(1, READY)
@@ -62,21 +62,21 @@ def _inside(plan: NodePlan, held: list[int]) -> int:
         signal.sigwait([signal.SIGCHLD])
 
 
-def _say_who_we_are(path: Path) -> None:
-    """Write this process's id on the host, and its start time; together they are unique."""
-    pid = int(os.readlink("/proc/self"))  # noqa: PTH115 (pathlib would make a path of it)
+def _write_identity(path: Path) -> None:
+    """Write this process's pid on the host and its start time, which together identify it."""
+    pid = int(os.readlink("/proc/self"))  # noqa: PTH115 (the target is a number, not a path)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps({"pid": pid, "start": start_ticks(pid)}) + "\n", encoding="utf-8")
     fresh.rename(path)
 
 
-def _mount(plan: NodePlan) -> None:
-    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)  # follow the host's unmounts
+def _mount(plan: BoxNodePlan) -> None:
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)  # unmounts on the host apply here, too
     kernel.mount("run", "/run", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     kernel.mount("shm", "/dev/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")
     kernel.mount("proc", "/proc", "proc", kernel.SAFE)
     Path("/run/sshd").mkdir(mode=0o755)
-    # Shows the node's own links in /sys/class/net. The cgroup mount is empty; slurmd does not start without it.
+    # A new sysfs shows the node's own links in /sys/class/net. slurmd needs the cgroup mount, which stays empty.
     kernel.mount("sysfs", "/sys", "sysfs", kernel.SAFE)
     kernel.mount("cgroup", "/sys/fs/cgroup", "tmpfs", kernel.SAFE, "mode=755,size=1m")
     for source, target in plan.binds:
@@ -112,7 +112,7 @@ def _await_end(pid: int, service: Service) -> None:
 
 
 def _reap(wanted: int = 0) -> int | None:
-    """Reap all ended processes; return the exit code of the wanted one if it was among them."""
+    """Reap all ended processes; return the exit code of process `wanted` if it has ended, else None."""
     found = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

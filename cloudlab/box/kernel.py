@@ -1,4 +1,4 @@
-"""Linux calls that turn a process into a node and that Python does not provide: setns, unshare, mount."""
+"""The Linux calls setns, unshare and mount, which turn a process into a node. Python 3.10 has no functions for them."""
 
 import ctypes
 import os
@@ -32,7 +32,7 @@ def enter_network(namespace: Path) -> None:
 
 
 def leave(flags: int) -> None:
-    """Give this process namespaces of its own; a new PID namespace applies to its children."""
+    """Move this process into new namespaces; a new PID namespace applies only to its children."""
     checked(LIBC.unshare(flags), f"unshare {flags:#x}: ")
 
 

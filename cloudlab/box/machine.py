@@ -1,4 +1,4 @@
-"""Facts about this machine: root, programs, memory, a free network."""
+"""Check that this machine has root privileges, the programs, enough memory and a free network."""
 
 import ipaddress
 import json
@@ -40,10 +40,10 @@ SLURM_PACKAGES: Final = {
 
 
 def need_root(what: str) -> None:
-    """Refuse to continue without root.
+    """Check that the caller is root.
 
     Raises:
-        RefusedError: if this is not root.
+        RefusedError: if the caller is not root.
     """
     if os.geteuid() != 0:
         command = shlex.join([str(Path(sys.argv[0]).absolute()), *sys.argv[1:]])
@@ -62,7 +62,7 @@ def find_programs(*, with_slurm: bool) -> dict[str, str]:
     if missing := [name for name, path in found.items() if path is None]:
         packages = sorted({wanted[name] for name in missing})
         raise RefusedError(
-            f"muster box needs {', '.join(missing)}, not found here; "
+            f"muster box needs {', '.join(missing)}, which this machine lacks; "
             f"try: apt-get install --no-install-recommends {' '.join(packages)}"
         )
     return {name: path for name, path in found.items() if path is not None}
@@ -72,12 +72,12 @@ def find_faketime() -> str:
     """Return the path of the library that skews clocks.
 
     Raises:
-        RefusedError: if it is not installed.
+        RefusedError: if the library is not installed.
     """
     for folder in [*sorted(Path("/usr/lib").glob("*/faketime")), Path("/usr/lib/faketime")]:
         if (folder / FAKETIME).is_file():
             return str(folder / FAKETIME)
-    raise RefusedError(f"--clock needs {FAKETIME}, not found here; try: apt-get install libfaketime")
+    raise RefusedError(f"--clock needs {FAKETIME}, which this machine lacks; try: apt-get install libfaketime")
 
 
 def memory_mb() -> int:
@@ -94,7 +94,7 @@ def choose_number(name: str, taken: Iterable[int], tools: Tools) -> int:
     """Choose K of 10.10.K.0/24: 1 for the default box if it is free, else the next free number.
 
     Raises:
-        RefusedError: if none is free.
+        RefusedError: if no number is free.
     """
     used = _networks(tools)
     links = {path.name for path in LINKS.iterdir()}
@@ -105,7 +105,7 @@ def choose_number(name: str, taken: Iterable[int], tools: Tools) -> int:
         network = ipaddress.IPv4Network(spec.network)
         if number not in unwanted and spec.bridge not in links and not any(network.overlaps(each) for each in used):
             return number
-    raise RefusedError("no network 10.10.K.0/24 is free here; see: ip route, and muster box status")
+    raise RefusedError("no network 10.10.K.0/24 is free on this machine; see ip route and muster box status")
 
 
 def _networks(tools: Tools) -> list[ipaddress.IPv4Network]:
@@ -115,6 +115,6 @@ def _networks(tools: Tools) -> list[ipaddress.IPv4Network]:
         text = route.get("dst", "default")
         if text != "default" and route.get("type") not in ("broadcast", "multicast"):
             network = ipaddress.IPv4Network(text, strict=False)
-            if network.prefixlen > 8:  # ignore a site's route to all of 10.0.0.0/8; a connected /24 takes precedence
+            if network.prefixlen > 8:  # ignore a site's route to 10.0.0.0/8: the box's /24 takes precedence
                 found.append(network)
     return found

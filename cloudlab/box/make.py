@@ -1,4 +1,4 @@
-"""Create a box. Its state is written first, so that `muster box down` can remove it whatever happens."""
+"""Create a box. Its state is written first, so that `muster box down` can always remove it."""
 
 import os
 import shutil
@@ -30,10 +30,10 @@ MUNGE_KEY_BYTES = 1024
 
 
 def make(spec: BoxSpec) -> BoxState:
-    """Create a box and wait until it can be used; on failure nothing is left behind.
+    """Create a box and wait until it can be used. On failure, remove all its parts.
 
     Raises:
-        RefusedError: if it exists already, or this machine cannot create it.
+        RefusedError: if the box exists already, or this machine cannot create it.
     """
     machine.need_root("muster box up")
     programs = machine.find_programs(with_slurm=spec.slurm)
@@ -41,7 +41,7 @@ def make(spec: BoxSpec) -> BoxState:
     state = _register(spec, programs, faketime)
     with locked_folder(BoxPaths.of(spec.name).path) as lock:
         if lock is None:
-            raise RefusedError(f"box {spec.name} was taken down while it was made")
+            raise RefusedError(f"box {spec.name} was taken down while it was being made")
         with _nothing_left_behind(state, Tools(programs, lock)):
             _build(state, Tools(programs, lock))
             done = replace(state, complete=True)
@@ -74,7 +74,7 @@ def _register(spec: BoxSpec, programs: dict[str, str], faketime: str) -> BoxStat
 
 def _there_already(name: str) -> RefusedError:
     state = read_state(name)
-    what = "is there already" if state is not None and state.complete else "was left half-way, or is just being made"
+    what = "exists already" if state is not None and state.complete else "is incomplete, or is still being made"
     return RefusedError(f"box {name} {what}; take it down first: sudo muster box down{name_flag(name)}")
 
 
@@ -107,7 +107,7 @@ def _write_files(state: BoxState, tools: Tools) -> None:
         Path(path).mkdir(exist_ok=True)
     tools.run(texts.keygen_argv("ssh-keygen", str(paths.client_key), f"muster box {spec.name}"))
     shutil.copyfile(f"{paths.client_key}.pub", paths.authorized_keys)
-    if "SUDO_UID" in os.environ:  # the user who called sudo may use the box without it
+    if "SUDO_UID" in os.environ:  # the user who called sudo can then run ssh without sudo
         os.chown(paths.client_key, int(os.environ["SUDO_UID"]), int(os.environ.get("SUDO_GID", "-1")))
     paths.hosts.write_text(texts.hosts_file(spec, socket.gethostname()), encoding="utf-8")
     paths.ssh_config.write_text(texts.ssh_config(spec, paths), encoding="utf-8")

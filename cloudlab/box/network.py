@@ -3,9 +3,9 @@
     host      bridge mbK 10.10.K.254 --- mbKn0 --- mbKn1 ...      one end of each link
     node k                                 eth1 10.10.K.(k+1)     the other end, in the node's network namespace
 
-Speed is shaped on **both** ends of every link: eth1 limits a node's sent data, the host's end its received data.
-A node is unplugged by setting its port of the bridge to the state "disabled": nothing passes in either direction, and
-neither side is notified. (A veth outside the bridge would deliver the node's frames to the host itself.)
+Speed is shaped on both ends of every link: eth1 limits the data that a node sends, the host's end the data that it
+receives. To unplug a node, its port of the bridge is set to the state "disabled": nothing passes in either direction,
+and neither side is notified. (A veth outside the bridge would deliver the node's frames to the host itself.)
 """
 
 from collections.abc import Iterable
@@ -17,15 +17,15 @@ PORT_DISABLED: Final = 0
 PORT_FORWARDING: Final = 3
 QUEUE_MS: Final = 50  # longest wait of a packet before it is dropped
 BURST_S: Final = 0.004
-LEAST_BURST: Final = 16 * 1024  # bytes: some packets of 1514
-LOOSE: Final = 100 * 10**9  # bits per second, for a class that must have a rate but should not limit
-WHOLE_CLASS: Final = 0xFFFF  # the class of peers without a rate of their own
+LEAST_BURST: Final = 16 * 1024  # in bytes, about ten packets of 1514 bytes
+LOOSE: Final = 100 * 10**9  # in bits per second, for a class that needs a rate but no limit
+WHOLE_CLASS: Final = 0xFFFF  # the number of the class of peers without a separate rate
 
 
 def bridge_lines(spec: BoxSpec) -> list[str]:
     """Return the lines for `ip -batch` that make the bridge."""
     return [
-        # A fixed address; without one it takes the lowest of its ports' addresses, and changes with them.
+        # The bridge's MAC address is set, because it would otherwise change with those of its ports.
         f"link add {spec.bridge} address {spec.mac(254)} type bridge forward_delay 0 mcast_snooping 0",
         f"link set {spec.bridge} alias {spec.alias}",
         f"addr add {spec.bridge_address}/24 dev {spec.bridge}",
@@ -82,7 +82,7 @@ def node_shaping(spec: BoxSpec, node: str, rates: Rates) -> list[str]:
 
 
 def burst_bytes(rate: int) -> int:
-    """Return the bytes that may pass at once: those of a few milliseconds, but at least some packets."""
+    """Return the burst size in bytes: a few milliseconds of data, but at least ten packets."""
     return max(LEAST_BURST, round(rate * BURST_S / 8))
 
 

@@ -44,7 +44,7 @@ class Starting:
 
 
 def make_links(state: BoxState, nodes: Sequence[str], tools: Tools, *, bridge: bool) -> None:
-    """Create the namespaces and shaped links of nodes, and the bridge if asked.
+    """Create the namespaces and shaped links of nodes. `bridge`: create the bridge first.
 
     Raises:
         RefusedError: if a program failed.
@@ -61,7 +61,7 @@ def shape(state: BoxState, nodes: Sequence[str], tools: Tools) -> None:
     """Set the speed of links according to the state.
 
     Raises:
-        RefusedError: if tc failed.
+        RefusedError: if `tc` failed.
     """
     spec, rates = state.spec, state.rates
     work: list[tuple[Sequence[str], Sequence[str]]] = [(["tc"], network.host_shaping(spec, nodes, rates))]
@@ -73,7 +73,7 @@ def make_folders(state: BoxState, nodes: Iterable[str], tools: Tools) -> None:
     """Create the nodes' folders and their initial files; existing host keys are kept.
 
     Raises:
-        RefusedError: if ssh-keygen failed.
+        RefusedError: if `ssh-keygen` failed.
     """
     spec, paths = state.spec, BoxPaths.of(state.spec.name)
     users = Path("/etc/passwd").read_text(encoding="utf-8", errors="surrogateescape")
@@ -96,14 +96,14 @@ def start_nodes(state: BoxState, nodes: Sequence[str], tools: Tools, *, anew: bo
     """Start the first processes of nodes and wait until their sshd and Slurm daemons answer.
 
     Raises:
-        RefusedError: if one did not start in time; the message has the last lines of its log.
+        RefusedError: if a node did not start in time; the message has the last lines of its log.
     """
     starting = [_start(state, node, tools, anew=anew) for node in nodes]
     try:
         deadline = time.monotonic() + START_S
         for each in starting:
             _await_ready(each, state, deadline)
-        # The controller first: a slurmd that does not find it waits a second before it retries.
+        # The controller starts first, because a slurmd that does not find it waits a second before it retries.
         for each in starting:
             if each.node == HEAD:
                 _answer(each)
@@ -121,7 +121,7 @@ def await_listening(state: BoxState, nodes: Iterable[str], port: int, timeout_s:
     """Wait until a process listens on a port in each of the nodes.
 
     Raises:
-        RefusedError: if none does in time, or a node ended.
+        RefusedError: if a node's process does not listen in time, or a node has ended.
     """
     deadline = time.monotonic() + timeout_s
     for node in nodes:
@@ -135,7 +135,7 @@ def await_listening(state: BoxState, nodes: Iterable[str], port: int, timeout_s:
         if not wait_until(answers, deadline - time.monotonic()):
             service = "sshd" if port == SSH_PORT else "slurmctld"
             raise RefusedError(
-                f"{node}: {service} does not listen after {timeout_s:.0f} s{_told(state, node, service)}"
+                f"{node}: {service} does not listen after {timeout_s:.0f} s{_log_end(state, node, service)}"
             )
 
 
@@ -143,7 +143,7 @@ def check_reach(state: BoxState) -> None:
     """Connect from the first node to the last, to test the bridge between them.
 
     Raises:
-        RefusedError: if nothing came back; the host's firewall may block it.
+        RefusedError: if the connection fails; the host's firewall may block it.
     """
     first, last = state.spec.members[0], state.spec.members[-1]
 
@@ -154,9 +154,9 @@ def check_reach(state: BoxState) -> None:
     with ThreadPoolExecutor(max_workers=1) as pool:
         error = pool.submit(connect).exception()
     if error is not None:
-        hint = "; its firewall filters bridges, turn that off: sysctl net.bridge.bridge-nf-call-iptables=0"
+        hint = "; this machine's firewall filters bridges; try: sysctl net.bridge.bridge-nf-call-iptables=0"
         raise RefusedError(
-            f"{first} does not reach {last} over this machine's bridge ({error}){hint if filters_bridges() else ''}"
+            f"{first} cannot reach {last} over this machine's bridge ({error}){hint if filters_bridges() else ''}"
         )
 
 
@@ -176,21 +176,21 @@ def await_idle(state: BoxState, nodes: Sequence[str], tools: Tools, *, state_is:
     if not wait_until(good, SLURM_S, SLURM_POLL_S):
         wrong = [node for node in nodes if not state_is(seen.get(node, ""))]
         bad = ", ".join(f"{node} is {seen.get(node, 'unknown')}" for node in wrong)
-        raise RefusedError(f"Slurm is not ready after {SLURM_S:.0f} s: {bad}{_told(state, wrong[0], 'slurmd')}")
+        raise RefusedError(f"Slurm is not ready after {SLURM_S:.0f} s: {bad}{_log_end(state, wrong[0], 'slurmd')}")
 
 
 def slurm_states(tools: Tools) -> dict[str, str]:
     """Return the states of nodes from Slurm's controller, such as idle, idle* (silent), mixed, down.
 
     Raises:
-        RefusedError: if it does not answer.
+        RefusedError: if the controller does not answer.
     """
     lines = tools.run(["sinfo", "--noheader", "--Node", "--format=%N %T"]).splitlines()
     return {fields[0]: fields[1] for line in lines if len(fields := line.split()) == 2}
 
 
 def slurm_tools(state: BoxState, lock: int = -1) -> Tools:
-    """Return the tools with which Slurm's commands find the box's controller."""
+    """Return tools whose Slurm commands use the box's controller."""
     return Tools(state.programs, lock, {"SLURM_CONF": str(BoxPaths.of(state.spec.name).slurm_conf)})
 
 
@@ -198,7 +198,7 @@ def living(state: BoxState, node: str) -> Identity:
     """Return the first process of a node.
 
     Raises:
-        RefusedError: if it is not running.
+        RefusedError: if the node is not running.
     """
     found = identity_of(state, node)
     if found is None:
@@ -238,7 +238,7 @@ def _await_ready(starting: Starting, state: BoxState, deadline: float) -> None:
     left = max(0.0, deadline - time.monotonic())
     said = os.read(stdout.fileno(), len(READY)) if select.select([stdout], [], [], left)[0] else b""
     if said != READY:
-        raise RefusedError(f"{starting.node} did not start{_told(state, starting.node, 'init')}")
+        raise RefusedError(f"{starting.node} did not start{_log_end(state, starting.node, 'init')}")
 
 
 def _answer(starting: Starting) -> None:
@@ -247,7 +247,7 @@ def _answer(starting: Starting) -> None:
 
 
 def _forget(starting: Starting) -> None:
-    """Close this side of the pipes: a node that received "go" stays alive, others end."""
+    """Close this side of the pipes. A node that has received "go" stays alive, any other node ends."""
     for pipe in (starting.process.stdin, starting.process.stdout):
         assert pipe is not None
         pipe.close()
@@ -255,14 +255,14 @@ def _forget(starting: Starting) -> None:
 
 
 def _died(state: BoxState, node: str) -> RefusedError:
-    return RefusedError(f"{node} of the box {state.spec.name} is not running{_told(state, node, 'init')}")
+    return RefusedError(f"{node} of the box {state.spec.name} is not running{_log_end(state, node, 'init')}")
 
 
-def _told(state: BoxState, node: str, service: str) -> str:
+def _log_end(state: BoxState, node: str, service: str) -> str:
     """Return the last lines of a log, for the end of a message."""
     path = BoxPaths.of(state.spec.name).node(node).log(service)
     try:
         lines = read_end(path, LAST_BYTES).decode(errors="replace").splitlines()[-LAST_LINES:]
     except FileNotFoundError:
         return ""
-    return f"; its {service} says: {' / '.join(lines)}" if lines else ""
+    return f"; its log of {service} ends with: {' / '.join(lines)}" if lines else ""

@@ -1,11 +1,12 @@
-"""The paths of a box: one folder, owned by root; no other module spells them.
+"""The paths of a box's files, which are in one folder owned by root. No other module contains them.
 
     /var/lib/muster/box-NAME/
       state.json  hosts  ssh_config  sshd_config  known_hosts  authorized_keys  client_key  slurm.conf  cgroup.conf
       munge/  slurm/
       nodes/node0/     init.json (its process)  plan.json  passwd  host_key  home/  runs/  *.log  spool/
 
-Not in /run, which is often mounted noexec and in memory: home folders are here, and Slurm runs its scripts from here.
+The folder is not in /run, which is often in memory and mounted noexec: the folder contains home folders,
+and scripts that Slurm runs.
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ class NodePaths:
 
     path: Path
 
-    init = At("init.json")  # the node's first process, written by itself
+    init = At("init.json")  # the pid and start time of the node's first process
     plan = At("plan.json")  # the plan for the node's first process
     passwd = At("passwd")  # the node's /etc/passwd
     host_key = At("host_key")  # the host key of its sshd
     home = At("home")  # root's home
-    runs = At("runs")  # the node's own folder of runs, with private storage
+    runs = At("runs")  # the node's own folder of runs, if storage is private
     spool = At("spool")  # spool folder of its slurmd
     log = Each("{}.log")  # log of a service of the node
 
@@ -48,14 +49,14 @@ class BoxPaths:
     authorized_keys = At("authorized_keys")  # the client key
     client_key = At("client_key")  # the key for logging in to all nodes
     munge = At("munge")  # munge's folder: key, socket, log
-    slurm_conf = At("slurm.conf")  # for SLURM_CONF; cgroup.conf is beside it
-    cgroup_conf = At("cgroup.conf")  # found by Slurm beside slurm.conf
+    slurm_conf = At("slurm.conf")  # for the variable SLURM_CONF
+    cgroup_conf = At("cgroup.conf")  # Slurm finds it beside slurm.conf
     slurm = At("slurm")  # the controller's saved state
     nodes = At("nodes")  # one folder for each node
 
     @staticmethod
     def of(name: str) -> "BoxPaths":
-        """Return the paths of the box with a name; it may not exist."""
+        """Return the paths of the named box, which may not exist."""
         return BoxPaths(ROOT / f"box-{name}")
 
     @property

@@ -21,41 +21,41 @@ class Service:
     argv: tuple[str, ...]
     log: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    detaches: bool = False  # its first process ends once it is ready
+    detaches: bool = False  # True: the process started here ends once the daemon is ready
 
 
 @dataclass(frozen=True)
-class NodePlan:
+class BoxNodePlan:
     """Everything that the first process of a node needs to know."""
 
     node: str
     netns: str
-    identity: str  # the file for its process identity
+    identity: str  # the file for the pid and start time of its first process
     binds: tuple[tuple[str, str], ...]  # source, target
     services: tuple[Service, ...]
 
     def to_json(self) -> str:
-        """Write the plan."""
+        """Return the plan as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @staticmethod
-    def from_json(text: bytes) -> "NodePlan":
-        """Read the result of `to_json`."""
+    def from_json(text: bytes) -> "BoxNodePlan":
+        """Parse the output of `to_json`."""
         raw: dict[str, Any] = parse_json(text)
         services = tuple(Service(**{**each, "argv": tuple(each["argv"])}) for each in raw.pop("services"))
         binds = tuple((source, target) for source, target in raw.pop("binds"))
-        return NodePlan(**raw, binds=binds, services=services)
+        return BoxNodePlan(**raw, binds=binds, services=services)
 
 
 def node_plan(
     spec: BoxSpec, paths: BoxPaths, node: str, programs: Mapping[str, str], *, anew: bool, faketime: str = ""
-) -> NodePlan:
+) -> BoxNodePlan:
     """Return the plan of one node; `programs` maps names to paths, `anew`: the box is being created."""
     own = paths.node(node)
     binds = [(str(paths.hosts), "/etc/hosts"), (str(own.passwd), "/etc/passwd")]
     if spec.private_runs is not None and node != HEAD:
         binds.append((str(own.runs), spec.private_runs))
-    return NodePlan(
+    return BoxNodePlan(
         node=node,
         netns=str(NETNS / spec.netns(node)),
         identity=str(own.init),
@@ -65,7 +65,7 @@ def node_plan(
 
 
 def session_environment(spec: BoxSpec, paths: BoxPaths, node: str, faketime: str = "") -> dict[str, str]:
-    """Return the additional environment of logins and commands in a node."""
+    """Return the variables that are added to the environment of logins and commands in a node."""
     found = {"SLURM_CONF": str(paths.slurm_conf)} if spec.slurm else {}
     if node in spec.clocks:
         found |= texts.faketime(faketime, spec.clocks[node])
@@ -89,6 +89,6 @@ def _services(
         name, argv = "slurmctld", slurm.slurmctld_argv(programs["slurmctld"], anew=anew)
     else:
         name, argv = "slurmd", slurm.slurmd_argv(programs["slurmd"], node)
-    # It writes its own log; output before it knows the path of that goes to another file.
+    # The daemon writes its own log. Until it has read the path of that log, its output goes to this file.
     services.append(Service(name, tuple(argv), str(own.log(f"{name}-start")), plain))
     return services

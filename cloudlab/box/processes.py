@@ -19,19 +19,19 @@ POLL_S: Final = 0.01
 
 @dataclass(frozen=True)
 class Identity:
-    """One process, for as long as this machine runs."""
+    """A process, identified uniquely until the machine reboots."""
 
     pid: int
     start: int  # clock ticks after the machine's boot
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs or is stopped; False for a zombie."""
+        """True if the process exists, even if stopped; False for a zombie."""
         return procfs.start_ticks(self.pid) == self.start
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it exists and is stopped."""
+        """True if the process exists and is stopped."""
         fields = procfs.stat(self.pid)
         return fields is not None and int(fields[procfs.START]) == self.start and fields[procfs.STATE] == b"T"
 
@@ -51,7 +51,7 @@ def kill(identities: Iterable[Identity]) -> None:
     """Kill processes and wait until they have ended.
 
     Raises:
-        RefusedError: a process does not end.
+        RefusedError: if a process does not end.
     """
     descriptors = []
     try:
@@ -61,7 +61,7 @@ def kill(identities: Iterable[Identity]) -> None:
             except ProcessLookupError:
                 continue
             descriptors.append(descriptor)
-            if each.is_alive:  # checked after the descriptor was opened, which from then on refers to this process only
+            if each.is_alive:  # checked after opening, because the descriptor then refers to this process only
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             else:
                 os.close(descriptors.pop())
@@ -95,13 +95,13 @@ def identity(pid: int) -> Identity | None:
 
 
 def is_listening(pid: int, port: int) -> bool:
-    """Say whether a process listens on a TCP port in `pid`'s network; no connection is made."""
+    """Return whether a process listens on a TCP port in the network of `pid`. No connection is made."""
     found = procfs.tcp(pid, ("tcp",))
     return any(state == procfs.LISTENING and local == port for local, _, state, _ in found)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> bool:
-    """Wait for a condition; say whether it became true in time."""
+    """Wait for a condition; return whether it became true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -111,7 +111,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 
 
 
 def _wait_gone(descriptors: list[int]) -> None:
-    """Wait until processes end; when a node's first process ends, so do all its others."""
+    """Wait until processes end. When a node's first process ends, all its other processes end, too."""
     deadline = time.monotonic() + KILL_S
     left = set(descriptors)
     poll = select.poll()
@@ -120,7 +120,7 @@ def _wait_gone(descriptors: list[int]) -> None:
     while left:
         remaining_ms = 1000 * (deadline - time.monotonic())
         if remaining_ms <= 0:
-            raise RefusedError(f"{len(left)} killed processes still exist after {KILL_S:.0f} s; see ps for state D")
+            raise RefusedError(f"{len(left)} killed processes still exist after {KILL_S:.0f} s; look for state D in ps")
         for descriptor, _ in poll.poll(remaining_ms):
             poll.unregister(descriptor)
             left.discard(descriptor)
@@ -133,5 +133,5 @@ def _namespace(pid: int, kind: str) -> int | None:
         FileNotFoundError,
         ProcessLookupError,
         PermissionError,
-    ):  # a process that even root may not inspect is not ours
+    ):  # a process that even root may not inspect is not a node's process
         return None

@@ -16,17 +16,17 @@ ROUNDS: Final = 50
 
 
 def take_down(name: str) -> bool:
-    """Remove every part of a box; say whether any part existed.
+    """Remove every part of a box; return whether any part existed.
 
     Raises:
-        RefusedError: this is not root, or a part cannot be removed.
+        RefusedError: if the caller is not root, or a part cannot be removed.
     """
     machine.need_root("muster box down")
     paths = BoxPaths.of(name)
     found = paths.path.exists() or bool(namespaces(name)) or bool(_links(name, None))
     if found:
         programs = machine.find_programs(with_slurm=False)
-        with locked_folder(paths.path):  # gives None if only namespaces are left
+        with locked_folder(paths.path):  # yields None if only namespaces are left
             remove(name, read_state(name), Tools(programs))
     with root_lock():
         return found
@@ -36,7 +36,7 @@ def remove(name: str, state: BoxState | None, tools: Tools) -> None:
     """Remove a box; the caller holds its lock.
 
     Raises:
-        RefusedError: a part cannot be removed.
+        RefusedError: if a part cannot be removed.
     """
     paths = BoxPaths.of(name)
     nodes = list(paths.nodes.iterdir()) if paths.nodes.is_dir() else []
@@ -56,7 +56,7 @@ def remove_links(links: list[str], namespaces: list[str], tools: Tools) -> None:
     """Remove links of the host, and network namespaces.
 
     Raises:
-        RefusedError: one of them cannot be removed.
+        RefusedError: if one of them cannot be removed.
     """
     lines = [f"link del {link}" for link in links] + [f"netns del {name}" for name in namespaces]
     tools.batches([(["ip"], lines)])
@@ -72,7 +72,7 @@ def _empty(namespaces: list[Path]) -> None:
 
 
 def namespaces(name: str) -> list[Path]:
-    """List the network namespaces of a box by their names, for a box of unknown size."""
+    """List the network namespaces of a box, found by name because the box's size may be unknown."""
     if not NETNS.is_dir():
         return []
     return [path for path in sorted(NETNS.iterdir()) if netns_pattern(name).fullmatch(path.name)]
@@ -89,5 +89,5 @@ def _links(name: str, state: BoxState | None) -> list[str]:
 def _alias(link: str) -> str:
     try:
         return (machine.LINKS / link / "ifalias").read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError):  # it was removed, or is not a link (bonding_masters)
+    except (FileNotFoundError, NotADirectoryError):  # the link was removed, or this is not a link (bonding_masters)
         return ""

@@ -1,4 +1,4 @@
-"""The Slurm of a box: its configuration, and the argv of its daemons. Pure.
+"""Slurm in a box: its configuration, and the argv of its daemons. Pure.
 
 munged and slurmctld run on `head`, one slurmd on every other node. All nodes and the host see munge's socket in the
 box's folder, so Slurm's commands only need SLURM_CONF. The settings are for tests: short timeouts, a partition with
@@ -10,7 +10,7 @@ from typing import Final
 from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.spec import HEAD, BoxSpec
 
-CPUS: Final = 4  # that a node claims to have, whatever the machine has
+CPUS: Final = 4  # cores that each node reports to Slurm, whatever the machine has
 LEAST_MEMORY_MB: Final = 4000
 CTLD_PORT: Final = 6817
 SLURMD_PORT: Final = 6818
@@ -18,14 +18,14 @@ IDLE: Final = "idle"
 
 
 def slurm_conf(spec: BoxSpec, paths: BoxPaths, machine_memory_mb: int) -> str:
-    """Write slurm.conf."""
+    """Return the text of slurm.conf."""
     memory_mb = max(LEAST_MEMORY_MB, machine_memory_mb // spec.nodes)
     last = spec.nodes - 1
     names = f"node[0-{last}]" if last else "node0"
     hosts = f"[1-{spec.nodes}]" if last else "1"
     node = f"{paths.nodes}/%n"
     return f"""\
-# of the box {spec.name}; muster box down removes it
+# Part of the box {spec.name}; `muster box down` removes this file.
 ClusterName=muster-{spec.name}
 SlurmctldHost={HEAD}({spec.address(HEAD)})
 SlurmctldPort={CTLD_PORT}
@@ -55,7 +55,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=1
-# A page that forks share counts once, as with cgroups, which slurm.conf(5) recommends for limits.
+# With UsePss, a memory page that forked processes share counts once, as it does with cgroups.
 JobAcctGatherParams=OverMemoryKill,UsePss
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
@@ -73,7 +73,7 @@ PartitionName=preempt Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE MaxTime=INFIN
 
 
 def cgroup_conf() -> str:
-    """Write cgroup.conf: nothing is constrained, on any machine.
+    """Return the text of cgroup.conf, which constrains nothing and works on every machine.
 
     The plugin for version 1 works with the empty /sys/fs/cgroup of a node. The plugin for version 2 does not, and would
     leave its own groups on the host.
@@ -96,7 +96,7 @@ def munged_argv(munged: str, paths: BoxPaths) -> list[str]:
 
 
 def slurmctld_argv(slurmctld: str, *, anew: bool) -> list[str]:
-    """Return the argv of the controller; unless `anew`, it restores its jobs."""
+    """Return the argv of the controller. Unless `anew`, the controller restores its jobs."""
     return [slurmctld, "-D", *(["-c"] if anew else [])]
 
 

@@ -1,9 +1,8 @@
 """The specification of a box: its name, size, speed, addresses, and the names of its parts. Pure.
 
 A box has a number K and the network 10.10.K.0/24. Node k is `nodek` with address 10.10.K.(k+1). With Slurm there is
-also
-`head`, for the controller and logins. The host is in that network too, as 10.10.K.254, the address of the bridge. Names
-of links have at most 15 characters, so they contain the number instead of the name of the box.
+also `head`, for the controller and logins. The host is in that network too, as 10.10.K.254, the address of the bridge.
+Names of links have at most 15 characters, so they contain the number instead of the name of the box.
 """
 
 import re
@@ -18,7 +17,7 @@ DEFAULT_NUMBER: Final = 1
 MAX_NODES: Final = 250
 MAX_NUMBER: Final = 250
 HEAD: Final = "head"
-HEAD_HOST: Final = 253  # the last byte of its address
+HEAD_HOST: Final = 253  # the last byte of the head's address
 BRIDGE_HOST: Final = 254
 LINK: Final = "eth1"  # a node's name for its link; CloudLab's control network would be eth0
 
@@ -39,11 +38,11 @@ class BoxSpec:
     rate: int | None = 10**9  # bits per second of every link, each way; None: unlimited
     slurm: bool = False
     number: int = 0  # K; 0 until it is chosen
-    private_runs: str | None = None  # path of runs that is a different folder on each node
+    private_runs: str | None = None  # folder of runs, which is a different folder on each node
     clocks: Mapping[str, str] = field(default_factory=dict)  # node -> offset, such as +180s
 
     def __post_init__(self) -> None:
-        """Refuse invalid values.
+        """Check the values.
 
         Raises:
             UsageError: if a value is out of range.
@@ -54,7 +53,7 @@ class BoxSpec:
         for node, offset in self.clocks.items():
             self.check_node(node)
             if not _OFFSET.fullmatch(offset):
-                raise UsageError(f"box {self.name}: clock of {node}: wanted an offset such as +180s, got {offset!r}")
+                raise UsageError(f"box {self.name}: clock of {node}: expected an offset such as +180s, got {offset!r}")
 
     @property
     def compute(self) -> tuple[str, ...]:
@@ -110,7 +109,7 @@ class BoxSpec:
         """Check that the box has a node of this name; return it.
 
         Raises:
-            UsageError: if it has none.
+            UsageError: if there is no such node.
         """
         if node not in self.members:
             last = self.compute[-1]
@@ -119,24 +118,24 @@ class BoxSpec:
         return node
 
     def check_link(self, node: str) -> str:
-        """Check that a node's link can be shaped; return its name.
+        """Check that a node's link can be shaped; return the node's name.
 
         Raises:
-            UsageError: if it cannot.
+            UsageError: if the node does not exist, or is the head.
         """
         if self.check_node(node) == HEAD:
             raise UsageError(
-                f"box {self.name}: the link of {HEAD} is not shaped; name two of node0 to {self.compute[-1]}"
+                f"box {self.name}: the link of {HEAD} is not shaped; name only node0 to {self.compute[-1]}"
             )
         return node
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The speeds of links: of all, of slow nodes, and of slow pairs; bits per second, each way."""
+    """The speeds of all links, of slow nodes, and of slow pairs, in bits per second each way."""
 
     every: int | None = None
-    pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (a, b) with a < b, both ways
+    pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (a, b) with a < b, for both directions
     nodes: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, node: str) -> int | None:
@@ -152,14 +151,14 @@ class Rates:
         return found
 
     def with_pair(self, one: str, other: str, rate: int | None) -> "Rates":
-        """Return these rates with another rate between two nodes; None: the general rate."""
+        """Return a copy with a new rate between two nodes; None resets it to the general rate."""
         pairs = {pair: old for pair, old in self.pairs.items() if pair != _pair(one, other)}
         if rate is not None:
             pairs[_pair(one, other)] = rate
         return Rates(self.every, pairs, self.nodes)
 
     def with_node(self, node: str, rate: int | None) -> "Rates":
-        """Return these rates with another rate for one node's link; None: the general rate."""
+        """Return a copy with a new rate for one node's link; None resets it to the general rate."""
         nodes = {name: old for name, old in self.nodes.items() if name != node}
         if rate is not None:
             nodes[node] = rate
@@ -173,17 +172,17 @@ def check_name(name: str) -> str:
         UsageError: if the name is not valid.
     """
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} cannot name a box; wanted up to 32 letters, digits, dots, - and _")
+        raise UsageError(f"{name!r} is not a valid name for a box; expected up to 32 letters, digits, dots, - and _")
     return name
 
 
 def bridge_alias(name: str) -> str:
-    """Return the alias of a box's bridge, by which it is found if the number is unknown."""
+    """Return the alias of a box's bridge, which finds the bridge if the box's number is unknown."""
     return f"muster-box-{name}"
 
 
 def netns_pattern(name: str) -> re.Pattern[str]:
-    """Return the pattern of a box's network namespaces, by which they are found if the size is unknown."""
+    """Return the pattern of a box's network namespaces, which finds them if the box's size is unknown."""
     return re.compile(rf"muster-{re.escape(name)}-(?:node\d+|{HEAD})")
 
 
@@ -211,16 +210,16 @@ def rate_text(rate: int | None) -> str:
 
 
 def parse_clocks(texts: list[str]) -> dict[str, str]:
-    """Parse `node2=+180s` words.
+    """Parse clock offsets such as `node2=+180s`.
 
     Raises:
-        UsageError: if a word has another form.
+        UsageError: if an offset has another form.
     """
     clocks = {}
     for text in texts:
         node, equals, offset = text.partition("=")
         if not equals:
-            raise UsageError(f"--clock {text}: wanted NODE=OFFSET, such as node2=+180s")
+            raise UsageError(f"--clock {text}: expected NODE=OFFSET, such as node2=+180s")
         clocks[node] = offset
     return clocks
 

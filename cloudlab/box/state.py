@@ -34,15 +34,15 @@ class BoxState:
 
     spec: BoxSpec
     rates: Rates
-    boot: str  # id of the machine's boot that its processes belong to
-    complete: bool = False  # False: being made, or left half-way
+    boot: str  # the machine's boot id when the box was made
+    complete: bool = False  # False: being made, or its creation was interrupted
     made_folders: tuple[str, ...] = ()  # folders created outside the box's own folder
     faketime: str = ""
     programs: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_stale(self) -> bool:
-        """Whether the machine was rebooted since, so that its processes and links are gone."""
+        """True if the machine has rebooted since, so that the box's processes and links are gone."""
         return self.boot != boot_id()
 
 
@@ -58,10 +58,10 @@ def write_state(state: BoxState) -> None:
 
 
 def read_state(name: str) -> BoxState | None:
-    """Return the state of a box; None if there is none, or its creation ended before the first write.
+    """Return the state of a box; None if there is no box, or its creation ended before the first write.
 
     Raises:
-        RefusedError: if it cannot be read.
+        RefusedError: if the file cannot be read.
     """
     path = BoxPaths.of(name).state
     try:
@@ -69,13 +69,13 @@ def read_state(name: str) -> BoxState | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
-        raise RefusedError(f"{path}: not readable for you; a box belongs to root: use sudo") from error
+        raise RefusedError(f"{path}: you may not read it, because a box belongs to root; use sudo") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RefusedError(f"{path}: cannot be understood ({error}); remove it, then: muster box down") from error
+        raise RefusedError(f"{path}: cannot be parsed ({error}); remove it, then run: sudo muster box down") from error
 
 
 def box_names() -> list[str]:
-    """List the boxes of which anything exists."""
+    """List the names of all boxes that have a folder."""
     try:
         found = [entry.name for entry in places.ROOT.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -85,9 +85,9 @@ def box_names() -> list[str]:
 
 @contextmanager
 def root_lock() -> Iterator[None]:
-    """Hold the lock of all boxes while a number is chosen. Creates the root folder, and removes it if it is empty.
+    """Create the root folder, hold the lock of all boxes, and remove the folder at the end if it is empty.
 
-    The lock is a separate folder, because every user may list the boxes.
+    The lock is a separate folder, because every user can open the root folder, and so could lock it.
     """
     place = places.ROOT / LOCK
     while True:
@@ -100,20 +100,20 @@ def root_lock() -> Iterator[None]:
             yield
             if list(places.ROOT.iterdir()) == [place]:
                 place.rmdir()
-                with suppress(OSError):  # not empty: the next command waits for this lock, and removes both
+                with suppress(OSError):  # not empty: another command has begun, which will remove the folder
                     places.ROOT.rmdir()
             return
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[int | None]:
-    """Hold the lock of a folder. Yields its descriptor, or None if the folder is gone once the lock is held.
+    """Hold the lock of a folder. Yield its descriptor, or None if the folder is gone once the lock is held.
 
-    Meanwhile new files are readable but not writable for others, whatever root's umask is: jobs of other users and the
-    user who called sudo read them.
+    Meanwhile new files are readable but not writable for others, whatever root's umask is, because jobs of other users
+    and the user who called sudo read them.
 
     Raises:
-        RefusedError: if another command holds it for too long.
+        RefusedError: if another command holds the lock for too long.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -122,7 +122,8 @@ def locked_folder(folder: Path) -> Iterator[int | None]:
         return
     umask = os.umask(0o022)
     try:
-        os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & PRIVATE)  # older folders can be opened
+        # Older versions let every user open the folder.
+        os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & PRIVATE)
         if not locked(descriptor, LOCK_S):
             raise RefusedError(f"{folder}: another muster box command has been working on it for {LOCK_S:.0f} s")
         yield descriptor if _is_same(descriptor, folder) else None
@@ -147,7 +148,7 @@ def _to_json(state: BoxState) -> str:
 def _from_json(text: bytes) -> BoxState:
     raw = parse_json(text)
     if (version := raw.pop("version")) != VERSION:
-        raise ValueError(f"version {version}, wanted {VERSION}")
+        raise ValueError(f"version {version}, expected {VERSION}")
     spec, rates, made = BoxSpec(**raw.pop("spec")), raw.pop("rates"), tuple(raw.pop("made_folders"))
     rates["pairs"] = {(one, other): rate for one, other, rate in rates["pairs"]}
     return BoxState(spec, Rates(**rates), made_folders=made, **raw)

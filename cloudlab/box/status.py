@@ -1,4 +1,4 @@
-"""The current state of a box, read from the kernel and from Slurm and not from its files."""
+"""The current state of a box, read from the kernel and Slurm, not from the box's files."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -24,11 +24,11 @@ class NodeStatus:
 
     node: str
     address: str
-    state: str  # up, down, unplugged, frozen; or several, with + between
+    state: str  # up, down, unplugged, frozen; several are joined by +
     sshd: bool
-    slurm: str | None  # sinfo's text; None: no Slurm, or no controller that answers
-    pid: int | None  # of its first process, on the host
-    processes: int | None  # None: not root, who alone can count them
+    slurm: str | None  # sinfo's text; None without Slurm, or if the controller does not answer
+    pid: int | None  # of the node's first process, on the host
+    processes: int | None  # None unless the caller is root, who alone can count them
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BoxStatus:
     nodes: tuple[NodeStatus, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the status as plain values."""
         return asdict(self)
 
 

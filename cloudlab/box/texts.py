@@ -1,4 +1,4 @@
-"""The files of a box that ssh and the C library read, as texts. Pure."""
+"""Contents of the box's files for ssh and the C library, and argvs of ssh programs and nsenter. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -7,11 +7,11 @@ from muster.cloudlab.box.paths import BoxPaths, NodePaths
 from muster.cloudlab.box.spec import HEAD, BoxSpec
 
 LOGIN: Final = "root"
-ROOT_HOME_FIELD: Final = 5  # of a line of /etc/passwd
+ROOT_HOME_FIELD: Final = 5  # index of the home folder in a line of /etc/passwd
 
 
 def hosts_file(spec: BoxSpec, host_name: str) -> str:
-    """Write /etc/hosts of every node; the host is listed by its own name, and as `gateway`."""
+    """Return /etc/hosts for every node; the host is listed by its own name, and as `gateway`."""
     names = ["gateway"] + ([host_name] if host_name and host_name not in (*spec.members, "localhost") else [])
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
     lines += [f"{spec.address(node)} {node}" for node in spec.members]
@@ -23,8 +23,8 @@ def hosts_file(spec: BoxSpec, host_name: str) -> str:
 
 
 def ssh_config(spec: BoxSpec, paths: BoxPaths) -> str:
-    """Write the configuration for `ssh -F`: used alone on the host, and as root's own in a node."""
-    lines = [f"# of the box {spec.name}; muster box down removes it"]
+    """Return the configuration of ssh: for `ssh -F` on the host, and for root's ~/.ssh in a node."""
+    lines = [f"# Part of the box {spec.name}; `muster box down` removes this file."]
     for node in spec.members:
         lines += [f"Host {node}", f"  HostName {spec.address(node)}"]
     lines += [
@@ -46,7 +46,7 @@ def ssh_config(spec: BoxSpec, paths: BoxPaths) -> str:
 
 
 def sshd_config(paths: BoxPaths) -> str:
-    """Write the configuration of every node's sshd; the machine's own is not read."""
+    """Return the configuration of every node's sshd, which does not read the machine's own."""
     return "\n".join(
         [
             f"AuthorizedKeysFile {paths.authorized_keys}",
@@ -77,17 +77,17 @@ def sshd_argv(sshd: str, paths: BoxPaths, node: NodePaths, session: Mapping[str,
 
 
 def known_hosts(spec: BoxSpec, public_keys: Mapping[str, str]) -> str:
-    """Write the host keys of all nodes, by name and by address."""
+    """Return the text of known_hosts: the host keys of all nodes, by name and by address."""
     return "".join(f"{node},{spec.address(node)} {' '.join(key.split()[:2])}\n" for node, key in public_keys.items())
 
 
 def passwd(text: str, home: str) -> str:
-    """Return /etc/passwd with another home for root, which sshd uses for logins."""
+    """Return the text of /etc/passwd with another home for root, for sshd's logins."""
     return "".join(f"{_with_home(line, home)}\n" for line in text.splitlines())
 
 
 def keygen_argv(ssh_keygen: str, path: str, comment: str) -> list[str]:
-    """Return the argv that makes a key without a passphrase."""
+    """Return the argv that creates a key without a passphrase."""
     return [ssh_keygen, "-q", "-t", "ed25519", "-N", "", "-C", comment, "-f", path]
 
 
@@ -99,7 +99,7 @@ def exec_argv(nsenter: str, pid: int, argv: Sequence[str], *, folder: str, envir
 
 
 def faketime(library: str, offset: str) -> dict[str, str]:
-    """Return the environment that makes a program see another time."""
+    """Return the environment that makes a program see a shifted clock."""
     return {"LD_PRELOAD": library, "FAKETIME": offset, "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
 
 

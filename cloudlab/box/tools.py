@@ -1,7 +1,7 @@
-"""Run the system's programs for a box: many at a time, with deadlines, and holding the lock of the box.
+"""Run the system's programs for a box: many at a time, with timeouts, while they hold the lock of the box.
 
-A child keeps the lock open as long as it runs. When `muster box up` is killed, `muster box down` gets the lock only
-after the last running `ip` or `ssh-keygen` has ended, so that nothing is made while it removes the box.
+A child holds the lock as long as it runs. If `muster box up` is killed, `muster box down` gets the lock only after the
+last running `ip` or `ssh-keygen` has ended, so that no program creates anything while the box is being removed.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import IO, Final
 from muster.jobs.basics.errors import RefusedError
 
 COMMAND_S: Final = 60.0
-SAID: Final = 500  # characters of a program's error output that a message repeats
+SAID: Final = 500  # characters of a program's error output in a message
 
 Process = subprocess.Popen[str]
 
@@ -27,7 +27,7 @@ class Tools:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, argv: Sequence[str], text: str = "") -> Process:
-        """Start one of the programs with a text as its input; `wait` waits for it."""
+        """Start one of the programs with `text` as its input; `wait` waits for the program."""
         process = subprocess.Popen(
             [self.programs[argv[0]], *argv[1:]],
             stdin=subprocess.PIPE if text else subprocess.DEVNULL,
@@ -46,15 +46,15 @@ class Tools:
         """Run one of the programs and return its output.
 
         Raises:
-            RefusedError: it failed, with its own words; or took too long.
+            RefusedError: if the program failed (the message has its error output), or took too long.
         """
         return wait(self.start(argv))
 
     def batches(self, work: Iterable[tuple[Sequence[str], Sequence[str]]]) -> None:
-        """Give lines to several `ip` or `tc` processes at the same time; `work` has pairs of argv and lines.
+        """Run several batches of `ip`, `bridge` or `tc` at the same time; `work` has pairs of argv and input lines.
 
         Raises:
-            RefusedError: one failed.
+            RefusedError: if one of them failed.
         """
         started = [self.start([*argv, "-batch", "-"], "\n".join(lines) + "\n") for argv, lines in work if lines]
         wait_all(started)
@@ -69,17 +69,17 @@ def wait(process: Process) -> str:
     """Wait for a program and return its output.
 
     Raises:
-        RefusedError: it failed, with its own words; or took too long.
+        RefusedError: if the program failed (the message has its error output), or took too long.
     """
     with process:
         try:
             out, errors = process.communicate(timeout=COMMAND_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            raise RefusedError(f"{_shown(process.args)}: not done after {COMMAND_S:.0f} s") from None
+            raise RefusedError(f"{_shown(process.args)} did not end within {COMMAND_S:.0f} s") from None
     if process.returncode != 0:
         said = " ".join((errors or out).split())[-SAID:]
-        hint = "; is this a container without the right to make namespaces?" if "not permitted" in said else ""
+        hint = "; this may be a container without the right to create namespaces" if "not permitted" in said else ""
         raise RefusedError(f"{_shown(process.args)} failed ({process.returncode}): {said}{hint}")
     return out
 
@@ -88,7 +88,7 @@ def wait_all(processes: Iterable[Process]) -> None:
     """Wait for several programs; if one fails, still wait for all others.
 
     Raises:
-        RefusedError: a program failed; the error is that of the first.
+        RefusedError: if a program failed; the error is that of the first.
     """
     failures = []
     for process in processes:
@@ -101,7 +101,7 @@ def wait_all(processes: Iterable[Process]) -> None:
 
 
 def _feed(stdin: IO[str], text: str) -> None:
-    """Write a short text and close, so that programs run at once; one that ended early reports by its code."""
+    """Write a short text and close the pipe. A program that ended early is reported by its exit code instead."""
     try:
         stdin.write(text)
         stdin.close()

@@ -1,14 +1,15 @@
-"""Buckets of gradients: which ones are made, when each is sent, and how long a step takes by bucket size. Pure.
+"""Gradient buckets: how they are filled, when each is sent, and how long a step takes by bucket size. Pure.
 
     backward   ====g1====g2====g3====g4|           gradients become ready while the backward runs
     bucket 1        [g1 g2]------------|--> sent
     bucket 2                  [g3 g4]--|-------> sent     time after the backward's end is exposed
 
-A bucket goes out when its last gradient is ready and fewer than c collectives are under way:
-start_i = max(ready_i, end_{i - c}). gloo's process group has c = 2 threads, NCCL one stream. Collectives under way
-together share the link: in the box two at once took 0.97 to 1.01 of the time of one after the other, from 2 MB on.
+A bucket is sent when its last gradient is ready and fewer than c collectives are running:
+start_i = max(ready_i, end_{i - c}). gloo's process group has c = 2 threads, NCCL one stream. Collectives that run at
+the same time share the link. On simulated nodes, two at the same time took 0.97 to 1.01 of the time of two in sequence,
+for 2 MB or more.
 
-Small buckets pay the latency often, large ones wait long for their last gradient.
+Small buckets pay the latency often, and large ones wait long for their last gradient.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,24 +21,24 @@ from muster.jobs.models.anatomy import Anatomy
 
 MB: Final = 2**20
 TORCH_BUCKET: Final = 25 * MB  # DistributedDataParallel's bucket_cap_mb
-TORCH_FIRST: Final = 1 * MB  # its limit for the first bucket
+TORCH_FIRST: Final = 1 * MB  # DistributedDataParallel's limit for the first bucket
 OWN_FIRST: Final = 1 * MB  # mode bucketed: the first of several buckets (ddp/buckets.py)
 OWN_ALONE: Final = 4 * MB  # mode bucketed on CPUs: a gradient of this size or more is sent alone, without a copy
 SWEEP: Final = tuple(count * MB for count in (1, 2, 4, 8, 16, 25, 32, 64))
 GLOO_THREADS: Final = 2
 GLOO_HOST_S: Final = (
-    100e-6  # an async call on two busy cores: median 20 us, p90 157, mean 234, as its thread occupies the core
+    100e-6  # an async call on two busy cores (median 20 us, p90 157, mean 234), whose thread occupies a core
 )
 NCCL_STREAMS: Final = 1
 NCCL_HOST_S: Final = 20e-6
 
 ROUNDING: Final = 1e-12  # seconds
-TimeOf = Callable[[int], float]  # bytes of a collective -> seconds, with the link to itself
+TimeOf = Callable[[int], float]  # bytes of a collective -> seconds, if it alone uses the link
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """One gradient, or several sent together: their bytes, and when in the backward they become ready."""
+class PredictedBucket:
+    """One gradient, or several sent together, with their bytes and the time in the backward when they are ready."""
 
     nbytes: int
     ready_s: float
@@ -45,10 +46,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Lanes:
-    """How many collectives are sent at once; they share the link."""
+    """The number of collectives that a backend runs at the same time. They share the link."""
 
     concurrent: int = NCCL_STREAMS
-    host_s: float = 0.0  # time that starting a collective takes from the backward
+    host_s: float = 0.0  # time by which starting a collective delays the backward
 
     @classmethod
     def of(cls, backend: str) -> "Lanes":
@@ -59,8 +60,8 @@ class Lanes:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One bucket size of the curve, and the time from the beginning of the backward to the last byte."""
+class CurvePoint:
+    """One bucket size, with the time from the beginning of the backward to the last byte."""
 
     bucket_bytes: int
     buckets: int
@@ -69,22 +70,22 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BestSize:
     """The best size of a curve, compared with the second best and with torch's default."""
 
-    best: Point
-    runner_up: Point | None
-    torch: Point | None
+    best: CurvePoint
+    runner_up: CurvePoint | None
+    torch: CurvePoint | None
     error: float  # relative error of predictions
 
     @property
     def margin(self) -> float:
-        """How much slower the runner-up is, as a share; 0 without a runner-up."""
+        """The share by which the runner-up is slower; 0 without a runner-up."""
         return self.runner_up.step_s / self.best.step_s - 1 if self.runner_up else 0.0
 
     @property
     def torch_margin(self) -> float | None:
-        """How much slower torch's default is, as a share."""
+        """The share by which torch's default is slower; None if unknown."""
         return self.torch.step_s / self.best.step_s - 1 if self.torch else None
 
     @property
@@ -93,29 +94,29 @@ class Choice:
         return self.margin > self.error
 
 
-def gradients_of(model: Anatomy, itemsize: int, backward_s: float) -> list[Bucket]:
+def gradients_of(model: Anatomy, itemsize: int, backward_s: float) -> list[PredictedBucket]:
     """Return a model's gradients in the order in which they become ready."""
-    return [Bucket(tensor.elements * itemsize, share * backward_s) for tensor, share in model.ready()]
+    return [PredictedBucket(tensor.elements * itemsize, share * backward_s) for tensor, share in model.ready()]
 
 
-def registered(model: Anatomy, itemsize: int, backward_s: float) -> list[Bucket]:
-    """Return a model's gradients in the reverse order of registration, in which our own wrappers send them."""
+def registered(model: Anatomy, itemsize: int, backward_s: float) -> list[PredictedBucket]:
+    """Return a model's gradients in reverse order of registration, in which our own wrappers send them."""
     ready = {tensor.name: share * backward_s for tensor, share in model.ready()}
-    return [Bucket(tensor.elements * itemsize, ready[tensor.name]) for tensor in reversed(model.tensors)]
+    return [PredictedBucket(tensor.elements * itemsize, ready[tensor.name]) for tensor in reversed(model.tensors)]
 
 
-def at_most(gradients: Sequence[Bucket], cap: int) -> list[Bucket]:
-    """Fill buckets up to `cap` bytes in ready order; a larger gradient gets a bucket of its own."""
+def at_most(gradients: Sequence[PredictedBucket], cap: int) -> list[PredictedBucket]:
+    """Fill buckets up to `cap` bytes in the order of readiness. A larger gradient gets its own bucket."""
     return _launched(gradients, _dealt(gradients, cap, cap, None))
 
 
 def as_ours(
-    gradients: Sequence[Bucket], cap: int | None, *, first: int = OWN_FIRST, alone: int | None = OWN_ALONE
-) -> list[Bucket]:
-    """Fill buckets as mode bucketed does: each holds at most `cap` bytes; without a cap there is one bucket.
+    gradients: Sequence[PredictedBucket], cap: int | None, *, first: int = OWN_FIRST, alone: int | None = OWN_ALONE
+) -> list[PredictedBucket]:
+    """Fill buckets as mode bucketed does, each with at most `cap` bytes; without a cap there is one bucket.
 
-    If there are several, the first is small, and gradients of `alone` bytes or more get one each (None on GPUs).
-    `gradients` are in the reverse order of registration.
+    If there are several, the first is small, and each gradient of `alone` bytes or more gets its own bucket (None on
+    GPUs). `gradients` are in reverse order of registration.
     """
     if cap is None:
         return _launched(gradients, [list(range(len(gradients)))])
@@ -125,8 +126,8 @@ def as_ours(
     return _launched(gradients, dealt)
 
 
-def _dealt(gradients: Sequence[Bucket], cap: int, first: int, alone: int | None) -> list[list[int]]:
-    """Assign gradients, by index, to buckets; those of `alone` bytes get one each, and the open one stays open."""
+def _dealt(gradients: Sequence[PredictedBucket], cap: int, first: int, alone: int | None) -> list[list[int]]:
+    """Assign gradients, by index, to buckets. Gradients of `alone` bytes or more get their own."""
     closed, open_, filled = list[list[int]](), list[int](), 0
     for place, each in enumerate(gradients):
         if alone is not None and each.nbytes >= alone:
@@ -140,35 +141,37 @@ def _dealt(gradients: Sequence[Bucket], cap: int, first: int, alone: int | None)
     return [*closed, open_] if open_ else closed
 
 
-def _launched(gradients: Sequence[Bucket], dealt: Sequence[Sequence[int]]) -> list[Bucket]:
-    """Order buckets by their last gradients; each waits for all of its gradients and for the buckets before it."""
-    buckets, ready_s = list[Bucket](), 0.0
+def _launched(gradients: Sequence[PredictedBucket], dealt: Sequence[Sequence[int]]) -> list[PredictedBucket]:
+    """Order buckets by their last gradients. Each waits for all its gradients and for the buckets before it."""
+    buckets, ready_s = list[PredictedBucket](), 0.0
     for places in sorted(dealt, key=lambda places: places[-1]):
         ready_s = max(ready_s, *(gradients[place].ready_s for place in places))
-        buckets.append(Bucket(sum(gradients[place].nbytes for place in places), ready_s))
+        buckets.append(PredictedBucket(sum(gradients[place].nbytes for place in places), ready_s))
     return buckets
 
 
-def as_torch(gradients: Iterable[Bucket], cap: int = TORCH_BUCKET, first: int = TORCH_FIRST) -> list[Bucket]:
-    """Fill buckets as DistributedDataParallel does from its second step on: each until it has reached its cap."""
-    buckets: list[Bucket] = []
+def as_torch(
+    gradients: Iterable[PredictedBucket], cap: int = TORCH_BUCKET, first: int = TORCH_FIRST
+) -> list[PredictedBucket]:
+    """Fill buckets as DistributedDataParallel does after its first step: each until it reaches its cap."""
+    buckets: list[PredictedBucket] = []
     size, ready_s = 0, 0.0
     for each in gradients:
         size, ready_s = size + each.nbytes, each.ready_s
         if size >= (cap if buckets else first):
-            buckets.append(Bucket(size, ready_s))
+            buckets.append(PredictedBucket(size, ready_s))
             size = 0
-    return [*buckets, Bucket(size, ready_s)] if size else buckets
+    return [*buckets, PredictedBucket(size, ready_s)] if size else buckets
 
 
-def finish_s(buckets: Sequence[Bucket], time_of: TimeOf, lanes: Lanes) -> float:
-    """Return when the last bucket has been sent, counted from the beginning of the backward.
+def finish_s(buckets: Sequence[PredictedBucket], time_of: TimeOf, lanes: Lanes) -> float:
+    """Return the time from the beginning of the backward until the last bucket has been sent.
 
-    Between events, every collective under way gets an equal part of the link. Starting one delays the backward, and
-    so all gradients that become ready later.
+    Between events, all running collectives share the link equally. Starting a collective delays the backward, and with
+    it all gradients that become ready later.
     """
-    waiting = [Bucket(each.nbytes, each.ready_s + n * lanes.host_s) for n, each in enumerate(buckets, start=1)]
-    now, running = 0.0, list[float]()  # seconds of link time that each collective under way still needs
+    waiting = [PredictedBucket(each.nbytes, each.ready_s + n * lanes.host_s) for n, each in enumerate(buckets, start=1)]
+    now, running = 0.0, list[float]()  # seconds of link time that each running collective still needs
     while waiting or running:
         while waiting and len(running) < lanes.concurrent and waiting[0].ready_s <= now:
             running.append(time_of(waiting.pop(0).nbytes))
@@ -182,16 +185,16 @@ def finish_s(buckets: Sequence[Bucket], time_of: TimeOf, lanes: Lanes) -> float:
 
 
 def curve(
-    gradients: Sequence[Bucket],
+    gradients: Sequence[PredictedBucket],
     time_of: TimeOf,
     lanes: Lanes,
     sizes: Sequence[int] = SWEEP,
-    fill: Callable[[Sequence[Bucket], int], list[Bucket]] = as_ours,
-) -> list[Point]:
-    """Predict the step of each bucket size, from the beginning of the backward.
+    fill: Callable[[Sequence[PredictedBucket], int], list[PredictedBucket]] = as_ours,
+) -> list[CurvePoint]:
+    """Predict the time of a step, from the beginning of the backward, for each bucket size.
 
     Raises:
-        UsageError: there are no sizes, or one is not positive.
+        UsageError: if there are no sizes, or a size is not positive.
     """
     if not sizes or min(sizes) <= 0:
         raise UsageError("--buckets: wanted one size or more, all positive, such as 1M:64M")
@@ -200,15 +203,15 @@ def curve(
     for size in sizes:
         buckets = fill(gradients, size)
         end_s = max(finish_s(buckets, time_of, lanes), backward_s + len(buckets) * lanes.host_s)
-        points.append(Point(size, len(buckets), end_s, end_s - backward_s))
+        points.append(CurvePoint(size, len(buckets), end_s, end_s - backward_s))
     return points
 
 
-def choose(points: Sequence[Point], error: float) -> Choice:
-    """Name the best point; sizes that make the same buckets count as one, the smallest of them."""
-    distinct: dict[tuple[int, float], Point] = {}
+def choose(points: Sequence[CurvePoint], error: float) -> BestSize:
+    """Choose the best point. Sizes that result in the same buckets count as one, represented by the smallest."""
+    distinct: dict[tuple[int, float], CurvePoint] = {}
     for point in sorted(points, key=lambda each: each.bucket_bytes):
         distinct.setdefault((point.buckets, point.step_s), point)
     ranked = sorted(distinct.values(), key=lambda each: each.step_s)
     torch = next((point for point in points if point.bucket_bytes == TORCH_BUCKET), None)
-    return Choice(ranked[0], ranked[1] if len(ranked) > 1 else None, torch, error)
+    return BestSize(ranked[0], ranked[1] if len(ranked) > 1 else None, torch, error)

@@ -1,22 +1,22 @@
-"""Closed forms of textbooks, as records: a ring's steps and bytes, and the best bucket. Pure.
+"""Closed-form textbook results: the steps and bytes of a ring, and the best bucket size. Pure.
 
-ring       all-reduce: 2 (N - 1) steps of X / N bytes, so a rank sends 2 (N - 1) / N X; each of its halves: once
-buckets    n buckets cost s / (w n) + n o beyond the backward: the last one's time, and an overhead each. The least
-           is at n = sqrt(s / (w o)), with buckets of sqrt(s w o) bytes
+ring       all-reduce: 2 (N - 1) steps of X / N bytes, so a rank sends 2 (N - 1) / N X; each half: N - 1 steps
+buckets    n buckets cost s / (w n) + n o beyond the backward: the last bucket's time, and an overhead for each. The
+           minimum is at n = sqrt(s / (w o)), with buckets of sqrt(s w o) bytes
 """
 
 import math
 from collections.abc import Callable
 from typing import Final
 
-RINGS: Final = {  # how often N - 1 steps are made
+RINGS: Final = {  # number of passes of N - 1 steps
     **dict.fromkeys(("all_reduce", "ring_all_reduce"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "ring_all_gather", "ring_reduce_scatter"), 1),
 }
 
 
 def ring_of(operation: str, nbytes: int, ranks: int) -> dict[str, float] | None:
-    """Return the steps and bytes of a ring; None where the operation is no ring, or a rank is alone."""
+    """Return the steps and bytes of a ring; None if the operation is not a ring, or there is only one rank."""
     if operation not in RINGS or ranks < 2:
         return None
     steps = RINGS[operation] * (ranks - 1)
@@ -24,9 +24,9 @@ def ring_of(operation: str, nbytes: int, ranks: int) -> dict[str, float] | None:
 
 
 def best_bucket(nbytes: int, time_of: Callable[[int], float], least: int, host_s: float) -> dict[str, float] | None:
-    """Return the closed form for `nbytes` of gradients; None where no line goes through the times.
+    """Return the best bucket size for `nbytes` of gradients; None if the times do not define a line.
 
-    w and o are those of the line through the times of `least` and of all bytes; `host_s` is a part of o.
+    The line through the times for `least` bytes and for all bytes gives w and o; `host_s` is a part of o.
     """
     small, whole = time_of(least), time_of(nbytes)
     if nbytes <= least or whole <= small or small + host_s <= 0:

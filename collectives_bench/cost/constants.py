@@ -1,6 +1,6 @@
-"""The constants of a cluster, which the formulas use for every operation and every world. Pure.
+"""The constants of a cluster, which the formulas use for all operations and worlds. Pure.
 
-`collectives_bench/cost/shared.py` fits them. They predict worlds, and operations, that were not measured.
+`collectives_bench/cost/shared.py` fits them. With them, worlds and operations that were not measured can be predicted.
 """
 
 import math
@@ -12,39 +12,39 @@ from muster.collectives_bench.cost.curves import Errors
 from muster.collectives_bench.cost.formulas import Cost, cost
 from muster.jobs.spec.strict import Strict
 
-UNSURE: Final = (0.5, 2.0)  # interval for an operation or a world on which the constants were not tested
+UNSURE: Final = (0.5, 2.0)  # interval of predictions if the constants were not tested on left-out worlds
 
 
-ACTIVE: Final = {"ping_pong": 2.0}  # busy ranks of operations in which most are idle
+ACTIVE: Final = {"ping_pong": 2.0}  # number of busy ranks in operations that leave most ranks idle
 
 
 class Constants(Strict):
-    """The cost of a message and of a byte, on one node (`network` false) or between nodes (true); see `formulas`."""
+    """The cost of a message and of a byte (see `formulas`), on one node or, if `network`, between nodes."""
 
     backend: str
     device: str
     dtype: str
     network: bool
-    one_host: bool = False  # several nodes, all of them pretend nodes of one host
+    one_host: bool = False  # all nodes are pretend nodes on one host
     base_s: float = 0.0
     alpha_s: float = 0.0
     beta_s: float = 0.0
-    rank_s: float = 0.0  # seconds for a byte that a rank sends or receives
+    rank_s: float = 0.0  # seconds per byte that a rank sends or receives
     gamma_s: float = 0.0
     delta_s: float = 0.0
     overhead_s: float = 0.0
-    host_s: float = 0.0  # 1 / W: seconds for a byte that a host's ranks send
-    crowding: float = 0.0  # factor by which the host's part grows with each further rank for each core
-    cores: int = Field(1, ge=1)  # of a host
-    worlds: list[int] = Field(default_factory=list)  # the fitted worlds, by ranks; empty: given, not fitted
+    host_s: float = 0.0  # 1 / W: seconds per byte that a host's ranks send
+    crowding: float = 0.0  # factor by which the host's part grows with each additional rank per core
+    cores: int = Field(1, ge=1)  # number of cores of a host
+    worlds: list[int] = Field(default_factory=list)  # numbers of ranks in the fitted worlds; empty if not fitted
     operations: list[str] = Field(default_factory=list)  # the fitted operations
     sizes: tuple[int, int] = (0, 0)  # the smallest and the largest fitted size, in bytes
     low: float = UNSURE[0]
     high: float = UNSURE[1]
-    held_out: Errors | None = None  # on worlds that were left out of the fit
+    held_out: Errors | None = None  # errors on worlds that were left out of the fit
 
     def seconds(self, counts: Cost, ranks_here: float) -> float:
-        """Return the time of an exchange from its counts, with `ranks_here` ranks on a host."""
+        """Return the seconds of an exchange from its counts, with `ranks_here` ranks on a host."""
         links = counts.steps * self.alpha_s + counts.link_bytes * self.beta_s
         own = counts.rank_bytes * self.rank_s + counts.reduced_bytes * self.gamma_s + counts.copied_bytes * self.delta_s
         hosts = counts.host_messages * self.overhead_s + counts.host_bytes * self.host_s
@@ -53,7 +53,7 @@ class Constants(Strict):
         return self.base_s + max(links + own, hosts * crowd)
 
     def of(self, operation: str, nbytes: float, *, ranks: int, nodes: int) -> float:
-        """Return the time of an operation."""
+        """Return the seconds of an operation."""
         hosts = 1 if self.one_host else nodes
         here = min(ranks / hosts, ACTIVE.get(operation, math.inf))
         return self.seconds(cost(operation, nbytes, ranks=ranks, nodes=hosts, backend=self.backend), here)

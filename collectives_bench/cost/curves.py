@@ -1,14 +1,14 @@
-"""The time of one operation in one world by its size: a line, or points around it. Pure.
+"""Curves of time by size for one operation in one world: a line, or points around it. Pure.
 
     line      alpha + S beta: least squares of relative errors, alpha and beta >= 0, with Huber's weights
-    points    the line, times how far the measured points lie from it; straight in log size between them, made monotone
+    points    the line, multiplied by the measured points' ratio to it; interpolated in log size, made monotone
 
-*Relative* errors, because absolute errors would let the largest size dominate the fit. Huber's weights (1964),
-iterated, so that one bad size does not bend the rest. Points are used
-because protocols change with size; NCCL's `tuning.cc` corrects its own line by a table of sizes, too.
-Each curve takes the kind with the smaller mean error on sizes left out one at a time (`heldout.py`): a line if times
-scatter. Piecewise lines and smoothed points were tried and predict no better. This module does not import numpy, so
-that `muster predict` starts quickly. A curve stores the measurements; its points are computed from them again.
+Errors are *relative*, because with absolute errors the largest size would dominate the fit. Huber's weights (1964) are
+iterated, so that one bad size does not distort the rest. Points are used because protocols change with size; NCCL's
+`tuning.cc` also corrects its line by a table of sizes. Each curve uses the kind with the smaller mean error on sizes
+left out one at a time (`heldout.py`), which is a line if times scatter. Piecewise lines and smoothed points were tried
+and do not predict better. A curve stores the measurements, from which its points are recomputed. This module does not
+import numpy, so that `muster predict` starts quickly.
 """
 
 import math
@@ -26,20 +26,20 @@ from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.spec.strict import Strict
 
 Kind = Literal["line", "points"]
-Points = tuple[tuple[int, float], ...]  # bytes, seconds; by size, sizes differ
+Points = tuple[tuple[int, float], ...]  # (bytes, seconds) in order of size, each size once
 
-FAR: Final = 4.0  # beyond this many times the largest measured size, a prediction is a guess
-SAME: Final = 0.005  # relative deviation below which a curve equals a measured time; times repeat less exactly
-LEAST_SIZES: Final = 3  # two make a line, and the third shows its error
-HUBER: Final = 1.345  # 95 % efficient for normal errors
+FAR: Final = 4.0  # beyond this multiple of the largest measured size, a prediction is a guess
+SAME: Final = 0.005  # relative deviation below which a curve equals a measured time; repeated measurements differ more
+LEAST_SIZES: Final = 3  # two sizes define a line, and a third shows its error
+HUBER: Final = 1.345  # gives 95 % efficiency for normal errors
 ITERATIONS: Final = 12
-SETTLED: Final = 1e-3  # change of a weight
-WORDS: Final[dict[Kind, str]] = {"line": "on a line through all sizes", "points": "drawn so as not to fall with size"}
-FLOOR: Final = 0.01  # relative error below which fits are equally good: no measurement is better
+SETTLED: Final = 1e-3  # largest change of a weight at the end of the iteration
+WORDS: Final[dict[Kind, str]] = {"line": "on a line through all sizes", "points": "raised to be monotone"}
+FLOOR: Final = 0.01  # relative error below which fits are equally good, because measurements are no better
 
 
 class Errors(Strict):
-    """Relative errors |predicted - measured| / measured of points that were left out of the fit."""
+    """The relative errors |predicted - measured| / measured of points that were left out of the fit."""
 
     points: int
     mean: float
@@ -49,26 +49,26 @@ class Errors(Strict):
     within_20: float
 
 
-class Line(Strict):
-    """`alpha_s + S * beta_s`."""
+class CostLine(Strict):
+    """The line `alpha_s + S * beta_s`, in seconds for S bytes."""
 
     alpha_s: float
     beta_s: float
 
     def seconds(self, nbytes: float) -> float:
-        """Return the time of a size."""
+        """Return the time for a size."""
         return self.alpha_s + nbytes * self.beta_s
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A line, or points around it whose times never fall with size; without points it is the line itself."""
+    """A line, or points around it whose times never fall with size. Without points, it is the line itself."""
 
-    line: Line
+    line: CostLine
     points: Points
 
     def seconds(self, nbytes: float) -> float:
-        """Return the line's time, times the points' ratio to it: interpolated in log size, constant beyond them."""
+        """Return the line's time multiplied by the points' ratio to it (interpolated in log size, constant beyond)."""
         points, line = self.points, self.line
         if not points:
             return line.seconds(nbytes)
@@ -93,14 +93,14 @@ class Key(Strict):
     dtype: str
     place: str
     call: str = "sync"
-    back_to_back: bool = False  # calls follow one another without a barrier between them
+    back_to_back: bool = False  # calls without a barrier between them
 
 
 class Curve(Key):
-    """The times of one key; 90 % of measurements should lie between `seconds * low` and `seconds * high`."""
+    """The times of one key. 90 % of measurements should lie between `seconds * low` and `seconds * high`."""
 
     kind: Kind
-    line: Line
+    line: CostLine
     points: list[tuple[int, float]] = Field(min_length=1)  # bytes and seconds, in order of size
     low: float = 1.0
     high: float = 1.0
@@ -116,7 +116,7 @@ class Curve(Key):
         if any(not seconds > 0 for _, seconds in self.points):
             raise ValueError("points must have times of more than 0 s")
         if not 0 < self.low <= self.high:
-            raise ValueError(f"low and high must be more than 0, in this order, got {self.low} and {self.high}")
+            raise ValueError(f"low must be more than 0 and high at least low, got {self.low} and {self.high}")
         return self
 
     @property
@@ -138,10 +138,10 @@ class Curve(Key):
         return drawn(self.kind, self.line, self.points)
 
     def how(self, nbytes: float) -> str:
-        """Return what the prediction is based on, as text.
+        """Describe the basis of the prediction.
 
-        Measured sizes are predicted from the curve, too: left-out launches lie at least as near to it as to the median
-        of the other launches, and it does not jump.
+        Even measured sizes are predicted from the curve. It predicts left-out launches at least as well as the median
+        of the other launches does, and it has no jumps.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
@@ -157,13 +157,13 @@ class Curve(Key):
         return f"between {size_text(sizes[place - 1])} and {size_text(sizes[place])}"
 
 
-def drawn(kind: Kind, line: Line, points: Sequence[tuple[int, float]]) -> Fitted:
-    """Return a line, or points around it."""
+def drawn(kind: Kind, line: CostLine, points: Sequence[tuple[int, float]]) -> Fitted:
+    """Return a line, or points around it, according to `kind`."""
     return Fitted(line, monotone(points) if kind == "points" else ())
 
 
-def line_of(points: Points) -> Line:
-    """Fit alpha and beta: iterated least squares of relative errors with Huber's weights."""
+def line_of(points: Points) -> CostLine:
+    """Fit alpha and beta by iterated least squares of relative errors with Huber's weights."""
     rows = [(1 / took, size / took) for size, took in points]
     weights = [1.0] * len(rows)
     alpha, beta = _solve(rows, weights)
@@ -175,7 +175,7 @@ def line_of(points: Points) -> Line:
             break
         weights = fresh
         alpha, beta = _solve(rows, weights)
-    return Line(alpha_s=alpha, beta_s=beta)
+    return CostLine(alpha_s=alpha, beta_s=beta)
 
 
 def _solve(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
@@ -185,7 +185,7 @@ def _solve(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tup
         aa, ab, bb = aa + weight * one * one, ab + weight * one * size, bb + weight * size * size
         a, b = a + weight * one, b + weight * size
     determinant = aa * bb - ab * ab
-    if bb == 0 or determinant <= 1e-12 * aa * bb:  # one size: alpha takes the whole time
+    if bb == 0 or determinant <= 1e-12 * aa * bb:  # with one size, alpha is the whole time
         return a / aa, 0.0
     alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if alpha < 0:
@@ -194,7 +194,7 @@ def _solve(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tup
 
 
 def monotone(points: Sequence[tuple[int, float]]) -> Points:
-    """Make times never fall with size: neighbours that fall are averaged in log time (Ayer and others, 1955)."""
+    """Make times monotone in size, by averaging neighbours that fall, in log time (Ayer and others, 1955)."""
     pools: list[tuple[float, list[int]]] = []  # mean of log time, sizes
     for size, took in points:
         pools.append((math.log(took), [size]))
@@ -207,5 +207,5 @@ def monotone(points: Sequence[tuple[int, float]]) -> Points:
 
 
 def short(number: float) -> float:
-    """Round to as many figures as a file needs."""
+    """Round a number to the digits that a file needs."""
     return float(f"{number:.5g}")

@@ -1,4 +1,4 @@
-"""From results to the profile of a cluster: a curve for each operation and world, and the constants they share."""
+"""Fit the profile of a cluster to results: a curve for each operation and world, and the constants that they share."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.collectives_bench.cost.curves import LEAST_SIZES, Curve, Key, Kind, Line, line_of, short
+from muster.collectives_bench.cost.curves import LEAST_SIZES, CostLine, Curve, Key, Kind, line_of, short
 from muster.collectives_bench.cost.heldout import (
     Samples,
     choose,
@@ -20,40 +20,40 @@ from muster.collectives_bench.cost.heldout import (
 from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
 from muster.collectives_bench.records import Result
-from muster.collectives_bench.results.rows import Row, rows_of
+from muster.collectives_bench.results.rows import BenchRow, rows_of
 from muster.jobs.basics.errors import RefusedError
 
-QUIET: Final = 0.10  # foreign load, as a share of the cores; if enough launches are below it, only those are used
+QUIET: Final = 0.10  # share of the cores used by others; if enough launches are below it, only those are used
 LEAST_QUIET: Final = 3  # launches
 
 
 @dataclass(frozen=True)
-class Series:
-    """The times of one key: sizes, and a time for each launch."""
+class FitSeries:
+    """The measured times of one key: sizes, with one time per launch."""
 
     key: Key
     samples: Samples
 
     @property
     def is_enough(self) -> bool:
-        """Whether a curve can be fitted."""
+        """True if a curve can be fitted."""
         return len(self.samples) >= (LEAST_SIZES if OPERATIONS[self.key.operation].has_size else 1)
 
 
 def fit(result: Result, *, name: str = "cluster", seed: int = 0) -> Profile:
-    """Fit every curve and constant for which the result has enough measurements.
+    """Fit all curves and constants for which the result has enough measurements.
 
     Raises:
-        RefusedError: every measurement failed, or no operation has enough sizes.
+        RefusedError: if every measurement failed, or no operation has enough sizes.
     """
     found = series_of(rows_of(result))
     if not found:
-        raise RefusedError("fit: no operation was measured without error; see the reasons with muster bench show")
+        raise RefusedError("fit: every measurement failed; muster bench show prints the reasons")
     enough = [each for each in found if each.is_enough]
     if not enough:
         most = max(len(each.samples) for each in found)
         raise RefusedError(
-            f"fit: {LEAST_SIZES} sizes or more of an operation are needed, at most {most} were measured; "
+            f"fit: an operation needs at least {LEAST_SIZES} sizes, but at most {most} were measured; "
             "measure more with --sizes 64K:64M"
         )
     known = curves_of(enough, seed)
@@ -68,8 +68,8 @@ def fit(result: Result, *, name: str = "cluster", seed: int = 0) -> Profile:
     )
 
 
-def series_of(rows: Iterable[Row]) -> list[Series]:
-    """Collect correctly measured rows into series by size; requested sizes that gave the same size are merged."""
+def series_of(rows: Iterable[BenchRow]) -> list[FitSeries]:
+    """Collect correctly measured rows into series by size. Requested sizes that were rounded to one size are merged."""
     found: dict[Key, dict[int, list[float]]] = {}
     for row in rows:
         if row.state != "ok" or not row.p50_us or row.world.ranks < 2:
@@ -81,11 +81,11 @@ def series_of(rows: Iterable[Row]) -> list[Series]:
         if row.throughput_us:
             behind = key.model_copy(update={"back_to_back": True})
             found.setdefault(behind, {}).setdefault(row.nbytes, []).append(row.throughput_us / 1e6)
-    return [Series(key, tuple(sorted((s, tuple(t)) for s, t in sizes.items()))) for key, sizes in found.items()]
+    return [FitSeries(key, tuple(sorted((s, tuple(t)) for s, t in sizes.items()))) for key, sizes in found.items()]
 
 
-def launches_of(row: Row) -> list[float]:
-    """Return the medians of a row's launches in seconds; only those of quiet launches if there are enough."""
+def launches_of(row: BenchRow) -> list[float]:
+    """Return the medians of a row's launches in seconds. If enough launches are quiet, only those are used."""
     quiet = [
         took
         for took, foreign in zip(row.launch_medians_us, row.launch_foreign, strict=True)
@@ -94,20 +94,20 @@ def launches_of(row: Row) -> list[float]:
     return [took / 1e6 for took in (quiet if len(quiet) >= LEAST_QUIET else row.launch_medians_us) if took > 0]
 
 
-def curves_of(found: Sequence[Series], seed: int) -> list[Known]:
+def curves_of(found: Sequence[FitSeries], seed: int) -> list[Known]:
     """Fit a curve to each series."""
     kinds = [choose(medians(each.samples)) for each in found]
     wide = intervals([residuals(each.samples, kind, seed) for each, kind in zip(found, kinds, strict=True)])
     return [_known(*each) for each in zip(found, kinds, wide, strict=True)]
 
 
-def _known(series: Series, kind: Kind, wide: float) -> Known:
+def _known(series: FitSeries, kind: Kind, wide: float) -> Known:
     measured = medians(series.samples)
     line, left_out = line_of(measured), sizes_left_out(measured)
     curve = Curve(
         **series.key.model_dump(),
         kind=kind,
-        line=Line(alpha_s=short(line.alpha_s), beta_s=short(line.beta_s)),
+        line=CostLine(alpha_s=short(line.alpha_s), beta_s=short(line.beta_s)),
         points=[(size, short(took)) for size, took in measured],
         low=short(1 / wide),
         high=short(wide),

@@ -1,4 +1,4 @@
-"""The cost of an exchange as counts, which a fit multiplies with the constants of a cluster. Pure.
+"""The cost of an exchange as counts, to be multiplied with a cluster's fitted constants. Pure.
 
 The time of an exchange of S bytes between n ranks is modelled as
 
@@ -7,15 +7,15 @@ The time of an exchange of S bytes between n ranks is modelled as
             + rank_bytes * epsilon + reduced_bytes * gamma + copied_bytes * delta                  a rank's work
     hosts = host_messages * overhead + host_bytes / W + (host_reduced * gamma + host_copied * delta) / cores
 
-The ranks of a host share its cores: `hosts` is their work together. An algorithm only gives the counts of `Cost`, which
-are the same on all clusters. n ranks are on k nodes, n / k on each, in order; a ring through them leaves and enters
-every node once, so its slowest link carries the bytes that one rank sends.
+The ranks of a host share its cores, and `hosts` is their total work. An algorithm only determines the counts in `Cost`,
+which are the same on all clusters. n ranks are on k nodes, n / k on each, in order. A ring leaves and enters every node
+once, so its slowest link carries the bytes that one rank sends.
 
 Sources: Hockney, "The communication challenge for MPP" (1994): alpha + bytes * beta. Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH" (2005): trees, pairwise exchange. Patarasuk and Yuan,
 "Bandwidth optimal all-reduce" (2009): 2 (n - 1) / n * S for each rank is the minimum, and the ring reaches it.
-NCCL's `tuning.cc` for rings. gloo's `allreduce.cc`, `reduce.cc` and `broadcast.cc`, and torch's `ProcessGroupGloo.cpp`,
-for the algorithms that gloo's operations really use.
+NCCL's `tuning.cc`: rings. gloo's `allreduce.cc`, `reduce.cc` and `broadcast.cc`, and torch's `ProcessGroupGloo.cpp`:
+the algorithms that gloo's operations actually use.
 """
 
 from collections.abc import Callable
@@ -29,25 +29,25 @@ from muster.jobs.basics.words import unknown
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts of one exchange, for the longest chain of messages, for the busiest rank and for the busiest host."""
+    """The counts of one exchange, for the longest chain of messages, the busiest rank and the busiest host."""
 
-    steps: float = 0.0  # messages, one after another
-    link_bytes: float = 0.0  # through the busiest link, one way, one after another
-    rank_bytes: float = 0.0  # sent plus received by the busiest rank: its core does both directions' work
+    steps: float = 0.0  # messages in sequence
+    link_bytes: float = 0.0  # sent through the busiest link in sequence, one way
+    rank_bytes: float = 0.0  # sent plus received by the busiest rank, whose core works for both directions
     host_messages: float = 0.0  # sent by the ranks of the busiest host
-    host_bytes: float = 0.0  # half of the bytes that those ranks send and receive: on one host, all bytes that are sent
+    host_bytes: float = 0.0  # half of the bytes that those ranks send and receive; on one host, all sent bytes
     reduced_bytes: float = 0.0  # summed by the busiest rank
-    copied_bytes: float = 0.0  # copied by the busiest rank, without the copies that sending needs
-    host_reduced: float = 0.0  # bytes, summed by all ranks of the busiest host
+    copied_bytes: float = 0.0  # copied by the busiest rank, except the copies for sending
+    host_reduced: float = 0.0  # bytes summed by all ranks of the busiest host
     host_copied: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        """Return the counts of two exchanges, one after the other."""
+        """Return the counts of two exchanges in sequence."""
         return Cost(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def _reducing(size: float, ranks_here: float) -> Cost:
-    """Return the counts of summing `size` bytes on each rank of a host."""
+    """Return the counts for each rank of a host summing `size` bytes."""
     return Cost(reduced_bytes=size, host_reduced=size * ranks_here)
 
 
@@ -59,84 +59,85 @@ Algorithm = Callable[[float, int, int], Cost]  # S in bytes, ranks, nodes
 
 
 def rounds(ranks: int) -> int:
-    """Return ceil(log2 n): the rounds of a binomial tree."""
+    """Return ceil(log2 n), the number of rounds of a binomial tree."""
     return max(ranks - 1, 0).bit_length()
 
 
 def _ring(steps: int, size: float, n: int, k: int) -> Cost:
-    """Return `steps` rounds in which every rank sends a chunk of S / n to the next."""
+    """Return the counts of `steps` rounds in which every rank sends a chunk of S / n to the next rank."""
     sent = steps * size / n
     return Cost(steps, sent, 2 * sent, steps * n / k, sent * n / k)
 
 
 def ring_all_gather(size: float, n: int, k: int) -> Cost:
-    """(n - 1) alpha + (n - 1) / n S beta."""
+    """Return the counts of (n - 1) alpha + (n - 1) / n S beta."""
     return _ring(n - 1, size, n, k)
 
 
 def ring_reduce_scatter(size: float, n: int, k: int) -> Cost:
-    """(n - 1) alpha + (n - 1) / n S (beta + gamma)."""
+    """Return the counts of (n - 1) alpha + (n - 1) / n S (beta + gamma)."""
     return _ring(n - 1, size, n, k) + _reducing((n - 1) / n * size, n / k)
 
 
 def ring_all_reduce(size: float, n: int, k: int) -> Cost:
-    """2 (n - 1) alpha + 2 (n - 1) / n S beta + (n - 1) / n S gamma."""
+    """Return the counts of 2 (n - 1) alpha + 2 (n - 1) / n S beta + (n - 1) / n S gamma."""
     return ring_reduce_scatter(size, n, k) + ring_all_gather(size, n, k)
 
 
 def gloo_reduce(size: float, n: int, k: int) -> Cost:
-    """A ring reduce-scatter over all segments, then every rank sends its chunk to the root."""
+    """Return the counts of a ring reduce-scatter over all segments, after which all ranks send chunks to the root."""
     whole = Cost(n, size, 2 * size, n * n / k, size * n / k)
     return whole + _reducing((n - 1) / n * size, n / k) + direct(size, n, k)
 
 
 def tree_broadcast(size: float, n: int, k: int) -> Cost:
-    """ceil(log2 n) (alpha + S beta): a binomial tree that sends the whole buffer in each round."""
+    """Return the counts of ceil(log2 n) (alpha + S beta): a binomial tree that sends the whole buffer in each round."""
     times = rounds(n)
     return Cost(times, times * size, times * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def gloo_broadcast(size: float, n: int, k: int) -> Cost:
-    """The same tree, but every rank sends to all its children at once, so that the child with most work gets it last.
+    """Return the counts of a tree in which every rank sends to all its children at the same time.
 
-    S beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2 for n = 2^d; rounds one after another would take d.
+    So the child with most work gets its data last. The time is S beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2
+    for n = 2^d. Rounds in sequence would take d.
     """
     times = _at_once(0, n)
     return Cost(times, times * size, times * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def _at_once(rank: int, n: int) -> int:
-    """Count the buffers that pass links one after another below a rank; its children are rank + 2^i, 2^i > rank."""
+    """Count the buffers that pass links in sequence below a rank, whose children are rank + 2^i with 2^i > rank."""
     children = [rank + 2**i for i in range(rank.bit_length(), n.bit_length()) if rank + 2**i < n]
     return len(children) + max((_at_once(child, n) for child in children), default=0)
 
 
 def tree_reduce(size: float, n: int, k: int) -> Cost:
-    """ceil(log2 n) (alpha + S beta + S gamma)."""
+    """Return the counts of ceil(log2 n) (alpha + S beta + S gamma)."""
     summed = Cost(reduced_bytes=rounds(n) * size, host_reduced=(n - 1) / k * size)
     return tree_broadcast(size, n, k) + summed
 
 
 def chain_broadcast(size: float, n: int, k: int) -> Cost:
-    """(n - 1) alpha + S beta: through a ring in so many slices that the first slice's way is negligible (NCCL)."""
+    """Return the counts of (n - 1) alpha + S beta: a ring with so many slices that filling it takes no time (NCCL)."""
     return Cost(n - 1, size, min(n - 1, 2) * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def direct(size: float, n: int, k: int) -> Cost:
-    """(n - 1) alpha + (n - 1) / n S beta: every other rank and the root exchange a chunk, through the root's link."""
-    near = n // k  # ranks on the root's host: their chunks pass no link between nodes
+    """Return the counts of (n - 1) alpha + (n - 1) / n S beta: the root exchanges a chunk with every other rank."""
+    near = n // k  # ranks on the root's host, whose chunks pass no link between nodes
     remote = (n - near) / n * size if k > 1 else (n - 1) / n * size
     return Cost(n - 1, remote, (n - 1) / n * size, n - 1, (near - 1) / n * size + (n - near) / n * size / 2)
 
 
 def pairwise(size: float, n: int, k: int) -> Cost:
-    """(n - 1) alpha + (n - 1) / n S beta: in round i every rank sends a chunk to the rank i places further."""
+    """Return the counts of (n - 1) alpha + (n - 1) / n S beta: in round i, rank r sends a chunk to rank r + i."""
     near = n // k
     link = near * (n - near) / n * size if k > 1 else (n - 1) / n * size
     return Cost(n - 1, link, 2 * (n - 1) / n * size, (n - 1) * near, near * (n - 1) / n * size)
 
 
-# The textbook algorithm of each operation; the rows below are where libraries differ.
+# The textbook algorithm of each operation. The tables below contain the libraries' differences.
 TEXTBOOK: Final[dict[str, Algorithm]] = {
     "all_reduce": ring_all_reduce,
     "all_gather": ring_all_gather,
@@ -146,30 +147,30 @@ TEXTBOOK: Final[dict[str, Algorithm]] = {
     "gather": direct,
     "scatter": direct,
     "all_to_all": pairwise,
-    # Alpha + S beta: every rank sends to the next, all at once; or one message.
+    # Alpha + S beta: one message, or all ranks send to the next at the same time.
     "send_recv": lambda size, n, k: Cost(1, size, 2 * size, n / k, size * n / k),
     "ping_pong": lambda size, n, k: Cost(1, size, size, 1, size if k == 1 else size / 2),
-    # ceil(log2 n) alpha: in round i every rank sends a message to the rank 2^i places further.
+    # ceil(log2 n) alpha: in round i, rank r sends a message to rank r + 2^i.
     "barrier": lambda size, n, k: Cost(rounds(n), host_messages=rounds(n) * n / k),
     "ring_all_reduce": ring_all_reduce,
     "ring_reduce_scatter": ring_reduce_scatter,
     "ring_all_gather": ring_all_gather,
     "tree_broadcast": tree_broadcast,
     "tree_reduce": tree_reduce,
-    # A pairwise exchange, then (n - 1) sums of a chunk in the order of ranks.
+    # A pairwise exchange, then (n - 1) sums of a chunk in rank order.
     "exchange_reduce_scatter": lambda size, n, k: pairwise(size, n, k) + _reducing((n - 1) / n * size, n / k),
     # 2 (n - 1) (alpha + S beta) + (n - 1) S gamma: the root receives every whole buffer and sends the mean back.
     "gather_scatter": lambda size, n, k: direct(n * size, n, k) + direct(n * size, n, k) + _reducing((n - 1) * size, 1),
 }
 LIBRARIES: Final[dict[str, dict[str, Algorithm]]] = {
     "gloo": {
-        # A ring into a temporary, then a copy of all of it.
+        # A ring into a temporary buffer, then a copy of the whole buffer.
         "all_gather": lambda size, n, k: ring_all_gather(size, n, k) + _copying(size, n / k),
-        # As torch does it: an all_reduce of a copy of the input, then a copy of one chunk.
+        # As in torch: an all_reduce of a copy of the input, then a copy of one chunk.
         "reduce_scatter": lambda size, n, k: ring_all_reduce(size, n, k) + _copying(size + size / n, n / k),
         "broadcast": gloo_broadcast,
         "reduce": gloo_reduce,
-        # Every rank sends to the root, into a temporary, then a copy of all of it.
+        # Every rank sends to the root, into a temporary buffer, then a copy of the whole buffer.
         "gather": lambda size, n, k: direct(size, n, k) + _copying(size, 1),
     },
     "nccl": {
@@ -181,10 +182,10 @@ LIBRARIES: Final[dict[str, dict[str, Algorithm]]] = {
 
 
 def algorithm_of(operation: str, backend: str = "") -> Algorithm:
-    """Return the algorithm of a library's operation; the textbook's if `backend` is empty.
+    """Return the algorithm of a library's operation, or the textbook algorithm if `backend` is empty.
 
     Raises:
-        UsageError: no such operation.
+        UsageError: if there is no such operation.
     """
     if operation not in TEXTBOOK:
         raise UsageError(unknown("operation", operation, tuple(TEXTBOOK)))

@@ -1,7 +1,7 @@
-"""The model's error on data left out of the fit: sizes, one at a time, and whole worlds. Pure, but uses numpy.
+"""The model's error on data left out of the fit: single sizes and whole worlds. Pure, but uses numpy.
 
-A left-out size has no part in the choice between line and points, either. The first and the last size of a curve are
-not left out: without them the curve would have to extrapolate, and a profile reports extrapolations by itself.
+A left-out size is not used to choose between line and points, either. The first and the last size of a curve are never
+left out, because the curve would have to extrapolate, which a profile reports anyway.
 """
 
 import math
@@ -12,15 +12,15 @@ from typing import Final
 
 from muster.collectives_bench.cost.curves import LEAST_SIZES, Errors, Fitted, Kind, Points, drawn, line_of, short
 
-Pair = tuple[float, float]  # predicted, measured: seconds
-Samples = tuple[tuple[int, tuple[float, ...]], ...]  # bytes, a median of each launch in seconds; by size
+Pair = tuple[float, float]  # predicted and measured seconds
+Samples = tuple[tuple[int, tuple[float, ...]], ...]  # (bytes, each launch's median in seconds), in order of size
 
-DRAWS: Final = 24  # of the launches, with replacement
+DRAWS: Final = 24  # number of times that launches are drawn with replacement
 COVERAGE: Final = 0.90
-SHRINK: Final = 4.0  # weight of the spread of all curves against a curve's own spread, in sizes
+SHRINK: Final = 4.0  # weight of all curves' spread against a curve's own spread, as a number of sizes
 LEAST_SPREAD: Final = 0.01
 SIMPLER: Final = 1.02  # points are chosen only if the line's error is larger by this factor
-ROUNDING: Final = 1e-9  # errors below this are rounding: the times lie exactly on a line
+ROUNDING: Final = 1e-9  # errors below this are rounding errors of times that lie exactly on a line
 
 
 def errors_of(pairs: Sequence[Pair]) -> Errors | None:
@@ -44,12 +44,12 @@ def mean_error(pairs: Sequence[Pair]) -> float:
 
 
 def fitted(points: Points, kind: Kind | None = None) -> Fitted:
-    """Fit a line to points, or points around it; without `kind`, use the kind that predicts left-out sizes better."""
+    """Fit a line or points around it. Without `kind`, use the kind that predicts left-out sizes better."""
     return drawn(kind or choose(points), line_of(points), points)
 
 
 def choose(points: Points) -> Kind:
-    """Return the kind that predicts left-out sizes better; the line if both are equal."""
+    """Return the kind that predicts left-out sizes better, or the line if both are equally good."""
     if len(points) < LEAST_SIZES:
         return "line"
     line, around = (mean_error(sizes_left_out(points, kind)) for kind in ("line", "points"))
@@ -57,7 +57,10 @@ def choose(points: Points) -> Kind:
 
 
 def sizes_left_out(points: Points, kind: Kind | None = None, measured: Points = ()) -> list[Pair]:
-    """Predict every size but the first and the last from the others; `measured` are other times of the same sizes."""
+    """Return (predicted, measured) for each size but the ends, predicted from the other sizes.
+
+    Measured times are those of `measured`, by default of `points`.
+    """
     return [
         (fitted(points[:place] + points[place + 1 :], kind).seconds(size), took)
         for place, (size, took) in list(enumerate(measured or points))[1:-1]
@@ -70,10 +73,10 @@ def medians(samples: Samples) -> Points:
 
 
 def residuals(samples: Samples, kind: Kind, seed: int) -> list[float]:
-    """Return samples of log(measured / predicted): launches are resampled, and each size is predicted from the others.
+    """Return samples of log(measured / predicted), with resampled launches and each size predicted from the others.
 
-    Left-out sizes show the model's error, resampled launches the noise of both sides (Efron's bootstrap, 1979). With
-    too few sizes to leave one out, the samples show the noise only.
+    Left-out sizes show the model's error; resampled launches show the noise of prediction and measurement (Efron's
+    bootstrap, 1979). With too few sizes to leave one out, the samples only show the noise.
     """
     draw, found = random.Random(seed), []
     for _ in range(DRAWS):
@@ -90,10 +93,10 @@ def _drawn(samples: Samples, draw: random.Random) -> Points:
 
 
 def intervals(curves: Sequence[Sequence[float]]) -> list[float]:
-    """Return for every curve the factor h so that 90 % of residuals lie within 1 / h and h.
+    """Return, for each curve, the factor h such that 90 % of its residuals lie within 1 / h and h.
 
-    A curve has too few sizes for a quantile of its own. So its spread, shrunk towards that of all curves, is
-    multiplied by the quantile of all residuals, each in units of its curve's spread.
+    A curve has too few sizes for its own quantile. So its spread, shrunk towards that of all curves, is multiplied by
+    the quantile of all residuals in units of their curves' spreads.
     """
     everything = [abs(each) for curve in curves for each in curve]
     if not everything:
@@ -114,7 +117,7 @@ def _log(spread: float) -> float:
 
 
 def quantiles(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """Return the factors low and high that enclose 90 % of measured / predicted, and 1."""
+    """Return an interval (low, high) that contains 90 % of measured / predicted, and also 1."""
     ratios = sorted(measured / predicted for predicted, measured in pairs)
     cut = (1 - COVERAGE) / 2 * (len(ratios) - 1)
     low, high = ratios[math.floor(cut)], ratios[math.ceil(len(ratios) - 1 - cut)]

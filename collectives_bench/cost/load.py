@@ -1,6 +1,6 @@
-"""A rank's load, from which memory and network times are predicted: a model, element sizes, part of the batch. Pure.
+"""The load of a rank (model, element sizes, part of the batch), from which memory and times are predicted. Pure.
 
-batch ─ shards (ranks, or more where sums are exact) ─ micro-batches of gradient accumulation ─ one forward
+batch ─ shards (one per rank, or more for exact sums) ─ micro-batches of gradient accumulation ─ one forward
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from muster.jobs.models.anatomy import Anatomy
 
 Accumulate = Literal["local", "sharded"]
 COUNTER_BYTES: Final = 8  # each batch norm's count of batches
-LEAST_STATISTICS: Final = 4  # bytes: batch norms stay in float32 with weights of any type
+LEAST_STATISTICS: Final = 4  # bytes; batch norms stay in float32, whatever the type of the weights
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a weight (and its gradient), an optimizer's state, a master, and an activation."""
+    """Bytes per element: of a weight (and its gradient), an optimizer state, a master weight, and an activation."""
 
     weight: int
     state: int
@@ -35,7 +35,7 @@ SIZES: Final = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Bytes for each parameter: its value, its gradient and its optimizer states; `master`, a copy, is one of them."""
+    """Bytes per parameter: value, gradient and optimizer states, which include the `master` copy."""
 
     parameter: int
     gradient: int
@@ -44,7 +44,7 @@ class Recipe:
 
     @classmethod
     def of(cls, optimizer: str, *, momentum: bool, precision: str = "fp32") -> "Recipe":
-        """Return the recipe of a job: adamw has two states, momentum one; master weights count as states."""
+        """Return the recipe of a job. AdamW has two states and momentum one; master weights count as states."""
         sizes = SIZES[precision]
         states = 2 if optimizer == "adamw" else int(momentum)
         return cls(sizes.weight, sizes.weight, states * sizes.state + sizes.master, sizes.master)
@@ -52,9 +52,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Split:
-    """How ranks are split in several dimensions at once: the degrees, and the mode of the data-parallel ranks.
+    """The division of ranks in several dimensions: the degrees, and the mode of the data-parallel ranks.
 
-    `stages` lists the names of each stage's layers; if empty, stages have nearly equal work.
+    `stages` lists the names of each stage's layers. If it is empty, stages have nearly equal work.
     """
 
     data: int = 1
@@ -66,40 +66,46 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Load:
+class RankLoad:
     """A rank's load: the model, its part of the batch, and the settings that change memory or traffic."""
 
     model: Anatomy
     recipe: Recipe
     ranks: int
-    batch: int  # samples of the global batch
-    microbatches: int  # of a pipeline
-    itemsize: int  # of activations
+    batch: int  # number of samples in the global batch
+    microbatches: int  # number in a pipeline
+    itemsize: int  # bytes per element of activations
     backend: str = "gloo"
-    bucket_bytes: int | None = TORCH_BUCKET  # of modes with buckets except ddp; None: one bucket
-    sent: int | None = None  # bytes of a gradient's element as our own wrappers send it; None: unchanged
-    shards: int | None = None  # virtual ranks of exact sums; None: one for each rank
-    accumulation: int = 1  # micro-batches of a shard
-    accumulate: Accumulate = "local"  # sharded gradients are summed whole on the rank, or in its shard
+    bucket_bytes: int | None = TORCH_BUCKET  # in modes with buckets, except ddp; None: one bucket
+    sent: int | None = None  # bytes per gradient element in messages of our own wrappers; None: unchanged
+    shards: int | None = None  # number of virtual ranks for exact sums; None: one per rank
+    accumulation: int = 1  # number of micro-batches of a shard
+    accumulate: Accumulate = "local"  # whether several backwards add up whole gradients, or only shards
+    servers: int | None = None  # in mode asynchronous, number of ranks that serve a shard; None: all
     reshard: bool = True  # sharded parameters are freed after the forward, and gathered again
-    recompute: bool = False  # the forward is repeated in the backward, of each block or each pipeline stage
-    layerwise: bool = False  # in pipelines: of each layer instead
-    sequence: bool = False  # split layers: tokens between them are split, too
-    split: Split | None = None  # of pipelines and split layers; None: the mode uses all ranks
+    recompute: bool = False  # the backward repeats the forward of each block or pipeline stage
+    layerwise: bool = False  # in pipelines, it repeats each layer instead
+    sequence: bool = False  # between split layers, tokens are split, too
+    split: Split | None = None  # pipelines and split layers; None: the mode uses all ranks
 
     @property
     def own_batch(self) -> int:
-        """The samples of the data-parallel rank with the largest part of the batch."""
+        """The largest number of samples of any data-parallel rank."""
         return -(-self.batch // self.ranks)
 
     @property
+    def serving(self) -> int:
+        """The number of parameter servers."""
+        return self.servers or self.ranks
+
+    @property
     def own_shards(self) -> int:
-        """How many shards a data-parallel rank processes one after another."""
+        """The number of shards that a data-parallel rank processes in sequence."""
         return 1 if self.shards is None else -(-self.shards // self.ranks)
 
     @property
     def adds_up(self) -> bool:
-        """True when a rank has several backwards in a step."""
+        """True if a rank runs several backwards in a step."""
         return self.own_shards * self.accumulation > 1
 
     def at_once(self, ranks: int) -> int:
@@ -114,12 +120,12 @@ class Load:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the batch norms' statistics and of a made model's buffers."""
+        """The bytes of batch norm statistics and of the buffers of a user's model."""
         own = sum(part.buffer_bytes for part in self.model.parts)
         norms = sum(1 for part in self.model.parts if part.name.startswith("norm") and self.model.buffers)
         return self.model.buffers * max(LEAST_STATISTICS, self.recipe.parameter) + norms * COUNTER_BYTES + own
 
     @property
     def gradient_sizes(self) -> list[int]:
-        """Bytes of every gradient."""
+        """The bytes of each gradient."""
         return [tensor.elements * self.recipe.gradient for tensor in self.model.tensors if tensor.trained]

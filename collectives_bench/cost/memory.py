@@ -2,18 +2,18 @@
 
     states          parameters, gradients, optimizer states; ZeRO shards the last (1), the last two (2), all (3)
     buffers         batch norm's statistics
-    communication   buffers for gradients and parameters: `collectives_bench/cost/passing.py`; of a pipeline
-                    messages, too
+    communication   buffers for gradients and parameters (`collectives_bench/cost/passing.py`), and a pipeline's
+                    messages
     activations     tensors that the forward keeps for the backward, and the two largest temporary tensors
     adding          if gradients of several backwards are summed: the largest one, before it is added
-    stepping        float32 copies of 16-bit gradients, while the optimizer steps; activations are gone by then
+    stepping        float32 copies of 16-bit gradients during the optimizer step, when activations are gone
 
-Mixed-precision Adam has 2 + 2 + 12 bytes a parameter (Rajbhandari et al. 2020): 16 P becomes 4 P + 12 P / N with
-ZeRO-1, 2 P + 14 P / N with 2, 16 P / N with 3; our zero3 keeps no 16-bit shard beside its master,
-so 14 P / N. DeepSpeed's own estimator also counts fp32 gradients, and gives 18 instead of 16.
+Mixed-precision Adam needs 2 + 2 + 12 bytes per parameter (Rajbhandari et al. 2020): 16 P becomes 4 P + 12 P / N with
+ZeRO-1, 2 P + 14 P / N with ZeRO-2, and 16 P / N with ZeRO-3. Our zero3 needs 14 P / N, because it keeps no 16-bit shard
+beside its master. DeepSpeed's own estimator also counts fp32 gradients, so it has 18 instead of 16.
 
-Not counted: the interpreter with torch (300 MB on a CPU), the allocator's free memory, NCCL's channels, a
-convolution's scratch memory: oneDNN computes a weight's gradient in its own layout, and copies it.
+The following is not counted: the interpreter with torch (300 MB on a CPU), the allocator's free memory, NCCL's
+channels, and a convolution's scratch memory (oneDNN computes a weight's gradient in its own layout, and copies it).
 """
 
 from collections.abc import Iterable
@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
-from muster.collectives_bench.cost.load import Load, Recipe, Split
-from muster.collectives_bench.cost.modes import Stage, Way
+from muster.collectives_bench.cost.load import RankLoad, Recipe, Split
+from muster.collectives_bench.cost.modes import PredictedStage, Way
 from muster.collectives_bench.cost.passing import hidden, passing
 from muster.collectives_bench.cost.slices import (
     handed_share,
@@ -33,15 +33,15 @@ from muster.collectives_bench.cost.slices import (
     stages_of,
 )
 from muster.collectives_bench.sizes import size_text
-from muster.jobs.models.anatomy import Part, saved_bytes
+from muster.jobs.models.anatomy import ModelOperation, saved_bytes
 
 ALONE: Final = Split()
-FULL: Final = 4  # bytes: the optimizer converts 16-bit gradients to float32
+FULL: Final = 4  # bytes per element; the optimizer converts 16-bit gradients to float32
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The memory of the rank that needs most, in bytes."""
+class PeakMemory:
+    """The memory of the rank that needs most, by purpose, in bytes."""
 
     parameters: float
     gradients: float
@@ -51,7 +51,7 @@ class Memory:
     activations: float = 0.0
     adding: float = 0.0
     stepping: float = 0.0
-    not_kept: float = 0.0  # the shard of 16-bit parameters that a textbook counts, and zero3 does without
+    not_kept: float = 0.0  # the shard of 16-bit parameters that textbooks count, but zero3 does not need
 
     @property
     def states(self) -> float:
@@ -60,31 +60,33 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The largest sum of parts that are in memory at the same time."""
+        """The largest sum of the parts that are in memory at the same time."""
         return self.states + self.buffers + max(self.communication + self.activations + self.adding, self.stepping)
 
 
-def states(elements: float, recipe: Recipe, *, zero: int = 0, ranks: int = 1, trained: float | None = None) -> Memory:
-    """Return the model states of a rank: P (p + g + o); ZeRO's stage sets which terms are divided by the ranks.
+def states(
+    elements: float, recipe: Recipe, *, zero: int = 0, ranks: int = 1, trained: float | None = None
+) -> PeakMemory:
+    """Return the model states of a rank, P (p + g + o). ZeRO's stage decides which terms are divided by the ranks.
 
-    `trained` is the number of elements with a gradient and optimizer states; None: all.
+    `trained`: the number of elements with a gradient and optimizer states; None: all.
     """
     learning = elements if trained is None else trained
     optimizer = learning * recipe.optimizer / (ranks if zero >= 1 else 1)
     gradients = learning * recipe.gradient / (ranks if zero >= 2 else 1)
-    return Memory(elements * recipe.parameter / (ranks if zero >= 3 else 1), gradients, optimizer)
+    return PeakMemory(elements * recipe.parameter / (ranks if zero >= 3 else 1), gradients, optimizer)
 
 
-def memory_of(way: Way, load: Load) -> Memory | None:
-    """Return the memory of a mode's fullest rank; None if the model cannot be split for this mode."""
+def memory_of(way: Way, load: RankLoad) -> PeakMemory | None:
+    """Return the memory of the rank that needs most in a mode; None if the model cannot be split for this mode."""
     every = memories_of(way, load)
     return None if every is None else max(every, key=lambda memory: memory.total)
 
 
-def memories_of(way: Way, load: Load) -> list[Memory] | None:
-    """Return the memory of each rank of a pipeline, for other modes of one rank; None if the model cannot be split.
+def memories_of(way: Way, load: RankLoad) -> list[PeakMemory] | None:
+    """Return the memory of each rank of a pipeline, or of one rank in other modes; None if the model cannot be split.
 
-    `load.split` describes several pipelines, and split layers within their stages.
+    `load.split` describes data-parallel pipelines, and split layers within stages.
     """
     if way.family in ("pipe", "tensor"):
         alone = Split(pipe=load.ranks) if way.family == "pipe" else Split(tensor=load.ranks)
@@ -94,13 +96,17 @@ def memories_of(way: Way, load: Load) -> list[Memory] | None:
     return [_replica(way, load)]
 
 
-def _replica(way: Way, load: Load) -> Memory:
+def _replica(way: Way, load: RankLoad) -> PeakMemory:
     ranks = 1 if way.family == "single" else load.ranks
     model = load.model
     held = states(model.elements, load.recipe, zero=way.zero, ranks=ranks, trained=model.trained)
+    if way.name == "asynchronous":
+        # A server has its shard of values, gradients and states, beside its worker's copy of the model.
+        each = load.recipe.parameter + load.recipe.gradient + load.recipe.optimizer
+        held = replace(held, optimizer=model.trained * each / load.serving)
     stored, again = _kept(load, model.parts)
     masters_alone = way.name == "zero3" and load.recipe.master > 0
-    return Memory(
+    return PeakMemory(
         0.0 if masters_alone else held.parameters,
         held.gradients,
         held.optimizer,
@@ -113,36 +119,36 @@ def _replica(way: Way, load: Load) -> Memory:
     )
 
 
-def masters_alone_text(memory: Memory) -> str | None:
-    """Explain the 0 under parameters, where a rank keeps float32 masters alone; None elsewhere."""
+def masters_alone_text(memory: PeakMemory) -> str | None:
+    """Explain the 0 under parameters if a rank keeps only float32 masters; None in other modes."""
     if not memory.not_kept:
         return None
     return (
-        "zero3 holds 0 parameters: its shard is the float32 masters, counted under optimizer and rounded to\n"
-        "16 bits for each gather. A textbook's rank also keeps a shard of 2 P / N bytes: parameters "
+        "zero3 shows 0 for parameters: its shard is the float32 masters, counted under optimizer and rounded to\n"
+        "16 bits for each gather. In textbooks, a rank also keeps a shard of 2 P / N bytes: parameters "
         f"{size_text(memory.not_kept)}, all states {size_text(memory.states + memory.not_kept)}"
     )
 
 
-def _adding(load: Load, zero: int) -> float:
-    """Return the bytes of a new gradient beside the whole sum of earlier ones; 0 if only shards of the sum are kept."""
+def _adding(load: RankLoad, zero: int) -> float:
+    """Return the bytes of a new gradient before it is added to the full sum; 0 if only shards of the sum are kept."""
     whole = zero < 2 or load.accumulate == "local"
     return max(load.gradient_sizes, default=0) if load.adds_up and whole else 0.0
 
 
-def _stepping(load: Load, elements: float) -> float:
+def _stepping(load: RankLoad, elements: float) -> float:
     return FULL * elements if load.recipe.master else 0.0
 
 
-def _working(parts: tuple[Part, ...], itemsize: int, split: Split = ALONE) -> float:
+def _working(parts: tuple[ModelOperation, ...], itemsize: int, split: Split = ALONE) -> float:
     """Return the bytes of one sample's largest activation gradient and of the gradient computed from it."""
     return 2 * itemsize * max(part.outputs * handed_share(part, split) for part in parts)
 
 
-def _kept(load: Load, parts: Iterable[Part], split: Split = ALONE) -> tuple[float, float]:
-    """Return the bytes kept of a sample until its backward, and those restored while a block's forward is repeated."""
+def _kept(load: RankLoad, parts: Iterable[ModelOperation], split: Split = ALONE) -> tuple[float, float]:
+    """Return the bytes kept per sample until its backward, and those restored while a block's forward is repeated."""
 
-    def kept(some: Iterable[Part]) -> float:
+    def kept(some: Iterable[ModelOperation]) -> float:
         return sum(
             saved_bytes([part], load.itemsize) * kept_share(part, split, sequence=load.sequence) for part in some
         )
@@ -161,8 +167,8 @@ def _kept(load: Load, parts: Iterable[Part], split: Split = ALONE) -> tuple[floa
     return stored + kept(part for part in own if part.name not in inside), again
 
 
-def _slice(way: Way, load: Load, split: Split, number: int, stage: Stage) -> Memory:
-    """Return the memory of a rank with one stage of the layers, or with a part of each layer."""
+def _slice(way: Way, load: RankLoad, split: Split, number: int, stage: PredictedStage) -> PeakMemory:
+    """Return the memory of a rank that has one stage of the layers, or a part of each layer."""
     count = way.microbatches(load.microbatches) if way.schedule else load.accumulation
     samples = -(-load.batch // split.data)
     micro = -(-samples // count)
@@ -183,8 +189,8 @@ def _slice(way: Way, load: Load, split: Split, number: int, stage: Stage) -> Mem
     )
 
 
-def _kept_by_stage(load: Load, stage: Stage, split: Split) -> tuple[float, float]:
-    """Return the bytes a stage keeps of a sample, and those restored while it or one of its layers is repeated."""
+def _kept_by_stage(load: RankLoad, stage: PredictedStage, split: Split) -> tuple[float, float]:
+    """Return the bytes that a stage keeps per sample, and the most that recomputation restores at once."""
     share = load.itemsize * passed_share(load, split)
     whole = replace(load, recompute=False)
     if not (load.recompute or load.layerwise):
@@ -196,7 +202,7 @@ def _kept_by_stage(load: Load, stage: Stage, split: Split) -> tuple[float, float
     return share * (stage.received + between), max(_kept(whole, layer, split)[0] for layer in layers)
 
 
-def _sums(load: Load, split: Split) -> float:
-    """Return the bytes that the backend allocates to sum split layers for one sample."""
+def _sums(load: RankLoad, split: Split) -> float:
+    """Return the bytes per sample that the backend allocates to sum the outputs of split layers."""
     wide = load.model.tokens * load.model.width * load.itemsize
     return wide * hidden(load, "all_reduce") if split.tensor > 1 else 0.0

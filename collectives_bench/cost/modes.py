@@ -1,7 +1,7 @@
-"""The table of all modes that can be predicted, including designed modes without code yet. Pure.
+"""The table of all modes that can be predicted, including planned modes without code. Pure.
 
-Pipelines, with p stages, m micro-batches and v chunks a stage; F, B and W (the weights' part of the backward) take
-equally long. So every rank is idle for a share of its time:
+For pipelines, with p stages, m micro-batches, v chunks per stage, and equal times of F, B and W (the weights' part of
+the backward), every rank is idle for a share of its time:
 
     schedule       idle share                 micro-batches that stage i holds      messages on a boundary
     model          (p - 1) / p                1                                     1 each way
@@ -10,8 +10,10 @@ equally long. So every rank is idle for a share of its time:
     interleaved    (p - 1) / (v m + p - 1)    min(2 (p - i - 1) + (v - 1) p + 1, v m) / v      v m
     zb1p           (p - 1) / (3 m + p - 1)    min(p, m)                             m
     zbv            0                          min(p, m)                             2 m
+    terapipe       (p - 1) / (s m + p - 1)    m                                     s m
 
-Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved), Qi et al. 2024 (zero bubble).
+terapipe cuts sequences into s slices; s is assumed to be 4. Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021
+(1F1B, interleaved), Qi et al. 2024 (zero bubble), Li et al. 2021 (TeraPipe).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,55 +23,55 @@ from typing import Final, Literal
 
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import unknown
-from muster.jobs.models.anatomy import Anatomy, Part
+from muster.jobs.models.anatomy import Anatomy, ModelOperation
 from muster.jobs.models.counted import CountedPart
 from muster.jobs.spec.modes import MODES
 
 Family = Literal["single", "data", "pipe", "tensor"]
-Idle = Callable[[int, int, int], float]  # stages, micro-batches, chunks a stage -> share of the time
-Held = Callable[[int, int, int, int], float]  # stage, stages, micro-batches, chunks -> micro-batches
+Idle = Callable[[int, int, int], float]  # (stages, micro-batches, chunks per stage) -> idle share of the time
+Held = Callable[[int, int, int, int], float]  # (stage, stages, micro-batches, chunks) -> micro-batches held
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How a pipeline's ranks take turns."""
+class TurnOrder:
+    """The schedule of a pipeline's ranks."""
 
     idle: Idle
     held: Held
-    chunks: int = 1  # pieces of the model on each rank
-    turns_back: bool = False  # chunks go down the ranks and up again, so that rank 0 has the first and the last
+    chunks: int = 1  # number of model parts on each rank
+    turns_back: bool = False  # chunks follow the ranks forward and back, so that rank 0 has the first and the last
     splits_batch: bool = True
 
 
 @dataclass(frozen=True)
 class Way:
-    """A mode in the cost model; `zero` is the stage of ZeRO (1: states sharded, 2: and gradients, 3: everything)."""
+    """A mode in the cost model. `zero`: the ZeRO stage (1 shards states, 2 also gradients, 3 also parameters)."""
 
     name: str
     family: Family
     phrase: str
     zero: int = 0
-    schedule: Schedule | None = None
+    schedule: TurnOrder | None = None
 
     @property
     def is_built(self) -> bool:
-        """True when jobs can be run in it."""
+        """True if jobs can run in this mode."""
         return self.name in MODES
 
     def microbatches(self, wanted: int) -> int:
-        """Return the number of micro-batches into which it cuts a batch."""
+        """Return the number of micro-batches into which this mode divides a batch."""
         return 1 if self.schedule is None or not self.schedule.splits_batch else wanted
 
 
 @dataclass(frozen=True)
-class Stage:
+class PredictedStage:
     """The part of a model on one rank of a pipeline."""
 
-    parts: tuple[Part, ...]
-    outputs: tuple[int, ...]  # elements of one sample that each of its chunks passes on
-    sent: int = 0  # of those, elements that go to other ranks
-    received: int = 0  # elements of one sample that all of its chunks receive from other ranks
-    unkept: int = 0  # received elements that no part counts as kept
+    parts: tuple[ModelOperation, ...]
+    outputs: tuple[int, ...]  # for each chunk: elements of one sample that it passes on
+    sent: int = 0  # how many of those go to other ranks
+    received: int = 0  # elements of one sample that its chunks receive from other ranks
+    unkept: int = 0  # received elements that no model part counts among those it keeps for the backward
 
     @property
     def elements(self) -> int:
@@ -78,25 +80,28 @@ class Stage:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of forward and backward for one sample."""
+        """The floating-point operations of forward and backward for one sample."""
         return sum(part.flops + part.backward_flops for part in self.parts)
 
 
-_GPIPE: Final = Schedule(lambda p, m, v: (p - 1) / (m + p - 1), lambda i, p, m, v: float(m))
-_1F1B: Final = Schedule(_GPIPE.idle, lambda i, p, m, v: float(min(p - i, m)))
-_INTERLEAVED: Final = Schedule(
+_GPIPE: Final = TurnOrder(lambda p, m, v: (p - 1) / (m + p - 1), lambda i, p, m, v: float(m))
+_1F1B: Final = TurnOrder(_GPIPE.idle, lambda i, p, m, v: float(min(p - i, m)))
+_INTERLEAVED: Final = TurnOrder(
     lambda p, m, v: (p - 1) / (v * m + p - 1),
     lambda i, p, m, v: min(2 * (p - i - 1) + (v - 1) * p + 1, v * m) / v,
     chunks=2,
 )
-_MODEL: Final = Schedule(lambda p, m, v: (p - 1) / p, lambda i, p, m, v: 1.0, splits_batch=False)
-_ZB1P: Final = Schedule(lambda p, m, v: (p - 1) / (3 * m + p - 1), lambda i, p, m, v: float(min(p, m)))
-_ZBV: Final = Schedule(lambda p, m, v: 0.0, _ZB1P.held, chunks=2, turns_back=True)
+_MODEL: Final = TurnOrder(lambda p, m, v: (p - 1) / p, lambda i, p, m, v: 1.0, splits_batch=False)
+_ZB1P: Final = TurnOrder(lambda p, m, v: (p - 1) / (3 * m + p - 1), lambda i, p, m, v: float(min(p, m)))
+SLICES: Final = 4
+_TERAPIPE: Final = TurnOrder(lambda p, m, v: (p - 1) / (SLICES * m + p - 1), _GPIPE.held)
+_ZBV: Final = TurnOrder(lambda p, m, v: 0.0, _ZB1P.held, chunks=2, turns_back=True)
 
 WAYS: Final[dict[str, Way]] = {
     way.name: way
     for way in (
         Way("single", "single", "one rank with the whole batch"),
+        Way("data_parallel", "data", "one process copies the model to several devices in every step"),
         Way("gather_scatter", "data", "gather and scatter of every gradient through rank 0"),
         Way("allreduce", "data", "one all-reduce for each gradient, after the backward"),
         Way("flat", "data", "one all-reduce of all gradients, after the backward"),
@@ -107,22 +112,24 @@ WAYS: Final[dict[str, Way]] = {
         Way("zero2", "data", "and gradients", zero=2),
         Way("zero3", "data", "and parameters, gathered unit by unit", zero=3),
         Way("fsdp", "data", "PyTorch's fully_shard on every layer", zero=3),
-        Way("model", "pipe", "layers on ranks, one after another", schedule=_MODEL),
+        Way("asynchronous", "data", "parameter servers; no rank waits for another"),
+        Way("model", "pipe", "consecutive layers on each rank, one rank at a time", schedule=_MODEL),
         Way("gpipe", "pipe", "all forwards, then all backwards", schedule=_GPIPE),
-        Way("1f1b", "pipe", "forwards and backwards in turn", schedule=_1F1B),
-        Way("interleaved", "pipe", "1f1b over two chunks a rank", schedule=_INTERLEAVED),
-        Way("zb1p", "pipe", "weights' gradients fill the ramps", schedule=_ZB1P),
-        Way("zbv", "pipe", "chunks down and up the ranks, no idle time", schedule=_ZBV),
-        Way("tensor", "tensor", "every matrix cut over the ranks"),
+        Way("1f1b", "pipe", "forward and backward passes alternate", schedule=_1F1B),
+        Way("interleaved", "pipe", "1f1b with two chunks per rank", schedule=_INTERLEAVED),
+        Way("zb1p", "pipe", "weight gradients fill the idle times", schedule=_ZB1P),
+        Way("zbv", "pipe", "two chunks per rank in V shape, no idle time", schedule=_ZBV),
+        Way("terapipe", "pipe", "gpipe over 4 slices of every sequence", schedule=_TERAPIPE),
+        Way("tensor", "tensor", "every matrix split across the ranks"),
     )
 }
 
 
 def ways(names: Sequence[str] | None = None) -> list[Way]:
-    """Return modes by name, in the order of the table; all without names.
+    """Return the named modes in the order of the table; without names, all modes.
 
     Raises:
-        UsageError: no mode has that name.
+        UsageError: if no mode has one of the names.
     """
     for name in names or ():
         if name not in WAYS:
@@ -130,10 +137,12 @@ def ways(names: Sequence[str] | None = None) -> list[Way]:
     return [way for name, way in WAYS.items() if not names or name in names]
 
 
-def cut(model: Anatomy, schedule: Schedule, stages: int, names: Sequence[Sequence[str]] = ()) -> list[Stage] | None:
-    """Cut a model between its layers into stages of nearly equal work; None if it has too few layers.
+def cut(
+    model: Anatomy, schedule: TurnOrder, stages: int, names: Sequence[Sequence[str]] = ()
+) -> list[PredictedStage] | None:
+    """Cut a model between layers into one stage of nearly equal work per rank; None if it has too few layers.
 
-    `names` lists the layers of every chunk if the cuts are given. Returns the stage of each rank.
+    `names` lists the layers of every chunk, if the cuts are given.
     """
     layers = [parts for _, parts in model.layers()]
     count = stages * schedule.chunks
@@ -141,8 +150,8 @@ def cut(model: Anatomy, schedule: Schedule, stages: int, names: Sequence[Sequenc
         return None
     own = [tuple(part for part in model.parts if part.layer in chunk) for chunk in names]
     chunks = own if len(own) == count and all(own) else _balanced(layers, count)
-    ranks: list[list[tuple[Part, ...]]] = [[] for _ in range(stages)]
-    passed = [[0, 0, 0] for _ in range(stages)]  # sent, received, unkept
+    ranks: list[list[tuple[ModelOperation, ...]]] = [[] for _ in range(stages)]
+    passed = [[0, 0, 0] for _ in range(stages)]  # elements sent, received, and received but not kept
     for number, chunk in enumerate(chunks):
         rank, before = rank_of(number, schedule, stages), rank_of(max(number - 1, 0), schedule, stages)
         ranks[rank].append(chunk)
@@ -152,26 +161,26 @@ def cut(model: Anatomy, schedule: Schedule, stages: int, names: Sequence[Sequenc
             passed[rank][1] += size
             passed[rank][2] += 0 if _counts_its_input(model, chunk[0]) else size
     return [
-        Stage(tuple(part for chunk in own for part in chunk), tuple(chunk[-1].outputs for chunk in own), *each)
+        PredictedStage(tuple(part for chunk in own for part in chunk), tuple(chunk[-1].outputs for chunk in own), *each)
         for own, each in zip(ranks, passed, strict=True)
     ]
 
 
-def _counts_its_input(model: Anatomy, part: Part) -> bool:
-    """True if a part counts its input as kept: all of a GPT's layers, only the norms of a VGG (`anatomy.py`)."""
+def _counts_its_input(model: Anatomy, part: ModelOperation) -> bool:
+    """Return True if a layer counts its input as kept: all layers of a GPT, only the norms of a VGG (`anatomy.py`)."""
     if isinstance(part, CountedPart):
         return part.keeps_input
     return bool(model.width) or part.name.startswith("norm")
 
 
-def rank_of(chunk: int, schedule: Schedule, stages: int) -> int:
-    """Return the rank that holds a chunk: 0 1 2 3 0 1 2 3, or there and back 0 1 2 3 3 2 1 0."""
+def rank_of(chunk: int, schedule: TurnOrder, stages: int) -> int:
+    """Return the rank that has a chunk, in the order 0 1 2 3 0 1 2 3 or, if it turns back, 0 1 2 3 3 2 1 0."""
     turn, place = divmod(chunk, stages)
     return stages - 1 - place if schedule.turns_back and turn % 2 else place
 
 
-def messages(stages: Sequence[Stage], schedule: Schedule) -> list[int]:
-    """List the elements of one sample that go from rank to rank in a forward, chunk by chunk."""
+def messages(stages: Sequence[PredictedStage], schedule: TurnOrder) -> list[int]:
+    """List, for each chunk, the elements of one sample that go to another rank in a forward."""
     count = len(stages)
     holders = [rank_of(chunk, schedule, count) for chunk in range(count * schedule.chunks)]
     return [
@@ -179,20 +188,20 @@ def messages(stages: Sequence[Stage], schedule: Schedule) -> list[int]:
     ]
 
 
-def _balanced(layers: Sequence[tuple[Part, ...]], count: int) -> list[tuple[Part, ...]]:
-    """Cut layers into `count` runs so that the greatest work of a run is the least possible."""
+def _balanced(layers: Sequence[tuple[ModelOperation, ...]], count: int) -> list[tuple[ModelOperation, ...]]:
+    """Cut layers into `count` runs so that the largest work of any run is as small as possible."""
     work = [sum(part.flops + part.backward_flops for part in layer) for layer in layers]
     before = [0]
     for each in work:
         before.append(before[-1] + each)
-    # best[k][j]: for the first j layers in k runs, the smallest possible greatest work, and the last run's first layer
+    # best[k][j]: for the first j layers in k runs, the smallest possible largest work, and the last run's first layer
     best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else float("inf"), 0) for j in range(len(work) + 1)]]
     for k in range(1, count + 1):
         row = [(float("inf"), 0)] * (len(work) + 1)
         for j in range(k, len(work) + 1):
             row[j] = min((max(best[k - 1][i][0], before[j] - before[i]), i) for i in range(k - 1, j))
         best.append(row)
-    runs, end = list[tuple[Part, ...]](), len(layers)
+    runs, end = list[tuple[ModelOperation, ...]](), len(layers)
     for k in range(count, 0, -1):
         begin = best[k][end][1]
         runs.append(tuple(part for layer in layers[begin:end] for part in layer))

@@ -1,31 +1,31 @@
-"""Buffers of data-parallel modes for gradients and parameters that are sent, in bytes. Pure.
+"""The buffers in which data-parallel modes send gradients and parameters, in bytes. Pure.
 
-own modes          a copy on its way into a bucket, gradients in the communication type, stacks at rank 0
+own modes          a copy to be put into a bucket, gradients in the communication dtype, stacks at rank 0
 zero1, zero2       the shard of a bucket that is being summed; in zero2 also two buckets of gradients
-zero3, fsdp        the unit at work, the one gathered ahead, parameters outside all units, and a unit's gradients
-gloo               hidden memory of its calls, measured as a share of S (facts of `collectives_bench`):
-                   all_gather and gather 1.01, reduce_scatter 1.03, all_reduce 0.04; our rings three columns
+zero3, fsdp        the current unit, the next one (prefetched), parameters outside all units, a unit's gradients
+gloo               hidden memory of its calls, measured by `collectives_bench` as a share of S:
+                   all_gather and gather 1.01, reduce_scatter 1.03, all_reduce 0.04; our rings: three columns
 """
 
 from collections.abc import Callable
 from typing import Final
 
 from muster.collectives_bench.cost.buckets import OWN_ALONE, TORCH_BUCKET
-from muster.collectives_bench.cost.load import Load
+from muster.collectives_bench.cost.load import RankLoad
 
 HIDDEN: Final[dict[str, dict[str, float]]] = {
     "gloo": {"all_gather": 1.01, "gather": 1.01, "reduce_scatter": 1.03, "all_reduce": 0.04}
 }
-PREFETCHED: Final = 1  # units gathered ahead of the one at work
-UNDER_WAY: Final = 2  # flat buckets of stages 2 and 3 that are being summed at once
-COLUMNS: Final = 3  # columns of a ring that are under way at once
-COLUMN_BYTES: Final = 3 * 2**20  # at most
+PREFETCHED: Final = 1  # number of units gathered ahead of the current one
+UNDER_WAY: Final = 2  # number of flat buckets being summed at the same time in ZeRO-2 and ZeRO-3
+COLUMNS: Final = 3  # number of a ring's columns in transfer at the same time
+COLUMN_BYTES: Final = 3 * 2**20  # the maximum
 
 
-def passing(mode: str, load: Load) -> float:
-    """Return a mode's buffers on its fullest rank; exact sums keep the gradients of every shard separate until then.
+def passing(mode: str, load: RankLoad) -> float:
+    """Return the bytes of a mode's buffers on the rank that needs most. Exact sums keep each shard's gradients apart.
 
-    Without gradients to average, as in a stage with only pooling layers, it is 0.
+    The result is 0 if there are no gradients to average, as in a stage with only pooling layers.
     """
     if not load.gradient_sizes:
         return 0.0
@@ -33,71 +33,71 @@ def passing(mode: str, load: Load) -> float:
     return PASSED[mode](load) + apart if load.ranks > 1 else apart
 
 
-def hidden(load: Load, operation: str) -> float:
-    """Return the hidden memory of a backend's call, as a share of its bytes."""
+def hidden(load: RankLoad, operation: str) -> float:
+    """Return the hidden memory of a backend's call, as a share of the call's bytes."""
     return HIDDEN.get(load.backend, {}).get(operation, 0.0)
 
 
-def _of_overlap(load: Load) -> float:
-    """Count one gradient while it is copied into its view, and two being sent."""
+def _of_overlap(load: RankLoad) -> float:
+    """Count one gradient that is being copied into its view, and two that are being sent."""
     whole, largest = sum(load.gradient_sizes), max(load.gradient_sizes)
     return _copied(load, largest) + whole * _message(load) + 2 * largest * hidden(load, "all_reduce")
 
 
-def _of_buckets(load: Load) -> float:
-    """Count gradients while they are copied into a bucket, and two buckets being sent."""
+def _of_buckets(load: RankLoad) -> float:
+    """Count the gradients that are being copied into a bucket, and two buckets that are being sent."""
     whole, largest = sum(load.gradient_sizes), max(load.gradient_sizes)
     coming = _copied(load, max(largest, _bucket(load)))
     return coming + whole * _message(load) + 2 * hidden(load, "all_reduce") * _bucket(load)
 
 
-def _copied(load: Load, together: int) -> float:
-    """Return the bytes that exist twice during a copy: 0 on a GPU, or all converted gradients if they change type.
+def _copied(load: RankLoad, together: int) -> float:
+    """Return the bytes that exist twice during a copy: 0 on a GPU, or all converted gradients if they change dtype.
 
-    On CPUs one gradient is copied at a time, and those of 4 MB or more are sent without a copy.
+    On CPUs, one gradient is copied at a time, and gradients of 4 MB or more are sent without a copy.
     """
     if load.backend == "nccl":
         return together if _message(load) else 0.0
     return max((size for size in load.gradient_sizes if size < OWN_ALONE), default=0)
 
 
-def _message(load: Load) -> float:
-    """Return the size of the gradients' copy in the communication type, as a share of their own size."""
+def _message(load: RankLoad) -> float:
+    """Return the size of the gradients' copy in the communication dtype, as a share of the gradients' size."""
     return 0.0 if load.sent in (None, load.recipe.gradient) else load.sent / load.recipe.gradient
 
 
-def _bucket(load: Load) -> int:
-    """Return the bytes of the largest bucket; a gradient above the cap has a bucket of its own."""
+def _bucket(load: RankLoad) -> int:
+    """Return the bytes of the largest bucket. A gradient above the cap has its own bucket."""
     whole = sum(load.gradient_sizes)
     return whole if load.bucket_bytes is None else min(max(load.bucket_bytes, max(load.gradient_sizes)), whole)
 
 
-def _ring(load: Load, nbytes: float) -> float:
-    """Return the buffers of our ring for a message; 0 with NCCL, which works in the given buffer."""
+def _ring(load: RankLoad, nbytes: float) -> float:
+    """Return the bytes of our ring's buffers for a message; 0 with NCCL, which works in the given buffer."""
     return 0.0 if load.backend == "nccl" else COLUMNS * min(nbytes / load.ranks, COLUMN_BYTES)
 
 
-def _of_zero2(load: Load) -> float:
-    """Count gradients as autograd made them, and the flat buckets in which they are sent."""
+def _of_zero2(load: RankLoad) -> float:
+    """Count the gradients from autograd, and the flat buckets in which they are sent."""
     bucket, whole = _bucket(load), sum(load.gradient_sizes)
     made = whole if _adds_whole(load) else bucket
     return made + min(UNDER_WAY * bucket, whole) + _ring(load, bucket)
 
 
-def _adds_whole(load: Load) -> bool:
-    """True when the gradients of several backwards are summed whole before they are sharded."""
+def _adds_whole(load: RankLoad) -> bool:
+    """Return True if the gradients of several backwards are summed in full before they are sharded."""
     return load.adds_up and load.accumulate == "local"
 
 
-def _units(load: Load) -> tuple[int, list[int]]:
-    """Return the elements outside all units, and those of each unit, the largest first."""
+def _units(load: RankLoad) -> tuple[int, list[int]]:
+    """Return the number of elements outside all units, and the number in each unit, largest first."""
     sizes = [sum(t.elements for part in unit for t in part.tensors) for unit in load.model.units()]
     around = sizes.pop(0) if load.model.blocks else 0
     return around, sorted(sizes, reverse=True)
 
 
-def _gathered(load: Load) -> float:
-    """Count gathered parameters: those outside all units, the unit at work, and the one gathered ahead.
+def _gathered(load: RankLoad) -> float:
+    """Count gathered parameters: those outside all units, the current unit, and the prefetched one.
 
     If units are not freed after the forward, all parameters are in memory when the backward begins.
     """
@@ -106,7 +106,7 @@ def _gathered(load: Load) -> float:
     return elements * load.recipe.parameter
 
 
-def _of_zero3(load: Load) -> float:
+def _of_zero3(load: RankLoad) -> float:
     """Count gathered units, the gradients of one unit, and the flat gradients that are being sent."""
     around, units = _units(load)
     largest = [each * load.recipe.gradient for each in sorted((around, *units), reverse=True)]
@@ -114,7 +114,7 @@ def _of_zero3(load: Load) -> float:
     return _gathered(load) + made + sum(largest[:UNDER_WAY]) + _ring(load, largest[0])
 
 
-def _of_fsdp(load: Load) -> float:
+def _of_fsdp(load: RankLoad) -> float:
     """Count gathered units, the gradients of one unit, and the hidden memory of the backend's collectives."""
     around, units = _units(load)
     largest = max(around, units[0])
@@ -125,20 +125,27 @@ def _of_fsdp(load: Load) -> float:
     return _gathered(load) + made + largest * unseen
 
 
-PASSED: Final[dict[str, Callable[[Load], float]]] = {
+PASSED: Final[dict[str, Callable[[RankLoad], float]]] = {
     "single": lambda load: 0.0,
-    # Rank 0: the stacked gradient, the gathered gradients, the mean, and the result.
+    # On the first device: one gradient from another device, until it has been added. (On CPUs, the process
+    # also holds the copies of all replicas, which are not counted.)
+    "data_parallel": lambda load: max(load.gradient_sizes),
+    # On rank 0: the stacked gradient, the gathered gradients, the mean and the result.
     "gather_scatter": lambda load: max(load.gradient_sizes) * (3 + load.ranks * (1 + hidden(load, "gather"))),
-    # The largest gradient's share, and its copy in another type.
+    # The hidden memory for the largest gradient, and its copy in another dtype.
     "allreduce": lambda load: (hidden(load, "all_reduce") + _message(load)) * max(load.gradient_sizes),
-    # The flat tensor to which gradients are copied after the backward.
+    # The flat tensor into which gradients are copied after the backward.
     "flat": lambda load: sum(load.gradient_sizes) * (1 + _message(load) + hidden(load, "all_reduce")),
     "overlap": _of_overlap,
     "bucketed": _of_buckets,
-    # Two buckets under way; gradients are views of them.
+    # Two buckets being sent. Gradients are views of them.
     "ddp": lambda load: 2 * hidden(load, "all_reduce") * min(TORCH_BUCKET, sum(load.gradient_sizes)),
-    # The gradient that is copied into its bucket, buckets in the communication type, and the ring's buffers for one.
+    # The gradient being copied into its bucket, buckets in the communication dtype, and a ring's buffers for a bucket.
     "zero1": lambda load: _copied(load, 0) + sum(load.gradient_sizes) * _message(load) + _ring(load, _bucket(load)),
+    # The flat gradient, and on CPUs a server's room for the messages of every other worker.
+    "asynchronous": lambda load: (
+        sum(load.gradient_sizes) * (1 + (0 if load.backend == "nccl" else (load.ranks - 1) / load.serving))
+    ),
     "zero2": _of_zero2,
     "zero3": _of_zero3,
     "fsdp": _of_fsdp,

@@ -1,4 +1,4 @@
-"""How a profile makes its predictions: from a curve, from curves of other worlds, from the formulas alone. Pure."""
+"""The predictions of a profile: from a curve, from curves of other worlds, or from the formulas alone. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from muster.collectives_bench.cost.curves import FAR, Curve
 from muster.collectives_bench.cost.formulas import cost
 from muster.collectives_bench.sizes import size_text
 
-FAR_WORLD: Final = 2  # beyond this many times the largest measured world, a prediction is a guess
+FAR_WORLD: Final = 2  # beyond this multiple of the largest measured world, a prediction is a guess
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Exchange:
     """The exchange to predict."""
 
     operation: str
@@ -37,12 +37,12 @@ class Asked:
 
 
 def nearest_type(curves: list[Curve], dtype: str | None) -> Curve:
-    """Return the curve of the requested type, or else of fp32; of several curves the most usual."""
+    """Return the curve of the requested dtype, or else of fp32. If there are several, the most usual is returned."""
     return min(curves, key=lambda each: (each.dtype != dtype, each.dtype != "fp32", *unusual(each)))
 
 
 def unusual(curve: Curve) -> tuple[bool, ...]:
-    """Return a sort key: gloo on the CPU, the usual place and calls that wait come first."""
+    """Return a sort key that puts gloo on the CPU, the usual place and blocking calls first."""
     usual = OPERATIONS[curve.operation].places[0]
     return curve.backend == "gloo" and curve.device != "cpu", curve.place != usual, curve.call != "sync"
 
@@ -67,18 +67,18 @@ def _far_world(worlds: list[int], ranks: int) -> tuple[str, ...]:
     return (f"{ranks} ranks are more than {FAR_WORLD} times the largest world measured, {worlds[-1]}",)
 
 
-def from_curve(curve: Curve, asked: Asked) -> Prediction:
+def from_curve(curve: Curve, asked: Exchange) -> Prediction:
     """Predict from the measurements of that operation in that world."""
     seconds = curve.seconds(asked.nbytes)
     warnings = _of_type(curve.dtype, asked.dtype) + _far(asked.nbytes, curve.smallest, curve.largest)
     return Prediction(seconds, seconds * curve.low, seconds * curve.high, curve.how(asked.nbytes), warnings)
 
 
-def carried_over(constants: Constants, curves: list[Curve], asked: Asked) -> Prediction:
+def carried_over(constants: Constants, curves: list[Curve], asked: Exchange) -> Prediction:
     """Predict from the curves of other worlds, scaled by the formulas.
 
-    Each measured world gives the formulas' error there. Between two measured worlds the error is interpolated in log n;
-    beyond them the nearest world's error is used.
+    Each measured world shows the formulas' error. Between two measured worlds, the error is interpolated in log n;
+    beyond them, the nearest world's error is used.
     """
     away = {}
     for each in (nearest_type(same, asked.dtype) for same in _by_world(curves)):
@@ -94,12 +94,12 @@ def carried_over(constants: Constants, curves: list[Curve], asked: Asked) -> Pre
         + _far(asked.nbytes, curve.smallest, curve.largest)
         + _far_world(worlds, asked.ranks)
     )
-    doubt = max(1.0, math.log2(asked.ranks / worlds[-1]))  # doublings beyond the largest world
+    doubt = max(1.0, math.log2(asked.ranks / worlds[-1]))  # number of doublings beyond the largest world
     return Prediction(seconds, seconds * constants.low**doubt, seconds * constants.high**doubt, how, warnings)
 
 
-def _formula(constants: Constants, asked: Asked, ranks: int, nodes: int) -> float:
-    """Return the formulas' time; if it is 0 because messages were fitted as free, the number of messages instead."""
+def _formula(constants: Constants, asked: Exchange, ranks: int, nodes: int) -> float:
+    """Return the formulas' time. If it is 0, because messages were fitted as free, return the number of messages."""
     seconds = constants.of(asked.operation, asked.nbytes, ranks=ranks, nodes=nodes)
     return seconds or cost(asked.operation, asked.nbytes, ranks=ranks, nodes=nodes, backend=asked.backend).steps
 
@@ -111,8 +111,8 @@ def _by_world(curves: list[Curve]) -> list[list[Curve]]:
     return list(found.values())
 
 
-def _between(away: dict[tuple[int, int], float], asked: Asked) -> float:
-    """Return log(measured / formula) for a world, interpolated from the values of other worlds by (ranks, nodes)."""
+def _between(away: dict[tuple[int, int], float], asked: Exchange) -> float:
+    """Return log(measured / formula) for a world, interpolated from other worlds' values, with keys (ranks, nodes)."""
     alike = [
         world for world in away if world[0] * asked.nodes == world[1] * asked.ranks or asked.nodes == world[1] == 1
     ]
@@ -128,9 +128,9 @@ def _between(away: dict[tuple[int, int], float], asked: Asked) -> float:
     return away[nearest]
 
 
-def by_formula(constants: Constants, asked: Asked) -> Prediction:
-    """Predict an operation without any measurement of it."""
-    nodes = asked.nodes if constants.worlds or asked.nodes > 1 else asked.ranks  # given links: one for each rank
+def by_formula(constants: Constants, asked: Exchange) -> Prediction:
+    """Predict an operation that was not measured."""
+    nodes = asked.nodes if constants.worlds or asked.nodes > 1 else asked.ranks  # given links: one node per rank
     seconds = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=nodes)
     if not constants.worlds:
         return Prediction(seconds, seconds, seconds, "formula, for the given link")

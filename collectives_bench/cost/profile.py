@@ -1,9 +1,9 @@
-"""The profile of a cluster: a small JSON file with the cost of its exchanges, and predictions from it. Pure.
+"""The profile of a cluster, a small JSON file with the cost of its exchanges, which makes predictions. Pure.
 
     {"muster_profile": 2, "name": ..., "curves": [...], "constants": [...]}
 
-Each prediction names its basis: the curve of that operation and world; the curve of another world, scaled by the
-formulas; or the formulas alone.
+Each prediction names its basis: the curve of that operation and world, the curve of another world scaled by the
+formulas, or the formulas alone.
 """
 
 import json
@@ -17,7 +17,7 @@ from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.cost.constants import Constants
 from muster.collectives_bench.cost.curves import Curve, Errors
 from muster.collectives_bench.cost.predicting import (
-    Asked,
+    Exchange,
     Prediction,
     by_formula,
     carried_over,
@@ -36,11 +36,11 @@ VERSION: Final = 2
 
 
 class Profile(Strict):
-    """The measured cost of a cluster's exchanges: curves and constants."""
+    """The measured costs of a cluster's exchanges, as curves and constants."""
 
     muster_profile: Literal[2] = VERSION
     name: str
-    made_of: str = ""  # the runs, the machine and the day, as text
+    made_of: str = ""  # the measured runs, machine and day, as text
     curves: list[Curve] = Field(default_factory=list)
     constants: list[Constants] = Field(default_factory=list)
     held_out_sizes: Errors | None = None
@@ -48,25 +48,26 @@ class Profile(Strict):
 
     @property
     def operations(self) -> list[str]:
-        """The operations that were measured, in the order of the catalog."""
+        """The measured operations, in the order of the catalog."""
         seen = {curve.operation for curve in self.curves}
         return [name for name in OPERATIONS if name in seen]
 
     @property
     def backends(self) -> list[str]:
-        """The backends with curves, the one with most curves first."""
+        """The backends that have curves, starting with the one that has most."""
         names = [curve.backend for curve in self.curves] or [each.backend for each in self.constants]
         return sorted(set(names), key=lambda name: (-names.count(name), name))
 
     @property
     def is_given(self) -> bool:
-        """Whether it describes given links, without measurement."""
+        """True if the profile is for links of a given speed, without measurements."""
         return not self.curves and not any(each.worlds for each in self.constants)
 
     def nodes_of(self, ranks: int) -> int:
-        """Return the nodes on which `ranks` ranks were measured, or which the measured ranks per node imply; else 1.
+        """Return the number of nodes of the measured world with `ranks` ranks.
 
-        Given links have a node for each rank.
+        If there is none, derive the number from the measured ranks per node, or return 1. If the profile is for given
+        links, every rank has its own node.
         """
         worlds = {(each.ranks, each.nodes) for each in self.curves}
         if self.is_given:
@@ -92,30 +93,30 @@ class Profile(Strict):
     ) -> Prediction:
         """Predict the time of an operation on S = `nbytes` bytes between `ranks` ranks on `nodes` nodes.
 
-        `back_to_back` requests the time of calls that follow one another, if measured; otherwise a single call's.
+        `back_to_back` requests the time per call in a loop without pauses, if measured, otherwise that of single calls.
 
         Raises:
-            UsageError: an unknown operation, or a size or world that cannot be.
-            RefusedError: the profile knows neither the operation nor constants to derive it from.
+            UsageError: if the operation is unknown, or the size or world is impossible.
+            RefusedError: if the profile has neither curves of the operation nor constants.
         """
         _check(operation, nbytes, ranks, nodes)
         if ranks == 1:
             return Prediction(0.0, 0.0, 0.0, "one rank sends nothing")
         backend = self._backend(backend)
-        asked = Asked(operation, nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes, backend, dtype)
+        asked = Exchange(operation, nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes, backend, dtype)
         try:
             found = self._predict(asked, self._curves(asked, back_to_back))
-        except (ArithmeticError, ValueError):  # no fit gives such numbers
+        except (ArithmeticError, ValueError):  # numbers that no fit produces
             found = None
         if found is None or not math.isfinite(found.seconds + found.low_s + found.high_s):
-            raise RefusedError(f"profile {self.name}: its numbers make no time of {operation}; fit it again")
+            raise RefusedError(f"profile {self.name}: its numbers give no valid time for {operation}; fit it again")
         return found
 
-    def _predict(self, asked: Asked, curves: list[Curve]) -> Prediction:
+    def _predict(self, asked: Exchange, curves: list[Curve]) -> Prediction:
         exact = [each for each in curves if (each.ranks, each.nodes) == (asked.ranks, asked.nodes)]
         return from_curve(nearest_type(exact, asked.dtype), asked) if exact else self._from_formulas(asked, curves)
 
-    def _curves(self, asked: Asked, back_to_back: bool) -> list[Curve]:
+    def _curves(self, asked: Exchange, back_to_back: bool) -> list[Curve]:
         found = [each for each in self.curves if (each.operation, each.backend) == (asked.operation, asked.backend)]
         behind = [each for each in found if each.back_to_back]
         return behind if behind and back_to_back else [each for each in found if not each.back_to_back]
@@ -130,7 +131,7 @@ class Profile(Strict):
             )
         return wanted if wanted in self.backends else ""
 
-    def _from_formulas(self, asked: Asked, curves: list[Curve]) -> Prediction:
+    def _from_formulas(self, asked: Exchange, curves: list[Curve]) -> Prediction:
         network = asked.nodes > 1
         fitting = [each for each in self.constants if each.backend == asked.backend and each.network == network]
         if not fitting:
@@ -141,13 +142,13 @@ class Profile(Strict):
             return carried_over(constants, same, asked)
         return by_formula(constants, asked)
 
-    def _missing(self, asked: Asked, curves: list[Curve]) -> str:
+    def _missing(self, asked: Exchange, curves: list[Curve]) -> str:
         if not curves:
             return f"{asked.operation} was not measured, only {', '.join(self.operations) or 'nothing'}; measure it too"
         worlds = sorted({f"{each.ranks} ranks on {each.nodes}" for each in curves})
         return (
-            f"{asked.operation} was not measured between {asked.ranks} ranks on {asked.nodes} nodes, only with "
-            f"{', '.join(worlds)}; measure two worlds or more of that kind, so that others can be derived"
+            f"{asked.operation} was not measured with {asked.ranks} ranks on {asked.nodes} nodes, only with "
+            f"{', '.join(worlds)}; measure two or more worlds of that kind, so that others can be predicted"
         )
 
 
@@ -157,18 +158,18 @@ def _check(operation: str, nbytes: float, ranks: int, nodes: int) -> None:
     if nbytes < 0:
         raise UsageError(f"size: must be 0 bytes or more, got {nbytes}")
     if ranks < 1 or not 1 <= nodes <= ranks:
-        raise UsageError(f"world: {ranks} ranks on {nodes} nodes cannot be; there is a rank or more on every node")
+        raise UsageError(f"world: {ranks} ranks on {nodes} nodes are impossible; every node needs at least one rank")
     if ranks % nodes:
-        raise UsageError(f"world: {ranks} ranks do not lie evenly on {nodes} nodes; give a multiple")
+        raise UsageError(f"world: {ranks} ranks cannot be divided evenly among {nodes} nodes; give a multiple")
 
 
 def link(rate_bits_s: float, latency_s: float = 0.0, *, name: str = "given link") -> Profile:
-    """Return a profile of textbook algorithms on given links, without measurement.
+    """Return a profile of textbook algorithms on given links, without measurements.
 
-    Ranks on one node (`nodes=1`) have a link each; those of several nodes share their node's link.
+    If all ranks are on one node (`nodes=1`), each has its own link; on several nodes, ranks share their node's link.
 
     Raises:
-        UsageError: a rate or a latency that cannot be.
+        UsageError: if the rate or the latency is impossible.
     """
     if not rate_bits_s > 0:
         raise UsageError(f"link: the rate must be more than 0 bits a second, got {rate_bits_s}")
@@ -182,10 +183,10 @@ def link(rate_bits_s: float, latency_s: float = 0.0, *, name: str = "given link"
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Write a profile by rename, one curve for each line; without the curves' held-out errors, which intervals show.
+    """Write a profile by rename, one curve per line. Curves' held-out errors are omitted, because intervals show them.
 
     Raises:
-        RunFolderError, StorageError: it cannot be written.
+        RunFolderError, StorageError: if the file cannot be written.
     """
     less: dict[str, Any] = {"curves": {"__all__": {"held_out"}}}
     record = {"muster_profile": VERSION, **profile.model_dump(mode="json", exclude_defaults=True, exclude=less)}
@@ -207,10 +208,10 @@ FORMAT: Final[Format[Any, Profile]] = Format(
 
 
 def load(path: Path) -> Profile:
-    """Read a profile; errors as `Format.read`.
+    """Read a profile. Errors as for `Format.read`.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: if there is no such file.
     """
     if not path.is_file():
         raise UsageError(f"{path}: cannot be read: no such file; make it with muster bench fit")

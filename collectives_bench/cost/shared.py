@@ -1,8 +1,8 @@
-"""Fit the constants that operations and worlds share, so that they predict worlds that were not measured.
+"""Fit the constants that operations and worlds share, so that unmeasured worlds can be predicted.
 
-Least squares of log(predicted / measured) over the logarithms of the constants, so that no constant becomes negative
-and all sizes have equal weight: Levenberg (1944) and Marquardt (1963), with Huber's weights (1964) against
-single bad points.
+The fit minimises squares of log(predicted / measured) over the logarithms of the constants, so that no constant becomes
+negative and all sizes have equal weight. The method is by Levenberg (1944) and Marquardt (1963), with Huber's weights
+(1964) against single bad points.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ LINKS: Final = ("base_s", "alpha_s", "beta_s", "rank_s", "gamma_s", "delta_s")
 FIRST_CROWDING: Final = 0.1
 ITERATIONS: Final = 80
 HUBER: Final = 1.345
-FLOOR: Final = 0.02  # of log(predicted / measured): a smaller error is no better
+FLOOR: Final = 0.02  # errors of log(predicted / measured) below this are equally good
 STEP: Final = 1e-4
-NOTHING: Final = 1e-4  # a constant whose share of every time is below this is set to 0
+NOTHING: Final = 1e-4  # a constant is set to 0 if its share of every time is below this
 
 
 @dataclass(frozen=True)
-class Point:
-    """One measured time: an operation of S bytes on `hosts` hosts."""
+class MeasuredPoint:
+    """One measured time, of an operation on S bytes with `hosts` hosts."""
 
     operation: str
     nbytes: float
@@ -38,10 +38,10 @@ class Point:
 
 
 def fit_constants(
-    points: Sequence[Point], *, backend: str, cores: int, form: Sequence[str] = NAMES
+    points: Sequence[MeasuredPoint], *, backend: str, cores: int, form: Sequence[str] = NAMES
 ) -> dict[str, float]:
-    """Return the constants by name; constants that `form` does not name are 0."""
-    model = _Model(points, backend, cores)
+    """Return the constants by name. Constants that are not in `form` are 0."""
+    model = _FitModel(points, backend, cores)
     free = [NAMES.index(name) for name in form]
     found = [model.solve(start, free) for start in model.starts()]
     values = min(found, key=lambda each: each[1])[0]
@@ -51,10 +51,10 @@ def fit_constants(
     return {name: float(constants[i]) if share[i] > NOTHING else 0.0 for i, name in enumerate(NAMES)}
 
 
-class _Model:
-    """The counts of all points as columns, and the times."""
+class _FitModel:
+    """The model to fit: the counts of all points as columns, and the times."""
 
-    def __init__(self, points: Sequence[Point], backend: str, cores: int) -> None:
+    def __init__(self, points: Sequence[MeasuredPoint], backend: str, cores: int) -> None:
         costs = [
             cost(each.operation, each.nbytes, ranks=each.ranks, nodes=each.hosts, backend=backend) for each in points
         ]
@@ -73,14 +73,14 @@ class _Model:
         return np.asarray(x[0] + np.maximum(links, hosts * (1 + x[7] * self.crowd)))
 
     def shares(self, x: Array) -> Array:
-        """Return each constant's largest share of any time; for crowding, its share of the host's part."""
+        """Return the largest share of each constant in any modelled time; for crowding, relative to the host's part."""
         columns = (np.ones_like(self.link), self.steps, self.link, self.reduced, self.copied, self.messages, self.host)
         times = self.times(x)
         found = [float((column * x[i] / times).max()) for i, column in enumerate(columns)]
         return np.array([*found, float((self.crowd * x[7]).max()), float((self.rank * x[8] / times).max())])
 
     def starts(self) -> list[Array]:
-        """Return starting logarithms of the constants: most of the time in the links, in the ranks, or in the hosts."""
+        """Return starting values (logarithms), with most of the time in the links, in the ranks, or in the hosts."""
         ones = self.steps >= 1
         alpha = float(np.min(self.seconds[ones] / self.steps[ones])) if ones.any() else float(self.seconds.min())
         big = self.link >= np.quantile(self.link, 0.75)

@@ -1,10 +1,10 @@
-"""The time of a training step in each mode, and the best mode. Pure: uses a network profile and compute times.
+"""Predict the time of a training step in each mode from a network profile and compute times; choose the best. Pure.
 
-    step = compute, with a pipeline's idle time, + exposed communication
+    step = compute (with a pipeline's idle time) + exposed communication
 
-*Exposed* communication is the part that the backward does not hide. Without compute times nothing counts as hidden, and
-only communication and memory are predicted. Every time has an interval, combined from those of the network's
-predictions. It does not include the slowdown of ranks that share cores, or of a collective beside their backward.
+*Exposed* communication is the part that the backward does not hide. Without compute times, nothing counts as hidden,
+and only communication and memory are predicted. Every time has an interval, combined from the intervals of network
+predictions. The slowdown of ranks that share cores, or run a collective during the backward, is not included.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,66 +12,66 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from muster.collectives_bench.cost.exposed import EXPOSED, NO_COMPUTE, Compute, Times
-from muster.collectives_bench.cost.load import Load
-from muster.collectives_bench.cost.memory import Memory, memory_of
+from muster.collectives_bench.cost.load import RankLoad
+from muster.collectives_bench.cost.memory import PeakMemory, memory_of
 from muster.collectives_bench.cost.modes import Way, cut
 from muster.jobs.basics.errors import RefusedError
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Profile
 
-USABLE: Final = 0.9  # share of the memory; the rest is for memory that the model does not count
+USABLE: Final = 0.9  # usable share of the memory; the rest is for memory that the model does not count
 
 
 @dataclass(frozen=True)
-class Span:
+class PredictedTime:
     """A predicted time with its interval."""
 
     low_s: float
     seconds: float
     high_s: float
 
-    def __add__(self, seconds: float) -> "Span":
-        """Return the span shifted by an exact time."""
-        return Span(self.low_s + seconds, self.seconds + seconds, self.high_s + seconds)
+    def __add__(self, seconds: float) -> "PredictedTime":
+        """Return the time and its interval, shifted by an exact time."""
+        return PredictedTime(self.low_s + seconds, self.seconds + seconds, self.high_s + seconds)
 
-    def overlaps(self, other: "Span") -> bool:
-        """True when the intervals overlap, so that neither is certainly faster."""
+    def overlaps(self, other: "PredictedTime") -> bool:
+        """Return True if the intervals overlap, so that neither time is certainly shorter."""
         return self.low_s <= other.high_s and other.low_s <= self.high_s
 
 
 @dataclass(frozen=True)
-class Row:
-    """One mode's prediction; without compute times `exposed` is all of the communication."""
+class ModePrediction:
+    """The prediction for one mode. Without compute times, `exposed` is all of its communication."""
 
     way: Way
     compute_s: float | None
-    exposed: Span | None
-    memory: Memory | None
+    exposed: PredictedTime | None
+    memory: PeakMemory | None
     fits: bool
     notes: tuple[str, ...] = ()
 
     @property
-    def step(self) -> Span | None:
+    def step(self) -> PredictedTime | None:
         """The time of the whole step; None if it is unknown."""
         return None if self.compute_s is None or self.exposed is None else self.exposed + self.compute_s
 
     @property
     def counts(self) -> bool:
-        """True when the mode can be compared and chosen."""
+        """True if the mode can be compared and chosen."""
         return self.fits and self.step is not None
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The fastest mode that fits, and the next one."""
+    """The fastest mode that fits, and the runner-up."""
 
-    best: Row
-    runner_up: Row | None
+    best: ModePrediction
+    runner_up: ModePrediction | None
 
     @property
     def margin(self) -> float:
-        """How much slower the runner-up is, as a share."""
+        """The share by which the runner-up is slower."""
         assert self.best.step is not None
         if self.runner_up is None:
             return 0.0
@@ -80,7 +80,7 @@ class Ranking:
 
     @property
     def is_clear(self) -> bool:
-        """True when the intervals of both do not overlap."""
+        """True if their intervals do not overlap."""
         if self.runner_up is None:
             return True
         assert self.best.step is not None
@@ -88,53 +88,55 @@ class Ranking:
         return not self.best.step.overlaps(self.runner_up.step)
 
 
-def predict(ways: Sequence[Way], load: Load, compute: Compute | None, network: "Profile", nodes: int) -> Iterator[Row]:
+def predict(
+    ways: Sequence[Way], load: RankLoad, compute: Compute | None, network: "Profile", nodes: int
+) -> Iterator[ModePrediction]:
     """Predict each mode independently.
 
     Raises:
-        RefusedError: the profile has no curves of the backend.
+        RefusedError: if the profile has no curves of the backend.
     """
     for way in ways:
         yield _row(way, load, compute, [Times(network, load, nodes, each) for each in ("low_s", "seconds", "high_s")])
 
 
-def rank(rows: Sequence[Row], *, built: bool = False) -> Ranking | None:
+def rank(rows: Sequence[ModePrediction], *, built: bool = False) -> Ranking | None:
     """Choose the fastest mode that fits; None if no mode fits or no step time is known.
 
-    `built` considers only modes that have code.
+    With `built`, only modes that have code are considered.
     """
     counting = [row for row in rows if row.counts and (row.way.is_built or not built)]
     able = sorted(counting, key=lambda row: row.step.seconds if row.step else 0.0)
     return Ranking(able[0], able[1] if len(able) > 1 else None) if able else None
 
 
-def with_limit(row: Row, limit_bytes: float | None) -> Row:
-    """Mark a mode that needs more than nine tenths of the memory."""
+def with_limit(row: ModePrediction, limit_bytes: float | None) -> ModePrediction:
+    """Mark a mode that needs more than nine tenths of the memory limit."""
     if limit_bytes is None or row.memory is None or row.memory.total <= USABLE * limit_bytes:
         return row
-    return Row(row.way, row.compute_s, row.exposed, row.memory, False, (*row.notes, "does not fit"))
+    return ModePrediction(row.way, row.compute_s, row.exposed, row.memory, False, (*row.notes, "does not fit"))
 
 
-def _row(way: Way, load: Load, compute: Compute | None, times: Sequence[Times]) -> Row:
+def _row(way: Way, load: RankLoad, compute: Compute | None, times: Sequence[Times]) -> ModePrediction:
     memory = memory_of(way, load)
     notes = () if way.is_built else ("not built yet",)
     if memory is None:
         what = "has no width to cut" if way.family == "tensor" else "has too few layers"
-        return Row(way, None, None, None, False, (*notes, f"{load.model.name} {what}"))
+        return ModePrediction(way, None, None, None, False, (*notes, f"{load.model.name} {what}"))
     known = compute or NO_COMPUTE
     try:
-        # With one rank no mode communicates.
+        # A single rank does not communicate in any mode.
         ends = [0.0] * 3 if load.ranks == 1 else [EXPOSED[way.name](load, known, each) for each in times]
-        exposed: Span | None = Span(*ends)
+        exposed: PredictedTime | None = PredictedTime(*ends)
     except RefusedError as error:
         exposed, notes = None, (*notes, str(error))
     seconds, idle = _compute_s(way, load, known)
     if idle:
         notes = (*notes, f"idle {100 * idle:.1f} %, {load.microbatches if way.name != 'model' else 1} micro-batches")
-    return Row(way, seconds if compute else None, exposed, memory, True, notes)
+    return ModePrediction(way, seconds if compute else None, exposed, memory, True, notes)
 
 
-def _compute_s(way: Way, load: Load, compute: Compute) -> tuple[float, float]:
+def _compute_s(way: Way, load: RankLoad, compute: Compute) -> tuple[float, float]:
     """Return the seconds of computing, including a pipeline's idle time, and the share that is idle."""
     passes = compute.forward_s + compute.backward_s
     if way.family == "single":
@@ -146,8 +148,8 @@ def _compute_s(way: Way, load: Load, compute: Compute) -> tuple[float, float]:
         idle = way.schedule.idle(load.ranks, way.microbatches(load.microbatches), way.schedule.chunks)
         whole_s = load.ranks * passes
         slowest_s = whole_s * max(stage.flops for stage in stages) / sum(stage.flops for stage in stages)
-        # The slowest stage never waits. The work of the other stages counts only in the ramps, to the share that equal
-        # stages would be idle: (m - 1) / m of the slowest and 1 / m of all, for GPipe and 1F1B.
+        # The slowest stage never waits. The other stages' work counts only in the ramps, by the share for which equal
+        # stages would be idle. For GPipe and 1F1B that is (m - 1) / m of the slowest stage and 1 / m of all stages.
         shown = idle / (1 - idle) / (load.ranks - 1) if load.ranks > 1 else 0.0
         seconds = slowest_s + (whole_s - slowest_s) * shown
         update = compute.optimizer_s * max(stage.elements for stage in stages) / load.model.elements

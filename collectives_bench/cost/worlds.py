@@ -1,4 +1,4 @@
-"""The second stage of fitting: constants for each kind of world, tested on worlds that were left out."""
+"""Fit constants for each kind of world, and test them on left-out worlds. This is the second stage of fitting."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from muster.collectives_bench.cost.curves import Curve, Points, short
 from muster.collectives_bench.cost.heldout import Pair, errors_of, quantiles
 from muster.collectives_bench.cost.predicting import unusual
 from muster.collectives_bench.cost.profile import Profile
-from muster.collectives_bench.cost.shared import LINKS, NAMES, Point, fit_constants
-from muster.collectives_bench.records import Header, World
+from muster.collectives_bench.cost.shared import LINKS, NAMES, MeasuredPoint, fit_constants
+from muster.collectives_bench.records import BenchHeader, WorldRecord
 
-LEAST_WORLDS: Final = 3  # with one left out, two remain to show the change between worlds
+LEAST_WORLDS: Final = 3  # with one left out, two remain, which show the change between worlds
 
 
 @dataclass(frozen=True)
 class Known:
-    """A curve, its measurements, and the results of leaving its sizes out."""
+    """A fitted curve, with its measurements and the predictions of its left-out sizes."""
 
     curve: Curve
     measured: Points
@@ -26,22 +26,22 @@ class Known:
 
     @property
     def world(self) -> tuple[int, int]:
-        """Ranks and nodes."""
+        """The number of ranks and of nodes."""
         return self.curve.ranks, self.curve.nodes
 
 
-def hosts_of(headers: Sequence[Header]) -> dict[World, int]:
-    """Return the number of real machines of each world; pretend nodes share one."""
+def hosts_of(headers: Sequence[BenchHeader]) -> dict[WorldRecord, int]:
+    """Return the number of real machines of each world. Pretend nodes share a machine."""
     return {header.world: len({facts.host for facts in header.hosts}) or header.world.nodes for header in headers}
 
 
-def cores_of(headers: Sequence[Header]) -> int:
-    """Return the number of cores of a host, the fewest of all hosts; 1 if unknown."""
+def cores_of(headers: Sequence[BenchHeader]) -> int:
+    """Return the smallest number of cores of any host; 1 if unknown."""
     return min((facts.cores for header in headers for facts in header.hosts), default=1)
 
 
 def usual(known: Iterable[Known]) -> list[Known]:
-    """Return one curve for each operation, world, type and device: single calls, in the usual place if measured."""
+    """Return one curve of single calls per operation, world, dtype, backend and device: the most usual place's."""
     found: dict[tuple[object, ...], Known] = {}
     for each in sorted(known, key=lambda each: unusual(each.curve)):
         curve = each.curve
@@ -52,14 +52,14 @@ def usual(known: Iterable[Known]) -> list[Known]:
 
 @dataclass(frozen=True)
 class Shared:
-    """Fits the constants of each kind of world, and tests them on left-out worlds."""
+    """The fit of the constants of each kind of world, with a test on left-out worlds."""
 
     known: list[Known]
-    hosts: dict[World, int]
+    hosts: dict[WorldRecord, int]
     cores: int
 
     def fitted(self) -> tuple[list[Constants], list[Pair]]:
-        """Return the constants, and the predictions of left-out worlds with their measurements."""
+        """Return the constants, and pairs of predictions and measurements of left-out worlds."""
         found, pairs = [], []
         for group in self.groups():
             left_out = [pair for world in self.worlds_left_out(group).values() for pair in world]
@@ -70,7 +70,7 @@ class Shared:
         return found, pairs
 
     def groups(self) -> list[list[Known]]:
-        """Return the curves of each kind of world: backend, device, type, on one node or on several."""
+        """Return the curves of each kind of world. Kinds differ in backend, device, dtype, and one or several nodes."""
         groups: dict[tuple[str, str, str, bool], list[Known]] = {}
         for each in usual(self.known):
             curve = each.curve
@@ -78,17 +78,17 @@ class Shared:
         return list(groups.values())
 
     def worlds_left_out(self, group: Sequence[Known]) -> dict[tuple[int, int], list[Pair]]:
-        """Predict each world from the others; empty with too few worlds."""
+        """Predict each world from the others; return {} if there are too few worlds."""
         worlds = sorted({each.world for each in group})
         return {} if len(worlds) < LEAST_WORLDS else {world: self.world_left_out(group, world) for world in worlds}
 
     def names(self, group: Sequence[Known]) -> Sequence[str]:
-        """Name the constants that apply: GPUs have links of their own, and a rank alone on its host shares no cores."""
+        """Return the names of the constants that apply: GPUs have their own links, and a lone rank shares no cores."""
         alone = all(each.curve.ranks == self._hosts(each.curve) for each in group)
         return LINKS if group[0].curve.backend == "nccl" or alone else NAMES
 
     def world_left_out(self, group: Sequence[Known], world: tuple[int, int]) -> list[Pair]:
-        """Predict every point of a world from the other worlds; operations that were not measured there are skipped."""
+        """Predict each point of a world from the other worlds. Operations that were not measured there are skipped."""
         others = [each for each in group if each.world != world]
         rest = Profile(name="", curves=[each.curve for each in others], constants=[self.constants(others)])
         return [
@@ -105,9 +105,9 @@ class Shared:
         first = curves[0]
         one_host = first.nodes > 1 and all(self._hosts(curve) == 1 for curve in curves)
         points = [
-            Point(each.curve.operation, size, each.curve.ranks, 1 if one_host else each.curve.nodes, took)
+            MeasuredPoint(each.curve.operation, size, each.curve.ranks, 1 if one_host else each.curve.nodes, took)
             for each in group
-            if each.curve.operation != "ping_pong"  # between two ranks in a world of any size
+            if each.curve.operation != "ping_pong"  # uses two ranks in a world of any size
             for size, took in each.measured
         ]
         values: dict[str, Any] = {}

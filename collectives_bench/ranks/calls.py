@@ -1,13 +1,12 @@
-"""The measured operations as objects: their buffers, one call, and a check of the result.
+"""Classes for the measured operations, with their buffers, one call, and a check of the result.
 
     call = prepare(...)          allocate
     call.fill()                  write new data, different from before, on every rank
     call.run()                   one call; on CUDA it is enqueued on the current stream
     call.wrong()                 number of wrong elements on this rank
 
-The classes here represent the data flow of operations; `operations.py` adds the functions to call. In place, a sum
-grows
-with every call, so check it after a fill and one call.
+The classes describe which data goes where; `operations.py` adds the functions to call. In place, a sum grows with
+every call, so check it after a fill and one call.
 """
 
 from abc import ABC, abstractmethod
@@ -20,23 +19,23 @@ from torch import Tensor
 
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.ranks.fills import DTYPES, UNWRITTEN, Pattern
-from muster.collectives_bench.records import Cell
+from muster.collectives_bench.records import BenchCell
 
-ROOT: Final = 0  # the root of rooted operations; a rank of the group
+ROOT: Final = 0  # the root's rank in the group, for operations that have a root
 
 
 @dataclass(frozen=True)
 class Setup:
     """The parameters of a call: the cell, its number of elements, the ranks and the device."""
 
-    cell: Cell
+    cell: BenchCell
     count: int  # number of elements of S
     group: dist.ProcessGroup
     device: torch.device
 
     @property
     def rank(self) -> int:
-        """This rank of the group."""
+        """This process's rank in the group."""
         return dist.get_rank(self.group)
 
     @property
@@ -46,7 +45,7 @@ class Setup:
 
     @property
     def chunk(self) -> int:
-        """Return the number of elements in each rank's share of S."""
+        """The number of elements in each rank's share of S."""
         return self.count // self.ranks
 
     def pattern(self) -> Pattern:
@@ -55,19 +54,19 @@ class Setup:
         return Pattern(self.cell.dtype, self.device, self.ranks if summed else 1)
 
     def buffer(self, count: int) -> Tensor:
-        """Allocate uninitialized elements, marked as unwritten."""
+        """Allocate a buffer whose elements are marked as unwritten."""
         return torch.full((count,), UNWRITTEN, dtype=DTYPES[self.cell.dtype], device=self.device)
 
 
 class Call(ABC):
-    """An operation with its buffers; `parts` is the number of one-way transfers in a call."""
+    """An operation with its buffers. `parts` is the number of one-way transfers in a call."""
 
     parts: ClassVar[int] = 1
 
     def __init__(self, setup: Setup) -> None:
         self.group, self.rank, self.ranks, self.chunk = setup.group, setup.rank, setup.ranks, setup.chunk
         self.pattern = setup.pattern()
-        self.number = 0  # counts fills, and is part of the data, so that old data is detected
+        self.number = 0  # counts fills; it is part of the data, so that old data is detected
         self._later = setup.cell.call == "async"
 
     @property
@@ -76,35 +75,35 @@ class Call(ABC):
         return sum(each.nbytes for each in self.buffers())
 
     def run(self) -> None:
-        """Call the operation once, and wait for it as far as the backend supports that."""
+        """Call the operation once, and wait for it if the backend supports that."""
         work = self.start(self._later)
         if work is not None:
             work.wait()
 
     def fill(self) -> None:
-        """Write new data; all ranks must fill equally often."""
+        """Write new data. All ranks must call this equally often."""
         self.number += 1
         self.refill()
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:
-        """List the allocated tensors; none is a view of another."""
+        """List the allocated tensors, none of which is a view of another."""
 
     @abstractmethod
     def refill(self) -> None:
-        """Write the data for the current number."""
+        """Write the data for the current `number`."""
 
     def start(self, later: bool) -> Any:
-        """Call the operation (see `operations.py`); if `later`, with async_op, returning the object to wait for."""
+        """Call the operation (see `operations.py`). If `later`, use async_op and return the object to wait for."""
         raise NotImplementedError
 
     @abstractmethod
     def wrong(self) -> int:
-        """Count the elements that are wrong after the last fill and one call."""
+        """Count the wrong elements after the last fill and one call."""
 
 
 class Overwritten(Call):
-    """One buffer of S, which the result replaces; subclasses define the result."""
+    """An operation with one buffer of S, which the result replaces. Subclasses define the result."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -118,28 +117,28 @@ class Overwritten(Call):
 
 
 class Summed(Overwritten):
-    """Every rank has the sum of all."""
+    """An operation after which every rank has the sum over all ranks."""
 
     def wrong(self) -> int:
         return self.pattern.wrong_sum(self.buffer, self.number)
 
 
 class SummedAtRoot(Overwritten):
-    """The root has the sum of all; the buffers of other ranks are undefined."""
+    """An operation after which the root has the sum over all ranks; other ranks' buffers are undefined."""
 
     def wrong(self) -> int:
         return self.pattern.wrong_sum(self.buffer, self.number) if self.rank == ROOT else 0
 
 
 class FromRoot(Overwritten):
-    """Every rank has the root's data."""
+    """An operation after which every rank has the root's data."""
 
     def wrong(self) -> int:
         return self.pattern.wrong_of(self.buffer, ROOT, self.number)
 
 
 class TwoBuffers(Call):
-    """An input that is not modified, and an output; in place, one is part of the other."""
+    """An operation with an unmodified input and an output. In place, one is part of the other."""
 
     input: Tensor
     output: Tensor
@@ -162,7 +161,7 @@ class TwoBuffers(Call):
 
 
 class Gathered(TwoBuffers):
-    """The output has all ranks' chunks in rank order; in place, the input is part of it already."""
+    """An operation whose output has all ranks' chunks in rank order. In place, the input is part of the output."""
 
     def __init__(self, setup: Setup, *, has_output: bool = True) -> None:
         super().__init__(setup)
@@ -179,14 +178,14 @@ class Gathered(TwoBuffers):
 
 
 class GatheredAtRoot(Gathered):
-    """The root's output has all ranks' chunks; the others have no output."""
+    """An operation in which the root's output has all ranks' chunks, and other ranks have no output."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, has_output=setup.rank == ROOT)
 
 
 class ReduceScattered(TwoBuffers):
-    """The output is this rank's chunk of the sum; in place, it is at that chunk's position in the input."""
+    """An operation whose output is this rank's chunk of the sum. In place, it is at that chunk's place in the input."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -203,7 +202,7 @@ class ReduceScattered(TwoBuffers):
 
 
 class Scattered(TwoBuffers):
-    """The output is this rank's chunk of the root's data."""
+    """An operation whose output is this rank's chunk of the root's data."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -216,7 +215,7 @@ class Scattered(TwoBuffers):
 
 
 class Exchanged(TwoBuffers):
-    """Position j of the output has the data of rank j at this rank's position."""
+    """An operation whose output has, in chunk j, the chunk that rank j has for this rank."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -229,7 +228,7 @@ class Exchanged(TwoBuffers):
 
 
 class FromPeer(TwoBuffers):
-    """The output has the data of one other rank; a rank without a peer does nothing."""
+    """An operation whose output has the data of one other rank. A rank without a peer does nothing."""
 
     def __init__(self, setup: Setup, peer: int | None) -> None:
         super().__init__(setup)

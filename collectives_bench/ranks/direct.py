@@ -1,6 +1,6 @@
 """Start a benchmark without an agent: `python -m muster.collectives_bench` by hand, under torchrun, srun or mpirun.
 
-Rank 0 serves the store, unless the launcher does, and writes the records to `--out`.
+Rank 0 writes the records to `--out`, and serves the store unless the launcher does.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from pydantic import ValidationError
 
-from muster.collectives_bench.ranks.run import Task, conduct, run_operation
+from muster.collectives_bench.ranks.run import BenchTask, conduct, run_operation
 from muster.collectives_bench.settings import HELLO, BenchSettings
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RefusedError
@@ -24,7 +24,7 @@ NCCL_INTERFACES: Final = "NCCL_SOCKET_IFNAME"
 OUT: Final = "bench.jsonl"
 TRUTH: Final = {"true": True, "false": False}
 
-# Settings with a command line option, by the type of its value; lists are separated by commas.
+# The types of the settings that have a command line option. Items of a list are separated by commas.
 OPTIONS: Final[dict[str, Any]] = {
     "operation": list,
     "sizes": list,
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser: one option for each setting in OPTIONS, with the setting's description."""
+    """Build a parser with one option for each setting in OPTIONS, documented by the setting's description."""
     parser = argparse.ArgumentParser(
         prog="python -m muster.collectives_bench",
         description="Run one rank started by another launcher, such as torchrun, srun or mpirun.",
@@ -77,17 +77,17 @@ def build_parser() -> argparse.ArgumentParser:
         read = {list: lambda text: text.split(","), bool: _truth}.get(kind, kind)
         parser.add_argument(option_of(name), type=read, metavar=name.upper(), help=words)
     parser.add_argument("--out", default=OUT, metavar="FILE", help=f"where rank 0 writes its records ({OUT})")
-    parser.add_argument("--start-timeout-s", type=float, default=60.0, help="for all ranks to arrive (60)")
+    parser.add_argument("--start-timeout-s", type=float, default=60.0, help="seconds for all ranks to arrive (60)")
     return parser
 
 
 def option_of(name: str) -> str:
-    """Return the option of a setting."""
+    """Return the name of a setting's option."""
     return "--" + name.replace("_", "-")
 
 
-def task_of(settings: BenchSettings, args: argparse.Namespace) -> Task:
-    """Detect this process's rank, and the settings of its libraries.
+def task_of(settings: BenchSettings, args: argparse.Namespace) -> BenchTask:
+    """Detect this process's rank and network interface; return its task.
 
     Raises:
         RefusedError: if a launcher's variables contradict each other, more ranks are needed than there are, or the
@@ -95,14 +95,14 @@ def task_of(settings: BenchSettings, args: argparse.Namespace) -> Task:
     """
     env = detect(os.environ, Flags()).env
     out = Path(args.out).absolute()
-    if env.rank == 0 and out.exists() and out.stat().st_size:  # records of two runs in one file would look like one run
+    if env.rank == 0 and out.exists() and out.stat().st_size:  # two runs in one file would look like one run
         raise RefusedError(f"--out {args.out}: exists already; remove it, or name another file")
     settings.check_world(env.world_size)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
     if GLOO_INTERFACES not in os.environ and (route := network.route_to(env.master_addr)):
         os.environ[GLOO_INTERFACES] = route[0]  # gloo's default depends on the host name
         os.environ.setdefault(NCCL_INTERFACES, f"={route[0]}")
-    return Task(settings, env, out, "bench", args.start_timeout_s)
+    return BenchTask(settings, env, out, "bench", args.start_timeout_s)
 
 
 def _truth(text: str) -> bool:

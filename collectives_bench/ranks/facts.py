@@ -1,7 +1,6 @@
-"""Facts about this host that affect measurements. Facts that a container or kernel hides stay empty; nothing is
-guessed.
+"""Facts about this host that affect measurements. A fact that a container or kernel hides stays empty.
 
-Interfaces are queried by ioctl rather than /sys/class/net, which may show another network namespace.
+Interfaces are queried by ioctl, because /sys/class/net may show another network namespace.
 """
 
 import array
@@ -30,14 +29,14 @@ ETHTOOL_GSET: Final = 0x1  # <linux/ethtool.h>: struct ethtool_cmd
 ETHTOOL_GDRVINFO: Final = 0x3  # struct ethtool_drvinfo
 SETTINGS_BYTES: Final = 44
 DRIVER_BYTES: Final = 196
-PRETENDERS: Final = {"veth", "bridge", "tun", "bonding", "team", "dummy"}  # these report a speed that they do not have
+PRETENDERS: Final = {"veth", "bridge", "tun", "bonding", "team", "dummy"}  # drivers that report a meaningless speed
 UNKNOWN_SPEEDS: Final = {0, 0xFFFF, 0xFFFFFFFF}
 INTERFACE_VARIABLES: Final = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 TOLD: Final = re.compile(r"(NCCL|GLOO|OMP|TORCH|MALLOC)_\w+")
 
 
 def host_facts(env: RankEnv, environ: Mapping[str, str], *, backend: str = "gloo") -> HostFacts:
-    """Describe the host of this rank. It only reads files, so that it can be called before a fork."""
+    """Describe the host of this rank. This only reads files, so that it can be called before a fork."""
     interface = interface_of(env, environ, backend)
     return HostFacts(
         node=env.node_rank,
@@ -58,7 +57,7 @@ def host_facts(env: RankEnv, environ: Mapping[str, str], *, backend: str = "gloo
 
 
 def interface_of(env: RankEnv, environ: Mapping[str, str], backend: str = "gloo") -> str:
-    """Return the interface that ranks use: the configured one, or the one that leads to the master."""
+    """Return the interface that the ranks use: the configured one, or else the one that leads to the master."""
     for name in (INTERFACE_VARIABLES[backend], *INTERFACE_VARIABLES.values()):
         if told := _first_named(environ.get(name, "")):
             return told
@@ -84,7 +83,7 @@ def mtu(interface: str) -> int | None:
 
 
 def speed_mbit(interface: str) -> int | None:
-    """Return the negotiated speed of a card; None for virtual interfaces, which report none or an arbitrary one."""
+    """Return the negotiated speed of a network card; None for virtual interfaces, whose speed is meaningless."""
     driver = _ethtool(interface, ETHTOOL_GDRVINFO, DRIVER_BYTES)[4:36].rstrip(b"\0").decode(errors="replace")
     settings = _ethtool(interface, ETHTOOL_GSET, SETTINGS_BYTES)
     if driver in PRETENDERS or not settings:
@@ -104,12 +103,12 @@ def _ask(request: int, argument: bytes) -> bytes:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe.fileno(), request, argument)
-        except OSError:  # no such interface, or it does not support this
+        except OSError:  # no such interface, or an unsupported request
             return b""
 
 
 def _governor() -> str:
-    """Return the frequency governor of the usable cores; all of them if they differ."""
+    """Return the frequency governor of the usable cores, or all governors if they differ."""
     cores = os.sched_getaffinity(0)
     found = {text_of(GOVERNORS / f"cpu{core}" / "cpufreq" / "scaling_governor") for core in cores}
     return ", ".join(sorted(found - {""}))

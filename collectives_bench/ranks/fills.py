@@ -1,8 +1,8 @@
 """Test data with known results: integers that differ by rank, position and call.
 
-An element is 1 + a hash of (rank, position, call), modulo a number of levels for which sums over all ranks are exact in
-the dtype. So all partial sums are exact in any order. Correct values are always positive, so unwritten elements
-(`UNWRITTEN`) are detected. The pattern repeats after `PERIOD` elements, a prime that divides no chunk or segment.
+An element is 1 + (hash of rank, position and call) modulo `levels`. The number of levels is so small that sums over all
+ranks are exact in the dtype, in any order. Correct values are always positive, so unwritten elements (`UNWRITTEN`) are
+detected. The pattern repeats after `PERIOD` elements, a prime that divides no chunk or segment.
 """
 
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ EXACT: Final = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11, "int32": 2**31 - 1} 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The numbers of one operation: their dtype, device, and range."""
+    """The test numbers of one operation, with their dtype, device and range."""
 
     dtype: str
     device: torch.device
-    terms: int  # the largest number of terms in a result
+    terms: int  # the largest number of terms in a sum
 
     def __post_init__(self) -> None:
-        if self.levels < 2:  # with equal numbers no error would be detected
+        if self.levels < 2:  # with only one level, no error would be detected
             raise ValueError(f"{self.dtype} cannot hold a sum over {self.terms} ranks exactly; measure fp32")
 
     @property
     def levels(self) -> int:
-        """The number of different values."""
+        """The number of distinct values."""
         return int(EXACT[self.dtype] // self.terms)
 
     def tile(self, rank: int, call: int, *, start: int = 0, count: int = PERIOD) -> Tensor:
-        """Return the numbers at `count` positions from `start`, int64; at most PERIOD, after which they repeat."""
+        """Return the int64 numbers at `count` positions from `start`, at most PERIOD, after which they repeat."""
         places = torch.arange(start, start + min(count, PERIOD), device=self.device) % PERIOD
         mixed = (places * 0x9E3779B1 + rank * 0x85EBCA77 + call * 0xC2B2AE3D) & MASK
         for factor in (0x7FEB352D, 0x846CA68B):  # Wellons's lowbias32
@@ -46,11 +46,11 @@ class Pattern:
         return (mixed ^ (mixed >> 15)) % self.levels + 1
 
     def typed(self, numbers: Tensor) -> Tensor:
-        """Convert numbers to the dtype that is sent."""
+        """Convert numbers to the dtype of the messages."""
         return numbers.to(DTYPES[self.dtype])
 
     def write(self, buffer: Tensor, rank: int, call: int, *, start: int = 0) -> None:
-        """Fill a flat buffer with a rank's numbers from position `start` on."""
+        """Fill a flat buffer with a rank's numbers, starting at position `start`."""
         tile = self.typed(self.tile(rank, call, start=start, count=buffer.numel()))
         rows, rest = _rows(buffer, tile)
         rows.copy_(tile)
@@ -81,7 +81,7 @@ def _differing(found: Tensor, wanted: Tensor) -> int:
 
 
 def _rows(buffer: Tensor, tile: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a buffer as whole tiles, (tiles, PERIOD), and the rest of it."""
+    """Return a buffer as whole tiles (tiles, PERIOD), and its rest."""
     period = tile.numel()
-    whole = buffer.numel() // period * period if period else 0  # period 0: the buffer is empty, too
+    whole = buffer.numel() // period * period if period else 0  # if the period is 0, the buffer is empty
     return buffer[:whole].view(whole // max(period, 1), period), buffer[whole:]

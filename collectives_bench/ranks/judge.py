@@ -1,10 +1,10 @@
-"""Find out which rank caused a launch to fail, from how all workers ended. Pure.
+"""Find the rank that caused a launch to fail, from the endings of all workers. Pure.
 
-one worker failed for a reason of its own     the earliest of these
-one worker hangs, stopped by a signal         that one
-some wait or lost a peer, others made         of the others, the one that is behind: the rest waited for it
-no report
-all are the same                              the one that is behind, if any; else it is unknown
+workers failed for reasons of their own       the earliest of these
+one worker hangs, stopped by a signal         that worker
+some wait or lost a peer, others did          of the others, the one that is behind, because the rest
+not report                                    waited for it
+all are the same                              the one that is behind, if any; else the rank is unknown
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from muster.jobs.world.forked import Ended
 
 
 @dataclass(frozen=True)
-class Ending(Ended):
-    """How one rank's worker ended, as seen by its launch manager; exchanged as JSON."""
+class WorkerEnd(Ended):
+    """The ending of one rank's worker, as seen by its launch manager; exchanged as JSON."""
 
     rank: int = 0
-    cell: int | None = None  # the cell it was at
+    cell: int | None = None  # the cell that it was measuring
     pair: tuple[int, int] | None = None  # the pair of nodes that it measured last
 
     @property
     def is_cause(self) -> bool:
-        """True if it failed for a reason of its own."""
+        """True if the worker failed for a reason of its own."""
         return self.how in ("raised", "died") and not self.lost
 
 
 @dataclass(frozen=True)
 class Blame:
-    """The failure for a row; `rank` is None if unknown. `cell`: where it happened, if known."""
+    """The cause of a failure, for a row. `rank` and `cell` are None if unknown."""
 
     rank: int | None
     state: Literal["failed", "timeout"]
@@ -38,8 +38,8 @@ class Blame:
     cell: int | None
 
 
-def judge(endings: Sequence[Ending], timeout_s: float) -> Blame:
-    """Find the culprit among the endings of all ranks, at least one of which is not `done`."""
+def judge(endings: Sequence[WorkerEnd], timeout_s: float) -> Blame:
+    """Find the rank to blame from the endings of all ranks, at least one of which is not `done`."""
     if causes := [each for each in endings if each.is_cause]:
         first = min(causes, key=lambda each: (each.time, each.rank))
         joined = ": " if first.how == "raised" else " "
@@ -65,11 +65,11 @@ def judge(endings: Sequence[Ending], timeout_s: float) -> Blame:
     return Blame(who.rank if is_behind else None, state, f"rank {first.rank}: {first.message}{behind}", first.cell)
 
 
-def pair_culprit(endings: Sequence[Ending]) -> Ending | None:
+def pair_culprit(endings: Sequence[WorkerEnd]) -> WorkerEnd | None:
     """Return the ending that shows which pair of nodes failed; None if no pair was being measured.
 
-    A cause or a stopped worker is the best evidence. A worker that lost its partner counts before one that only waited
-    for the round to end.
+    The best evidence is a worker that failed by itself or is suspended. A worker that lost its partner is better
+    evidence than one that only waited for the round to end.
     """
     met = [each for each in endings if each.pair is not None and each.how != "done"]
     for group in (
@@ -82,9 +82,9 @@ def pair_culprit(endings: Sequence[Ending]) -> Ending | None:
     return None
 
 
-def _behind(endings: Sequence[Ending]) -> Ending:
+def _behind(endings: Sequence[WorkerEnd]) -> WorkerEnd:
     return min(endings, key=lambda each: (each.beats, each.rank))
 
 
-def _place(ending: Ending) -> str:
+def _place(ending: WorkerEnd) -> str:
     return f" (it is at {ending.message})" if ending.message else ""

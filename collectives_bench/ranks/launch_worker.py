@@ -1,10 +1,9 @@
-"""The launch worker: one rank of one launch. It creates fresh process groups, measures cells in a given order, and
-ends.
+"""The launch worker: one rank of one launch. It creates new process groups, and measures cells in a given order.
 
     group     the process group that is measured
-    control   gloo, beside it: barriers, and exchange of times
+    control   a second group (gloo), for barriers and the exchange of times
 
-Messages to its launch manager; only rank 0's have results:
+The worker sends these messages to its launch manager. Only rank 0's contain results.
 
 {"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}; for pairs {"meet": two nodes or null} and, after each
 round, {"pairs": [Pair, with all its samples so far]}.
@@ -26,27 +25,27 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks import facts, memory, operations, wire
+from muster.collectives_bench.ranks.bench_ranks import BenchRanks
 from muster.collectives_bench.ranks.calls import Call
-from muster.collectives_bench.ranks.company import Company
-from muster.collectives_bench.ranks.load import History
+from muster.collectives_bench.ranks.load import LoadHistory
 from muster.collectives_bench.ranks.nccl import StreamClock
-from muster.collectives_bench.ranks.pairs import PairGame
-from muster.collectives_bench.ranks.sampling import Clock, ControlGroup, HostClock, Sampler, TooSlowError
-from muster.collectives_bench.records import Block, Cell, Memory, Timing, Wire
+from muster.collectives_bench.ranks.pairs import PairTests
+from muster.collectives_bench.ranks.sampling import CallSampler, Clock, ControlGroup, HostClock, TooSlowError
+from muster.collectives_bench.records import BenchCell, BenchMemory, Block, SampleTimes, WireBytes
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.machine import load
 from muster.jobs.node.page import Page
 from muster.jobs.world.forked import Tell
 
-LEAST_INIT_S: Final = 30.0  # creating a group, c10d may spend 5 s and more on name lookups
-PATIENCE_S: Final = 0.5  # so that a slow call fails with its own error before those that wait for it
+LEAST_INIT_S: Final = 30.0  # c10d may spend 5 s and more on name lookups when it creates a group
+PATIENCE_S: Final = 0.5  # added for ranks that wait, so that the slow call itself fails first
 FAREWELL_S: Final = 10.0
 DIGITS: Final = 2  # decimal places of microseconds
 
 
 @dataclass(frozen=True)
-class Order:
-    """The work of one try of a launch; `number` counts the tries of the whole job."""
+class LaunchOrder:
+    """The work in one try of a launch. `number` counts the tries of the whole job."""
 
     number: int
     launch: int
@@ -54,42 +53,45 @@ class Order:
     without: Sequence[Sequence[int]] = ()  # pairs of nodes that have failed in this launch
 
 
-class Stage:
+class LaunchRank:
     """One rank of a launch, with its process groups."""
 
-    def __init__(self, company: Company, settings: BenchSettings, order: Order, page: Page) -> None:
-        self.company = company
+    def __init__(self, bench_ranks: BenchRanks, settings: BenchSettings, order: LaunchOrder, page: Page) -> None:
+        self.bench_ranks = bench_ranks
         self.settings = settings
         self.order = order
-        self.rank, self.size, self.device = company.env.rank, company.env.world_size, company.device
+        self.rank, self.size, self.device = bench_ranks.env.rank, bench_ranks.env.world_size, bench_ranks.device
         self.store = self._own_store()
         started = time.perf_counter()
         self.group, control = self._groups()
         self.control_group = ControlGroup(control, page.beat)
         self.init_s = self.control_group.largest(time.perf_counter() - started)
-        backend = company.world.backend
+        backend = bench_ranks.world.backend
         clock: Clock = HostClock(self.control_group, self.device)
         if backend == "nccl":
             clock = StreamClock(self.control_group, self.group, self.device)
-        self.sampler = Sampler(clock, self.control_group, settings)
-        self.history = History([seat.machine for seat in company.seats], [seat.host for seat in company.seats])
+        self.sampler = CallSampler(clock, self.control_group, settings)
+        self.history = LoadHistory(
+            [rank_host.machine for rank_host in bench_ranks.rank_hosts],
+            [rank_host.host for rank_host in bench_ranks.rank_hosts],
+        )
         self.counter: wire.WireCounter | None = None
-        if settings.wire and company.counts_the_wire(self.rank):
-            interface = facts.interface_of(company.env, os.environ)
-            alone = len({seat.network for seat in company.seats}) == 1
+        if settings.wire and bench_ranks.counts_the_wire(self.rank):
+            interface = facts.interface_of(bench_ranks.env, os.environ)
+            alone = len({rank_host.network for rank_host in bench_ranks.rank_hosts}) == 1
             self.counter = wire.WireCounter(wire.interfaces_of(interface, alone=alone))
 
     def _own_store(self) -> PrefixStore:
         """Open a new connection to the store; the existing one belongs to the launch manager."""
-        env, timeout = self.company.env, timedelta(seconds=max(LEAST_INIT_S, self.settings.timeout_s))
+        env, timeout = self.bench_ranks.env, timedelta(seconds=max(LEAST_INIT_S, self.settings.timeout_s))
         dialled = TCPStore(
             env.master_addr, env.master_port, env.world_size, is_master=False, timeout=timeout, wait_for_workers=False
         )
-        return PrefixStore(f"{self.company.prefix}/try-{self.order.number}", dialled)
+        return PrefixStore(f"{self.bench_ranks.prefix}/try-{self.order.number}", dialled)
 
     def _groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         init = timedelta(seconds=max(LEAST_INIT_S, self.settings.timeout_s))
-        backend = self.company.world.backend
+        backend = self.bench_ranks.world.backend
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         dist.init_process_group(
@@ -111,14 +113,14 @@ class Stage:
     # Blocks ---------------------------------------------------------------------------------------------------------
 
     def read_load(self) -> Any:
-        """Exchange the loads of hosts; return the recent load, None for the first reading."""
+        """Exchange the loads of hosts. Return the recent load, or None for the first reading."""
         told = self.control_group.gather(load.read())
         return self.history.add(time.perf_counter(), [load.Reading(*each) for each in told])
 
-    def play(self, cell: Cell) -> Block:
-        """Measure one cell; return its block, the same on every rank except for rank 0's additional facts."""
+    def play(self, cell: BenchCell) -> Block:
+        """Measure one cell; return its block. It is the same on every rank, except that rank 0 adds some facts."""
         nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, self.size, cell.dtype)
-        if reason := operations.unsupported(cell, self.company.world.backend, self.device):
+        if reason := operations.unsupported(cell, self.bench_ranks.world.backend, self.device):
             return self.block(cell, nbytes, state="unsupported", reason=reason)
         if reason := self._refusal(cell, nbytes):
             return self.block(cell, nbytes, state="refused", reason=reason)
@@ -128,15 +130,15 @@ class Stage:
         except TooSlowError as error:
             return self.block(cell, nbytes, state="timeout", reason=str(error))
 
-    def _refusal(self, cell: Cell, nbytes: int) -> str | None:
-        share, here = self.settings.memory_share, len(self.company.companions(self.rank))
-        self.control_group.barrier()  # until the last cell's buffers are freed on all ranks of this host
+    def _refusal(self, cell: BenchCell, nbytes: int) -> str | None:
+        share, here = self.settings.memory_share, len(self.bench_ranks.companions(self.rank))
+        self.control_group.barrier()  # wait until all ranks have freed the last cell's buffers
         reason = memory.refusal(cell, nbytes, ranks=(self.size, here), memory_share=share)
         if reason is None and self.device.type == "cuda":
             reason = memory.gpu_refusal(cell, nbytes, ranks=self.size, memory_share=share)
         return next((each for each in self.control_group.told(reason) if each), None)  # the same on all ranks
 
-    def _measure(self, cell: Cell, nbytes: int, call: Call) -> Block:
+    def _measure(self, cell: BenchCell, nbytes: int, call: Call) -> Block:
         sampler, parts = self.sampler, call.parts
         call.fill()
         first_us = sampler.first(call.run)
@@ -158,14 +160,14 @@ class Stage:
             reason=f"{wrong_of_all} wrong elements" if wrong_of_all else "",
             first_us=round(first_us / parts, DIGITS),
             warm_up_calls=warm_up_calls,
-            latency=Timing.of(samples_us),
+            latency=SampleTimes.of(samples_us),
             throughput_us=round(back_to_back_us / parts, DIGITS),
             host_us=host_us,
             wrong=wrong_of_all if self.settings.check else None,
             lateness=samples.lateness,
             samples_us=samples_us,
             wire=counted,
-            memory=Memory(
+            memory=BenchMemory(
                 buffers_bytes=round(self.control_group.largest(call.buffers_bytes)),
                 hidden_bytes=hidden,
                 of="cuda" if self.device.type == "cuda" else "rss",
@@ -173,7 +175,7 @@ class Stage:
         )
 
     def _last_call(self, call: Call, nbytes: int) -> int | None:
-        """Make the call whose result is checked; in the first launch also measure its memory."""
+        """Make the call whose result is checked. In the first launch, also measure its memory."""
         if self.order.launch != 0:
             call.run()
             return None
@@ -181,9 +183,9 @@ class Stage:
         largest = round(self.control_group.largest(-1 if hidden is None else hidden))
         return largest if largest >= 0 else None
 
-    def _count_the_wire(self, cell: Cell, nbytes: int, call: Call) -> Wire | None:
-        """Count the bytes that interfaces send, once per job; NVLink traffic is not seen."""
-        if not self.settings.wire or self.order.launch != 0 or self.company.world.backend != "gloo":
+    def _count_the_wire(self, cell: BenchCell, nbytes: int, call: Call) -> WireBytes | None:
+        """Count the bytes that interfaces send, once per job. NVLink traffic is not counted."""
+        if not self.settings.wire or self.order.launch != 0 or self.bench_ranks.world.backend != "gloo":
             return None
 
         def run() -> None:
@@ -196,11 +198,11 @@ class Stage:
         self.control_group.beat()
         return call.wrong() if self.settings.check else 0
 
-    def block(self, cell: Cell, nbytes: int, **found: Any) -> Block:
-        """Build the record of a cell in this launch."""
+    def block(self, cell: BenchCell, nbytes: int, **found: Any) -> Block:
+        """Build the block of a cell in this launch."""
         return Block(
             launch=self.order.launch,
-            world=self.company.world,
+            world=self.bench_ranks.world,
             cell=cell,
             nbytes=nbytes,
             time=time.time(),
@@ -209,17 +211,22 @@ class Stage:
         )
 
     def leave(self) -> None:
-        """End together; a rank that left before the others read its last message would look like a failure."""
+        """End together: a rank that ended before the others had read its last message would seem to have failed."""
         if self.store.add("left", 1) == self.size:
             self.store.set("all-left", "")
         self.store.wait(["all-left"], timedelta(seconds=FAREWELL_S + self.settings.timeout_s))
 
 
 def play(
-    company: Company, settings: BenchSettings, cells: Sequence[Cell], order: Order, tell: Tell, page: Page
+    bench_ranks: BenchRanks,
+    settings: BenchSettings,
+    cells: Sequence[BenchCell],
+    order: LaunchOrder,
+    tell: Tell,
+    page: Page,
 ) -> None:
     """Run a launch, or the rest of it, as one rank."""
-    stage = Stage(company, settings, order, page)
+    stage = LaunchRank(bench_ranks, settings, order, page)
     tell({"ready": stage.init_s})
     stage.read_load()
     if settings.pairs:
@@ -229,10 +236,10 @@ def play(
     stage.leave()
 
 
-def play_cells(stage: Stage, cells: Sequence[Cell], tell: Tell, page: Page) -> None:
-    """Measure the cells in turn; rank 0 reports each block as it ends."""
+def play_cells(stage: LaunchRank, cells: Sequence[BenchCell], tell: Tell, page: Page) -> None:
+    """Measure the cells in turn. Rank 0 reports each block when it ends."""
     gc.freeze()  # never collect objects from before the fork
-    gc.disable()  # no collection while a call is timed
+    gc.disable()  # no garbage collection while a call is timed
     for index in stage.order.cells:
         page.beat()
         tell({"enter": index})
@@ -244,12 +251,14 @@ def play_cells(stage: Stage, cells: Sequence[Cell], tell: Tell, page: Page) -> N
             torch.cuda.empty_cache()
 
 
-def play_all_pairs(stage: Stage, tell: Tell) -> None:
-    """Measure every pair of nodes, as one cell for the launch managers; rank 0 reports results after each round."""
+def play_all_pairs(stage: LaunchRank, tell: Tell) -> None:
+    """Measure every pair of nodes, as one cell for the launch managers. Rank 0 reports results after each round."""
     (index,) = stage.order.cells
     tell({"enter": index})
-    game = PairGame(stage.company, stage.settings, stage.group, stage.control_group)
-    for found in game.play(stage.order.launch, without=stage.order.without, meets=lambda pair: tell({"meet": pair})):
+    pair_tests = PairTests(stage.bench_ranks, stage.settings, stage.group, stage.control_group)
+    for found in pair_tests.play(
+        stage.order.launch, without=stage.order.without, meets=lambda pair: tell({"meet": pair})
+    ):
         if stage.rank == 0:
             tell({"pairs": [pair.model_dump(mode="json") for pair in found]})
     if stage.rank == 0:

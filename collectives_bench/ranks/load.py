@@ -1,30 +1,30 @@
-"""The load on hosts by others while a block is measured (`jobs/machine/load.py`); one rank keeps the history.
+"""The load that other processes cause on the hosts during a block (`jobs/machine/load.py`).
 
-A short block is judged by the last WINDOW_S before its end, which may include earlier blocks, because the kernel counts
-in ticks.
+The load of a short block is that of the last WINDOW_S seconds before its end, which may include earlier blocks, because
+the kernel counts in ticks.
 """
 
 from collections.abc import Sequence
 from typing import Final
 
-from muster.collectives_bench.records import Load
+from muster.collectives_bench.records import ForeignLoad
 from muster.jobs.machine.load import Reading, shares
 
 WINDOW_S: Final = 0.3
 
 
-class History:
-    """The readings of all ranks over time; `machines` identifies each rank's machine, `hosts` has the names."""
+class LoadHistory:
+    """The readings of all ranks over time. `machines` has each rank's machine id, `hosts` its host name."""
 
     def __init__(self, machines: Sequence[str], hosts: Sequence[str]) -> None:
         self.machines = machines
         self.hosts = hosts
         self._past: list[tuple[float, list[Reading]]] = []  # (seconds, one reading per rank), oldest first
 
-    def add(self, now: float, readings: Sequence[Reading]) -> Load | None:
-        """Add the readings of all ranks at a time (seconds); return the busiest host's load in the last WINDOW_S.
+    def add(self, now: float, readings: Sequence[Reading]) -> ForeignLoad | None:
+        """Add the readings of all ranks at time `now`, in seconds. Return the busiest host's load in the last WINDOW_S.
 
-        Return None for the first reading, which only begins the count.
+        Return None for the first reading, with which counting begins.
         """
         self._past.append((now, list(readings)))
         while len(self._past) > 2 and now - self._past[1][0] >= WINDOW_S:
@@ -37,9 +37,9 @@ class History:
             key=lambda load: load.foreign + load.steal,
         )
 
-    def _of(self, machine: str, before: Sequence[Reading], after: Sequence[Reading]) -> Load:
+    def _of(self, machine: str, before: Sequence[Reading], after: Sequence[Reading]) -> ForeignLoad:
         ranks = [rank for rank, each in enumerate(self.machines) if each == machine]
         own_s = sum(after[rank].own_s - before[rank].own_s for rank in ranks)
         first = ranks[0]
         foreign, steal = shares(before[first], after[first], own_s)
-        return Load(foreign=foreign, steal=steal, host=self.hosts[first])
+        return ForeignLoad(foreign=foreign, steal=steal, host=self.hosts[first])

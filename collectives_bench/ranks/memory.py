@@ -1,9 +1,8 @@
 """Measure the memory of a call beyond its buffers, and refuse sizes that would exhaust a host.
 
-Libraries make hidden copies in a call: gloo's all_gather, gather at the root and reduce_scatter temporarily take
-another
-S. `hidden_bytes` measures that on one rank, `expected_hidden` predicts it, and `refusal` compares the need of all ranks
-of a host with its free memory. Sizes are bytes; S is the catalog's.
+Libraries make hidden copies in a call: gloo's all_gather, its reduce_scatter, and its gather on the root temporarily
+allocate another S bytes. `hidden_bytes` measures this memory on one rank, `expected_hidden` predicts it, and `refusal`
+compares the need of all ranks of a host with its free memory. Sizes are in bytes; S is defined in the catalog.
 """
 
 from collections.abc import Callable
@@ -13,32 +12,31 @@ import torch
 
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.known import SEGMENT
-from muster.collectives_bench.records import Cell
+from muster.collectives_bench.records import BenchCell
 from muster.collectives_bench.sizes import size_text
 from muster.ddp.primitives.columns import SEGMENT_BYTES, UNDER_WAY
 from muster.jobs.machine import free, resident
 
-# glibc's largest threshold for mmap: a smaller copy may reuse free memory of a thread's own arena.
+# glibc's largest threshold for mmap: a smaller copy may reuse free memory of a thread's arena.
 LEAST_MEASURED: Final = 32 * 2**20
-RANK_SLACK: Final = 16 * 2**20  # per rank: thread stacks and lists of a library, pieces of a check
-CUDA_SLACK: Final = 512 * 2**20  # per GPU: NCCL's buffers for the first use of an operation
+RANK_SLACK: Final = 16 * 2**20  # per rank: a library's thread stacks and lists, and temporaries of a check
+CUDA_SLACK: Final = 512 * 2**20  # per GPU: buffers that NCCL allocates when an operation is first used
 
 Share = Callable[[int, int], float]  # (S, ranks) -> bytes
 
 
 def _two_segments(nbytes: int, ranks: int) -> float:
-    """Two segments of a chunk: one in transfer while the other is summed (gloo/allreduce.cc, gloo/reduce.cc)."""
+    """Return two segments of a chunk: one is sent while the other is summed (gloo/allreduce.cc, gloo/reduce.cc)."""
     return 2 * min(nbytes / (2 * ranks), SEGMENT)
 
 
 def _columns(nbytes: int, ranks: int) -> float:
-    """Two columns in transfer, with two messages each (ddp/primitives)."""
+    """Return the size of two columns in transfer, with two messages each (ddp/primitives)."""
     return 2.0 * min(UNDER_WAY * SEGMENT_BYTES["cpu"][1], nbytes / ranks)
 
 
-# Memory of gloo (torch 2.13) and of Muster's own operations inside a call, on every rank, according to the sources and
-# to
-# measurements. Operations that are not listed need nothing significant.
+# Memory that gloo (torch 2.13) and Muster's own operations need inside a call, on every rank, according to their
+# sources and measurements. Operations that are not listed need no significant memory.
 HIDDEN: Final[dict[str, Share]] = {
     "all_reduce": _two_segments,
     "reduce": _two_segments,
@@ -49,12 +47,12 @@ HIDDEN: Final[dict[str, Share]] = {
     "tree_reduce": _columns,
     "exchange_reduce_scatter": _columns,
 }
-# The root gathers into a flat copy.
+# Additional memory on the root, which gathers into a flat copy.
 HIDDEN_AT_ROOT: Final[dict[str, Share]] = {
     "gather": lambda nbytes, ranks: nbytes,
     "gather_scatter": lambda nbytes, ranks: nbytes * ranks,
 }
-# Buffers of non-root ranks in a rooted operation; the catalog has those of the root.
+# Buffers of the other ranks, for operations with a root. For the root itself, see the catalog.
 BUFFERS_OF_OTHERS: Final[dict[str, Share]] = {
     "gather": lambda nbytes, ranks: nbytes / ranks,
     "scatter": lambda nbytes, ranks: nbytes / ranks,
@@ -63,11 +61,11 @@ BUFFERS_OF_OTHERS: Final[dict[str, Share]] = {
 
 
 def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> int | None:
-    """Make one call and return its memory peak beyond what was used before; None if it cannot be measured.
+    """Make one call and return by how much its peak exceeds the memory used before; None if it cannot be measured.
 
-    All ranks call it together, after a warm-up and with buffers that were written to. On the CPU that is VmHWM minus
-    VmRSS, for S of 32 MB or more; the kernel counts in batches of pages per core, so with many cores the error is some
-    MB. On a GPU it is torch's allocations plus memory that others, mainly NCCL, took and kept.
+    All ranks call this together, after a warm-up and with buffers that were written to. On the CPU, the value is VmHWM
+    minus VmRSS, for S of 32 MB or more. The kernel counts in batches of pages per core, so with many cores the error is
+    some MB. On a GPU, it is torch's allocations plus memory that others, mainly NCCL, allocated and kept.
     """
     if device.type == "cuda":
         return _hidden_on_cuda(run, device)
@@ -77,33 +75,33 @@ def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> 
     return None
 
 
-def expected_hidden(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
-    """Return the known memory of a call beyond its buffers on one rank, in bytes."""
+def expected_hidden(cell: BenchCell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
+    """Return the memory that a call is known to need beyond its buffers on one rank, in bytes."""
     if backend != "gloo":
-        return 0  # NCCL works in the given buffers; torch's additions are within the slack
+        return 0  # NCCL works in the given buffers, and the slack covers torch's additions
     found = [table.get(cell.operation) for table in ((HIDDEN_AT_ROOT, HIDDEN) if root else (HIDDEN,))]
     return next((round(share(nbytes, ranks)) for share in found if share is not None), 0)
 
 
-def buffers_bytes(cell: Cell, nbytes: int, ranks: int, *, root: bool = True) -> int:
-    """Return the buffers of a rank for a cell, in bytes; the root of a rooted operation has more than others."""
+def buffers_bytes(cell: BenchCell, nbytes: int, ranks: int, *, root: bool = True) -> int:
+    """Return the size of a rank's buffers for a cell, in bytes. If an operation has a root, the root needs more."""
     others = BUFFERS_OF_OTHERS.get(cell.operation)
     if others is not None and not root:
         return round(others(nbytes, ranks))
     return round(OPERATIONS[cell.operation].buffers(ranks) * nbytes)
 
 
-def needed_bytes(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
-    """Return the memory peak of one rank in a cell, in bytes: buffers, hidden copies, and slack."""
+def needed_bytes(cell: BenchCell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
+    """Return the peak memory of one rank in a cell, in bytes: buffers, hidden copies and slack."""
     hidden = expected_hidden(cell, nbytes, ranks, backend=backend, root=root)
     return buffers_bytes(cell, nbytes, ranks, root=root) + hidden + RANK_SLACK
 
 
-def refusal(cell: Cell, nbytes: int, *, ranks: tuple[int, int], memory_share: float) -> str | None:
+def refusal(cell: BenchCell, nbytes: int, *, ranks: tuple[int, int], memory_share: float) -> str | None:
     """Return why a cell would not fit in this host's memory, or None.
 
-    `ranks` is the number of all ranks, and of those on this host. It reads the free memory, so the buffers of the last
-    cell must have been freed on all ranks of the host.
+    `ranks`: the number of all ranks, and the number of ranks on this host. This reads the free memory, so all ranks of
+    the host must have freed the buffers of the last cell.
     """
     world, here = ranks
     # gloo copies a GPU's tensors to the host first, so they need host memory, too.
@@ -113,10 +111,10 @@ def refusal(cell: Cell, nbytes: int, *, ranks: tuple[int, int], memory_share: fl
     return _too_much(needed, free.free_bytes(), memory_share, f"this host for its {here} of {world} ranks")
 
 
-def gpu_refusal(cell: Cell, nbytes: int, *, ranks: int, memory_share: float) -> str | None:
-    """Return why a cell would not fit in the current GPU, or None. Initializes CUDA, so only for workers."""
+def gpu_refusal(cell: BenchCell, nbytes: int, *, ranks: int, memory_share: float) -> str | None:
+    """Return why a cell would not fit in the current GPU, or None. Only for workers, because it initializes CUDA."""
     free_bytes, _ = torch.cuda.mem_get_info()
-    # torch keeps this memory and would reuse it
+    # memory that torch has reserved and would reuse
     free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     needed = needed_bytes(cell, nbytes, ranks, backend="nccl") + CUDA_SLACK
     return _too_much(needed, free_bytes, memory_share, "this GPU")
@@ -127,14 +125,13 @@ def _too_much(needed: int, free_bytes: int, share: float, where: str) -> str | N
     if needed <= allowed:
         return None
     return (
-        f"needs {size_text(needed)} on {where}, but {size_text(free_bytes)} are free and memory_share {share:g} lets "
-        "it "
-        f"use {size_text(allowed)}; use smaller sizes, fewer ranks on a node, or a larger memory_share"
+        f"needs {size_text(needed)} on {where}, but {size_text(free_bytes)} are free and memory_share {share:g} "
+        f"allows {size_text(allowed)}; use smaller sizes, fewer ranks on a node, or a larger memory_share"
     )
 
 
 def _hidden_on_cpu(run: Callable[[], None]) -> int | None:
-    resident.give_back()  # otherwise a copy in free heap memory would not be seen
+    resident.give_back()  # otherwise a copy in free heap memory would not be measured
     if not resident.forget_peak():
         run()
         return None

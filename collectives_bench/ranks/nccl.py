@@ -1,10 +1,10 @@
-"""The clock for NCCL: GPU events time calls, behind a busy-wait that hides Python's overhead.
+"""The clock for NCCL, which times calls with GPU events, after a busy-wait that hides Python's overhead.
 
     stream   | busy-wait ~2 ms | tiny all_reduce | event | call ... | event |
     Python   enqueues all of it while the GPU waits
 
-The tiny all_reduce makes all ranks' calls start together: it ends on each stream once the last rank has arrived.
-Method of stas00's all_reduce_bench (ml-engineering).
+The tiny all_reduce makes all ranks' calls start together, because it ends only when the last rank has arrived. The
+method is that of stas00's all_reduce_bench (ml-engineering).
 """
 
 import time
@@ -24,7 +24,7 @@ US: Final = 1e6
 
 
 class StreamClock:
-    """Times calls on the current stream of a device."""
+    """A clock for calls on the current stream of a device."""
 
     pause_s = 0.0025
 
@@ -48,13 +48,13 @@ class StreamClock:
         for _ in range(calls):
             run()
         end.record()
-        self.control_group.beat()  # distinguishes ranks that wait from the one they wait for
+        self.control_group.beat()  # marks this rank as waiting, not as the one waited for
         end.synchronize()
         elapsed_ms: float = begin.elapsed_time(end)
         return elapsed_ms * US_PER_MS / calls
 
     def host(self, run: Run, calls: int) -> float | None:
-        """Return the median time until a call returns to Python, in microseconds; the GPU is idle before each."""
+        """Return the median time until a call returns to Python, in microseconds. The GPU is idle before each call."""
         took = []
         for _ in range(calls):
             torch.cuda.synchronize(self.device)

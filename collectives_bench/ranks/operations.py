@@ -1,4 +1,4 @@
-"""All operations of `catalog.py` as callable objects."""
+"""The table of all operations of `catalog.py` as classes to call."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -24,7 +24,7 @@ from muster.collectives_bench.ranks.calls import (
     Summed,
     SummedAtRoot,
 )
-from muster.collectives_bench.records import Cell
+from muster.collectives_bench.records import BenchCell
 from muster.ddp import primitives
 from muster.ddp.primitives import begin, wait
 
@@ -32,7 +32,7 @@ PLACES: Final = {"in": "over", "out": "beside"}
 
 
 class SendRecv(FromPeer):
-    """A ring: every rank sends to the next and receives from the one before, all at once."""
+    """A ring, in which every rank sends to the next rank and receives from the previous one at the same time."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, (setup.rank - 1) % setup.ranks)
@@ -44,7 +44,7 @@ class SendRecv(FromPeer):
 
 
 class PingPong(FromPeer):
-    """Rank 0 sends to rank 1, which replies once it has all; other ranks do nothing."""
+    """A ping-pong: rank 0 sends to rank 1, which replies after it has received all. Other ranks do nothing."""
 
     parts = 2
 
@@ -63,11 +63,11 @@ class PingPong(FromPeer):
 
 
 class Barrier(Call):
-    """barrier; it has no result to check."""
+    """The barrier, which has no result to check."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        # NCCL's barrier runs on a GPU, and guesses which one unless told.
+        # NCCL's barrier runs on a GPU, which it guesses if none is named.
         self._devices = [setup.device.index] if dist.get_backend(setup.group) == "nccl" else None
 
     def buffers(self) -> list[Tensor]:
@@ -83,8 +83,8 @@ class Barrier(Call):
         return 0
 
 
-class GatherScatter(Overwritten):
-    """The mean computed on the root, which gathers, adds in rank order, divides, and scatters."""
+class GatherScatterMean(Overwritten):
+    """The mean over ranks, computed on the root, which gathers, adds in rank order, divides and scatters."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -110,7 +110,7 @@ class GatherScatter(Overwritten):
 
 
 def _of(shape: type[Call], start: Callable[[Any, bool], Any]) -> type[Call]:
-    """Return a Call class with this start function; if `start` returns an object, it is waited for."""
+    """Return a `Call` class with this start function. If `start` returns an object, the call waits for it."""
     return type(shape.__name__, (shape,), {"start": start})
 
 
@@ -139,7 +139,7 @@ CALLS: Final[dict[str, type[Call]]] = {
     "send_recv": SendRecv,
     "ping_pong": PingPong,
     "barrier": Barrier,
-    # Muster's own, for comparison with the library's.
+    # Muster's own operations, to compare with the library's.
     "ring_all_reduce": _of(Summed, lambda c, _: primitives.ring_all_reduce(c.buffer, c.group)),
     "ring_reduce_scatter": _of(
         ReduceScattered, lambda c, _: primitives.ring_reduce_scatter(c.parts_of_input, c.output, c.group)
@@ -150,21 +150,19 @@ CALLS: Final[dict[str, type[Call]]] = {
     "exchange_reduce_scatter": _of(
         ReduceScattered, lambda c, _: primitives.ordered_reduce_scatter(c.parts_of_input, c.output, c.group)
     ),
-    "gather_scatter": GatherScatter,
+    "gather_scatter": GatherScatterMean,
 }
 MESSAGES: Final = frozenset({"send_recv", "ping_pong"} | {name for name, each in OPERATIONS.items() if each.ours})
 COLLECTIVE: Final = "gather_scatter"  # Muster's operation that uses the library's gather and scatter
 
 
-def unsupported(cell: Cell, backend: str, device: torch.device | str) -> str | None:
+def unsupported(cell: BenchCell, backend: str, device: torch.device | str) -> str | None:
     """Return why a cell cannot be measured here, or None. Call it before `prepare`."""
     kind = torch.device(device).type
     if backend == "nccl" and kind != "cuda":
         return f"nccl supports only GPU tensors, but these are on {kind}: set device: cuda, or backend: gloo"
     if cell.call == "async" and cell.operation in MESSAGES:
-        return (
-            f"{cell.operation} is made of sends and receives, one after another, without an async_op: set calls: sync"
-        )
+        return f"{cell.operation} consists of successive sends and receives and has no async_op: set calls: sync"
     if backend == "gloo" and kind == "cuda" and cell.operation in MESSAGES - {COLLECTIVE}:
         return f"{cell.operation}: gloo's send and recv support only CPU tensors: set backend: nccl"
     if cell.operation == COLLECTIVE and cell.dtype == "int32":
@@ -174,10 +172,10 @@ def unsupported(cell: Cell, backend: str, device: torch.device | str) -> str | N
     return None
 
 
-def prepare(cell: Cell, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Call:
+def prepare(cell: BenchCell, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Call:
     """Allocate the buffers of a cell; `nbytes` is S as returned by `catalog.actual_bytes`.
 
-    All ranks of the group call it in the same order, because NCCL's first call must include all ranks.
+    All ranks of the group must call this in the same order, because NCCL's first call must include all ranks.
 
     Raises:
         ValueError: if a sum over this many ranks is not exact in this dtype.

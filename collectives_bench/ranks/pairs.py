@@ -1,14 +1,14 @@
 """Measure every pair of nodes: latency, and bandwidth in both directions. Local rank 0 of each node takes part.
 
     repetition   all rounds, in another order each time        so that drift shows as spread
-    round        disjoint pairs, all at once                   each node is in one pair, so switches do not mix them
+    round        disjoint pairs, all at the same time          each node is in one pair only
     pair         8 bytes back and forth: latency = half the time
-                 n bytes several times there, then several times back, each answered by 8: one way = time - latency
+                 n bytes several times there, then several times back, each answered by 8 bytes: time - latency
 
-The first message of each direction is not counted: it warms up, and uses up the burst that a shaped link allows after a
-pause. The sender takes the time, so no clocks are compared. All ranks wait for each other between rounds, so that no
-wait
-is longer than a round. There they also exchange their times, so that a node that fails loses only its current round.
+The first message of each direction is not counted, because it warms up and uses the burst that a shaped link allows
+after a pause. The sender measures the time, so no clocks are compared. All ranks wait for each other between rounds, so
+that no wait is longer than a round. They also exchange their times there, so that a failing node loses only its current
+round.
 """
 
 import time
@@ -21,17 +21,17 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from muster.collectives_bench.ranks.company import Company
+from muster.collectives_bench.ranks.bench_ranks import BenchRanks
 from muster.collectives_bench.ranks.sampling import ControlGroup
-from muster.collectives_bench.records import Pair, Timing
+from muster.collectives_bench.records import Pair, SampleTimes
 from muster.collectives_bench.rounds import orders
 from muster.collectives_bench.settings import BenchSettings
 from muster.ddp.primitives import begin, wait
 
 REPETITIONS: Final = 3
-PINGS: Final = 20  # per visit, after some for warming up
+PINGS: Final = 20  # per pair, after the warm-up
 WARM_PINGS: Final = 3
-LEAST_MESSAGES: Final = 2  # per visit, each way
+LEAST_MESSAGES: Final = 2  # per pair, in each direction
 MOST_MESSAGES: Final = 30
 NOTE_BYTES: Final = 8
 US: Final = 1e6
@@ -42,10 +42,10 @@ Link = tuple[int, int]  # two nodes
 
 
 @dataclass(frozen=True)
-class PairGame:
-    """All pairs of nodes, measured by one rank; `group` is measured, `control_group` is not."""
+class PairTests:
+    """The measurement of all pairs of nodes, on one rank. `group` is measured, `control_group` is not."""
 
-    company: Company
+    bench_ranks: BenchRanks
     settings: BenchSettings
     group: dist.ProcessGroup
     control_group: ControlGroup
@@ -57,27 +57,31 @@ class PairGame:
         without: Collection[Sequence[int]] = (),
         meets: Callable[[Link | None], None] = lambda _: None,
     ) -> Iterator[list[Pair]]:
-        """Measure every pair except `without`; after each round yield its pairs, with all their samples so far.
+        """Measure every pair except those in `without`. After each round, yield its pairs with all samples so far.
 
-        All ranks call it and get the same records. `meets` is called with this rank's next pair, or None if it rests.
+        All ranks call this and get the same records. `meets` is called with this rank's next pair, or None if it rests.
 
         Raises:
             RuntimeError: if a pair could not be measured; the message names it.
         """
-        env, settings = self.company.env, self.settings
+        env, settings = self.bench_ranks.env, self.settings
         told = [
             (round(node), round(local)) for node, local in self.control_group.gather([env.node_rank, env.local_rank])
         ]
         rank_of_node = {node: rank for rank, (node, local) in enumerate(told) if local == 0}
         nodes = sorted(rank_of_node)
-        on_gpu = self.company.world.backend == "nccl"
+        on_gpu = self.bench_ranks.world.backend == "nccl"
         if env.rank not in rank_of_node.values():
-            settings = settings.model_copy(update={"pair_bytes": 1})  # it only waits
-        here = _Player(settings, self.group, self.control_group, self.company.device if on_gpu else torch.device("cpu"))
+            settings = settings.model_copy(update={"pair_bytes": 1})  # this rank only waits
+        here = _PairRank(
+            settings, self.group, self.control_group, self.bench_ranks.device if on_gpu else torch.device("cpu")
+        )
         left_out = {tuple(pair) for pair in without}
         for once in orders(len(nodes), REPETITIONS, f"{settings.seed}/{launch}"):
-            for seats in once:
-                pairs = [pair for pair in ((nodes[one], nodes[other]) for one, other in seats) if pair not in left_out]
+            for rank_hosts in once:
+                pairs = [
+                    pair for pair in ((nodes[one], nodes[other]) for one, other in rank_hosts) if pair not in left_out
+                ]
                 mine = next(
                     (pair for pair in pairs if env.rank in (rank_of_node[pair[0]], rank_of_node[pair[1]])), None
                 )
@@ -91,23 +95,25 @@ class PairGame:
                     for pair in pairs
                 ]
 
-    def _record(self, launch: int, pair: Link, first: Sequence[Timing | None], second: Sequence[Timing | None]) -> Pair:
+    def _record(
+        self, launch: int, pair: Link, first: Sequence[SampleTimes | None], second: Sequence[SampleTimes | None]
+    ) -> Pair:
         times = {"latency": first[0], "there": first[1], "back": second[1]}
-        return pair_record(self.company, launch, pair, self.settings.pair_bytes, **times)
+        return pair_record(self.bench_ranks, launch, pair, self.settings.pair_bytes, **times)
 
 
-def pair_record(company: Company, launch: int, pair: Link, nbytes: int, **found: Any) -> Pair:
+def pair_record(bench_ranks: BenchRanks, launch: int, pair: Link, nbytes: int, **found: Any) -> Pair:
     """Return the record of two nodes in a launch, with its measurements."""
-    names = {each.node: each.host for each in company.hosts}
+    names = {each.node: each.host for each in bench_ranks.hosts}
     one, other = (names.get(node, f"node {node}") for node in pair)
     return Pair(
-        launch=launch, world=company.world, nodes=pair, hosts=(one, other), nbytes=nbytes, time=time.time(), **found
+        launch=launch, world=bench_ranks.world, nodes=pair, hosts=(one, other), nbytes=nbytes, time=time.time(), **found
     )
 
 
 @dataclass
-class _Player:
-    """The rank that measures for its node, and its times in microseconds, by the node at the other end."""
+class _PairRank:
+    """The rank that measures for its node. Its times are in microseconds, by the node at the other end."""
 
     settings: BenchSettings
     group: dist.ProcessGroup
@@ -123,7 +129,7 @@ class _Player:
         self.terms = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def meet(self, nodes: tuple[int, int], rank_of_node: dict[int, int], *, leads: bool) -> None:
-        """Measure one pair, as the first or the second of the two."""
+        """Measure one pair; `leads` if this is the pair's first node."""
         other = nodes[1] if leads else nodes[0]
         try:
             self._visit(other, rank_of_node[other], leads=leads)
@@ -145,7 +151,7 @@ class _Player:
             self._answer(self.load, peer)
             self._receive(self.terms, peer)
         messages, latency_us = self.terms.tolist()
-        # In this direction the first message has been sent already; in the other it has not.
+        # In this direction, the uncounted first message has been sent already.
         for uncounted, mine in ((0, leads), (1, not leads)):
             for number in range(uncounted + int(messages)):
                 if mine:
@@ -155,7 +161,7 @@ class _Player:
                     self._answer(self.load, peer)
 
     def _ask(self, message: torch.Tensor, peer: int) -> float:
-        """Send a message and wait for the reply; return the microseconds of both."""
+        """Send a message and wait for the reply; return the time of both in microseconds."""
         self.control_group.beat()
         started = time.perf_counter()
         self._send(message, peer)
@@ -180,14 +186,14 @@ class _Player:
             torch.cuda.synchronize(self.device)
 
 
-def _measured(here: _Player, pair: Link | None) -> list[dict[str, Any] | None]:
-    """Return a rank's measurements with its partner of this round: latency, and transfers."""
+def _measured(here: _PairRank, pair: Link | None) -> list[dict[str, Any] | None]:
+    """Return a rank's measurements with its partner of this round: latency and transfers."""
     found = []
     for measured in (here.latency_us, here.sent_us):
-        samples = [each for node in pair or () for each in measured.get(node, ())]  # there are none with itself
-        found.append(Timing.of([round(each, DIGITS) for each in samples]).model_dump() if samples else None)
+        samples = [each for node in pair or () for each in measured.get(node, ())]  # a rank that rests has none
+        found.append(SampleTimes.of([round(each, DIGITS) for each in samples]).model_dump() if samples else None)
     return found
 
 
-def _timings(told: Sequence[dict[str, Any] | None]) -> list[Timing | None]:
-    return [None if each is None else Timing(**each) for each in told]
+def _timings(told: Sequence[dict[str, Any] | None]) -> list[SampleTimes | None]:
+    return [None if each is None else SampleTimes(**each) for each in told]

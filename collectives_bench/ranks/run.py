@@ -1,4 +1,4 @@
-"""Entry point of a rank of a `bench:` job: hello, or the launch manager (`launch_manager.py`)."""
+"""The entry point of a rank of a `bench:` job, which runs hello or the launch manager (`launch_manager.py`)."""
 
 import os
 import socket
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from muster.collectives_bench.plan import cells_of
-from muster.collectives_bench.ranks.company import assemble
+from muster.collectives_bench.ranks.bench_ranks import assemble
 from muster.collectives_bench.ranks.launch_manager import LaunchManager
-from muster.collectives_bench.ranks.ledger import Ledger
-from muster.collectives_bench.records import Cell
+from muster.collectives_bench.ranks.result_writer import ResultWriter
+from muster.collectives_bench.records import BenchCell
 from muster.collectives_bench.results.files import read_result
 from muster.collectives_bench.results.report import report_lines
 from muster.collectives_bench.settings import BenchSettings
@@ -29,12 +29,12 @@ from muster.jobs.spec.job import Job
 from muster.jobs.world.guard import FAILED, complain, guarded, make_own_folder, measured, show_stacks
 
 FAREWELL_S: Final = 10.0
-PAIRS: Final = Cell(operation="pairs", dtype="fp32", asked_bytes=0, place="out")  # all of them at once
+PAIRS: Final = BenchCell(operation="pairs", dtype="fp32", asked_bytes=0, place="out")  # one cell for all pairs
 
 
 @dataclass(frozen=True)
-class Task:
-    """What to measure, the rank's environment, and the file for records."""
+class BenchTask:
+    """The task of a rank: the settings, its environment, and the file for records."""
 
     settings: BenchSettings
     env: RankEnv
@@ -52,11 +52,11 @@ def run_rank(payload: dict[str, Any]) -> int:
         return run_operation(settings, job.start_timeout_s)
     env = ranks.read(os.environ)
     path = RunDir(Path(env.run_dir)).attempt(env.attempt).bench
-    return conduct(Task(settings, env, path, job.name, job.start_timeout_s))
+    return conduct(BenchTask(settings, env, path, job.name, job.start_timeout_s))
 
 
 def run_operation(settings: BenchSettings, start_timeout_s: float) -> int:
-    """Meet the other ranks, run hello, and return 0 if its result was right."""
+    """Meet the other ranks, run hello, and return 0 if its sum is correct."""
     assert settings.is_hello
 
     def work(reporter: Reporter) -> int:
@@ -69,31 +69,31 @@ def run_operation(settings: BenchSettings, start_timeout_s: float) -> int:
     return guarded(work)
 
 
-def conduct(task: Task) -> int:
-    """Meet the other ranks and measure everything; return 0 if all measurements are right."""
+def conduct(task: BenchTask) -> int:
+    """Meet the other ranks and measure everything; return 0 if no measurement failed or was wrong."""
 
     def work(reporter: Reporter) -> int:
         settings, env = task.settings, task.env
-        company = assemble(env, settings, task.start_timeout_s, reporter.arrived)
+        bench_ranks = assemble(env, settings, task.start_timeout_s, reporter.arrived)
         reporter.joined()
         cells = [PAIRS] if settings.pairs else cells_of(settings, env.world_size)
-        ledger = None
+        writer = None
         if env.rank == 0:
             make_own_folder(task.path.parent)
-            ledger = Ledger(task.path, company, settings, name=task.name, say=complain)
-        LaunchManager(company, settings, cells, ledger).run()
-        company.part(FAREWELL_S)
-        if ledger is None:
+            writer = ResultWriter(task.path, bench_ranks, settings, name=task.name, say=complain)
+        LaunchManager(bench_ranks, settings, cells, writer).run()
+        bench_ranks.part(FAREWELL_S)
+        if writer is None:
             return 0
         print("\n".join(report_lines(read_result([task.path]))), flush=True)
-        total = counted(sum(ledger.states.values()), "record")
-        return measured(reporter, f"{ledger.bad} of {total} failed or were wrong" if ledger.bad else "", task.path)
+        total = counted(sum(writer.states.values()), "record")
+        return measured(reporter, f"{writer.bad} of {total} failed or were wrong" if writer.bad else "", task.path)
 
     return guarded(work)
 
 
 def hello(env: RankEnv) -> bool:
-    """Print where this rank runs, sum all ranks over the network, and return whether the sum is n(n-1)/2."""
+    """Print where this rank runs, add up all rank numbers over the network, and return whether the sum is n(n-1)/2."""
     total = torch.tensor([float(env.rank)])
     started = time.perf_counter()
     dist.all_reduce(total)

@@ -1,10 +1,8 @@
-"""How one cell is timed: warm-up, single samples until they are precise enough, then a back-to-back loop.
+"""The timing of one cell: warm up, take single samples until they are precise enough, then run a loop without pauses.
 
 Every rank times its own calls; the time of a call is that of the slowest rank. Ranks exchange their times over a
-separate
-gloo group, batch by batch, so that all see the same numbers and stop at the same call. After Hoefler & Belli,
-"Scientific
-Benchmarking of Parallel Computing Systems" (SC'15), and ReproMPI (Hunold & Carpen-Amarie).
+separate gloo group, batch by batch, so that all have the same numbers and stop at the same call. The method follows
+Hoefler & Belli, "Scientific Benchmarking of Parallel Computing Systems" (SC'15), and ReproMPI (Hunold & Carpen-Amarie).
 """
 
 import json
@@ -24,22 +22,22 @@ from muster.jobs.measuring import stats
 Run = Callable[[], None]
 
 WARM_UP_S: Final = 0.5
-AGREE: Final = 0.2  # warm once two successive calls differ by less than this
+AGREE: Final = 0.2  # warm-up ends when two successive calls differ by less than this
 LEAST_WARM_UP: Final = 2
 BATCH_S: Final = 0.025
 MOST_IN_BATCH: Final = 50
-LATENCY_SHARE: Final = 0.7  # of block_s, including warm-up; the rest is for the back-to-back loop
+LATENCY_SHARE: Final = 0.7  # share of block_s for warm-up and samples; the rest is for the loop
 LEAST_BACK_TO_BACK: Final = 2
 MOST_BACK_TO_BACK: Final = 500
 US: Final = 1e6
 
 
 class TooSlowError(Exception):
-    """A call took longer than `timeout_s`; raised on every rank at the same call, so that all continue together."""
+    """A call took longer than `timeout_s`. Every rank raises this at the same call, so that all continue together."""
 
 
 class Clock(Protocol):
-    """Times calls on one rank, in microseconds; `nccl.py` has the clock for CUDA streams.
+    """A clock for calls on one rank, in microseconds. `nccl.py` has the clock for CUDA streams.
 
     `pause_s` is roughly the time between two samples.
     """
@@ -47,14 +45,14 @@ class Clock(Protocol):
     pause_s: float
 
     def loop(self, run: Run, calls: int) -> float:
-        """Time calls back to back after a barrier; return the time of one."""
+        """Time back-to-back calls after a barrier; return the time of one call."""
 
     def host(self, run: Run, calls: int) -> float | None:
-        """Time until a call returns to Python; None if that is the time of the call itself."""
+        """Return the time until a call returns to Python; None if that is the time of the call itself."""
 
 
 class ControlGroup:
-    """The control group: a gloo group over which ranks exchange numbers; it is never the measured one."""
+    """A gloo group over which ranks exchange numbers. It is never the measured group."""
 
     def __init__(self, group: dist.ProcessGroup, beat: Callable[[], None]) -> None:
         self.group = group
@@ -71,7 +69,7 @@ class ControlGroup:
         self.beat()
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, in rank order; all pass the same count."""
+        """Return the numbers of every rank, in rank order. All ranks must pass the same number of values."""
         self.beat()
         own = torch.tensor(mine, dtype=torch.float64)  # (numbers,)
         everybody = [torch.empty_like(own) for _ in range(self.size)]
@@ -84,20 +82,20 @@ class ControlGroup:
         return max(each[0] for each in self.gather([mine]))
 
     def told(self, mine: Any) -> list[Any]:
-        """Return the JSON values of all ranks, in rank order. Not for use while times are measured.
+        """Return the JSON values of all ranks, in rank order. Do not call this while times are measured.
 
-        torch's gather of objects is avoided, because it unpickles data from the network.
+        torch's gather of objects is not used, because it unpickles data from the network.
         """
         text = json.dumps(mine).encode()
         longest = int(self.largest(len(text)))
-        own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)  # (bytes,), spaces behind
+        own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)  # (bytes,), padded with spaces
         everybody = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(everybody, own, group=self.group)
         return [json.loads(bytes(each.tolist())) for each in everybody]
 
 
 class HostClock:
-    """The clock for gloo: a call is over when it returns; on a GPU, when the device is idle."""
+    """The clock for gloo. A call is over when it returns or, on a GPU, when the device is idle."""
 
     pause_s = 0.0002
 
@@ -106,7 +104,7 @@ class HostClock:
         self.device = device
 
     def loop(self, run: Run, calls: int) -> float:
-        """Time calls back to back after a barrier; return the microseconds per call."""
+        """Time back-to-back calls after a barrier; return the microseconds per call."""
         self._settle()
         self.control_group.barrier()
         started = time.perf_counter()
@@ -127,14 +125,14 @@ class HostClock:
 
 @dataclass(frozen=True)
 class Samples:
-    """The times of a block's calls, in microseconds; `by_rank` has each rank's own times of the same calls."""
+    """The times of a block's calls, in microseconds. `by_rank` has each rank's own times of the same calls."""
 
     slowest: list[float]
     by_rank: list[list[float]]
 
     @property
     def lateness(self) -> list[float]:
-        """Each rank's median share of the slowest rank's time."""
+        """The median, for each rank, of its share of the slowest rank's time."""
         return [
             round(
                 median(
@@ -146,8 +144,8 @@ class Samples:
         ]
 
 
-class Sampler:
-    """Times the calls of one cell after another; `parts` is the number of one-way transfers in a call."""
+class CallSampler:
+    """A sampler that times the calls of one cell after another. `parts`: the number of one-way transfers in a call."""
 
     def __init__(self, clock: Clock, control_group: ControlGroup, settings: BenchSettings) -> None:
         self.clock = clock
@@ -156,12 +154,12 @@ class Sampler:
         self._began = time.perf_counter()
 
     def first(self, run: Run) -> float:
-        """Make the first call, which starts the block's time budget; return its time on the slowest rank."""
+        """Make the first call, with which the block's time budget starts; return its time on the slowest rank."""
         self._began = time.perf_counter()
         return self._one(run)
 
     def warm_up(self, run: Run, first_us: float) -> int:
-        """Call until two successive calls take about the same time; return the number of calls, including the first."""
+        """Call until two successive calls take about the same time; return the number of calls, with the first one."""
         before, spent_us, calls = first_us, first_us, 1
         while True:
             now = self._one(run)
@@ -175,7 +173,7 @@ class Sampler:
         """Take samples until their interval is narrow enough or the time is over, but at least `least_samples`.
 
         Raises:
-            TooSlowError: if one took longer than `timeout_s`; so do `first` and `warm_up`.
+            TooSlowError: if a call took longer than `timeout_s`. `first` and `warm_up` raise it, too.
         """
         settings = self.settings
         by_rank: list[list[float]] = [[] for _ in range(self.control_group.size)]
@@ -184,7 +182,7 @@ class Sampler:
         while count > 0:
             mine = [self.clock.loop(run, 1) for _ in range(count)]
             gathered = self.control_group.gather([*mine, time.perf_counter() - self._began])
-            spent_s = max(each.pop() for each in gathered)  # all ranks must decide the same
+            spent_s = max(each.pop() for each in gathered)  # all ranks must make the same decision
             for known, new in zip(by_rank, gathered, strict=True):
                 known += new
             slowest += [self._in_time(max(each)) for each in zip(*gathered, strict=True)]
@@ -203,9 +201,7 @@ class Sampler:
         return self.control_group.largest(self.clock.loop(run, calls))
 
     def host(self, run: Run) -> float | None:
-        """Return the microseconds until a call returns to Python on the slowest rank; None: the time of the call
-        itself.
-        """
+        """Return the microseconds until a call returns to Python on the slowest rank; None if the clock cannot tell."""
         mine = self.clock.host(run, MOST_IN_BATCH)
         return None if mine is None else self.control_group.largest(mine)
 

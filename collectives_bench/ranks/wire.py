@@ -1,13 +1,13 @@
 """Count the bytes that network interfaces send during calls, to compare a library with the formulas.
 
-    window       barrier, read, barrier, k calls, barrier, read        payload = bytes - headers x packets -
-        retransmitted
+    window       barrier, read, barrier, k calls, barrier, read
+    payload      bytes - headers x packets - retransmitted bytes
     a call       (smallest of some windows - smallest of some windows without calls) / k
 
-Counters are those of this process's network namespace, in which all ranks of a host share one loopback. One rank per
-namespace reads them, and the results are summed. Other traffic can only add, so the smallest window counts, preferably
-one without retransmission; an acknowledgement has only headers and counts as 0. Traffic that bypasses the interfaces
-(shared memory, NVLink, RDMA) is not seen, so this is for gloo.
+The counters belong to this process's network namespace, in which all ranks of a host share one loopback. One rank per
+namespace reads them, and the results are summed. Other traffic only adds bytes, so the smallest window is used,
+preferably one without retransmission. An acknowledgement has only headers and counts as 0. Traffic that bypasses the
+interfaces (shared memory, NVLink, RDMA) is not counted, so this is for gloo.
 """
 
 import math
@@ -20,27 +20,27 @@ import torch.distributed as dist
 
 from muster.collectives_bench.known import best_wire, known_wire
 from muster.collectives_bench.ranks.facts import mtu
-from muster.collectives_bench.records import Cell, Wire
+from muster.collectives_bench.records import BenchCell, WireBytes
 
 COUNTERS: Final = Path("/proc/self/net/dev")
 PROTOCOLS: Final = Path("/proc/self/net/snmp")
 TIMESTAMPS: Final = Path("/proc/sys/net/ipv4/tcp_timestamps")
 LOOPBACK: Final = "lo"
-SENT_BYTES, SENT_PACKETS = 8, 9  # columns of a line of /proc/net/dev, after the name
+SENT_BYTES, SENT_PACKETS = 8, 9  # columns in a line of /proc/net/dev, after the name
 ETHERNET, IP, TCP, STAMP = 14, 20, 20, 12  # bytes of headers; the loopback has an Ethernet header, too
 
 WINDOW_BYTES: Final = 8 * 2**20  # a window moves at least this much, so that a stray packet does not matter
 MOST_CALLS: Final = 64
 AGREE: Final = 0.003  # windows are added until the two smallest differ by no more than this
 MOST_WINDOWS: Final = 8
-MOST_LARGE_WINDOWS: Final = 3  # for calls of more than LARGE bytes, where a stray packet does not matter
+MOST_LARGE_WINDOWS: Final = 3  # for calls of more than LARGE bytes
 LARGE: Final = 2**30
 
 
 class WireCounter:
-    """Payload sent by some interfaces of this network namespace. Every counted packet has one header.
+    """A counter of the payload sent by some interfaces of this network namespace. Every counted packet has one header.
 
-    That is also true for packets of 64 KB that a card splits later: either they are counted before they are split, or
+    This also holds for packets of 64 KB that a card splits later: they are either counted before they are split, or
     every piece is counted with its own header.
     """
 
@@ -56,12 +56,12 @@ class WireCounter:
         self._begin = self._read()
 
     def sent(self) -> float:
-        """Return the bytes of payload since `start`, without TCP retransmissions over a card."""
+        """Return the payload bytes since `start`, without TCP retransmissions over a card."""
         sent, packets, again = (now - then for now, then in zip(self._read(), self._begin, strict=True))
         return max(0.0, float(sent - packets * self.header_bytes - again * self._segment))
 
     def sent_again(self) -> int:
-        """Return the retransmitted segments since `start` that `sent` includes: those on loopback, of any size."""
+        """Return the number of retransmitted segments since `start` that `sent` includes, which are on loopback."""
         return 0 if self._segment else self._read()[-1] - self._begin[-1]
 
     def _read(self) -> tuple[int, int, int]:
@@ -77,10 +77,10 @@ class WireCounter:
 
 
 def interfaces_of(interface: str, *, alone: bool) -> list[str]:
-    """Return the interfaces that carry the ranks' traffic: loopback if ranks share a host, and the one to other hosts.
+    """Return the interfaces of the ranks' traffic: loopback if ranks share a host, and the interface to other hosts.
 
-    Traffic from a host to its own addresses uses loopback, whichever interface has the address. `alone`: all ranks
-    share one network namespace.
+    Traffic from a host to its own addresses uses loopback, even if another interface has the address. `alone`: whether
+    all ranks share one network namespace.
     """
     return [LOOPBACK] if alone or not interface else sorted({LOOPBACK, interface})
 
@@ -95,24 +95,23 @@ def header_bytes() -> int:
 
 
 def audit(
-    run: Callable[[], None], cell: Cell, nbytes: int, *, counter: WireCounter | None, control: dist.ProcessGroup
-) -> Wire:
-    """Count the bytes that all ranks send in one call; all ranks call it together, after a warm-up.
+    run: Callable[[], None], cell: BenchCell, nbytes: int, *, counter: WireCounter | None, control: dist.ProcessGroup
+) -> WireBytes:
+    """Count the bytes that all ranks send in one call. All ranks call this together, after a warm-up.
 
-    `counter` is None on ranks that share a network namespace with a lower rank; rank 0 has one. `control` is a gloo
-    group
-    of all ranks; its own messages are subtracted.
+    `counter` is None on ranks that share a network namespace with a lower rank; rank 0 always has a counter. `control`
+    is a gloo group of all ranks, whose own messages are subtracted.
     """
     ranks = control.size()
     known = known_wire(cell, nbytes, ranks)
     calls = calls_of(known)
     idle = min(_window(run, 0, counter, control) for _ in range(2)).payload
     windows = [_window(run, calls, counter, control) for _ in range(2)]
-    # The sums are the same on every rank, so all ranks decide the same. Without payload, everything is noise.
+    # The sums are the same on every rank, so all ranks decide alike. Without payload, everything is noise.
     most = 0 if not known else MOST_WINDOWS if known <= LARGE else MOST_LARGE_WINDOWS
     while len(windows) < most and not _agree(windows, idle):
         windows.append(_window(run, calls, counter, control))
-    return Wire(
+    return WireBytes(
         interfaces=counter.interfaces if counter is not None else [],
         calls=calls,
         sent_bytes=max(0.0, min(windows).payload - idle) / calls,
@@ -122,12 +121,12 @@ def audit(
 
 
 def calls_of(known_bytes: float) -> int:
-    """Return the number of calls per window, from the bytes of one call."""
+    """Return the number of calls per window for a call of this many bytes."""
     return max(1, min(MOST_CALLS, math.ceil(WINDOW_BYTES / max(known_bytes, 1.0))))
 
 
 class _Window(NamedTuple):
-    """The traffic of all namespaces in one window; of two windows, the one with less retransmission is better."""
+    """The traffic of all namespaces in one window. The order of the fields sorts windows by retransmission first."""
 
     sent_again: float  # segments
     payload: float  # bytes
@@ -139,11 +138,11 @@ def _agree(windows: list[_Window], idle: float) -> bool:
 
 
 def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, control: dist.ProcessGroup) -> _Window:
-    """Run one window; all ranks get the same result."""
+    """Measure one window. All ranks get the same result."""
     dist.barrier(control)
     if counter is not None:
         counter.start()
-    dist.barrier(control)  # no rank calls before all have begun to count
+    dist.barrier(control)  # no rank makes calls before all have begun to count
     for _ in range(calls):
         run()
     dist.barrier(control)
@@ -154,7 +153,7 @@ def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, co
 
 
 def _sent_again() -> int:
-    """Return the segments that TCP has retransmitted in this namespace; nearly all of them are full-sized."""
+    """Return the number of segments that TCP has retransmitted in this namespace, nearly all of full size."""
     lines = [line.split() for line in PROTOCOLS.read_text(encoding="ascii").splitlines() if line.startswith("Tcp:")]
     names, values = lines[0], lines[1]
     return int(values[names.index("RetransSegs")])

@@ -1,19 +1,19 @@
-"""The bytes that interfaces sent, compared with the formulas, and the hidden memory of calls, as text."""
+"""Tables of the bytes that interfaces sent, compared with the formulas, and of the hidden memory of calls."""
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from muster.collectives_bench.known import LEAST_JUDGED, deviation
-from muster.collectives_bench.records import Wire, World
+from muster.collectives_bench.records import WireBytes, WorldRecord
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.measuring.columns import Column, cells, headings
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.results.rows import Row
+    from muster.collectives_bench.results.rows import BenchRow
 
 
-def _over_size(value: "Callable[[Row], float | None]") -> "Callable[[Row], str]":
+def _over_size(value: "Callable[[BenchRow], float | None]") -> "Callable[[BenchRow], str]":
     return lambda row: "-" if (found := value(row)) is None else f"{found / row.nbytes:.2f}"
 
 
@@ -36,40 +36,41 @@ HELD: Final[tuple[Column, ...]] = (
 )
 
 
-def lines(rows: "Sequence[Row]") -> list[str]:
-    """Return one line for each row whose bytes were counted, under a heading for each world.
+def lines(rows: "Sequence[BenchRow]") -> list[str]:
+    """Return one line for each row with counted bytes, under a heading for each world.
 
-    `known` is the bytes of this library's algorithm, `best` those of the best one; `off` compares sent with known.
+    `known` is the number of bytes of this library's algorithm, `best` that of the best algorithm. `off` compares the
+    sent bytes with `known`.
     """
     found = []
     counted = [(row, row.wire) for row in rows if row.wire is not None and row.nbytes]
     for world, group in groupby(counted, key=lambda each: each[0].world):
         of_world = list(group)
         interfaces = sorted({name for _, wire in of_world for name in wire.interfaces})
-        found += ["#", f"# bytes that all ranks together sent ({', '.join(interfaces)}), over S · {world.text}"]
+        found += ["#", f"# bytes that all ranks together sent ({', '.join(interfaces)}), divided by S · {world.text}"]
         found += headings(SENT, "")
         found += [f"{cells(SENT, row)}  {_verdict(row.cell.operation, wire)}" for row, wire in of_world]
     return found
 
 
-def memory(rows: "Sequence[Row]") -> list[str]:
-    """Return the memory of calls beside our buffers, for each operation at its largest size; nothing if unknown."""
-    largest: dict[tuple[World, str, str, str], Row] = {}
+def memory(rows: "Sequence[BenchRow]") -> list[str]:
+    """Return lines with the memory of calls beyond our buffers, for each operation at its largest size, if known."""
+    largest: dict[tuple[WorldRecord, str, str, str], BenchRow] = {}
     for row in rows:
         if row.hidden_bytes is not None and row.nbytes:
-            largest[row.world, row.cell.operation, row.cell.dtype, row.cell.way] = row  # rows are in order of size
+            largest[row.world, row.cell.operation, row.cell.dtype, row.cell.way] = row  # rows are sorted by size
     if not largest:
         return []
-    head = ["#", "# memory of a rank, the largest, over S", *headings(HELD, "")]
+    head = ["#", "# largest memory of a rank, divided by S", *headings(HELD, "")]
     return [*head, *(cells(HELD, row) for row in largest.values())]
 
 
-def _off(wire: Wire) -> str:
+def _off(wire: WireBytes) -> str:
     return f"{round((wire.sent_bytes / wire.known_bytes - 1) * 100, 1) + 0.0:+.1f}" if wire.known_bytes else "-"
 
 
-def _verdict(operation: str, wire: Wire) -> str:
-    """Name the deviation, with its reason where one is known."""
+def _verdict(operation: str, wire: WireBytes) -> str:
+    """Describe the deviation, with its reason if it is known."""
     if wire.best_bytes < LEAST_JUDGED:
-        return f"not judged below {size_text(LEAST_JUDGED)}: headers count"
+        return f"not compared below {size_text(LEAST_JUDGED)}, where headers matter"
     return deviation(operation, wire) or "as the formula"

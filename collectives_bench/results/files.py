@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
-from muster.collectives_bench.records import VERSION, Block, Header, Pair, Result
-from muster.collectives_bench.results.rows import Row
+from muster.collectives_bench.records import VERSION, BenchHeader, Block, Pair, Result
+from muster.collectives_bench.results.rows import BenchRow
 from muster.jobs.basics.errors import JobFileError
 from muster.jobs.measuring.recorded import End, Format, write, write_table
 
@@ -18,9 +18,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def gather(records: Sequence[BaseModel]) -> Result:
-    """Put the records of a run together."""
+    """Combine the records of a run into a result."""
     return Result(
-        headers=[each for each in records if isinstance(each, Header)],
+        headers=[each for each in records if isinstance(each, BenchHeader)],
         blocks=[each for each in records if isinstance(each, Block)],
         pairs=[each for each in records if isinstance(each, Pair)],
     )
@@ -31,20 +31,20 @@ FORMAT: Final[Format[Any, Result]] = Format(
     "muster_bench",
     VERSION,
     "header",
-    {"header": Header, "block": Block, "pair": Pair, "end": End},
+    {"header": BenchHeader, "block": Block, "pair": Pair, "end": End},
     Result,
     gather,
 )
 
 
 def read_result(paths: Sequence[Path]) -> Result:
-    """Read runs or files and merge them into one result; a record that several of them contain is taken once.
+    """Read runs or files and merge them into one result, without duplicate records.
 
-    Errors as `jobs.measuring.recorded.Format.read`.
+    Errors as for `jobs.measuring.recorded.Format.read`.
     """
     found = [FORMAT.read(path) for path in paths]
     if nothing := [path for path, each in zip(paths, found, strict=True) if each == Result()]:
-        raise JobFileError(f"{nothing[0]}: holds no records; name a result of muster bench")
+        raise JobFileError(f"{nothing[0]}: contains no records; name a result of muster bench")
     return Result(
         headers=_once([header for result in found for header in result.headers]),
         blocks=_once([block for result in found for block in result.blocks]),
@@ -53,7 +53,7 @@ def read_result(paths: Sequence[Path]) -> Result:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write a result as JSON, a record a line, by rename; errors as `recorded.write`."""
+    """Write a result as JSON, with one record per line, atomically by rename. Errors as for `recorded.write`."""
     parts = []
     for name, records in (("headers", result.headers), ("blocks", result.blocks), ("pairs", result.pairs)):
         lines = ",\n".join(f"  {record.model_dump_json()}" for record in records)
@@ -61,8 +61,8 @@ def write_result(result: Result, path: Path) -> None:
     write(path, f'{{"muster_bench": {VERSION},\n' + ",\n".join(parts) + "\n}\n")
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as CSV; values that were not measured are empty. Errors as `recorded.write`."""
+def write_csv(rows: Sequence[BenchRow], path: Path) -> None:
+    """Write rows as CSV. Values that were not measured are empty. Errors as for `recorded.write`."""
     write_table(COLUMNS, ([value(row) for value in COLUMNS.values()] for row in rows), path)
 
 
@@ -76,11 +76,11 @@ def _once(records: list[Model]) -> list[Model]:
     return kept
 
 
-def _of(name: str) -> Callable[[Row], Any]:
+def _of(name: str) -> Callable[[BenchRow], Any]:
     return lambda row: getattr(row, name)
 
 
-COLUMNS: Final[dict[str, Callable[[Row], Any]]] = {
+COLUMNS: Final[dict[str, Callable[[BenchRow], Any]]] = {
     "operation": lambda row: row.cell.operation,
     "backend": lambda row: row.world.backend,
     "device": lambda row: row.world.device,

@@ -1,14 +1,14 @@
-"""Pairs of nodes as text: bandwidth and latency from each node to each other, and the host of each number."""
+"""Matrices of bandwidth and latency between all pairs of nodes, as text."""
 
 from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from muster.collectives_bench.records import Pair, Timing
+from muster.collectives_bench.records import Pair, SampleTimes
 from muster.collectives_bench.results.table import number
 from muster.collectives_bench.sizes import size_text
 
-MOST_NODES: Final = 16  # nodes in a matrix; with more nodes only the first and last of the list are shown
+MOST_NODES: Final = 16  # largest matrix; with more nodes, only the slowest and fastest links are listed
 ENDS: Final = 5
 WIDTH: Final = 8
 
@@ -16,7 +16,7 @@ Value = dict[tuple[int, int], float]
 
 
 def lines(pairs: Sequence[Pair]) -> list[str]:
-    """Return both matrices of the pairs of one world, the hosts, and the failed pairs; nothing without pairs."""
+    """Return both matrices of one world, its hosts and its failed pairs; an empty list without pairs."""
     if not pairs:
         return []
     hosts = dict(
@@ -45,7 +45,7 @@ def lines(pairs: Sequence[Pair]) -> list[str]:
 
 
 def bandwidths(pairs: Sequence[Pair]) -> Value:
-    """Return GB/s from one node to another, the median over launches."""
+    """Return the bandwidth in GB/s from one node to another, the median over launches."""
     found: dict[tuple[int, int], list[float]] = {}
     for pair in pairs:
         first, second = pair.nodes
@@ -56,10 +56,10 @@ def bandwidths(pairs: Sequence[Pair]) -> Value:
 
 
 def latencies(pairs: Sequence[Pair]) -> Value:
-    """Return microseconds between two nodes, the median over launches, the same both ways."""
+    """Return the latency in microseconds between two nodes, the median over launches. It is the same both ways."""
     found: dict[tuple[int, int], list[float]] = {}
     for pair in pairs:
-        timing: Timing | None = pair.latency
+        timing: SampleTimes | None = pair.latency
         if timing is not None:
             for way in (pair.nodes, pair.nodes[::-1]):
                 found.setdefault((way[0], way[1]), []).append(timing.p50_us)

@@ -1,24 +1,24 @@
-"""Blocks that a result should contain but does not, because the job stopped before they were measured."""
+"""Find the blocks that a result lacks because the job stopped before they were measured."""
 
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
 from muster.collectives_bench.plan import cells_of
-from muster.collectives_bench.records import Cell, Result, World
+from muster.collectives_bench.records import BenchCell, Result, WorldRecord
 from muster.jobs.basics.errors import JobFileError
 from muster.jobs.basics.words import counted
 
 MOST_BLOCKS: Final = 1_000_000
 
-NOT_REPEATED = ("refused", "unsupported")  # one such block stands for all launches
+NOT_REPEATED = ("refused", "unsupported")  # one block in such a state counts for all launches
 
-Key = tuple[World, int, Cell | None]
+Key = tuple[WorldRecord, int, BenchCell | None]
 
 
 @dataclass(frozen=True)
 class Missing:
-    """How many of the requested blocks (or pairs) were measured, and how many rows have no block at all."""
+    """The number of requested and of measured blocks (or pairs), and the number of rows without any block."""
 
     asked: int
     found: int
@@ -26,7 +26,7 @@ class Missing:
 
     @property
     def text(self) -> str:
-        """Return one line about the missing blocks; empty if nothing is missing."""
+        """One line about the missing blocks; "" if nothing is missing."""
         if self.found >= self.asked:
             return ""
         rows = f"; {counted(self.never_begun, 'row')} never begun" if self.never_begun else ""
@@ -37,7 +37,7 @@ def missing(result: Result) -> Missing:
     """Compare a result with the settings in its headers.
 
     Raises:
-        JobFileError: the settings request more blocks than any run would have.
+        JobFileError: if the settings request more blocks than any run would have.
     """
     asked: Counter[Key] = Counter()
     for header in result.headers:

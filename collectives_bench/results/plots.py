@@ -1,10 +1,13 @@
-"""Rows as plots: busbw and time against size on log axes, one line for each operation and way, its interval a band.
+"""Plot busbw and time against size, or against the number of ranks, on log axes. A band shows a line's interval.
 
-columns   worlds              rows   types, each with busbw above time
+axis    lines                           columns of panels     rows
+size    operations and ways             worlds                dtypes, each with busbw above time
+ranks   operations and ways, per size   backends              the same
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,47 +16,59 @@ from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.measuring.figures import NothingToPlotError, drawing
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.results.rows import Row
+    from muster.collectives_bench.results.rows import BenchRow
 
-CELL_INCHES: Final = (5.2, 3.1)  # of one panel
+CELL_INCHES: Final = (5.2, 3.1)  # size of one panel
 LEGEND_INCHES: Final = 2.4
 MARKERS: Final = "os^Dv<>Pph8X*"
 MOST_TICKS: Final = 7
 
 
-def plot(rows: "Sequence[Row]", path: Path) -> None:
-    """Draw rows as a plot and write it to a file.
+@dataclass(frozen=True)
+class PlotAxis:
+    """The horizontal axis of a plot: its value for a row, and how the rows are divided into columns and lines."""
+
+    label: str
+    value: "Callable[[BenchRow], int]"
+    column: "Callable[[BenchRow], str]"
+    line: "Callable[[BenchRow], str]"
+    text: Callable[[int], str]
+
+
+def plot(rows: "Sequence[BenchRow]", path: Path, axis_name: str = "size") -> None:
+    """Draw rows as a plot and write it to a file. `axis_name`: a key of AXES.
 
     Raises:
-        NothingToPlotError: no row has a size and a time.
-        RunFolderError, StorageError: it cannot be written.
+        NothingToPlotError: if no row has a size and a time.
+        RunFolderError, StorageError: if the file cannot be written.
     """
     drawn = [row for row in rows if row.p50_us is not None and row.nbytes > 0]
     if not drawn:
-        raise NothingToPlotError("no row has a size and a time; barrier has no size, and rows that failed have no time")
-    worlds = list(dict.fromkeys(row.world for row in drawn))
+        raise NothingToPlotError("no row has a size and a time; barrier has no size, and failed rows have no time")
+    axis = AXES[axis_name]
+    columns = list(dict.fromkeys(map(axis.column, drawn)))
     dtypes = list(dict.fromkeys(row.cell.dtype for row in drawn))
-    ways = list(dict.fromkeys(way_of(row) for row in drawn))
-    width, height = CELL_INCHES[0] * len(worlds) + LEGEND_INCHES, CELL_INCHES[1] * 2 * len(dtypes) + 0.4
+    ways = list(dict.fromkeys(map(axis.line, drawn)))
+    width, height = CELL_INCHES[0] * len(columns) + LEGEND_INCHES, CELL_INCHES[1] * 2 * len(dtypes) + 0.4
     with drawing(path, width, height) as figure:
-        panels = figure.subplots(2 * len(dtypes), len(worlds), squeeze=False, sharex=True, sharey="row")
-        for column, world in enumerate(worlds):
+        panels = figure.subplots(2 * len(dtypes), len(columns), squeeze=False, sharex=True, sharey="row")
+        for column, title in enumerate(columns):
             for line, dtype in enumerate(dtypes):
-                of_panel = [row for row in drawn if row.world == world and row.cell.dtype == dtype]
-                _draw(panels[2 * line][column], of_panel, ways, "busbw")
-                _draw(panels[2 * line + 1][column], of_panel, ways, "time")
+                of_panel = [row for row in drawn if axis.column(row) == title and row.cell.dtype == dtype]
+                _draw(panels[2 * line][column], of_panel, ways, "busbw", axis)
+                _draw(panels[2 * line + 1][column], of_panel, ways, "time", axis)
                 panels[2 * line][0].set_ylabel(f"{dtype}\nbusbw (GB/s)" if len(dtypes) > 1 else "busbw (GB/s)")
                 panels[2 * line + 1][0].set_ylabel(f"{dtype}\ntime" if len(dtypes) > 1 else "time")
-            panels[0][column].set_title(world.text)
-            panels[-1][column].set_xlabel("size")
-            _name_sizes(panels[-1][column], sorted({row.nbytes for row in drawn}))
+            panels[0][column].set_title(title)
+            panels[-1][column].set_xlabel(axis.label)
+            _name_values_below(panels[-1][column], sorted(set(map(axis.value, drawn))), axis.text)
         for line in panels:
             _name_values(line[0])
         _legend(figure, panels, ways, confidence=min(row.confidence for row in drawn))
 
 
-def way_of(row: "Row") -> str:
-    """Name a line: the operation, in or out of place if it supports both, and async."""
+def way_of(row: "BenchRow") -> str:
+    """Return the name of a line: the operation, in or out of place if it supports both, and async."""
     cell = row.cell
     words = [cell.operation]
     words += [cell.place] if len(OPERATIONS[cell.operation].places) > 1 else []
@@ -61,40 +76,58 @@ def way_of(row: "Row") -> str:
     return " ".join(words)
 
 
-def _draw(panel: Any, rows: "Sequence[Row]", ways: Sequence[str], what: str) -> None:
-    """Draw one panel; every way has the same colour and mark in all of them."""
+def way_and_size(row: "BenchRow") -> str:
+    """Return the name of a line over ranks; with several nodes it also has the ranks per node."""
+    per_node = f", {row.world.ranks_per_node}/node" if row.world.nodes > 1 and row.world.ranks_per_node > 1 else ""
+    return f"{way_of(row)} {size_text(row.cell.asked_bytes)}{per_node}"
+
+
+AXES: Final = {
+    "size": PlotAxis("size", lambda row: row.nbytes, lambda row: row.world.text, way_of, size_text),
+    "ranks": PlotAxis(
+        "ranks",
+        lambda row: row.world.ranks,
+        lambda row: f"{row.world.backend} on {row.world.device}",
+        way_and_size,
+        str,
+    ),
+}
+
+
+def _draw(panel: Any, rows: "Sequence[BenchRow]", ways: Sequence[str], what: str, axis: PlotAxis) -> None:
+    """Draw one panel. A way has the same colour and mark in all panels."""
     from matplotlib.ticker import FuncFormatter
 
     for number, way in enumerate(ways):
-        of_way = sorted((row for row in rows if way_of(row) == way), key=lambda row: row.nbytes)
-        points = [point for row in of_way if (point := _point(row, what)) is not None]
+        of_way = sorted((row for row in rows if axis.line(row) == way), key=axis.value)
+        points = [(axis.value(row), *point) for row in of_way if (point := _point(row, what)) is not None]
         if not points:
             continue
-        sizes, values, lows, highs = zip(*points, strict=True)
+        places, values, lows, highs = zip(*points, strict=True)
         style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
         panel.plot(
-            sizes, values, marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.3, label=way, **style
+            places, values, marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.3, label=way, **style
         )
-        panel.fill_between(sizes, lows, highs, color=style["color"], alpha=0.2, linewidth=0)
+        panel.fill_between(places, lows, highs, color=style["color"], alpha=0.2, linewidth=0)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.grid(True, which="major", alpha=0.3)
     panel.yaxis.set_major_formatter(FuncFormatter(lambda us, _: time_text(us / 1e6) if what == "time" else _plain(us)))
 
 
-def _point(row: "Row", what: str) -> tuple[int, float, float, float] | None:
-    """Return size, value, and the ends of its interval, in microseconds or GB/s; None without a value to draw."""
+def _point(row: "BenchRow", what: str) -> tuple[float, float, float] | None:
+    """Return a value and the ends of its interval, in microseconds or GB/s; None if there is no value to draw."""
     assert row.p50_us is not None
     low, high = row.low_us or row.p50_us, row.high_us or row.p50_us
     if what == "time":
-        return (row.nbytes, row.p50_us, low, high) if row.p50_us > 0 else None
-    if not row.busbw:  # 0 for one rank alone, as nothing crosses a link
+        return (row.p50_us, low, high) if row.p50_us > 0 else None
+    if not row.busbw:  # 0 for a single rank, because nothing crosses a link
         return None
-    return row.nbytes, row.busbw, row.busbw * row.p50_us / high, row.busbw * row.p50_us / low
+    return row.busbw, row.busbw * row.p50_us / high, row.busbw * row.p50_us / low
 
 
 def _name_values(panel: Any) -> None:
-    """Label one value for each decade, or 1, 2 and 5 of each if the axis spans less than two decades."""
+    """Label one value per decade, or the values 1, 2 and 5 of each if the axis spans less than two decades."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = panel.get_ylim()
@@ -107,20 +140,20 @@ def _plain(value: float) -> str:
     return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
-def _name_sizes(panel: Any, sizes: Sequence[int]) -> None:
-    """Label the axis with measured sizes instead of powers, and no more of them than fit."""
+def _name_values_below(panel: Any, sizes: Sequence[int], text: Callable[[int], str]) -> None:
+    """Label the horizontal axis with as many measured sizes or numbers of ranks as fit, instead of powers."""
     least = math.log2(sizes[-1] / sizes[0]) / MOST_TICKS
     chosen = [sizes[-1]]
     for size in reversed(sizes[1:-1]):
         if math.log2(chosen[-1] / size) >= least and math.log2(size / sizes[0]) >= least:
             chosen.append(size)
     chosen = sorted({*chosen, sizes[0]})
-    panel.set_xticks(chosen, [size_text(size) for size in chosen])
+    panel.set_xticks(chosen, [text(size) for size in chosen])
     panel.set_xticks([], minor=True)
 
 
 def _legend(figure: Any, panels: Any, ways: Sequence[str], *, confidence: float) -> None:
-    """Draw one legend for all panels beside them."""
+    """Draw one legend for all panels, beside them."""
     handles: dict[str, Any] = {}
     for panel in panels.flat:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):

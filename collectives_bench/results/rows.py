@@ -1,4 +1,4 @@
-"""From blocks to rows: one cell of one world over all its launches (`jobs/measuring/launches.py`). Pure."""
+"""Combine blocks into rows. A row is one cell in one world over all launches (`jobs/measuring/launches.py`). Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -6,21 +6,21 @@ from statistics import median
 from typing import Any, Final
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
-from muster.collectives_bench.records import Block, Cell, Result, State, Timing, Wire, World
+from muster.collectives_bench.records import BenchCell, Block, Result, SampleTimes, State, WireBytes, WorldRecord
 from muster.jobs.measuring.compare import FOREIGN_LIMIT
-from muster.jobs.measuring.launches import Launch, MeasuredRow, over_launches
+from muster.jobs.measuring.launches import LaunchTimes, MeasuredRow, over_launches
 from muster.jobs.measuring.stats import quantile, spread
 
 STEAL_LIMIT: Final = 0.02
-SPREAD_LIMIT: Final = 0.30  # (slowest - quickest launch) / median: twice the usual value on a shared machine
-FIRST_CALL_LIMIT: Final = 5.0  # times the median; nine of ten cells were below it on a loopback
-LATE_MARGIN: Final = 0.10  # after the second last rank, as a share of the call's time
-LATE_CHANCE: Final = 0.07  # chance that one rank is last in every launch if all ranks are equally fast
+SPREAD_LIMIT: Final = 0.30  # (slowest - fastest launch) / median; twice the usual value on a shared machine
+FIRST_CALL_LIMIT: Final = 5.0  # multiple of the median; on a loopback, the first calls of 90 % of cells were below it
+LATE_MARGIN: Final = 0.10  # how much later the last rank is than the second-to-last one, as a share of the call's time
+LATE_CHANCE: Final = 0.07  # acceptable chance that one of equally fast ranks is last in every launch
 
-# From best to worst; a wrong result that nobody sees is worse than a failure that everybody sees.
+# From best to worst. A wrong result is worse than a failure, because it can stay unnoticed.
 STATES: Final[tuple[State, ...]] = ("ok", "unsupported", "refused", "timeout", "failed", "wrong")
 
-# Operations in which all ranks do the same. In the others, some rank is last because of its role.
+# Operations in which all ranks do the same work. In other operations, some rank is last because of its role.
 SYMMETRIC: Final = frozenset(
     name
     for name in OPERATIONS
@@ -30,84 +30,84 @@ SYMMETRIC: Final = frozenset(
 
 
 @dataclass(frozen=True)
-class Row(MeasuredRow):
-    """One cell in one world over its launches. Times are in microseconds, algbw and busbw in GB/s.
+class BenchRow(MeasuredRow):
+    """The row of one cell in one world, over all launches. Times are in microseconds, algbw and busbw in GB/s.
 
-    A row with one failed launch of five shows four launches' numbers and the failure.
+    If one of five launches failed, the row shows the numbers of the other four, and the failure.
     """
 
-    world: World
-    cell: Cell
+    world: WorldRecord
+    cell: BenchCell
     nbytes: int
-    tried: int = 0  # launches, measured or not
+    tried: int = 0  # number of launches, measured or not
     min_us: float | None = None
-    p95_us: float | None = None  # p95 and p99: median over launches of each launch's own
+    p95_us: float | None = None  # p95 and p99: the median over launches of a launch's percentile
     p99_us: float | None = None
     max_us: float | None = None
-    cv: float | None = None  # median over launches of the coefficient of variation of a launch's calls
+    cv: float | None = None  # median over launches of the calls' coefficient of variation
     first_us: float | None = None
     throughput_us: float | None = None
     host_us: float | None = None
-    wrong: int | None = None  # elements, of all launches
+    wrong: int | None = None  # number of wrong elements, over all launches
     algbw: float | None = None
     busbw: float | None = None
     late_rank: int | None = None
     buffers_bytes: int | None = None
     hidden_bytes: int | None = None
-    wire: Wire | None = None
-    foreign: float | None = None  # median over launches of the worst host's share
+    wire: WireBytes | None = None
+    foreign: float | None = None  # median over launches of the load share on the busiest host
     flags: tuple[str, ...] = ()
 
     @property
-    def key(self) -> tuple[World, Cell]:
-        """The key that is equal in two results if they measured the same cell in the same world."""
+    def key(self) -> tuple[WorldRecord, BenchCell]:
+        """The key of the row, equal in two results that measured the same cell in the same world."""
         return self.world, self.cell
 
     @property
     def labels(self) -> dict[str, Any]:
-        """The world, the cell and the size as used."""
+        """The world, the cell and the actual size."""
         return {"world": self.world.model_dump(), "cell": self.cell.model_dump(), "nbytes": self.nbytes}
 
     def named(self, *, in_full: bool) -> str:
-        """Name the row: all_reduce 1 MB fp32 in; in full: ..., 2 nodes x 1 rank, gloo on cpu."""
+        """Return a name such as `all_reduce 1 MB fp32 in`. `in_full` adds `2 nodes x 1 rank, gloo on cpu`."""
         cell = self.cell.text(self.nbytes)
         return f"{cell}, {self.world.text}" if in_full else cell
 
     def unlike(self, other: MeasuredRow) -> str:
-        """Return both sizes as text if they differ."""
-        assert isinstance(other, Row)
+        """Return both sizes as text if they differ, else ""."""
+        assert isinstance(other, BenchRow)
         return "" if self.nbytes == other.nbytes else f"{self.nbytes} bytes before, {other.nbytes} after"
 
 
-def rows_of(result: Result) -> list[Row]:
-    """Return a row for every cell of every world, in the order of the catalog."""
-    found: dict[tuple[World, Cell], list[Block]] = {}
+def rows_of(result: Result) -> list[BenchRow]:
+    """Return one row for each cell of each world, in the order of the catalog."""
+    found: dict[tuple[WorldRecord, BenchCell], list[Block]] = {}
     for block in result.blocks:
         found.setdefault((block.world, block.cell), []).append(block)
     rows = [_row(sorted(blocks, key=lambda block: block.time)) for blocks in found.values()]
     return sorted(rows, key=_place_in_table)
 
 
-def _place_in_table(row: Row) -> tuple[object, ...]:
+def _place_in_table(row: BenchRow) -> tuple[object, ...]:
     world, cell = row.world, row.cell
     of_world = (world.nodes, world.ranks_per_node, world.ranks, world.backend, world.device)
     of_cell = (list(OPERATIONS).index(cell.operation), list(DTYPES).index(cell.dtype), cell.call != "sync", cell.place)
     return *of_world, *of_cell, cell.asked_bytes
 
 
-def _row(blocks: Sequence[Block]) -> Row:
+def _row(blocks: Sequence[Block]) -> BenchRow:
     state, reason = _worst(blocks)
     first = blocks[0]
     wrong = _wrong(blocks)
-    row = Row(first.world, first.cell, first.nbytes, state=state, reason=reason, tried=len(blocks), wrong=wrong)
+    row = BenchRow(first.world, first.cell, first.nbytes, state=state, reason=reason, tried=len(blocks), wrong=wrong)
     measured = [block for block in blocks if block.state == "ok" and block.latency is not None]
-    # All results are wrong: their times are shown beside the verdict nevertheless.
+    # If all results are wrong, their times are shown nevertheless.
     measured = measured or [block for block in blocks if block.state == "wrong" and block.latency is not None]
     return _with_numbers(row, measured) if measured else row
 
 
 def _worst(blocks: Sequence[Block]) -> tuple[State, str]:
-    """Return the worst state with its earliest reason, and in how many launches it occurred if not in all."""
+    """Return the worst state and its earliest reason, with the number of its launches if it is not that of all."""
     state = max((block.state for block in blocks), key=STATES.index)
     if state == "ok":
         return state, ""
@@ -123,13 +123,13 @@ def _wrong(blocks: Sequence[Block]) -> int | None:
     return sum(checked) if checked else None
 
 
-def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
-    """Fill in the measured numbers; the blocks are in order of time."""
+def _with_numbers(row: BenchRow, blocks: Sequence[Block]) -> BenchRow:
+    """Fill in the measured numbers. `blocks` are in order of time."""
     timings = [block.latency for block in blocks if block.latency is not None]
     measured = over_launches([_launch(block, timing) for block, timing in zip(blocks, timings, strict=True)])
     p50_us = measured["p50_us"]
     cvs = [spread(block.samples_us) for block in blocks if len(block.samples_us) > 1]
-    # GB/s: bytes per microsecond / 1000.
+    # Bytes per microsecond / 1000 is GB/s.
     algbw = row.nbytes / p50_us / 1e3 if row.nbytes and p50_us > 0 else None
     factor = OPERATIONS[row.cell.operation].bus_factor(row.world.ranks)
     memories = [block.memory for block in blocks if block.memory is not None]
@@ -159,10 +159,10 @@ def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
     )
 
 
-def _launch(block: Block, timing: Timing) -> Launch:
+def _launch(block: Block, timing: SampleTimes) -> LaunchTimes:
     quartile_us = quantile(block.samples_us, 0.25) if block.samples_us else None
     foreign = block.load.foreign if block.load else None
-    return Launch(timing.n, timing.p50_us, timing.low_us, timing.high_us, block.time, quartile_us, foreign)
+    return LaunchTimes(timing.n, timing.p50_us, timing.low_us, timing.high_us, block.time, quartile_us, foreign)
 
 
 def _middle(blocks: Iterable[Block], value: Callable[[Block], float | None]) -> float | None:
@@ -170,14 +170,14 @@ def _middle(blocks: Iterable[Block], value: Callable[[Block], float | None]) -> 
     return median(found) if found else None
 
 
-def _wire(blocks: Sequence[Block]) -> Wire | None:
-    """Return the block with the median bytes per call (the lower of two); bytes hardly differ between launches."""
+def _wire(blocks: Sequence[Block]) -> WireBytes | None:
+    """Return the counted bytes of the median launch (the lower of two). Launches hardly differ in bytes."""
     found = sorted((block.wire for block in blocks if block.wire is not None), key=lambda wire: wire.sent_bytes)
     return found[(len(found) - 1) // 2] if found else None
 
 
 def _late_rank(blocks: Sequence[Block]) -> int | None:
-    """Return the rank that is last in every launch, by a margin, if all ranks do the same; None without one.
+    """Return the rank that is last in every launch, by a margin, if all ranks do the same work; else None.
 
     If n ranks are equally fast, the chance that one rank is last in all L launches is n^(1 - L).
     """

@@ -1,17 +1,17 @@
-"""Find slow nodes and links from the times of all pairs, with the evidence, or say that they cannot be told. Pure.
+"""Find slow nodes and links from the times of all pairs, with the evidence, or report that this is impossible. Pure.
 
-Every directed link a → b has a time. A healthy network has one level; slow parts are slower by a ratio:
+Every directed link a → b has a time. In a healthy network all times have one level. Slow parts multiply it by a ratio:
 
     log time(a → b) = level + max(sends(a), receives(b), link(a → b))        all three >= 0, nearly all of them 0
 
-The maximum and not the sum, because a message is as fast as the slowest part of its route. So
+This is a maximum, not a sum, because a message is as fast as the slowest part of its route. So
 
-    level        the median of links that no culprit explains, found iteratively from the fastest quarter of all links
-    sends(a)     the level of a's fastest outgoing links, since a slow node is slow to all others
+    level        the median of links without a culprit, found iteratively from the fastest quarter of all links
+    sends(a)     the level of a's fastest outgoing links, because a slow node is slow to all others
     link(a → b)  the slowness that neither node explains
 
-A culprit is named if it is slow by THRESHOLD, by several times the noise, and in nearly every launch. A part that is
-slow enough but not in nearly every launch is only a reason to measure again.
+A culprit is named if its slowness exceeds THRESHOLD and several times the noise, in nearly every launch. A part that is
+slow enough, but not in nearly every launch, is only a reason to measure again.
 """
 
 import math
@@ -20,19 +20,19 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final, Literal
 
-from muster.collectives_bench.records import Pair, Timing
+from muster.collectives_bench.records import Pair, SampleTimes
 from muster.jobs.measuring.stats import median_interval, quantile
 
-THRESHOLD: Final = math.log(1.15)  # time, slower by 15 %
-SURE: Final = THRESHOLD / 3  # the low end of a culprit's interval
+THRESHOLD: Final = math.log(1.15)  # log ratio of times: slower by 15 %
+SURE: Final = THRESHOLD / 3  # least value for the low end of a culprit's interval
 TIMES_NOISE: Final = 2.5
-NOISY: Final = THRESHOLD / 2  # more noise hides a culprit of the threshold's size
-FAST_SHARE: Final = 0.25  # share of all links for the first estimate of the level
+NOISY: Final = THRESHOLD / 2  # more noise would hide a culprit of the threshold's size
+FAST_SHARE: Final = 0.25  # this quantile of all links is the first estimate of the normal level
 NODE_SHARE: Final = 0.2  # share of a slow node's links that may be fast by chance
 STEPS: Final = 10
-# Half the range of so few medians, times this, is an interval of about 90 %; of five and more it is one already.
+# With fewer than five medians, half of their range is multiplied by this factor, which gives an interval of about 90 %.
 WIDENED: Final = {1: 0.0, 2: 3.0, 3: 1.6, 4: 1.2}
-MANY: Final = 0.34  # share of all pairs; from here on slow pairs are not reported as single links
+MANY: Final = 0.34  # from this share of all pairs upwards, slow pairs are not reported as single links
 
 Direction = Literal["both", "sends", "receives"]
 Link = tuple[int, int]
@@ -40,26 +40,26 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True)
 class Slow:
-    """One culprit. `ratio` is its time against the healthy level's; `nodes` one node, or the two ends of a link."""
+    """One slow node or link. `ratio` is its time over the healthy level's. `nodes`: one node, or a link's two ends."""
 
     kind: Literal["node", "link"]
     nodes: tuple[int, ...]
     hosts: tuple[str, ...]
-    direction: Direction  # of a link: both, or "sends": from the first to the second only
+    direction: Direction  # for a link: "both", or "sends" (only from the first to the second)
     ratio: float
-    low: float  # of its interval
+    low: float  # low end of the ratio's interval
     gb_per_s: float
     healthy_gb_per_s: float
 
     @property
     def line(self) -> str:
-        """Return the culprit in one line, with the evidence."""
+        """Describe the slow part in one line, with the evidence."""
         share = 1 - 1 / self.ratio
         evidence = f"{self.gb_per_s:.3g} GB/s where the others have {self.healthy_gb_per_s:.3g}: {share:.0%} less"
         sure = f" ({max(0.0, 1 - 1 / self.low):.0%} at the low end of its interval)"
         if self.kind == "node":
             name = f"node {self.nodes[0]} ({self.hosts[0]})"
-            way = {"both": "all its links", "sends": "what it sends", "receives": "what it receives"}[self.direction]
+            way = {"both": "all its links", "sends": "outgoing links", "receives": "incoming links"}[self.direction]
             return f"slow node: {name}, {way}, {evidence}{sure}"
         arrow = "↔" if self.direction == "both" else "→"
         name = f"{self.hosts[0]} {arrow} {self.hosts[1]} (nodes {self.nodes[0]} and {self.nodes[1]})"
@@ -68,18 +68,18 @@ class Slow:
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of all pairs. `undecided` is the reason why some or all of it cannot be told; "" if it can."""
+    """The result of all pairs. `undecided`: the reason why some or all of it cannot be decided; "" if all can."""
 
     slow: tuple[Slow, ...]
-    noise: float  # relative: half the width of a link's interval, the median over links
+    noise: float  # half the relative width of a link's interval, the median over links
     undecided: str
 
     def lines(self) -> list[str]:
-        """Return the culprits, then what cannot be decided, or a line that nothing is slow."""
+        """Return one line for each slow part and for `undecided`, or a line that nothing is slow."""
         found = [each.line for each in self.slow]
         if self.undecided:
             return [*found, f"undecided: {self.undecided}"]
-        return found or [f"no slow node, no slow link (one that is 15 % slower would show; noise ±{self.noise:.1%})"]
+        return found or [f"no slow node or link (a slowdown of 15 % would be found; noise ±{self.noise:.1%})"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Seen:
 
 
 def slow(pairs: Iterable[Pair]) -> Findings:
-    """Name the slow nodes and links of one world from the pairs of all its launches."""
+    """Find the slow nodes and links of one world from the pairs of all its launches."""
     good = [pair for pair in pairs if pair.state == "ok" and pair.there is not None and pair.back is not None]
     if not good:
         return Findings((), 0.0, "no pair was measured")
@@ -101,7 +101,7 @@ def slow(pairs: Iterable[Pair]) -> Findings:
     hosts = _names(good)
     if len(hosts) == 2:
         return _two(seen, hosts, noise)
-    model = _Model(seen)
+    model = _NetworkLevel(seen)
     culprits, doubtful = _judge(model, noise)
     if (
         noise > NOISY and len({pair.launch for pair in good}) == 1
@@ -114,7 +114,7 @@ def slow(pairs: Iterable[Pair]) -> Findings:
 
 @dataclass(frozen=True)
 class _Effect:
-    """How much slower than the level a part is, as a log ratio, and the interval's low end."""
+    """The slowness of a part against the level, as a log ratio, and the low end of its interval."""
 
     nodes: tuple[int, ...]
     direction: Direction
@@ -122,14 +122,14 @@ class _Effect:
     low: float
 
 
-class _Model:
+class _NetworkLevel:
     """The level of a network, and the time that each node adds to it."""
 
     def __init__(self, seen: Mapping[Link, _Seen]) -> None:
         self.seen = seen
         self.nodes = sorted({node for link in seen for node in link})
         self.level = quantile([each.mid for each in seen.values()], FAST_SHARE)
-        for _ in range(STEPS):  # it converges after two or three
+        for _ in range(STEPS):  # converges after two or three steps
             explained = self._slow_links()
             rest = [each.mid for link, each in seen.items() if link not in explained]
             if not rest or (settled := median(rest)) == self.level:
@@ -137,7 +137,7 @@ class _Model:
             self.level = settled
 
     def side(self, node: int, direction: Direction) -> _Effect:
-        """Return the time that a node adds to all that it sends or receives."""
+        """Return the log time that a node adds to everything that it sends or receives."""
         end = 0 if direction == "sends" else 1
         links = [each for link, each in self.seen.items() if link[end] == node]
         return _Effect(
@@ -148,7 +148,7 @@ class _Model:
         )
 
     def _slow_links(self) -> set[Link]:
-        """List the links with a slow end, and those slow themselves, by the current estimate of the level."""
+        """List the links that are slow or have a slow end, by the current estimate of the level."""
         sends = {node for node in self.nodes if self.side(node, "sends").mid >= THRESHOLD}
         receives = {node for node in self.nodes if self.side(node, "receives").mid >= THRESHOLD}
         return {
@@ -158,8 +158,8 @@ class _Model:
         }
 
 
-def _judge(model: _Model, noise: float) -> tuple[list[_Effect], list[_Effect]]:
-    """Return the sure culprits and the doubtful ones; a link is judged beyond what its ends explain."""
+def _judge(model: _NetworkLevel, noise: float) -> tuple[list[_Effect], list[_Effect]]:
+    """Return certain and doubtful culprits. A link is judged by the slowness that its ends do not explain."""
     sure: list[_Effect] = []
     doubtful: list[_Effect] = []
     floor: dict[tuple[int, Direction], float] = {}
@@ -179,7 +179,7 @@ def _judge(model: _Model, noise: float) -> tuple[list[_Effect], list[_Effect]]:
 
 
 def _merged(sides: Sequence[_Effect]) -> list[_Effect]:
-    """Merge two slow directions into one effect, and drop effects that are not slow."""
+    """Merge a node's two slow directions into one effect, and drop effects that are not slow."""
     large = [side for side in sides if side.mid >= THRESHOLD]
     if len(large) < 2:
         return large
@@ -195,9 +195,9 @@ def _sort_out(effects: Iterable[_Effect], noise: float, sure: list[_Effect], dou
 
 
 def _summary(
-    named: tuple[Slow, ...], doubtful: Sequence[_Effect], model: _Model, hosts: Mapping[int, str], noise: float
+    named: tuple[Slow, ...], doubtful: Sequence[_Effect], model: _NetworkLevel, hosts: Mapping[int, str], noise: float
 ) -> Findings:
-    """Add what cannot be decided; many slow links are reported together."""
+    """Build the findings, with the reasons for doubt. Many slow links are reported together."""
     count = len(model.nodes) * (len(model.nodes) - 1) / 2
     links = [each for each in named if each.kind == "link"]
     if len(links) > MANY * count and len(links) > 2:
@@ -207,12 +207,12 @@ def _summary(
     reasons = []
     if fast := sorted(link for link, each in model.seen.items() if each.high <= model.level - THRESHOLD):
         first = " → ".join(hosts[node] for node in fast[0])
-        reasons.append(f"{first} is faster than most links: these are near each other, or most of the others are slow")
-    if doubtful and noise <= NOISY:  # otherwise every node is a suspect
+        reasons.append(f"{first} is faster than most links: these nodes are near each other, or most others are slow")
+    if doubtful and noise <= NOISY:  # with more noise, every node looks suspicious
         suspects = ", ".join(" - ".join(hosts[node] for node in each.nodes) for each in doubtful[:4])
         reasons.append(f"{suspects} seem{'s' if len(doubtful) == 1 else ''} slow, but not in every launch")
     if noise > NOISY:
-        reasons.append(f"the times of one link differ by ±{noise:.0%}, which hides slowdowns of less than 15 %")
+        reasons.append(f"a link's times vary by ±{noise:.0%}, which can hide a slowdown of 15 %")
     if reasons:
         reasons.append("measure again on quiet hosts, or with more launches")
     return Findings(named, noise, "; ".join(reasons))
@@ -230,9 +230,9 @@ def _groups(nodes: Sequence[int], slow_links: Iterable[Slow]) -> list[list[int]]
 
 
 def _two(seen: Mapping[Link, _Seen], hosts: Mapping[int, str], noise: float) -> Findings:
-    """Compare the two directions, the only comparison that two nodes allow."""
+    """Compare the two directions, which is the only comparison possible with two nodes."""
     (one, other), (there, back) = sorted(hosts), [seen[link] for link in sorted(seen)]
-    text = "with two nodes it cannot be told whether the link or a node is slow; add a third node"
+    text = "two nodes do not show whether the link or a node is slow; add a third node"
     slower, faster, ends = (there, back, (one, other)) if there.mid > back.mid else (back, there, (other, one))
     if slower.mid - faster.mid >= THRESHOLD and slower.low > faster.high:
         ratio = math.exp(slower.mid - faster.mid)
@@ -242,14 +242,14 @@ def _two(seen: Mapping[Link, _Seen], hosts: Mapping[int, str], noise: float) -> 
 
 
 def _names(pairs: Iterable[Pair]) -> dict[int, str]:
-    """Name nodes by their hosts, if the names are unique."""
+    """Return the name of each node: its host if hosts are unique."""
     hosts = {node: host for pair in pairs for node, host in zip(pair.nodes, pair.hosts, strict=True)}
     return hosts if len(set(hosts.values())) == len(hosts) else {node: f"node {node}" for node in hosts}
 
 
 def _seen(pairs: Sequence[Pair]) -> dict[Link, _Seen]:
-    """Put all launches of a directed link together: the median of their medians, and its interval."""
-    timings: dict[Link, list[Timing]] = {}
+    """Combine all launches of a directed link into the median of their medians, with its interval."""
+    timings: dict[Link, list[SampleTimes]] = {}
     for pair in pairs:
         assert pair.there is not None
         assert pair.back is not None
@@ -258,21 +258,21 @@ def _seen(pairs: Sequence[Pair]) -> dict[Link, _Seen]:
     return {link: _joined(launches) for link, launches in timings.items()}
 
 
-def _joined(launches: Sequence[Timing]) -> _Seen:
+def _joined(launches: Sequence[SampleTimes]) -> _Seen:
     medians = [math.log(each.p50_us) for each in launches]
     low, high = median_interval(medians)
     mid = median(medians)
     if len(launches) in WIDENED:
         within = median(
             math.log(each.p50_us / each.low_us) for each in launches
-        )  # occasional delays are above the median
+        )  # occasional delays only lie above the median
         half = max(WIDENED[len(launches)] * (high - low) / 2, within / math.sqrt(len(launches)))
         low, high = mid - half, mid + half
     return _Seen(mid, low, high)
 
 
 def _lower(values: Sequence[float]) -> float:
-    """Return the smallest value after the few that may be fast by chance."""
+    """Return the smallest value, without the few that may be small by chance."""
     return sorted(values)[math.floor((len(values) - 1) * NODE_SHARE)]
 
 

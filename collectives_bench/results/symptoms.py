@@ -1,4 +1,4 @@
-"""Problems of the environment that the numbers show: too few cores, foreign load, a late rank, slow first calls."""
+"""Find environment problems that the numbers show: few cores, foreign load, a late rank, slow first calls."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from muster.collectives_bench.records import Block, Cell, Header, Result, World
-from muster.collectives_bench.results.rows import STEAL_LIMIT, SYMMETRIC, Row
+from muster.collectives_bench.records import BenchCell, BenchHeader, Block, Result, WorldRecord
+from muster.collectives_bench.results.rows import STEAL_LIMIT, SYMMETRIC, BenchRow
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.basics.words import counted
 from muster.jobs.measuring.compare import FOREIGN_LIMIT
 from muster.jobs.measuring.stats import quantile
 
 SMALL_BYTES: Final = 2**20
-LOADED: Final = 0.30  # foreign load above this has cost a median of 1.24x
-FIRST_CALL_SHARE: Final = 3.0  # times the median: a slower first call is reported
+LOADED: Final = 0.30  # foreign load above this has slowed calls by 1.24x (median)
+FIRST_CALL_SHARE: Final = 3.0  # first calls slower than this multiple of the median are reported
 LEAST_LATE_ROWS: Final = 2
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem with its evidence, its cost, and advice.
+    """A problem, with its evidence, its cost and advice.
 
-    `factor` is how many times longer calls take because of it, `seconds` its cost once. `measured` is true if the cost
-    was measured in this result; otherwise it was seen elsewhere, and `cost` says so.
+    `factor`: how many times longer calls take. `seconds`: the cost, if paid once. `measured`: whether the cost was
+    measured in this result; otherwise it was seen elsewhere, and `cost` says so.
     """
 
     what: str
@@ -46,15 +46,15 @@ def log_mean(ratios: Sequence[float]) -> float:
     return math.exp(math.fsum(math.log(ratio) for ratio in ratios) / len(ratios))
 
 
-def too_few_cores(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Report hosts with more ranks than cores; the cost is relative to a world of the same result with enough cores."""
+def too_few_cores(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
+    """Report hosts with more ranks than cores. The cost is relative to a world in the same result with enough cores."""
     crowded = [(header, host) for header in result.headers for host in header.hosts if host.ranks > host.cores > 0]
     for world in dict.fromkeys(header.world for header, _ in crowded):
         host = next(host for header, host in crowded if header.world == world)
         fits = _fitting(result.headers, world)
         seen = next((each for each in (_cost_of_crowd(rows, fit, world) for fit in fits) if each), None)
         what = f"{host.ranks} ranks share {counted(host.cores, 'core')}"
-        advice = "fewer ranks a node, or more cores (cpus_per_task under Slurm)"
+        advice = "use fewer ranks per node, or more cores (cpus_per_task under Slurm)"
         if seen is None:
             yield Finding(
                 what,
@@ -70,7 +70,7 @@ def too_few_cores(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
                 what,
                 f"on {host.host}",
                 f"{cell.operation} of {size_text(cell.asked_bytes)} takes {crowded_us / 1e3:.3g} ms, and "
-                f"{fitting_us / 1e3:.3g} ms where every rank has a core: {crowded_us / fitting_us:.1f}x, measured here "
+                f"{fitting_us / 1e3:.3g} ms if every rank has a core: {crowded_us / fitting_us:.1f}x, measured here "
                 "(more ranks also mean more messages)",
                 advice,
                 factor=crowded_us / fitting_us,
@@ -78,8 +78,8 @@ def too_few_cores(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
             )
 
 
-def _fitting(headers: Sequence[Header], crowded: World) -> list[World]:
-    """List worlds like a crowded one in which every rank has a core, the largest first."""
+def _fitting(headers: Sequence[BenchHeader], crowded: WorldRecord) -> list[WorldRecord]:
+    """List the worlds like `crowded` in which every rank has a core, largest first."""
     alike = {
         header.world
         for header in headers
@@ -91,8 +91,10 @@ def _fitting(headers: Sequence[Header], crowded: World) -> list[World]:
     return sorted(alike, key=lambda world: -world.ranks)
 
 
-def _cost_of_crowd(rows: Sequence[Row], fits: World, crowded: World) -> tuple[Cell, float, float] | None:
-    """Return the largest all_reduce of small size (or else any operation) in both worlds, with both times."""
+def _cost_of_crowd(
+    rows: Sequence[BenchRow], fits: WorldRecord, crowded: WorldRecord
+) -> tuple[BenchCell, float, float] | None:
+    """Return the largest small all_reduce (or else any operation) measured in both worlds, with both times."""
     times = {(row.world, row.cell): row.p50_us for row in rows if row.p50_us and row.nbytes <= SMALL_BYTES}
     both = [cell for world, cell in times if world == fits and (crowded, cell) in times]
     if not both:
@@ -101,8 +103,8 @@ def _cost_of_crowd(rows: Sequence[Row], fits: World, crowded: World) -> tuple[Ce
     return cell, times[fits, cell], times[crowded, cell]
 
 
-def foreign_load(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Report foreign load on the hosts; its cost is from blocks of one cell with and without it."""
+def foreign_load(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
+    """Report foreign load on the hosts. Blocks of one cell with and without it show its cost."""
     loaded = [block for block in result.blocks if block.load and block.load.foreign > FOREIGN_LIMIT]
     if not loaded:
         return
@@ -112,21 +114,21 @@ def foreign_load(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
     if ratios:
         cost = f"loaded blocks took {log_mean(ratios):.2f}x as long as quiet ones, measured here ({len(ratios)} rows)"
     else:
-        cost = "seen elsewhere, above 30 %: a median of 1.24x and up to 2x; not measured here"
+        cost = "seen elsewhere, with more than 30 % load: 1.24x (median), up to 2x; not measured here"
     yield Finding(
-        "others used the cores",
+        "other processes used the cores",
         f"{len(loaded)} of {counted(len(result.blocks), 'block')}, up to {max(shares):.0%} of a host's time"
         + (f", on {', '.join(hosts[:3])}" if hosts else ""),
         cost,
-        "measure when no other programs run (top shows them); such rows are flagged",
+        "measure when no other programs run (top shows them); affected rows are flagged",
         factor=log_mean(ratios) if ratios else None,
         measured=bool(ratios),
     )
 
 
 def _loaded_against_quiet(blocks: Sequence[Block]) -> list[float]:
-    """Return the ratios of loaded to quiet launches, for cells that have both."""
-    times: dict[tuple[World, Cell], tuple[list[float], list[float]]] = {}
+    """Return the ratio of times in loaded and quiet launches, for each cell that has both."""
+    times: dict[tuple[WorldRecord, BenchCell], tuple[list[float], list[float]]] = {}
     for block in blocks:
         if block.load is None or block.latency is None or block.latency.p50_us <= 0:
             continue
@@ -138,8 +140,8 @@ def _loaded_against_quiet(blocks: Sequence[Block]) -> list[float]:
     return [median(loaded) / median(quiet) for quiet, loaded in times.values() if quiet and loaded]
 
 
-def steal(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Report that the machine below used the time of virtual cores."""
+def steal(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
+    """Report that the physical machine took time from the virtual cores (steal)."""
     stolen = [block for block in result.blocks if block.load and block.load.steal > STEAL_LIMIT]
     if stolen:
         most = max(block.load.steal for block in stolen if block.load)
@@ -147,12 +149,12 @@ def steal(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
             "the physical machine gave its cores to other virtual machines (steal)",
             f"{len(stolen)} of {counted(len(result.blocks), 'block')}, up to {most:.0%}",
             f"up to {1 / (1 - min(most, 0.99)):.2f}x, by arithmetic",
-            "ask for a dedicated machine, or measure at another time",
+            "use a dedicated machine, or measure at another time",
             factor=1 / (1 - min(most, 0.99)),
         )
 
 
-def late_rank(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+def late_rank(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
     """Report a rank for which the others wait in most rows of a world."""
     for world in dict.fromkeys(row.world for row in rows):
         able = [row for row in rows if row.world == world and row.is_measured and row.cell.operation in SYMMETRIC]
@@ -163,16 +165,16 @@ def late_rank(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
             factor = median([_cost_of_late(result.blocks, row) for row in named])
             yield Finding(
                 f"rank {rank} is late{_where(result, world, rank)}",
-                f"the last in every launch of {len(named)} of {len(able)} rows",
-                f"calls take {factor:.2f}x as long as to the rank before it, measured here",
-                "look at what else runs on its host, its cores' clock and its link",
+                f"last in every launch of {len(named)} of {len(able)} rows",
+                f"it takes {factor:.2f}x as long as the rank before it, measured here",
+                "check for other processes on its host, its cores' clock rate and its link",
                 factor=factor,
                 measured=True,
             )
 
 
-def _cost_of_late(blocks: Sequence[Block], row: Row) -> float:
-    """Return the ratio of the last rank's time to the second last's."""
+def _cost_of_late(blocks: Sequence[Block], row: BenchRow) -> float:
+    """Return the ratio of the last rank's time to the second last rank's."""
     ordered = [
         sorted(block.lateness)
         for block in blocks
@@ -181,7 +183,7 @@ def _cost_of_late(blocks: Sequence[Block], row: Row) -> float:
     return median([shares[-1] / max(shares[-2], 1e-3) for shares in ordered])
 
 
-def _where(result: Result, world: World, rank: int) -> str:
+def _where(result: Result, world: WorldRecord, rank: int) -> str:
     node = rank // max(world.ranks_per_node, 1)
     names = {
         host.host for header in result.headers if header.world == world for host in header.hosts if host.node == node
@@ -189,7 +191,7 @@ def _where(result: Result, world: World, rank: int) -> str:
     return f" (on {', '.join(sorted(names))})" if names else ""
 
 
-def first_calls(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+def first_calls(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
     """Report the cost of first calls if it is high: page faults, connections, TCP's slow start."""
     pairs = [(row.first_us, row.p50_us) for row in rows if row.first_us is not None and row.p50_us]
     if not pairs:
@@ -203,13 +205,13 @@ def first_calls(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
         f"{median(factors):.1f}x the median of later ones, {quantile(factors, 0.9):.1f}x in a tenth of the rows, "
         f"{max(factors):.1f}x at most",
         f"{seconds:.3g} s for the first call of every row, measured here; the rows' times do not include it",
-        "a job pays it once for each operation and size: when you time a job, leave out the first steps",
+        "a job pays it once for each operation and size, so skip the first steps when you time a job",
         seconds=seconds,
         measured=True,
     )
 
 
-SYMPTOMS: Final[tuple[Callable[[Result, Sequence[Row]], Iterator[Finding]], ...]] = (
+SYMPTOMS: Final[tuple[Callable[[Result, Sequence[BenchRow]], Iterator[Finding]], ...]] = (
     too_few_cores,
     late_rank,
     foreign_load,

@@ -1,12 +1,12 @@
-"""Rows as text in the shape of nccl-tests: settings behind `#`, names, units, fixed columns, and a verdict.
+"""Tables of rows in the format of nccl-tests: settings after `#`, names, units, fixed columns, and a verdict.
 
     # all_reduce: every rank gets the sum of all · 2 nodes x 1 rank, gloo on cpu
     #       size       count    type  root   place        time   +-     min       p99  algbw   busbw  #wrong …
     #        (B)  (elements)                              (us)  (%)    (us)      (us) (GB/s)  (GB/s)
          1048576      262144    fp32     -  in              …
 
-The time is the median over launches of each launch's median; +- is half of its interval over launches, with the
-confidence in the footer; b2b is the time of one of several calls back to back. GB/s is 1e9 bytes per second.
+The time is the median of the launches' medians, and +- is half of its interval, in percent. The footer shows the
+confidence. b2b is the time of one call in a loop without pauses. GB/s is 1e9 bytes per second.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,13 +14,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
-from muster.collectives_bench.records import Header, HostFacts
+from muster.collectives_bench.records import BenchHeader, HostFacts
 from muster.jobs.basics.words import counted
 from muster.jobs.measuring.columns import SPREAD, Column, cells, headings, utc
 from muster.jobs.measuring.launches import confidence_lines
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.results.rows import Row
+    from muster.collectives_bench.results.rows import BenchRow
 
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter", "tree_broadcast", "tree_reduce", "gather_scatter")
 BAD_STATES: Final = (
@@ -28,11 +28,11 @@ BAD_STATES: Final = (
     "failed",
     "timeout",
 )  # states that make the verdict FAILED; refused and unsupported do not
-MOST_FLAGGED: Final = 5  # rows listed in the footer
+MOST_FLAGGED: Final = 5  # number of rows listed in the footer
 
 
 def number(value: float | None, width: int = 0) -> str:
-    """Write a measured value with three or four digits, never as a power of ten; None is `-`."""
+    """Format a measured value with three or four digits, never as a power of ten; None becomes `-`."""
     if value is None:
         return "-".rjust(width)
     size = abs(value)
@@ -40,11 +40,11 @@ def number(value: float | None, width: int = 0) -> str:
     return f"{value:.{digits}f}".rjust(width)
 
 
-def _count(row: "Row") -> str:
+def _count(row: "BenchRow") -> str:
     return str(row.nbytes // DTYPES[row.cell.dtype]) if row.nbytes else "-"
 
 
-def _launches(row: "Row") -> str:
+def _launches(row: "BenchRow") -> str:
     return str(row.launches) if row.launches == row.tried else f"{row.launches}/{row.tried}"
 
 
@@ -70,7 +70,7 @@ NUMBERS: Final[tuple[Column, ...]] = (
 )
 
 
-def header(header: Header) -> list[str]:
+def header(header: BenchHeader) -> list[str]:
     """Return the header lines: versions, world, settings, and one line for each host."""
     world, settings = header.world, header.settings
     nccl = f" · nccl {header.nccl}" if header.nccl else ""
@@ -80,12 +80,12 @@ def header(header: Header) -> list[str]:
     lines.append(f"# settings: {shown}")
     lines += [f"# {_host(host)}" for host in header.hosts]
     if header.init_s is not None:
-        lines.append(f"# the group was made within {header.init_s:.2f} s (first launch)")
+        lines.append(f"# creating the group took {header.init_s:.2f} s (first launch)")
     return lines
 
 
-def lines(rows: "Iterable[Row]") -> list[str]:
-    """Return one section for each operation and world, in the order of the rows."""
+def lines(rows: "Iterable[BenchRow]") -> list[str]:
+    """Return the lines of one section for each operation and world, in the order of the rows."""
     found: list[str] = []
     for (world, operation), group in groupby(rows, key=lambda row: (row.world, row.cell.operation)):
         found += ["#", f"# {operation}: {OPERATIONS[operation].phrase} · {world.text}"]
@@ -94,8 +94,8 @@ def lines(rows: "Iterable[Row]") -> list[str]:
     return found
 
 
-def footer(rows: "Sequence[Row]") -> list[str]:
-    """Return the summary of all rows: wrong values, failed rows, and the worst of the rows with flags."""
+def footer(rows: "Sequence[BenchRow]") -> list[str]:
+    """Return the summary of all rows: wrong values, failed rows, and the worst flagged rows."""
     checked = [row for row in rows if row.wrong is not None]
     wrong = sum(row.wrong or 0 for row in checked)
     found = [f"# wrong values: {wrong} in {counted(len(checked), 'checked row')}"]
@@ -104,7 +104,7 @@ def footer(rows: "Sequence[Row]") -> list[str]:
     if failed:
         found.append(f"# failed: {len(failed)} of {counted(len(rows), 'row')}: {_names(failed)}")
     if skipped:
-        found.append(f"# left out: {len(skipped)} of {counted(len(rows), 'row')}: {_names(skipped)}")
+        found.append(f"# not measured: {len(skipped)} of {counted(len(rows), 'row')}: {_names(skipped)}")
     flagged = sorted((row for row in rows if row.flags), key=lambda row: (-len(row.flags), -(row.spread or 0.0)))
     several = len({row.world for row in rows}) > 1
     for row in flagged[:MOST_FLAGGED]:
@@ -114,13 +114,13 @@ def footer(rows: "Sequence[Row]") -> list[str]:
     return [*found, *confidence_lines(rows)]
 
 
-def is_failed(rows: "Sequence[Row]") -> bool:
-    """Say whether any row had a wrong value, a crash or a stall."""
+def is_failed(rows: "Sequence[BenchRow]") -> bool:
+    """Return True if any row had a wrong value, a crash or a stall."""
     return any(row.state in BAD_STATES or row.wrong for row in rows)
 
 
-def _names(rows: "Sequence[Row]") -> str:
-    """Count rows by operation and state: reduce (3 failed), gather (1 timeout)."""
+def _names(rows: "Sequence[BenchRow]") -> str:
+    """Count rows by operation and state, as in `reduce (3 failed), gather (1 timeout)`."""
     counts: dict[tuple[str, str], int] = {}
     for row in rows:
         key = (row.cell.operation, row.state)
@@ -128,7 +128,7 @@ def _names(rows: "Sequence[Row]") -> str:
     return ", ".join(f"{operation} ({count} {state})" for (operation, state), count in counts.items())
 
 
-def _line(row: "Row") -> str:
+def _line(row: "BenchRow") -> str:
     start = cells(LABELS, row)
     flags = "  " + ", ".join(row.flags) if row.flags else ""
     if row.p50_us is None:

@@ -2,16 +2,17 @@
 
     ring       rank r receives from r - 1 and sends to r + 1: every link carries (n - 1) / n of the bytes
                (Patarasuk and Yuan 2009: this is optimal)
-    tree       ceil(log2 n) rounds; in round k, half of the ranks with the data pass it on
-    exchange   in round i rank r sends to r + i and receives from r - i: every pair exchanges once
+    tree       ceil(log2 n) rounds; in each round, every rank that has the data sends it to one that does not
+    exchange   in round i rank r sends to r + i and receives from r - i; after n - 1 rounds all have met
 
-Tensors are flat and contiguous, of one type and device. An argument with n chunks may be a sequence of n tensors, whose
-lengths may differ but must be the same on every rank, or one tensor, which is cut as by `chunks_of`. Ranks are those
-*of the group*. All ranks of the group must call, and NCCL must have run a collective on it before. Mismatches on this
-rank are refused before anything is sent; length mismatches between ranks are not detected.
+Tensors must be flat and contiguous, and have the same dtype and device. Chunks are passed as a sequence of n tensors,
+or as one tensor, which is cut by `chunks_of`. Their lengths may differ, but must be the same on every rank. Ranks are
+numbered within the group. All ranks of the group must make the call. With NCCL, the group must have run a collective of
+the backend before. Tensors that do not fit together on this rank are refused before anything is sent, but mismatches
+between ranks are not detected.
 
-Long tensors are processed in *columns*: the same short slice of every chunk, each with a ring of its own. While one
-column's message is in transit, another column is added up. The extra memory is a few MB, whatever the length.
+Long tensors are processed in *columns*. A column is the same short slice of every chunk, and has its own ring. While
+one column's message is in transit, another column is added up. The extra memory is a few MB for any length.
 """
 
 from muster.ddp.primitives.exchanges import exchange, ordered_all_reduce, ordered_reduce_scatter

@@ -1,4 +1,4 @@
-"""Send long tensors as several short messages, some at a time, with only a few MB of extra memory.
+"""Send long tensors as short messages, a few at a time, with only a few MB of extra memory.
 
 A *column* is the same short slice of every chunk. A primitive processes a column in a generator, which yields while its
 messages are in transit. Columns take turns, so that one column's message is sent while another is added up.
@@ -15,14 +15,15 @@ from torch import Tensor
 
 Column: TypeAlias = Generator[None, None, None]
 
-# Limits of a message in bytes: shorter tensors are not worth cutting, longer ones are cut. What gloo receives is added
-# while it is in the cache. With NCCL, the fixed cost of a message equals that of about 16 MB over NVLink.
+# The smallest and largest message, in bytes. Tensors are never cut into messages below the minimum, and messages above
+# the maximum are always cut. With gloo, messages are short enough to stay in the CPU's cache until they are added. With
+# NCCL, the fixed cost of a message equals the time for about 16 MB over NVLink.
 SEGMENT_BYTES: Final = {"cpu": (2**17, 2**22), "cuda": (2**24, 2**26)}
-UNDER_WAY: Final = 2  # columns at a time: one is sent while the other is added; more would share the link unfairly
+UNDER_WAY: Final = 2  # columns in progress: one is sent while the other is added; more would share the link unfairly
 
 
 def interleave(columns: Iterable[Column]) -> None:
-    """Run columns in turns until all have ended, in the same order on every rank, so that messages match."""
+    """Run columns in turns until all have ended. The order is the same on every rank, so that messages match."""
     waiting = iter(columns)
     under_way = [column for column in islice(waiting, UNDER_WAY) if _goes_on(column)]
     while under_way:
@@ -41,11 +42,11 @@ def _goes_on(column: Column) -> bool:
 def columns_of(parts: list[Tensor], share: int = 1) -> Iterator[tuple[list[Tensor], slice]]:
     """Cut chunks into columns of similar length; yield each with its slice of a chunk.
 
-    `share` is the number of messages of a column that are in memory at a time.
+    `share` is the number of messages per column that are in memory at the same time.
     """
     longest, like = max(part.numel() for part in parts), parts[0]
     least, _ = SEGMENT_BYTES[like.device.type]
-    worth = min(UNDER_WAY, longest * like.element_size() // least)  # at least two, if they are worth sending separately
+    worth = min(UNDER_WAY, longest * like.element_size() // least)  # two pieces, if the tensor is long enough
     pieces = max(-(-longest // longest_message(like, share)), worth, 1)
     for where in slices(longest, max(-(-longest // pieces), 1)):
         yield [part[where] for part in parts], where
@@ -57,11 +58,11 @@ def segments_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def slices(count: int, step: int) -> Iterator[slice]:
-    """Cut `count` positions into slices of `step`."""
+    """Divide `count` positions into slices of length `step`."""
     return (slice(first, first + step) for first in range(0, count, step))
 
 
 def longest_message(like: Tensor, share: int = 1) -> int:
-    """Return the largest number of elements in a message if `share` messages are in memory at a time."""
+    """Return the largest number of elements in a message if `share` messages are in memory at the same time."""
     least, most = SEGMENT_BYTES[like.device.type]
     return max(most // share, least) // like.element_size()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 Group: TypeAlias = dist.ProcessGroup | None
 Chunks: TypeAlias = Tensor | Sequence[Tensor]
-Message: TypeAlias = tuple[Tensor, int]  # a tensor and the other rank, of the group
+Message: TypeAlias = tuple[Tensor, int]  # a tensor, and the group rank of its sender or receiver
 
-# The backend's collectives of flat tensors. torch 2.13 renamed both, and warns about the old names.
+# torch's collectives of flat tensors. torch 2.13 renamed both, and warns about the old names.
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -21,8 +21,8 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dis
 def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Message] = ()) -> list[dist.Work]:
     """Begin messages to and from ranks of the group; return the works to wait for. Empty tensors are not sent.
 
-    Receives begin first, so that gloo need not ask for a buffer. On GPUs all are one batch, because NCCL would
-    otherwise run them one after another. gloo needs no batch, which saves a third of the time of a short message.
+    Receives begin first, so that gloo's senders find a buffer. On GPUs all messages form one batch, because NCCL would
+    otherwise run them one after another. gloo needs no batch, and without it a short message takes a third less time.
     """
     coming = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
     going = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
@@ -36,7 +36,7 @@ def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Mes
 
 
 def timeout_of(group: Group, device: torch.device) -> timedelta:
-    """Return the current timeout of a group for messages from a device."""
+    """Return a group's current timeout for messages of tensors on a device."""
     backend: Any = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
     timeout: timedelta = backend.options._timeout
     return timeout
@@ -55,9 +55,9 @@ class Peers:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._like: Tensor | None = None  # the first tensor checked; the others must have its type and device
         if self.rank < 0:
-            raise ValueError("this rank is not in the group; call on ranks of the group only")
+            raise ValueError("this rank is not in the group; call this on ranks of the group only")
         if not 0 <= root < self.size:
-            raise ValueError(f"root {root}: the group has ranks 0 to {self.size - 1}; name one of them")
+            raise ValueError(f"root {root} is not in the group; pass one of its ranks, 0 to {self.size - 1}")
 
     @cached_property
     def timeout(self) -> timedelta:
@@ -67,7 +67,7 @@ class Peers:
     def wait(self, works: list[dist.Work]) -> None:
         """Wait for messages; on a GPU the current stream waits.
 
-        Without a timeout here, gloo's messages would use the one their group was created with, not the current one.
+        Without an explicit timeout, gloo's messages would use the timeout that their group was created with.
         """
         if self._like is None or self._like.is_cuda:
             wait(works)
@@ -76,7 +76,7 @@ class Peers:
             work.wait(self.timeout)
 
     def check(self, tensors: Sequence[Tensor], name: str) -> list[Tensor]:
-        """Return detached tensors; refuse any that is not flat, contiguous, or of the same type and device."""
+        """Return detached tensors, after checking that they are flat and contiguous, and share one dtype and device."""
         for index, each in enumerate(tensors):
             self._check(each, f"{name}[{index}]" if len(tensors) > 1 else name)
         return [each.detach() for each in tensors]
@@ -85,21 +85,21 @@ class Peers:
         """Refuse a tensor whose length differs from the other's."""
         self._check(one, name)
         if one.numel() != other.numel():
-            raise ValueError(f"{name} has {one.numel()} elements, {other_name} {other.numel()}; make them equal")
+            raise ValueError(f"{name} has {one.numel()} elements, {other_name} has {other.numel()}; make them equal")
 
     def _check(self, tensor: Tensor, name: str) -> None:
         if tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()}; pass it flat")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()}; flatten it first")
         if self._like is None:
             self._like = tensor
             if tensor.is_cuda and dist.get_backend(self.group) == "gloo":
-                raise ValueError(f"{name} is on {tensor.device}: gloo sends from the CPU only; use NCCL, or copy it")
+                raise ValueError(f"{name} is on {tensor.device}: gloo sends only from the CPU; use NCCL, or copy it")
         if tensor.dtype != self._like.dtype or tensor.device != self._like.device:
             found, wanted = f"{tensor.dtype} on {tensor.device}", f"{self._like.dtype} on {self._like.device}"
-            raise ValueError(f"{name} is {found}, the others are {wanted}; pass one type and device")
+            raise ValueError(f"{name} is {found}, but others are {wanted}; use the same type and device")
 
     def post(self, *, sends: Iterable[Message] = (), receives: Iterable[Message] = ()) -> list[dist.Work]:
-        """Begin messages to and from ranks modulo n."""
+        """Begin messages, as `begin` does. Ranks are taken modulo the size of the group."""
         return begin(
             self.group,
             sends=[(tensor, peer % self.size) for tensor, peer in sends],
@@ -113,14 +113,14 @@ def chunks_of(tensor: Tensor, count: int) -> list[Tensor]:
 
 
 def parts_of(chunks: Chunks, count: int) -> Sequence[Tensor]:
-    """Return chunks as a sequence with one per rank."""
+    """Return chunks as a sequence of `count` tensors, one per rank."""
     parts = chunks_of(chunks, count) if isinstance(chunks, Tensor) else chunks
     if len(parts) != count:
-        raise ValueError(f"{len(parts)} chunks for {count} ranks; pass one for each rank of the group")
+        raise ValueError(f"got {len(parts)} chunks for {count} ranks; pass one for each rank of the group")
     return parts
 
 
 def copy(source: Tensor, target: Tensor) -> None:
-    """Copy, unless both share the same memory."""
+    """Copy a tensor, unless source and target are the same memory."""
     if source.data_ptr() != target.data_ptr():
         target.copy_(source)

@@ -10,11 +10,11 @@ from muster.ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, p
 def ring_reduce_scatter(chunks: Chunks, out: Tensor, group: Group = None) -> None:
     """Store in `out` the sum over ranks of this rank's chunk, in n - 1 steps of a ring.
 
-    The chunks do not change; `out` may be this rank's own chunk. The sum of chunk c is taken in the order
+    The chunks do not change; `out` may be this rank's own chunk. Chunk c is added in the rank order
     c + 1, c + 2, ... n - 1, 0, ... c.
 
     Raises:
-        ValueError: If the tensors do not fit together, or this rank is not in the group.
+        ValueError: If lengths, shapes, dtypes or devices do not fit together, or this rank is not in the group.
     """
     ring = Peers(group)
     parts = ring.check(parts_of(chunks, ring.size), "chunks")
@@ -26,17 +26,17 @@ def ring_all_gather(chunk: Tensor, out: Chunks, group: Group = None) -> None:
     """Gather every rank's chunk into `out`, in n - 1 steps of a ring. `chunk` may be this rank's entry in `out`.
 
     Raises:
-        ValueError: If the tensors do not fit together, or this rank is not in the group.
+        ValueError: If lengths, shapes, dtypes or devices do not fit together, or this rank is not in the group.
     """
     ring = Peers(group)
     parts = ring.check(parts_of(out, ring.size), "out")
-    ring.check_one(chunk, parts[ring.rank], "chunk", f"place {ring.rank} of out")
+    ring.check_one(chunk, parts[ring.rank], "chunk", f"entry {ring.rank} of out")
     copy(chunk, parts[ring.rank])
     interleave(_gather_column(ring, column) for column, _ in columns_of(parts))
 
 
 def ring_all_reduce(tensor: Tensor, group: Group = None) -> None:
-    """Replace a tensor by its sum over ranks: for every column a reduce-scatter, then an all-gather.
+    """Replace a tensor by its sum over ranks. Every column runs a reduce-scatter, then an all-gather.
 
     All ranks get the same bits.
 
@@ -63,7 +63,7 @@ def _reduce_column(ring: Peers, column: list[Tensor], out: Tensor) -> Column:
     buffers = [out.new_empty(longest), out.new_empty(longest)]  # one is sent while the other is filled
     sending = column[(rank - 1) % size]
     for step in range(size - 1):
-        own = column[(rank - 2 - step) % size]  # in the last step, size - 2, this rank's own part
+        own = column[(rank - 2 - step) % size]  # in the last step (size - 2), this rank's own part
         received = buffers[step % 2][: own.numel()]
         works = ring.post(sends=[(sending, rank + 1)], receives=[(received, rank - 1)])
         yield
@@ -72,7 +72,7 @@ def _reduce_column(ring: Peers, column: list[Tensor], out: Tensor) -> Column:
 
 
 def _gather_column(ring: Peers, column: list[Tensor]) -> Column:
-    """All-gather a column: pass the part received last on to the right."""
+    """All-gather a column: in each step, send the last received part to the right."""
     rank, size = ring.rank, ring.size
     for step in range(size - 1):
         sending, receiving = column[(rank - step) % size], column[(rank - step - 1) % size]

@@ -1,4 +1,4 @@
-"""Binomial trees: ceil(log2 n) rounds. Each doubles the ranks that have the data, or halves those with partial sums."""
+"""Binomial trees of ceil(log2 n) rounds. Each round doubles the ranks with the data, or halves the partial sums."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,14 @@ from muster.ddp.primitives.peers import Group, Peers
 
 
 def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
-    """Overwrite a tensor with the root's, along a binomial tree of ceil(log2 n) rounds.
+    """Overwrite a tensor with that of the root rank, along a binomial tree of ceil(log2 n) rounds.
 
     Raises:
         ValueError: If the tensor is not flat and contiguous, or the root or this rank is not in the group.
     """
     peers = Peers(group, root)
     peers.check([tensor], "tensor")
-    place = (peers.rank - root) % peers.size  # in the tree; the root's is 0
+    place = (peers.rank - root) % peers.size  # position in the tree; the root's is 0
     for distance in _distances(peers.size):
         # 0 -> 4 | 0 -> 2, 4 -> 6 | 0 -> 1, 2 -> 3, 4 -> 5, 6 -> 7
         if place % (2 * distance) == 0 and place + distance < peers.size:
@@ -58,5 +58,5 @@ def _add_column(peers: Peers, part: Tensor, source: int) -> Column:
 
 
 def _distances(size: int) -> list[int]:
-    """List the distance between the ranks of a message in each round: 4, 2, 1 for 5 to 8 ranks."""
+    """List the distance between sender and receiver in each round: 4, 2, 1 for 5 to 8 ranks."""
     return [2**power for power in reversed(range((size - 1).bit_length()))]

@@ -1,15 +1,14 @@
-"""Errors of users, as exceptions with their exit codes.
+"""Exceptions for errors that a user can act on, each with an exit code. Bugs in Muster fail an `assert` instead.
 
-A message is one line: where, what was found, what was expected, and what to do. Only the command line prints it,
-without
-a traceback. `assert` is for bugs in Muster.
+A message is one line. It names the place, the value found, the value expected, and what to do. The command line prints
+messages without a traceback.
 """
 
 from muster.jobs.basics import exits
 
 
 class MusterError(Exception):
-    """Base class; not raised itself."""
+    """Base class of these errors. Muster raises only subclasses."""
 
     exit_code: int = 1
 
@@ -27,7 +26,7 @@ class JobFileError(MusterError):
 
 
 class UnreachableError(MusterError):
-    """A node cannot be reached, or its agent has gone."""
+    """A node cannot be reached, or its agent is gone."""
 
     exit_code = exits.UNREACHABLE
 
@@ -39,7 +38,7 @@ class RunFolderError(MusterError):
 
 
 class NotFoundError(RunFolderError):
-    """There is no such run, or it has no such record."""
+    """The named run does not exist, or lacks the requested record."""
 
     exit_code = exits.NOT_FOUND
 
@@ -51,13 +50,13 @@ class StorageError(MusterError):
 
 
 class RefusedError(MusterError):
-    """Job, hosts, data and machine are each valid, but do not fit together."""
+    """Job, hosts, data and machine are valid separately, but do not fit together."""
 
     exit_code = exits.REFUSED
 
 
 class StartTimeoutError(MusterError):
-    """A node or a rank did not arrive before the start timeout."""
+    """A node or a rank did not join before the start timeout."""
 
     exit_code = exits.TIMEOUT
 
@@ -69,7 +68,7 @@ class NoCheckpointError(MusterError):
 
 
 class BadCheckpointError(NoCheckpointError):
-    """A checkpoint is incomplete or damaged, or Muster did not write it. It is not used."""
+    """A checkpoint is incomplete or damaged, or Muster did not write it. Such a checkpoint is not used."""
 
 
 class StoppedError(MusterError):

@@ -1,7 +1,7 @@
 """Exit codes of Muster: one table for the command line, the supervisor, the agents and the ranks.
 
-Codes 64-78 follow BSD's sysexits where a meaning fits. The `class` of a verdict (`name` here) is authoritative; the
-number is for the shell.
+Codes 64-78 follow BSD's sysexits where a meaning fits. Programs should read the `class` in a verdict (`name` here)
+rather than the code, which is meant for the shell.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Exit:
-    """One row: the exit code, the class in verdicts, and the meaning."""
+    """One row of the table: the exit code, its class in verdicts, and its meaning."""
 
     code: int
     name: str
@@ -44,8 +44,8 @@ TABLE: Final[tuple[Exit, ...]] = (
     Exit(NOT_FOUND, "not-found", "there is no such run, or it has no such record"),
     Exit(RUN_FOLDER, "run-folder", "the run folder, or a file in it, cannot be read or written"),
     Exit(STORAGE, "storage", "storage is failing or full"),
-    Exit(REQUEUE, "requeue", "drained with a commit; requeue me"),
-    Exit(INFRASTRUCTURE, "infrastructure", "infrastructure failed inside the budget (agent to supervisor)"),
+    Exit(REQUEUE, "requeue", "stopped after saving a checkpoint; queue the job again"),
+    Exit(INFRASTRUCTURE, "infrastructure", "the infrastructure failed, so a restart may help (agent to supervisor)"),
     Exit(UNTRUSTED, "untrusted", "a file or folder belongs to another user, or others may write in it"),
     Exit(REFUSED, "refused", "the configuration is refused"),
     Exit(DO_NOT_RESTART, "do-not-restart", "restarting cannot help"),
@@ -55,7 +55,7 @@ TABLE: Final[tuple[Exit, ...]] = (
 
 
 def class_of(code: int) -> str:
-    """Name the class of an exit code: a row of the table, `signal` for 128+n, else `failed`."""
+    """Return the class of an exit code: its name in the table, `signal` for 128+n, else `failed`."""
     for row in TABLE:
         if row.code == code:
             return row.name

@@ -21,15 +21,15 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def mode_in(folder: Path) -> int:
-    """Return the mode of a new file of a run: readable by the group if the folder is, never by others."""
+    """Return the mode for a new file in a run folder: readable by the group if the folder is, never by others."""
     return 0o600 | folder.stat().st_mode & 0o040
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder in a run, readable by those who may read its parent.
+    """Create a folder inside a run folder. Its group may read it if the parent's group may read the parent.
 
     Raises:
-        OSError: if it cannot be created.
+        OSError: if the folder cannot be created.
     """
     above = path.parent.stat().st_mode
     path.mkdir(mode=0o700)
@@ -46,7 +46,7 @@ def write_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
     """Write a whole file under a temporary name, then rename it into place. Without a mode, the umask applies.
 
     Raises:
-        RunFolderError, StorageError: as for `folder_error`.
+        RunFolderError, StorageError: if the file cannot be written (see `folder_error`).
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
@@ -67,7 +67,7 @@ def write_secret(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON to a run folder, by rename; errors as for `write_bytes`."""
+    """Write a value as indented JSON into a run folder, by rename; errors as for `write_bytes`."""
     try:
         mode = mode_in(path.parent)
     except OSError as error:
@@ -76,10 +76,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def open_log(path: Path) -> int:
-    """Open a log of a run for appending; create it if it does not exist. Links are not followed.
+    """Open a log in a run folder for appending; create it if it does not exist. Links are not followed.
 
     Raises:
-        OSError: if it cannot be opened.
+        OSError: if the log cannot be opened.
     """
     try:
         return os.open(path, _APPEND)
@@ -91,7 +91,7 @@ def open_log(path: Path) -> int:
 
 
 def reserve(path: Path, size: int) -> None:
-    """Create a file with `size` bytes allocated on disk; errors as for `folder_error`."""
+    """Create a file with `size` bytes allocated on disk; errors as for `write_bytes`."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -108,10 +108,10 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append records as JSON lines with one write, so that a reader sees either all or none of a line.
+    """Append records as JSON lines with one write, so that a reader sees either a whole line or none of it.
 
     Raises:
-        RunFolderError, StorageError: as for `folder_error`; earlier lines stay intact.
+        RunFolderError, StorageError: if the lines cannot be written (see `folder_error`); earlier lines stay intact.
     """
     if not records:
         return
@@ -120,7 +120,7 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
         descriptor = open_log(path)
         try:
             written = os.write(descriptor, data)
-            if written != len(data):  # half a row would damage the next one; this file has only one writer
+            if written != len(data):  # remove the half row; no other process writes to this file
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
         finally:
             os.close(descriptor)
@@ -131,22 +131,23 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log one at a time, so that its size does not matter. A missing file yields nothing.
+    """Yield the records of a log one at a time, so that memory use does not depend on its size. A missing log yields
+    nothing.
 
     An unfinished last line, a line longer than `LONGEST_LINE_BYTES`, and a line that is not a JSON object are skipped.
 
     Raises:
-        RunFolderError: if it cannot be read, or belongs to another user.
+        RunFolderError: if the log cannot be read, or belongs to another user.
     """
     try:
         with open_file(path) as file:
             while line := file.readline(LONGEST_LINE_BYTES):
                 if not line.endswith(b"\n"):
-                    while line and not line.endswith(b"\n"):  # skip the rest of a line that is too long
+                    while line and not line.endswith(b"\n"):  # skip the rest of an overlong line
                         line = file.readline(LONGEST_LINE_BYTES)
                 elif line.lstrip().startswith(b"{"):  # a quick test that avoids slow exceptions
-                    with suppress(ValueError):  # damaged by a full disk: other lines still count
-                        yield parse_json(line)  # text that begins with { is an object or invalid
+                    with suppress(ValueError):  # skip a line that a full disk damaged
+                        yield parse_json(line)  # valid JSON that begins with { is an object
     except FileNotFoundError:
         return
     except OSError as error:
@@ -154,7 +155,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def locked(descriptor: int, wait_s: float) -> bool:
-    """Lock an open file or folder until it is closed; return False if another process holds the lock for `wait_s`.
+    """Lock an open file or folder until it is closed; return False if another process keeps it locked for `wait_s`.
 
     Raises:
         OSError: if the file system does not support locks.
@@ -171,12 +172,12 @@ def locked(descriptor: int, wait_s: float) -> bool:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with `~` replaced by the home folder. The `~` of an unknown user stays."""
+    """Return a path with `~` replaced by the home folder. The `~NAME` of an unknown user is kept."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 (pathlib raises)
 
 
 def folder_error(path: Path, error: OSError) -> MusterError:
-    """Convert an OSError of a write to an error that says what to do."""
+    """Convert an OSError of a write to an error whose message states what to do."""
     import errno
 
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):

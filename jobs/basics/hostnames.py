@@ -1,7 +1,7 @@
-"""Valid names of hosts and users: one grammar, without characters that are special to a shell, ssh or a terminal.
+"""Check names of hosts and users. Valid names have no characters that are special to a shell, ssh or a terminal.
 
-Names come from hosts files, node lists, manifests, the site file and the command line. They are used in commands of ssh
-and pdsh, and in commands that messages print for the user to paste.
+Names come from hosts files, node lists, manifests, the site file and the command line. Valid names are safe in ssh and
+pdsh commands, and in commands that messages print for the user to paste.
 """
 
 import ipaddress
@@ -17,12 +17,12 @@ _NUMBERS: Final = re.compile(r"[0-9]+(\.[0-9]+)+")
 _ZONE: Final = re.compile(r"[A-Za-z0-9_.-]{1,15}")  # an interface: fe80::1%eth0
 _INTERFACE: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")  # Linux allows 15 bytes
 _USER: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
-# The user; a host in brackets, one without colons, or an IPv6 address; the port.
+# Groups: the user, a host in brackets, a host without colons, an IPv6 address, the port.
 _HOP: Final = re.compile(r"(?:ssh://)?(?:([^@]*)@)?(?:\[([^][]*)\]|([^][:]*)|([^][]*))(?::([0-9]{1,5}))?")
 
 
 def is_numeric(name: str) -> bool:
-    """Return True for an IPv4 or IPv6 address. A link-local address may name its interface."""
+    """Return True for an IPv4 or IPv6 address. A link-local IPv6 address may end in %INTERFACE."""
     address, percent, zone = name.partition("%")
     try:
         ipaddress.ip_address(address)
@@ -35,7 +35,7 @@ def check_name(name: str) -> str:
     """Check that a host name is valid for ssh, Slurm and hosts files; return it.
 
     Raises:
-        UsageError: if it is not a host name or an address.
+        UsageError: if `name` is not a host name or an address.
     """
     if is_numeric(name):
         return name
@@ -47,10 +47,10 @@ def check_name(name: str) -> str:
 
 
 def check_user(user: str) -> str:
-    """Check that a user name is valid before an @; return it.
+    """Check that a user name is valid in USER@HOST; return it.
 
     Raises:
-        UsageError: if it is not a user name.
+        UsageError: if `user` is not a user name.
     """
     if not _USER.fullmatch(user):
         raise UsageError(f"{user!r} is not a user name; expected letters, digits, dots, - and _, such as alice")
@@ -61,7 +61,7 @@ def check_jump(jump: str) -> str:
     """Check jump hosts in the form of `ssh -J`: [USER@]HOST[:PORT], separated by commas; return them.
 
     Raises:
-        UsageError: if one of them is malformed.
+        UsageError: if a jump host is malformed.
     """
     for hop in jump.split(","):
         match = _HOP.fullmatch(hop)
@@ -76,10 +76,10 @@ def check_jump(jump: str) -> str:
 
 
 def check_network(given: str) -> str:
-    """Check that a text is the name of an interface or a network in CIDR notation; return it.
+    """Check that `given` is the name of an interface or a network in CIDR notation; return it.
 
     Raises:
-        UsageError: if it is neither.
+        UsageError: if `given` is neither a name nor a network.
     """
     try:
         if "/" in given:

@@ -1,10 +1,12 @@
-"""Ownership rules for run folders: refuse those that other users could change. For files see `jobs/basics/reading.py`.
+"""Ownership rules for run folders: refuse folders that other users could change.
 
-check_folder     a run folder belongs to this user or root, and is not writable by everybody
-check_parents    nobody can replace it with another folder, as in a world-writable folder without the sticky bit
-made_by_us       a new folder belongs to this user, and is closed to others
-private_folder   create a folder for this user only, on a machine with other users
-looking          a context in which runs shared by a colleague (`share: group` in the site file) may be read
+    check_folder     check that a run folder belongs to this user or root, and is not writable by everybody
+    check_parents    check that nobody can replace it, as in a world-writable folder without the sticky bit
+    made_by_us       check that a new folder belongs to this user, and close it to others
+    private_folder   create a folder for this user only, on a machine with other users
+    looking          a context in which runs shared by a colleague (`share: group` in the site file) may be read
+
+The rules for files are in `jobs/basics/reading.py`.
 """
 
 import os
@@ -32,7 +34,7 @@ _warned: set[str] = set()
 
 @contextmanager
 def looking(shares: Callable[[], bool]) -> Iterator[None]:
-    """Let a command that only shows runs also read those of colleagues, if `shares` says that this user wants that."""
+    """Allow a read-only command to read runs that colleagues share, if `shares` returns True."""
     token = _shares.set(shares)
     try:
         with trusting():
@@ -45,8 +47,8 @@ def check_folder(path: Path, *, warn: bool = True) -> None:
     """Refuse a run folder that another user could have written.
 
     Raises:
-        UntrustedError: if it, or a link to it, belongs to another user, or everybody may write in it.
-        RunFolderError: if it is not a folder, or cannot be opened.
+        UntrustedError: if the folder, or a link to it, belongs to another user, or everybody may write in it.
+        RunFolderError: if `path` is not a folder, or cannot be opened.
     """
     try:
         link = path.lstat()
@@ -64,19 +66,21 @@ def check_folder(path: Path, *, warn: bool = True) -> None:
     check_owner(path, status)
     if status.st_mode & stat.S_IWOTH:
         raise UntrustedError(
-            f"{path}: every user may write in it, so it was not used; "
-            f"if its files are yours, close it first: chmod o-w {quote(str(path))}"
+            f"{path}: every user may write in this folder, so it was not used; "
+            f"if its files are yours, first run: chmod o-w {quote(str(path))}"
         )
     if status.st_mode & stat.S_IWGRP and warn:
-        warn_once(f"{path}: its group may write in it; to prevent that: chmod -R g-w {quote(str(path))}", "run folder")
+        warn_once(
+            f"{path}: its group may write in it; to prevent that, run: chmod -R g-w {quote(str(path))}", "run folder"
+        )
 
 
 def check_parents(path: Path, *, warn: bool = True) -> None:
     """Refuse a folder that any user could rename and replace with another one.
 
     Raises:
-        UntrustedError: if a folder above it is world-writable and has no sticky bit.
-        RunFolderError: if a folder above it cannot be examined.
+        UntrustedError: if a folder above `path` is world-writable and has no sticky bit.
+        RunFolderError: if a folder above `path` cannot be examined.
     """
     parents = Path(os.path.realpath(path)).parents
     try:
@@ -86,13 +90,14 @@ def check_parents(path: Path, *, warn: bool = True) -> None:
     for parent, mode in modes:
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UntrustedError(
-                f"{parent}: every user can replace the folders in it; close it (chmod o-w {quote(str(parent))}), "
+                f"{parent}: every user can replace the folders in it; run chmod o-w {quote(str(parent))}, "
                 f"or {_OTHER_FOLDER}"
             )
     parent, mode = modes[0]
     if warn and mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
         warn_once(
-            f"{parent}: its group can replace the runs in it; to prevent that: chmod g-w {quote(str(parent))}", "parent"
+            f"{parent}: its group can replace the runs in it; to prevent that, run: chmod g-w {quote(str(parent))}",
+            "parent",
         )
 
 
@@ -100,8 +105,8 @@ def made_by_us(path: Path, *, shared: bool = False) -> None:
     """Restrict the permissions of a new folder; with `shared` its group may read it. On failure the folder is removed.
 
     Raises:
-        RunFolderError: if the file system assigns it to another user, or lets others write in it.
-        OSError: if its mode cannot be changed.
+        RunFolderError: if the file system assigns new folders to another user, or lets others write in them.
+        OSError: if the mode of the folder cannot be changed.
     """
     status = path.lstat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -115,11 +120,11 @@ def made_by_us(path: Path, *, shared: bool = False) -> None:
 
 
 def private_folder(path: Path) -> None:
-    """Create a folder for this user only, or check the existing one, and every folder above it.
+    """Create a folder for this user only, or check the existing one. Check every folder above it, too.
 
     Raises:
-        UntrustedError: if one of them belongs to another user, or others may replace it or write in it.
-        OSError: if it cannot be created.
+        UntrustedError: if one of these folders belongs to another user, or others may replace it or write in it.
+        OSError: if a folder cannot be created.
     """
     real = Path(os.path.realpath(path))
     here, within = Path("/"), os.open("/", _FOLDER)
@@ -133,7 +138,7 @@ def private_folder(path: Path) -> None:
             check_owner(here, status)
             open_to = status.st_mode & (0o022 if here == real else stat.S_IWOTH)
             if open_to and (here == real or not status.st_mode & stat.S_ISVTX):
-                raise UntrustedError(f"{here}: other users may write in it, so it was not used; close it: chmod go-w")
+                raise UntrustedError(f"{here}: other users may write in it, so it was not used; run chmod go-w on it")
     finally:
         os.close(within)
 
@@ -146,16 +151,16 @@ def warn_once(text: str, kind: str) -> None:
 
 
 def _enter(within: int, name: str) -> int:
-    """Open a folder within an open folder, but never a link; create it if it does not exist."""
+    """Open a subfolder of an open folder, but never a link. Create the subfolder if it does not exist."""
     with suppress(FileNotFoundError):
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=within)
-    with suppress(FileExistsError):  # another process was faster; if it is not ours, the folder is refused
+    with suppress(FileExistsError):  # another process was faster; the caller checks the owner
         os.mkdir(name, ALONE, dir_fd=within)
     return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=within)
 
 
 def _is_shared(status: os.stat_result) -> bool:
-    """Return True if the folder is readable by a group of both its owner and this user, and this user wants to look."""
+    """Return True if the folder is shared with a group of both its owner and this user, and `looking` allows it."""
     shares = _shares.get()
     if shares is None or status.st_mode & 0o072 != 0o050 or status.st_gid not in (os.getegid(), *os.getgroups()):
         return False

@@ -1,4 +1,4 @@
-"""Descriptors that define the paths in a folder as a table: each path of a class with a `path` is one line."""
+"""Descriptors that define paths inside a folder: a class with a `path` attribute needs one line per path."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class Folder(Protocol):
-    """An object with a `path`."""
+    """An object with a `path` attribute."""
 
     @property
     def path(self) -> Path:
-        """The folder itself."""
+        """The path of the folder."""
         ...
 
 
@@ -25,7 +25,7 @@ class At:
 
 
 class Each:
-    """Paths that differ in a number or word: after `out = Each("rank-{:05d}.out")`, call `attempt.out(3)`."""
+    """A path with a number or word in its name: after `out = Each("rank-{:05d}.out")`, call `attempt.out(3)`."""
 
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern

@@ -1,16 +1,16 @@
 """Read untrusted files safely: only files of a trusted owner, and never more than a limit.
 
     open_file     open a regular file of a trusted owner; a link as the last part of the path is not followed
-    target_of     the target of a link of a trusted owner
-    read_bytes    a whole file of at most `most` bytes
-    read_rest     the rest of an open file
-    read_end      the last bytes of a file of any size
-    parse_json    text to a value of limited depth and size, with numbers of limited length
-    read_json     both
-    Lines         bytes from a pipe or a socket, as whole lines
+    target_of     return the target of a link of a trusted owner
+    read_bytes    read a whole file of at most `most` bytes
+    read_rest     read the rest of an open file
+    read_end      read the last bytes of a file of any size
+    parse_json    parse text to a value of limited depth and size, with numbers of limited length
+    read_json     read_bytes, then parse_json
+    Lines         split the bytes of a pipe or a socket into lines
 
-Trusted owners are this user and root. `trusting` adds others while a command only shows a run (`share: group`).
-`owned=False` is for a file that the user names on the command line: any owner, a link or a pipe.
+Trusted owners are this user and root. Commands that only show a run add other owners with `trusting` (`share: group`).
+`owned=False` is for files named on the command line, which may have any owner and may be links or pipes.
 """
 
 import errno
@@ -30,15 +30,15 @@ from typing import IO, Any, Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import RunFolderError
 
-MOST_BYTES: Final = 1 << 24  # a record of 100,000 ranks fits
-SETTINGS_BYTES: Final = 1 << 20  # job, site and hosts files are handwritten, and YAML takes a second per megabyte
+MOST_BYTES: Final = 1 << 24  # enough for a record of 100,000 ranks
+SETTINGS_BYTES: Final = 1 << 20  # for handwritten job, site and hosts files; YAML takes a second per megabyte
 LONGEST_LINE_BYTES: Final = 1 << 22
 DEEPEST: Final = 64  # levels of lists and objects
 MOST_VALUES: Final = 1 << 20  # a parsed value takes up to 100 bytes of memory
-MOST_DIGITS: Final = 400  # no float needs more, and int() is quadratic
+MOST_DIGITS: Final = 400  # enough for any float; the time of int() is quadratic in the digits
 CHUNK_BYTES: Final = 1 << 20
 
-LATEST_S: Final = 253_402_300_799  # 9999-12-31, the last day that `datetime` knows
+LATEST_S: Final = 253_402_300_799  # 9999-12-31, the last day that `datetime` supports
 LARGEST: Final = 1e60  # limit for measurements, so that a sum of squares stays finite
 _STRINGS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _BRACKETS: Final = re.compile(r"[\[\]{}]")
@@ -54,7 +54,7 @@ class UntrustedError(RunFolderError):
 
 @contextmanager
 def trusting(*owners: int) -> Iterator[None]:
-    """Also trust files of these users within the block, for commands that only show; `trust` adds more users."""
+    """Also trust files of these users within the block, for read-only commands; `trust` adds more users."""
     token = _extra_owners.set(frozenset(owners))
     try:
         yield
@@ -76,7 +76,7 @@ def check_owner(path: Path, status: os.stat_result) -> None:
     """Refuse a file or folder of another user.
 
     Raises:
-        UntrustedError: if it belongs neither to this user nor to root.
+        UntrustedError: if the owner is not trusted.
     """
     if not is_trusted(status.st_uid):
         raise UntrustedError(
@@ -89,8 +89,8 @@ def open_file(path: Path, *, owned: bool = True) -> IO[bytes]:
     """Open a file for reading.
 
     Raises:
-        OSError: if it cannot be opened.
-        UntrustedError: if `owned`, and it belongs to another user, is a link or is not a regular file.
+        OSError: if the file cannot be opened.
+        UntrustedError: if `owned`, and the file belongs to another user, is a link or is not a regular file.
     """
     if not owned:
         return path.open("rb")
@@ -135,9 +135,8 @@ def read_bytes(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> byt
     """Read a whole file.
 
     Raises:
-        OSError: if it cannot be read.
-        UntrustedError: if `owned`, and it belongs to another user.
-        ValueError: if it has more than `most` bytes.
+        OSError, UntrustedError: as for `open_file`.
+        ValueError: if the file has more than `most` bytes.
     """
     with open_file(path, owned=owned) as file:
         try:
@@ -150,7 +149,7 @@ def read_rest(read: Callable[[int], bytes], most: int) -> bytes:
     """Read the rest of an open file or stream.
 
     Raises:
-        ValueError: if it has more than `most` bytes.
+        ValueError: if the rest has more than `most` bytes.
     """
     data = bytearray()
     while piece := read(min(CHUNK_BYTES, most + 1 - len(data))):
@@ -171,8 +170,8 @@ def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VA
     """Parse JSON of limited depth and size.
 
     Raises:
-        ValueError: if it is not JSON, is nested deeper than `deepest`, has more than `most` values, or has a number of
-            more than 400 digits or beyond `largest`.
+        ValueError: if the text is not JSON, is nested deeper than `deepest`, has more than `most` values, or has a
+            number of more than 400 digits or beyond `largest`.
     """
     text = data if isinstance(data, str) else data.decode()
     brackets = text.count("[") + text.count("{")
@@ -191,14 +190,14 @@ def read_json(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> Any:
 
 
 class Lines:
-    """Splits a byte stream into lines. At most `longest` bytes of an unfinished line are kept."""
+    """A line splitter for a byte stream. It keeps at most `longest` bytes of an unfinished line."""
 
     def __init__(self, longest: int | None = None) -> None:
         self._longest = longest
         self._held = b""
 
     def of(self, data: bytes) -> list[bytes]:
-        """Add bytes; return the lines that are now complete, without their newlines."""
+        """Add bytes; return the lines that they complete, without newlines."""
         *whole, rest = (self._held + data).split(b"\n")
         self._held = rest[: self._longest]
         return whole
@@ -206,14 +205,14 @@ class Lines:
 
 def _number(kind: type[int] | type[float], largest: float, digits: str) -> int | float:
     if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
+        raise ValueError(f"a number of {len(digits)} digits is too long")
     if not -largest <= (value := kind(digits)) <= largest:
         raise ValueError(f"{digits:.20} is beyond {largest:g}")
     return value
 
 
 def _has_long_number(text: str) -> bool:
-    """Return True if a number may have more than MOST_DIGITS digits, because it fills a block of half as many."""
+    """Return True if a number may exceed MOST_DIGITS digits. Such a number fills a block of half that length."""
     block = MOST_DIGITS // 2
     return any(text[begin : begin + block].isdigit() for begin in range(0, len(text), block))
 

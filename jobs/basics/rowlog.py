@@ -1,4 +1,4 @@
-"""A log of rows that survives a full disk: rows that could not be written are kept and written later."""
+"""A log of rows that survives a full disk: rows that could not be written are kept in memory and written later."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any, Final
 from muster.jobs.basics.errors import StorageError
 from muster.jobs.basics.files import append_lines
 
-MOST_KEPT: Final = 10_000  # rows; the oldest are dropped
+MOST_KEPT: Final = 10_000  # rows; if there are more, the oldest are dropped
 
 
 class RowLog:
-    """Appends rows to one file. `patient`: a full or failing disk is reported once instead of raising."""
+    """A log of rows in one file. If `patient`, a full or failing disk is reported once and raises no error."""
 
     def __init__(self, path: Path, *, patient: bool, say: Callable[[str], None]) -> None:
         self.path = path
@@ -21,11 +21,11 @@ class RowLog:
         self._is_full = False
 
     def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write rows, after those that were kept.
+        """Write the kept rows, then `rows`.
 
         Raises:
             StorageError: if the disk is full or failing, and the log is not patient.
-            RunFolderError: if it cannot be written for another reason.
+            RunFolderError: if the file cannot be written for another reason.
         """
         self.kept += rows
         try:
@@ -44,7 +44,7 @@ class RowLog:
         self.kept.clear()
 
     def give_out(self) -> None:
-        """Write the kept rows at the end: all of them, or as many of the newest as fit on the disk."""
+        """Write the kept rows before the process ends. While they do not fit on the disk, drop the older half."""
         while self.kept:
             self.append([])
             del self.kept[: (len(self.kept) + 1) // 2]

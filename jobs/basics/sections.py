@@ -1,6 +1,6 @@
-"""Sections of a job file, checked by pydantic or plain. Both kinds have the keys as attributes.
+"""Sections of a job file, as pydantic models or as plain objects. Both kinds have the keys as attributes.
 
-A rank's Python needs only torch, so a rank uses plain sections (`jobs/spec/plain.py`). The functions here work on both
+A rank's Python may lack pydantic, so ranks use plain sections (`jobs/spec/plain.py`). The functions here accept both
 kinds.
 """
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class PlainSection(SimpleNamespace):
     """A section whose keys were checked elsewhere.
 
-    `given` names the keys that the file gives, `changed` those whose value is not the default.
+    `given` names the keys that are in the file, `changed` the keys whose value is not the default.
     """
 
     def __init__(self, values: Mapping[str, Any], given: Collection[str], changed: Collection[str]) -> None:
@@ -26,19 +26,19 @@ class PlainSection(SimpleNamespace):
 
 
 def given(section: Any) -> frozenset[str]:
-    """Return the keys that the file gives."""
+    """Return the keys that are in the file."""
     return section._given if isinstance(section, PlainSection) else frozenset(section.model_fields_set)
 
 
 def values(section: Any) -> dict[str, Any]:
-    """Return all keys with their values as in JSON; nested sections become mappings."""
+    """Return all keys with their JSON values; nested sections become mappings."""
     if not isinstance(section, PlainSection):
         return _dumped(section)
     return {key: values(value) if isinstance(value, PlainSection) else value for key, value in _own(section).items()}
 
 
 def changed(section: Any) -> dict[str, Any]:
-    """Return the keys whose value is not the default, in the form of `values`; nested sections are treated alike."""
+    """Return the keys whose value is not the default, with their JSON values; do the same in nested sections."""
     if not isinstance(section, PlainSection):
         return _dumped(section, exclude_defaults=True)
     own = {key: value for key, value in _own(section).items() if key in section._changed}
@@ -46,7 +46,7 @@ def changed(section: Any) -> dict[str, Any]:
 
 
 def replaced(section: T, **updates: Any) -> T:
-    """Return a copy with other values for some keys."""
+    """Return a copy of a section with some keys replaced by `updates`."""
     if not isinstance(section, PlainSection):
         return cast(T, cast("BaseModel", section).model_copy(update=updates))
     now = {**_own(section), **updates}

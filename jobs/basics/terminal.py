@@ -2,10 +2,10 @@ r"""Make untrusted text safe to print: it may use colours, but cannot control th
 
     printable(text)    no control characters except tab and newline, and none that hide or reorder text
     shown(text)        also colours (SGR sequences), reset at the end of each line
-    rank_line(text)    also carriage return and erase-line, with which a rank redraws a progress bar
-    last_state(line)   what a terminal finally shows of such a line
+    rank_line(text)    also carriage return and erase-line, which redraw a progress bar
+    last_state(line)   the final state of such a progress bar
 
-All other control characters are escaped: \x1b, \u202e. Above ASCII the escapes are those of JSON, so JSON stays JSON.
+All other control characters are escaped: \x1b, \u202e. Non-ASCII characters get JSON's escapes, so JSON stays valid.
 Output to a pipe or a file is escaped too, because it often ends up in a terminal (`less -R`, `cat`).
 
 `guard()` passes everything that is printed through `shown`. `raw(stream)` bypasses it, for Muster's own cursor
@@ -23,13 +23,13 @@ from typing import Any, Final, TextIO, cast
 RESET: Final = "\x1b[0m"
 
 _HIDDEN: Final = (
-    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 except tab and newline, DEL, C1
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional controls
     "\xad\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200d\u2028\u2029\u2060-\u2065\u206a-\u206f"  # invisible
     "\u3164\ufeff\uffa0\ufff0-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
-    "\U000e0000-\U000e0fff\ud800-\udfff"  # tags; halves of characters
+    "\U000e0000-\U000e0fff\ud800-\udfff"  # tags; surrogates
 )
-# One parameter of a colour: a number (but not 8, which hides text), or a colour after 38 or 48: 5;N or 2;R;G;B.
+# One SGR parameter: a number (but not 8, which hides text), or 38 or 48 followed by a colour: 5;N or 2;R;G;B.
 _PARAMETER: Final = r"(?:[34]8;(?:5;\d{1,3}|2;\d{1,3};\d{1,3};\d{1,3})|0{0,2}|0?[1-79]|[1-9]\d|10\d)"
 _COLOUR: Final = rf"\x1b\[{_PARAMETER}(?:;{_PARAMETER}){{0,15}}m"
 _ERASE: Final = r"\x1b\[[0-2]?K"
@@ -41,17 +41,17 @@ def printable(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Escape everything but colours, and reset these at the end of each line."""
+    """Escape all special characters except colours, and reset colours at the end of each line."""
     return text if _is_plain(text) else _lines(text, redrawn=False)
 
 
 def rank_line(text: str) -> str:
-    """Escape everything but colours, carriage return and erase-line."""
+    """Escape all special characters except colours, carriage return and erase-line."""
     return text if _is_plain(text) else _lines(text, redrawn=True)
 
 
 def last_state(line: str) -> str:
-    r"""Return what a terminal finally shows of a line: the last state of a progress bar redrawn with `\r`."""
+    r"""Return the text that a terminal finally shows for a line: the last state of a progress bar redrawn with `\r`."""
     if _is_plain(line):
         return line
     return shown(re.sub(_ERASE, "", line.rstrip("\r").rpartition("\r")[2].replace("\0", "")))
@@ -63,7 +63,7 @@ def guard() -> None:
 
 
 def raw(stream: TextIO) -> TextIO:
-    """Return the stream behind a guarded one. Text written to it must be Muster's own, or already escaped."""
+    """Return the stream behind a guarded one. Text written to that stream must be Muster's own, or already escaped."""
     return stream.stream if isinstance(stream, _Guarded) else stream
 
 
@@ -90,12 +90,12 @@ def _guarded(stream: TextIO) -> TextIO:
 
 
 def _is_plain(text: str) -> bool:
-    return text.isascii() and text.isprintable()  # isprintable() is true for some characters that hide text
+    return text.isascii() and text.isprintable()  # isprintable() alone accepts some characters that hide text
 
 
 @cache
 def _special() -> re.Pattern[str]:
-    """Match a colour, a redraw, or one character to escape. Compiled only when text is not plain."""
+    """Return the pattern of a colour, a redraw, or one character to escape, compiled on first use."""
     return re.compile(rf"({_COLOUR})|({_ERASE}|\r)|[{_HIDDEN}]", re.ASCII)
 
 
@@ -103,7 +103,7 @@ def _lines(text: str, *, redrawn: bool) -> str:
     def replaced(match: re.Match[str]) -> str:
         return match[0] if match[1] or (match[2] and redrawn) else _escaped(match[0])
 
-    # A line may end in \r\n, as lines from ssh do.
+    # Lines may end in \r\n, as those from ssh do.
     lines = [line.rstrip("\r") for line in text.split("\n")] if "\r" in text else [text]
     safe = _special().sub(replaced, "\n".join(lines))
     return "\n".join(map(_closed, safe.split("\n"))) if "\x1b" in safe else safe
@@ -130,11 +130,11 @@ def _escape(character: str) -> str:
 
 
 def warn(text: str) -> None:
-    """Print a warning on standard error, which may be on the full disk that the warning is about."""
+    """Print a warning on standard error. Ignore errors, because its file may be on the full disk that is reported."""
     with suppress(OSError):
         print(f"muster: warning: {text}", file=sys.stderr, flush=True)
 
 
 def terminal_columns() -> int:
-    """Return the width of the terminal behind standard output; without a terminal, lines may have any length."""
+    """Return the width of the terminal behind standard output, or sys.maxsize without a terminal."""
     return shutil.get_terminal_size((sys.maxsize, 0)).columns

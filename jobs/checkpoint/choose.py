@@ -7,7 +7,7 @@ from muster.jobs.basics.errors import BadCheckpointError, MusterError, NoCheckpo
 from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.commit import roll_forward
 from muster.jobs.checkpoint.lineage import candidates, folder_names
-from muster.jobs.checkpoint.manifest import Manifest
+from muster.jobs.checkpoint.manifest import CheckpointManifest
 from muster.jobs.checkpoint.names import step_and_attempt
 from muster.jobs.checkpoint.verify import is_verified, mark_verified, verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
@@ -16,10 +16,10 @@ from muster.jobs.runfolder.rundir import RunDir
 
 @dataclass(frozen=True)
 class Chosen:
-    """A checkpoint that was verified, byte by byte unless the check was shallow."""
+    """A verified checkpoint. All its bytes were checked, unless the check was shallow."""
 
     folder: CheckpointDir
-    manifest: Manifest
+    manifest: CheckpointManifest
 
 
 def newest_good(
@@ -34,22 +34,22 @@ def newest_good(
     """Choose the checkpoint to continue from; None if the run has no valid one.
 
     First, checkpoints that all writers have saved are committed. Then the candidates of the lineage are verified in
-    turn. A bad one is renamed to `bad-...` and reported in one line, and the one before it is tried. A candidate that
-    is unreadable at the moment stays where it is.
+    turn, until one is valid. A bad candidate is renamed to `bad-...` and reported in one line. A candidate that cannot
+    be read at the moment is reported and stays unchanged.
 
     Args:
         step: choose the newest checkpoint of this step in the lineage.
         name: choose exactly this folder.
 
     Raises:
-        NoCheckpointError: if there is no valid checkpoint of that step or no committed one of that name.
-        BadCheckpointError: if the named checkpoint is bad, or the checkpoint folder is a link.
+        NoCheckpointError: if there is no valid checkpoint of `step`, or no committed checkpoint `name`.
+        BadCheckpointError: if the checkpoint `name` is bad, or the checkpoint folder is a link.
         StorageError: if the checkpoint folder cannot be read.
     """
     try:
         roll_forward(run, say=say)
-    except MusterError as error:  # a full disk must not hide checkpoints that are committed already
-        say(f"cannot commit what is pending: {error}")
+    except MusterError as error:  # a full disk must not hide committed checkpoints
+        say(f"cannot commit pending checkpoints: {error}")
     for folder in _asked_for(run, step, name, say):
         try:
             manifest = verify(folder, deep=deep)
@@ -63,7 +63,7 @@ def newest_good(
                 raise
             continue
         except StorageError as error:
-            say(f"{folder.name} is unreadable at the moment and was left alone: {error}")
+            say(f"{folder.name} cannot be read at the moment and was not changed: {error}")
             continue
         if mark and deep:
             _mark(folder, manifest, say)
@@ -78,7 +78,7 @@ def has_commits(run: RunDir) -> bool:
 
     Raises:
         BadCheckpointError: if the checkpoint folder is a link.
-        StorageError: if it cannot be read.
+        StorageError: if the checkpoint folder cannot be read.
     """
     return any(
         name.startswith("bad-") or (step_and_attempt(name) is not None and _is_committed(run.checkpoints / name))
@@ -91,7 +91,7 @@ def _is_committed(path: Path) -> bool:
         CheckpointDir(path).manifest.lstat()
     except FileNotFoundError:
         return False
-    except OSError:  # unknown: count it rather than ignore a checkpoint
+    except OSError:  # count it, to be safe: it may be committed
         return True
     return True
 
@@ -120,10 +120,10 @@ def _asked_for(run: RunDir, step: int | None, name: str | None, say: disk.Say) -
 
 def _there(run: RunDir) -> str:
     names = sorted(name for name in folder_names(run) if step_and_attempt(name))
-    return f"there are {', '.join(names[-6:])}" if names else "there are none"
+    return f"the run has {', '.join(names[-6:])}" if names else "the run has none"
 
 
-def _mark(folder: CheckpointDir, manifest: Manifest, say: disk.Say) -> None:
+def _mark(folder: CheckpointDir, manifest: CheckpointManifest, say: disk.Say) -> None:
     try:
         if not is_verified(folder, manifest):
             mark_verified(folder, manifest)

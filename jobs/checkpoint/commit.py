@@ -1,7 +1,7 @@
 """Commit a checkpoint: wait for every writer's `.ok`, check that no newer attempt has begun, then rename one file.
 
-There is no collective and no process group: the `.ok` files are the votes. The writer of rank 0 commits. If it died
-after the last `.ok`, the supervisor commits (`roll_forward`). Both write the same bytes.
+No collective or process group is needed, because the `.ok` files are the votes. The writer of rank 0 commits. If it
+dies after the last `.ok`, the supervisor commits instead (`roll_forward`). Both write the same bytes.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from muster.jobs.basics.errors import BadCheckpointError, MusterError, RunFolder
 from muster.jobs.basics.files import make_folder
 from muster.jobs.checkpoint import disk, sealed
 from muster.jobs.checkpoint.lineage import candidates
-from muster.jobs.checkpoint.manifest import Manifest, manifest_of, parse_manifest
+from muster.jobs.checkpoint.manifest import CheckpointManifest, manifest_of, parse_manifest
 from muster.jobs.checkpoint.names import identity
 from muster.jobs.checkpoint.shard import ShardRecord, read_ok
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
@@ -46,7 +46,7 @@ def begin(run: RunDir, step: int, attempt: int) -> CheckpointDir:
 
     Raises:
         FencedError: if a newer attempt has begun.
-        StorageError, RunFolderError: if it cannot be created.
+        StorageError, RunFolderError: if the folder cannot be created.
     """
     check_fence(run, attempt)
     folder = run.checkpoint(step, attempt)
@@ -75,7 +75,7 @@ def check_fence(run: RunDir, attempt: int) -> None:
 
 def commit(
     run: RunDir, folder: CheckpointDir, writers: int, *, deadline_s: float = DEADLINE_S, poll_s: float = POLL_S
-) -> Manifest:
+) -> CheckpointManifest:
     """Wait for every writer's `.ok`, then commit.
 
     Raises:
@@ -91,12 +91,12 @@ def commit(
     check_fence(run, attempt)
     _write(folder, manifest)
     disk.sync_folder(run.checkpoints)
-    check_fence(run, attempt)  # an attempt that began meanwhile chose without this checkpoint: report no success
+    check_fence(run, attempt)  # fail if a newer attempt began meanwhile, without this checkpoint
     return manifest
 
 
 def roll_forward(run: RunDir, *, say: disk.Say = lambda _: None) -> list[str]:
-    """Commit the checkpoints of the lineage that lack only their commit; return their names.
+    """Commit the checkpoints of the lineage that lack only the manifest; return their names.
 
     If the original committer is still alive, it writes the same bytes, and both succeed. Checkpoints that cannot be
     committed are reported and left as they are.
@@ -122,18 +122,18 @@ def roll_forward(run: RunDir, *, say: disk.Say = lambda _: None) -> list[str]:
             continue
         _write(folder, manifest)
         disk.sync_folder(run.checkpoints)
-        say(f"{folder.name} was saved by all {len(manifest.files)} writers but not committed; committed it")
+        say(f"{folder.name} was saved by all {len(manifest.files)} writers but not committed; it is now committed")
         done.append(folder.name)
     return done
 
 
 def abandon(folder: CheckpointDir) -> None:
-    """Delete a checkpoint that will not be committed, to free its disk space. A committed one is kept.
+    """Delete a checkpoint that will not be committed, to free its disk space. A committed checkpoint is kept.
 
-    The leader of a save calls this when a writer could not finish. The other writers find their folder gone.
+    The writer of rank 0 calls this when a writer could not finish. The others then fail, because their folder is gone.
 
     Raises:
-        StorageError, RunFolderError: if it cannot be moved or deleted.
+        StorageError, RunFolderError: if the folder cannot be moved or deleted.
     """
     with disk.writing(folder.path), contextlib.suppress(FileNotFoundError):
         if disk.is_there(folder.path, folder.manifest.name):
@@ -144,7 +144,7 @@ def abandon(folder: CheckpointDir) -> None:
 
 
 def _wait(folder: CheckpointDir, writers: int, deadline_s: float, poll_s: float) -> list[ShardRecord]:
-    """Wait until all writers are done, polling ever less often, because each poll goes to the storage server."""
+    """Wait until all writers are done. Poll at growing intervals, because each poll goes to the storage server."""
     end_s = time.monotonic() + deadline_s
     records: dict[int, ShardRecord] = {}
     while True:
@@ -159,7 +159,9 @@ def _wait(folder: CheckpointDir, writers: int, deadline_s: float, poll_s: float)
         if left_s <= 0:
             missing = [writer for writer in missing if writer not in records]
             some = ", ".join(map(str, missing[:8])) + ("..." if len(missing) > 8 else "")
-            raise IncompleteError(f"{folder.path}: no .ok of writers {some} after {deadline_s:.1f} s; not committed")
+            raise IncompleteError(
+                f"{folder.path}: no .ok of writers {some} after {deadline_s:.1f} s; it was not committed"
+            )
         time.sleep(min(poll_s, left_s))
         poll_s = min(poll_s * 1.2, max(MAX_POLL_S, poll_s))
 
@@ -185,13 +187,13 @@ def _check_size(folder: CheckpointDir, within: int, record: ShardRecord) -> None
     try:
         descriptor = disk.open_regular(within, path.name, path)
     except FileNotFoundError as error:
-        raise BadCheckpointError(f"{path}: missing, although its .ok is there") from error
+        raise BadCheckpointError(f"{path}: missing, although its .ok exists") from error
     try:
         size = os.fstat(descriptor).st_size
     finally:
         os.close(descriptor)
     if size != record.bytes:
-        raise BadCheckpointError(f"{path}: {size} bytes, its .ok says {record.bytes}")
+        raise BadCheckpointError(f"{path}: {size} bytes, but its .ok records {record.bytes}")
 
 
 def _is_pending(folder: CheckpointDir) -> bool:
@@ -200,8 +202,8 @@ def _is_pending(folder: CheckpointDir) -> bool:
     return folder.ok(0).name in names and folder.manifest.name not in names
 
 
-def _write(folder: CheckpointDir, manifest: Manifest) -> None:
-    """Write the manifest. If there is one already, it must be the same."""
+def _write(folder: CheckpointDir, manifest: CheckpointManifest) -> None:
+    """Write the manifest. An existing manifest must have the same contents."""
     name = folder.manifest.name
     with disk.writing(folder.path):
         there = disk.is_there(folder.path, name)
@@ -209,17 +211,17 @@ def _write(folder: CheckpointDir, manifest: Manifest) -> None:
         with disk.opened_folder(folder.path) as within:
             found = disk.read_small(within, name, folder.manifest, sealed.MAX_BYTES)
         if parse_manifest(folder, found).sha256 != manifest.sha256:
-            raise BadCheckpointError(f"{folder.manifest}: committed already, with other contents")
+            raise BadCheckpointError(f"{folder.manifest}: already committed, with different contents")
         return
     disk.write_file(folder.path, name, [manifest.encoded])
 
 
 def _make(path: Path) -> bool:
-    """Create a folder; return True if it did not exist. A link in its place is refused."""
+    """Create a folder; return True if it did not exist. Raise an error if a link is in its place."""
     try:
         make_folder(path)
         return True
     except FileExistsError:
         if not stat.S_ISDIR(path.lstat().st_mode):
-            raise RunFolderError(f"{path}: not a folder, or a link to one; move it away") from None
+            raise RunFolderError(f"{path}: is not a folder, or is a link to one; move it away") from None
         return False

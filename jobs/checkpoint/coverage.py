@@ -6,21 +6,21 @@ from typing import Final
 from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint.pieces import Piece, Range
 
-MAX_COMPARISONS: Final = 1_000_000  # pairs of boxes to compare; thousands of columns need far fewer
+MAX_COMPARISONS: Final = 1_000_000  # pairs of boxes; a tensor split into thousands of columns needs far fewer
 
 
 def check_coverage(name: str, pieces: Sequence[Piece], where: object) -> None:
-    """Check that the pieces of one tensor hold each of its elements exactly once.
+    """Check that the pieces of one tensor contain each of its elements exactly once.
 
-    If the element counts add up to the tensor's and no two pieces overlap, nothing is missing.
+    If the element counts add up to the tensor's and no two pieces overlap, no element is missing.
 
     Raises:
-        BadCheckpointError: if an element is missing or held twice, or flat ranges are mixed with boxes that are not
-            flat.
+        BadCheckpointError: if an element is missing or stored twice, or flat ranges are mixed with boxes that are not
+            contiguous.
     """
     wanted, found = pieces[0].tensor_elements, sum(piece.elements for piece in pieces)
     if found != wanted:
-        raise BadCheckpointError(f"{where}: {name:.80}: its parts hold {found} of {wanted} elements")
+        raise BadCheckpointError(f"{where}: {name:.80}: its parts have {found} of {wanted} elements")
     if wanted == 0 or len(pieces) == 1:
         return
     if any(piece.elements == 0 for piece in pieces):
@@ -30,7 +30,7 @@ def check_coverage(name: str, pieces: Sequence[Piece], where: object) -> None:
     elif all(piece.flat is None for piece in pieces):
         _check_boxes(name, [_box_of(piece) for piece in pieces], where)
     else:
-        raise BadCheckpointError(f"{where}: {name:.80}: flat ranges are mixed with boxes that are not flat")
+        raise BadCheckpointError(f"{where}: {name:.80}: flat ranges are mixed with boxes that are not contiguous")
 
 
 def _as_flat(pieces: Sequence[Piece]) -> list[Range] | None:
@@ -44,7 +44,7 @@ def _check_flat(name: str, ranges: list[Range], where: object) -> None:
     for start, stop in sorted(ranges):
         if start != at:
             raise BadCheckpointError(
-                f"{where}: {name:.80}: elements {min(at, start)} to {max(at, start)} are missing or held twice"
+                f"{where}: {name:.80}: elements {min(at, start)} to {max(at, start)} are missing or stored twice"
             )
         at = stop
 
@@ -61,10 +61,10 @@ def _check_boxes(name: str, boxes: list[tuple[Range, ...]], where: object) -> No
         active = [each for each in active if each[axis][1] > box[axis][0]]
         comparisons += len(active)
         if comparisons > MAX_COMPARISONS:
-            raise BadCheckpointError(f"{where}: {name:.80}: {len(boxes)} boxes are more than can be compared")
+            raise BadCheckpointError(f"{where}: {name:.80}: {len(boxes)} boxes are too many to compare")
         for other in active:
             if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other, strict=True)):
-                raise BadCheckpointError(f"{where}: {name:.80}: two parts hold the same elements")
+                raise BadCheckpointError(f"{where}: {name:.80}: two parts have the same elements")
         active.append(box)
 
 

@@ -1,8 +1,8 @@
-"""Read and write files of a checkpoint folder by name, relative to the open folder, so that nothing outside is touched.
+"""Read and write files of a checkpoint folder by name, relative to the open folder, so that no file outside is touched.
 
 Writing uses a temporary name, then fsync, a rename within the folder, and fsync of the folder. Reading accepts only
-regular files: no links, pipes or devices. To test whether a file exists, it is opened: on NFS the result of `stat` may
-be a minute old.
+regular files: no links, pipes or devices. To test whether a file exists, its folder is listed: on NFS, `stat` and
+`open` may use a cache that is a minute old.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ def opened_folder(path: Path) -> Iterator[int]:
     """Open a folder, but never a link to one, and yield its descriptor.
 
     Raises:
-        FileNotFoundError: if it does not exist.
-        BadCheckpointError: if it is not a folder, or belongs to another user.
-        StorageError: if it cannot be read.
+        FileNotFoundError: if the folder does not exist.
+        BadCheckpointError: if `path` is not a folder, or belongs to another user.
+        StorageError: if the folder cannot be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
@@ -41,7 +41,7 @@ def opened_folder(path: Path) -> Iterator[int]:
         raise
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise BadCheckpointError(f"{path}: not a folder, or a link to one, and links are not followed") from error
+            raise BadCheckpointError(f"{path}: not a folder, or a link to one; links are not followed") from error
         raise read_error(path, error) from error
     try:
         if not is_trusted(owner := os.fstat(descriptor).st_uid):
@@ -55,9 +55,9 @@ def open_regular(folder: int, name: str, where: object, *, patience_s: float = 0
     """Open a regular file of a folder for reading; wait up to `patience_s` for it to appear.
 
     Raises:
-        FileNotFoundError: if it does not exist.
-        BadCheckpointError: if it is a link, a pipe, a device or a folder, or belongs to another user.
-        StorageError: if it cannot be read.
+        FileNotFoundError: if the file does not exist.
+        BadCheckpointError: if `name` is a link, a pipe, a device or a folder, or belongs to another user.
+        StorageError: if the file cannot be read.
     """
     end_s = time.monotonic() + patience_s
     while True:
@@ -67,7 +67,7 @@ def open_regular(folder: int, name: str, where: object, *, patience_s: float = 0
         except OSError as error:
             if error.errno in NOT_THERE and time.monotonic() < end_s:
                 time.sleep(POLL_S)
-                names_in(folder, where)  # makes an NFS client query its server again
+                names_in(folder, where)  # makes an NFS client ask its server again
                 continue
             if error.errno == errno.ENOENT:
                 raise
@@ -101,7 +101,7 @@ def chunks_of(descriptor: int, size: int, where: object, *, chunk_bytes: int = 4
 
     Raises:
         BadCheckpointError: if the file is shorter.
-        StorageError: if it cannot be read.
+        StorageError: if the file cannot be read.
     """
     at = 0
     while at < size:
@@ -143,7 +143,7 @@ def write_file(folder: Path, name: str, chunks: Iterable[memoryview | bytes], *,
                 ours = _write_temporary(within, temporary, chunks, reserve)
                 _rename(within, temporary, name, ours)
             except BaseException:
-                with contextlib.suppress(OSError):  # a leftover does no harm, and the first error counts
+                with contextlib.suppress(OSError):  # a leftover file does no harm; raise the first error
                     os.unlink(temporary, dir_fd=within)
                 raise
             os.fsync(within)
@@ -152,10 +152,10 @@ def write_file(folder: Path, name: str, chunks: Iterable[memoryview | bytes], *,
 
 
 def names_in(folder: int, where: object) -> set[str]:
-    """List the names in an open folder. On NFS this queries the server, while an open may be answered from a cache.
+    """List the names in an open folder. On NFS a list comes from the server, while opening a file may use a cache.
 
     Raises:
-        StorageError: if it cannot be read.
+        StorageError: if the folder cannot be read.
     """
     try:
         return set(os.listdir(folder))
@@ -181,7 +181,7 @@ def sync_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert an OSError of a write to an error that says what to do."""
+    """Convert an OSError of a write to an error whose message states what to do."""
     try:
         yield
     except OSError as error:
@@ -189,14 +189,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_error(path: object, error: OSError) -> MusterError:
-    """Return the error of a failed write."""
+    """Convert the OSError of a failed write; the message states what to do."""
     if error.errno in FAILING:
         return StorageError(f"{path}: cannot be written: {error.strerror}; free some space, or repair the disk")
     return RunFolderError(f"{path}: cannot be written: {error.strerror}; check the owner and permissions of the folder")
 
 
 def read_error(path: object, error: OSError) -> MusterError:
-    """Return the error of a failed read."""
+    """Convert the OSError of a failed read; the message states what to do."""
     return StorageError(f"{path}: cannot be read: {error.strerror}; check the disk and the permissions of the file")
 
 
@@ -218,7 +218,7 @@ def _write_temporary(within: int, name: str, chunks: Iterable[memoryview | bytes
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Allocate the space for a file; if the file system cannot, check that there is enough free space."""
+    """Allocate the space for a file. If the file system does not support that, check that enough space is free."""
     try:
         linux.fallocate(descriptor, 0, size)
         return
@@ -231,7 +231,7 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _rename(within: int, source: str, target: str, ours: tuple[int, int]) -> None:
-    """Rename within a folder. On NFS a reply can be lost, and the retry then fails although the rename was done."""
+    """Rename within a folder. Ignore the failed retry of an NFS client whose first rename succeeded without a reply."""
     try:
         os.rename(source, target, src_dir_fd=within, dst_dir_fd=within)
     except FileNotFoundError:

@@ -7,16 +7,16 @@ from typing import Final
 from muster.jobs.basics.errors import BadCheckpointError, NoCheckpointError
 from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.layout import header_of
-from muster.jobs.checkpoint.manifest import Manifest
+from muster.jobs.checkpoint.manifest import CheckpointManifest
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 PREFIX: Final = "model/"
 CHUNK_BYTES: Final = 16 << 20
 
 
-def export(folder: CheckpointDir, manifest: Manifest, path: Path) -> int:
+def export(folder: CheckpointDir, manifest: CheckpointManifest, path: Path) -> int:
     """Write parameters and buffers, assembled from all shards, into one file; return the number of names in it.
 
     Raises:
@@ -29,34 +29,35 @@ def export(folder: CheckpointDir, manifest: Manifest, path: Path) -> int:
         raise NoCheckpointError(f"{folder.path}: has no parameters or buffers ({PREFIX}...) to export")
     entries = [(piece.name.removeprefix(PREFIX), piece) for piece in pieces]
     entries += [(name, manifest.piece(PREFIX + of)) for name, of in aliases(manifest).items()]
-    entries.sort(key=lambda entry: -entry[1].item_bytes)  # wide elements first, so that each is aligned
+    entries.sort(key=lambda entry: -entry[1].item_bytes)  # wide elements first, so that each tensor is aligned
     pieces = [piece for _, piece in entries]
-    metadata = {"format": "pt", "step": str(manifest.step)}  # nothing else, so that equal weights give equal files
+    metadata = {"format": "pt", "step": str(manifest.step)}  # no time or path: equal weights give equal files
     header, _ = header_of(entries, metadata)
     size = len(header) + sum(piece.nbytes for piece in pieces)
-    with Reader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest) as reader:
         disk.write_file(path.parent, path.name, _chunks(header, reader, pieces), reserve=size)
     return len(pieces)
 
 
-def aliases(manifest: Manifest) -> dict[str, str]:
-    """Return the other names of tied tensors in the manifest, as {other name: saved name}.
+def aliases(manifest: CheckpointManifest) -> dict[str, str]:
+    """Return the second names of tied tensors, as {second name: saved name}.
 
-    A model that ties its head to its embedding has one tensor with two names. Plain PyTorch needs both to load it.
+    A model that ties its head to its embedding has one tensor with two names. Plain PyTorch needs both names to load
+    it.
 
     Raises:
         BadCheckpointError: if an alias refers to no tensor, or is itself the name of a tensor.
     """
-    told = manifest.meta.get("aliases", {})
-    if not isinstance(told, dict):
-        raise BadCheckpointError(f"step {manifest.step}: meta.aliases is {type(told).__name__}, expected an object")
-    for name, of in told.items():
+    recorded = manifest.meta.get("aliases", {})
+    if not isinstance(recorded, dict):
+        raise BadCheckpointError(f"step {manifest.step}: meta.aliases is {type(recorded).__name__}, expected an object")
+    for name, of in recorded.items():
         if not isinstance(of, str) or PREFIX + of not in manifest.tensors or PREFIX + name in manifest.tensors:
             raise BadCheckpointError(f"step {manifest.step}: meta.aliases: {name!r} cannot be an alias of {of!r}")
-    return told
+    return recorded
 
 
-def _chunks(header: bytes, reader: Reader, pieces: list[Piece]) -> Iterator[memoryview]:
+def _chunks(header: bytes, reader: CheckpointReader, pieces: list[Piece]) -> Iterator[memoryview]:
     yield memoryview(header)
     buffer = memoryview(bytearray(CHUNK_BYTES))
     for piece in pieces:

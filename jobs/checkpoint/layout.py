@@ -22,8 +22,8 @@ METADATA: Final = "__metadata__"
 
 
 @dataclass(frozen=True)
-class Part:
-    """A stored piece: the writer, which determines the shard, and the offset in that file."""
+class StoredPart:
+    """A stored piece: its writer, which determines the shard, and its offset in that shard."""
 
     piece: Piece
     writer: int
@@ -31,12 +31,12 @@ class Part:
 
     @property
     def end(self) -> int:
-        """The offset of its end in the file."""
+        """The offset of the piece's end in the file."""
         return self.offset + self.piece.nbytes
 
     @property
     def range_record(self) -> dict[str, Any]:
-        """Its offset and range as JSON. Without a range it is the whole tensor."""
+        """The piece's offset and range as JSON. A record without a range is a whole tensor."""
         record: dict[str, Any] = {"offset": self.offset}
         if self.piece.is_whole:
             return record
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Header:
+class ShardHeader:
     """The header of a file; `tensors` maps a key to dtype, shape, first byte and end byte in the file."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...], int, int]]
@@ -54,7 +54,7 @@ class Header:
 
 
 def header_of(pieces: Sequence[tuple[str, Piece]], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """Return the header, preceded by its length, and the offset of each piece in the file. The order is kept.
+    """Return the header, preceded by its length, and the offset of each piece in the file. The pieces keep their order.
 
     Raises:
         ValueError: if two pieces have the same key, or the header is too large.
@@ -74,25 +74,25 @@ def header_of(pieces: Sequence[tuple[str, Piece]], metadata: Mapping[str, str]) 
     return len(text).to_bytes(LENGTH_BYTES, "little") + text, [begin + start for start in ends[:-1]]
 
 
-def read_header(descriptor: int, size: int, where: object) -> Header:
+def read_header(descriptor: int, size: int, where: object) -> ShardHeader:
     """Read and check the header of a file of `size` bytes.
 
     Raises:
-        BadCheckpointError: if a safetensors library would reject the header, or it does not fit the file.
-        StorageError: if it cannot be read.
+        BadCheckpointError: if a safetensors library would reject the header, or the header does not match the file.
+        StorageError: if the file cannot be read.
     """
     if size < LENGTH_BYTES:
         raise BadCheckpointError(f"{where}: {size} bytes are too few for a header")
     length = int.from_bytes(pread(descriptor, LENGTH_BYTES, 0, where), "little")
     if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
-        raise BadCheckpointError(f"{where}: a header of {length} bytes does not fit the file or the limit")
+        raise BadCheckpointError(f"{where}: a header of {length} bytes exceeds the file or the limit")
     entries = sealed.parse(pread(descriptor, length, LENGTH_BYTES, where), where, max_bytes=MAX_HEADER_BYTES)
     metadata = entries.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadCheckpointError(f"{where}: its metadata must map names to texts")
+        raise BadCheckpointError(f"{where}: its metadata must map names to strings")
     tensors = {key: _entry(key, value, LENGTH_BYTES + length, where) for key, value in entries.items()}
     check_tiling([(start, end, key) for key, (_, _, start, end) in tensors.items()], LENGTH_BYTES + length, size, where)
-    return Header(tensors, metadata)
+    return ShardHeader(tensors, metadata)
 
 
 def check_tiling(spans: list[tuple[int, int, str]], begin: int, size: int, where: object) -> None:
@@ -124,7 +124,7 @@ def _entry(key: str, value: Any, begin: int, where: object) -> tuple[str, tuple[
         raise BadCheckpointError(f"{where}: {key:.80}: data_offsets must be two whole numbers")
     start, end = offsets
     if start < 0 or end - start != piece.nbytes:
-        raise BadCheckpointError(f"{where}: {key:.80}: bytes {start} to {end} do not hold its {piece.nbytes} bytes")
+        raise BadCheckpointError(f"{where}: {key:.80}: bytes {start} to {end} do not match its {piece.nbytes} bytes")
     return piece.dtype, piece.shape, begin + start, begin + end
 
 

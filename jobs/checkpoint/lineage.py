@@ -1,8 +1,8 @@
 """The lineage of a run: the checkpoints of its newest attempt, then those of the attempt it resumed from, and so on.
 
-If an attempt resumed from step 400, then step 5000 of the attempt before it is an abandoned branch, and its higher
-number does not win. `attempt-NNN/resume.json` records the checkpoint an attempt resumed from. An attempt without this
-file has not chosen yet, so the attempt before it counts.
+If an attempt resumed from step 400, then step 5000 of the attempt before it is an abandoned branch and is ignored.
+`attempt-NNN/resume.json` records the checkpoint that an attempt resumed from. An attempt without this file has not
+chosen yet, so all checkpoints of the attempt before it count.
 """
 
 from dataclasses import dataclass
@@ -18,26 +18,26 @@ MAX_RESUME_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Reach:
-    """An attempt of the lineage, and the last of its steps that counts (None: all of them)."""
+class LineageAttempt:
+    """An attempt of the lineage, and its last step that counts (None: all steps count)."""
 
     attempt: int
     up_to: int | None
 
 
-def lineage(run: RunDir, *, say: disk.Say) -> list[Reach]:
+def lineage(run: RunDir, *, say: disk.Say) -> list[LineageAttempt]:
     """List the attempts of the lineage, newest first.
 
     Raises:
         StorageError: if the run folder cannot be read.
     """
     attempts = sorted({*run.attempt_numbers(), *(attempt for _, attempt in _present(run))}, reverse=True)
-    reaches: list[Reach] = []
+    reaches: list[LineageAttempt] = []
     parent: Beginning | None = None  # the checkpoint that the last attempt with a resume.json resumed from
     for attempt in attempts:
         if parent is not None and attempt > parent.attempt:
             continue  # an abandoned branch
-        reaches.append(Reach(attempt, None if parent is None or attempt < parent.attempt else parent.step))
+        reaches.append(LineageAttempt(attempt, None if parent is None or attempt < parent.attempt else parent.step))
         begun = began_from(run, attempt, say=say)
         if begun is not None and begun.name is None:
             break
@@ -47,7 +47,7 @@ def lineage(run: RunDir, *, say: disk.Say) -> list[Reach]:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The checkpoint that an attempt resumed from; `name` is None if it started training from scratch."""
+    """The checkpoint that an attempt resumed from; `name` is None if the attempt started from scratch."""
 
     name: str | None
     step: int = 0
@@ -91,7 +91,7 @@ def folder_names(run: RunDir) -> set[str]:
 
     Raises:
         BadCheckpointError: if the checkpoint folder is a link or not a folder.
-        StorageError: if it cannot be read.
+        StorageError: if the checkpoint folder cannot be read.
     """
     try:
         with disk.opened_folder(run.checkpoints) as within:

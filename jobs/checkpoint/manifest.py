@@ -1,12 +1,12 @@
-"""MANIFEST.json: commits a checkpoint, and lists all its tensors with their location.
+"""MANIFEST.json: its existence commits a checkpoint, and its contents locate all tensors in the shards.
 
     {"version": 1, "step": 50, "attempt": 0, "meta": {...},
      "files": [{"file": "shard-00000.safetensors", "bytes": 4096, "sha256": "..."}, ...],
      "tensors": {"model/fc.weight": {"dtype": "F32", "shape": [10, 4],
                                      "parts": [{"file": 0, "offset": 512, "box": [[0, 5], [0, 4]]}, ...]}, ...}}
 
-It is derived only from the `.ok` files, so every committer writes the same bytes. Reading it checks that the parts of
-each tensor cover it exactly once, and that the parts lie inside their files and fill them.
+The manifest is derived only from the `.ok` files, so every committer writes the same bytes. `parse_manifest` checks
+that the parts of each tensor cover it exactly once, and that the parts lie inside their files and fill them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from typing import Any, Final
 from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import disk, sealed
 from muster.jobs.checkpoint.coverage import check_coverage
-from muster.jobs.checkpoint.layout import LENGTH_BYTES, Part, check_tiling
+from muster.jobs.checkpoint.layout import LENGTH_BYTES, StoredPart, check_tiling
 from muster.jobs.checkpoint.names import identity
 from muster.jobs.checkpoint.pieces import MAX_ELEMENTS, Piece, whole
 from muster.jobs.checkpoint.shard import MAX_WRITERS, ShardRecord, read_part
@@ -39,11 +39,11 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor: its dtype, its global shape, and its parts."""
+    """A logical tensor: its dtype, its global shape, and its stored parts."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -52,8 +52,8 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """One checkpoint: `tensors` by name, and `meta`, any JSON of the saver."""
+class CheckpointManifest:
+    """The manifest of one checkpoint. `tensors` maps names to tensors; `meta` is any JSON of the saver."""
 
     step: int
     attempt: int
@@ -73,7 +73,7 @@ class Manifest:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash in the file. Two checkpoints with the same hash have the same contents."""
+        """The hash stored in the manifest. Checkpoints with equal hashes have equal contents."""
         return sealed.sha256_of(self.encoded)
 
     def piece(self, name: str) -> Piece:
@@ -86,9 +86,9 @@ class Manifest:
         return whole(name, tensor.dtype, tensor.shape)
 
     @cached_property
-    def parts(self) -> list[list[Part]]:
+    def parts(self) -> list[list[StoredPart]]:
         """The parts in each shard."""
-        found: list[list[Part]] = [[] for _ in self.files]
+        found: list[list[StoredPart]] = [[] for _ in self.files]
         for tensor in self.tensors.values():
             for part in tensor.parts:
                 found[part.writer].append(part)
@@ -112,36 +112,36 @@ class Manifest:
         }
 
 
-def manifest_of(folder: CheckpointDir, records: Sequence[ShardRecord]) -> Manifest:
-    """Build the manifest from the records of all writers, in order.
+def manifest_of(folder: CheckpointDir, records: Sequence[ShardRecord]) -> CheckpointManifest:
+    """Build the manifest from the records of all writers, in their order.
 
     Raises:
-        BadCheckpointError: if a tensor has a gap, an overlap, or two shapes.
+        BadCheckpointError: if a tensor has a gap, an overlap, two shapes or two dtypes.
     """
     step, attempt = identity(folder)
     tensors: dict[str, StoredTensor] = {}
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[StoredPart]] = {}
     for record in records:
         for part in record.parts:
             parts.setdefault(part.piece.name, []).append(part)
     for name, stored in sorted(parts.items()):
         first = stored[0].piece
         if any((part.piece.dtype, part.piece.shape) != (first.dtype, first.shape) for part in stored):
-            raise BadCheckpointError(f"{folder.path}: {name}: its writers disagree on its dtype and shape")
+            raise BadCheckpointError(f"{folder.path}: {name}: its writers disagree on its dtype or shape")
         tensors[name] = StoredTensor(first.dtype, first.shape, tuple(stored))
     files = tuple(ShardFile(each.file, each.bytes, each.sha256) for each in records)
-    # Encode and parse: what is committed is then exactly what readers get, with values as JSON stores them.
-    made = Manifest(step, attempt, files, tensors, dict(records[0].meta or {}))
+    # Encode and parse, so that the result equals what readers get, with values as JSON stores them.
+    made = CheckpointManifest(step, attempt, files, tensors, dict(records[0].meta or {}))
     return parse_manifest(folder, made.encoded)
 
 
-def read_manifest(folder: CheckpointDir, *, patience_s: float = 0.0) -> Manifest:
+def read_manifest(folder: CheckpointDir, *, patience_s: float = 0.0) -> CheckpointManifest:
     """Read and validate a manifest; wait up to `patience_s` for it to become visible on this node.
 
     Raises:
         FileNotFoundError: if there is no manifest, so the checkpoint does not exist.
-        BadCheckpointError: if it is damaged or inconsistent; the message gives the reason.
-        StorageError: if it cannot be read.
+        BadCheckpointError: if the manifest is damaged or inconsistent; the message gives the reason.
+        StorageError: if the manifest cannot be read.
     """
     with disk.opened_folder(folder.path) as within:
         path = folder.manifest
@@ -149,7 +149,7 @@ def read_manifest(folder: CheckpointDir, *, patience_s: float = 0.0) -> Manifest
     return parse_manifest(folder, data)
 
 
-def parse_manifest(folder: CheckpointDir, data: bytes) -> Manifest:
+def parse_manifest(folder: CheckpointDir, data: bytes) -> CheckpointManifest:
     """Parse the bytes of a manifest and check every value.
 
     Raises:
@@ -164,13 +164,13 @@ def parse_manifest(folder: CheckpointDir, data: bytes) -> Manifest:
     for key, value in zip(("step", "attempt"), identity(folder), strict=True):
         if type(body[key]) is not int or body[key] != value:
             raise BadCheckpointError(
-                f"{where}: {key} {body[key]!r:.40} in a folder of {value}: it belongs to another checkpoint"
+                f"{where}: {key} {body[key]!r:.40}, but the folder's is {value}: the file is from another checkpoint"
             )
     if not isinstance(body["meta"], dict):
         raise BadCheckpointError(f"{where}: meta must be an object")
     files = _files(folder, body["files"])
     tensors = _tensors(body["tensors"], len(files), where)
-    manifest = Manifest(body["step"], body["attempt"], files, tensors, body["meta"])
+    manifest = CheckpointManifest(body["step"], body["attempt"], files, tensors, body["meta"])
     for name, tensor in tensors.items():
         check_coverage(name, [part.piece for part in tensor.parts], where)
     _check_files(manifest, where)
@@ -186,7 +186,7 @@ def _files(folder: CheckpointDir, given: Any) -> tuple[ShardFile, ...]:
     files = []
     for writer, each in enumerate(given):
         if not isinstance(each, dict) or each.keys() != {"file", "bytes", "sha256"}:
-            raise BadCheckpointError(f"{where}: a file has file, bytes and sha256")
+            raise BadCheckpointError(f"{where}: each file must have the keys file, bytes and sha256")
         name, size, digest = each["file"], each["bytes"], each["sha256"]
         if name != folder.shard(writer).name:
             raise BadCheckpointError(f"{where}: file {name!r:.80}, expected {folder.shard(writer).name}")
@@ -204,22 +204,22 @@ def _tensors(given: Any, writers: int, where: object) -> dict[str, StoredTensor]
     tensors = {}
     for name, each in given.items():
         if not isinstance(each, dict) or each.keys() != {"dtype", "shape", "parts"}:
-            raise BadCheckpointError(f"{where}: {name!r:.80}: a tensor has dtype, shape and parts")
+            raise BadCheckpointError(f"{where}: {name!r:.80}: each tensor must have the keys dtype, shape and parts")
         if not isinstance(each["parts"], list) or not each["parts"]:
-            raise BadCheckpointError(f"{where}: {name!r:.80}: parts must be a list")
+            raise BadCheckpointError(f"{where}: {name!r:.80}: parts must be a nonempty list")
         parts = []
         for record in each["parts"]:
             if not isinstance(record, dict) or not record.keys() <= {"file", "offset", "box", "flat"}:
-                raise BadCheckpointError(f"{where}: {name!r:.80}: a part has file, offset, and box or flat")
+                raise BadCheckpointError(f"{where}: {name!r:.80}: each part must have file, offset, and box or flat")
             writer = record.get("file")
             if type(writer) is not int or not 0 <= writer < writers:
-                raise BadCheckpointError(f"{where}: {name!r:.80}: no file {writer!r:.40} among {writers}")
+                raise BadCheckpointError(f"{where}: {name!r:.80}: file {writer!r:.40} is not one of {writers} files")
             parts.append(read_part(record, name, each["dtype"], each["shape"], writer, where))
         tensors[name] = StoredTensor(parts[0].piece.dtype, parts[0].piece.shape, tuple(parts))
     return tensors
 
 
-def _check_files(manifest: Manifest, where: object) -> None:
+def _check_files(manifest: CheckpointManifest, where: object) -> None:
     """Check that the parts fill their files, apart from the header."""
     for parts, file in zip(manifest.parts, manifest.files, strict=True):
         spans = [(part.offset, part.end, part.piece.key) for part in parts]

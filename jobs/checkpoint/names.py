@@ -23,7 +23,7 @@ def identity(folder: CheckpointDir) -> tuple[int, int]:
     """Return the step and the attempt of a checkpoint folder.
 
     Raises:
-        BadCheckpointError: if its name does not have Muster's form.
+        BadCheckpointError: if the name does not have Muster's form.
     """
     found = step_and_attempt(folder.name)
     if found is None:

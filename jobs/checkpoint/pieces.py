@@ -1,11 +1,11 @@
 """A piece: a part of one logical tensor, independent of ranks.
 
 A tensor has a name, a dtype and a global shape. A piece is a box (a range per dimension: tensor parallel, pipeline) or
-a flat range of row-major elements (ZeRO). Savers and loaders each name the pieces they hold. `runs()` converts both
-kinds to a common form: ascending ranges of row-major elements.
+a flat range of row-major elements (ZeRO). Savers and loaders list their own pieces. `runs()` converts both kinds to a
+common form: ascending ranges of row-major elements.
 
 Names are `model/<name>` for parameters and buffers, `optimizer/<name>/<key>` for optimizer state, with global layer
-numbers. Dtypes have their names in safetensors.
+numbers. Dtypes have their safetensors names.
 """
 
 import bisect
@@ -38,7 +38,7 @@ ITEM_BYTES: Final = {
 }
 MAX_NAME: Final = 1024
 MAX_DIMENSIONS: Final = 32
-MAX_ELEMENTS: Final = 2**52  # keeps products of untrusted sizes far below 64 bits
+MAX_ELEMENTS: Final = 2**52  # keeps sizes in bytes far below 2**64
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,12 @@ class Piece:
     def __post_init__(self) -> None:
         _check_tensor(self.name, self.dtype, self.shape)
         if self.box is not None and self.flat is not None:
-            raise ValueError(f"{self.name}: a piece is a box or a flat range, got both")
+            raise ValueError(f"{self.name}: a piece must be a box or a flat range, got both")
         if self.box is not None:
             if len(self.box) != len(self.shape):
-                raise ValueError(f"{self.name}: a box of {len(self.box)} ranges, the shape has {len(self.shape)}")
+                raise ValueError(
+                    f"{self.name}: a box has {len(self.box)} ranges, but the shape {len(self.shape)} dimensions"
+                )
             for each, size in zip(self.box, self.shape, strict=True):
                 _check_range(self.name, each, size)
         if self.flat is not None:
@@ -109,7 +111,7 @@ class Piece:
         return f"{self.name}[{','.join(f'{start}:{stop}' for start, stop in self.box or ())}]"
 
     def runs(self) -> "Runs":
-        """Return the piece as ascending ranges of the tensor's row-major elements, in the piece's own order."""
+        """Return the piece as ascending ranges of the tensor's row-major elements, in the order of the piece."""
         if self.elements == 0:
             return Runs(0, 0, ())
         if self.flat is not None:
@@ -136,7 +138,7 @@ def whole(name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
 
 @dataclass(frozen=True)
 class Runs:
-    """Ascending ranges of equal length, computed on demand: a column of a huge matrix has one run per row."""
+    """Ascending ranges of equal length, computed on demand, because a column of a huge matrix has one range per row."""
 
     start: int
     length: int
@@ -167,23 +169,23 @@ class Runs:
             yield start, start + self.length
 
     def first_after(self, element: int, begin: int = 0) -> int:
-        """Return the index, at least `begin`, of the first run that contains an element or begins after it."""
+        """Return the index of the first run, from `begin` on, that contains `element` or starts after it."""
         if begin < self.count and self[begin][1] > element:
-            return begin  # the usual case: the reader walks in order
+            return begin  # the usual case, because pieces are read in order
         return bisect.bisect_right(range(self.count), element, begin, key=lambda index: self[index][1])
 
 
 def _check_tensor(name: object, dtype: object, shape: tuple[object, ...]) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable() or name == "__metadata__":
-        raise ValueError(f"a tensor's name is 1 to {MAX_NAME} printable characters, got {name!r:.80}")
+        raise ValueError(f"a tensor's name must be 1 to {MAX_NAME} printable characters, got {name!r:.80}")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"{name}: unknown dtype {dtype!r:.40}; known: {', '.join(ITEM_BYTES)}")
     if not isinstance(shape, tuple) or len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"{name}: a shape has at most {MAX_DIMENSIONS} dimensions")
+        raise ValueError(f"{name}: a shape must have at most {MAX_DIMENSIONS} dimensions")
     elements = 1
     for size in shape:
         if type(size) is not int or not 0 <= size <= MAX_ELEMENTS:
-            raise ValueError(f"{name}: a dimension is a whole number from 0 to {MAX_ELEMENTS}, got {size!r:.40}")
+            raise ValueError(f"{name}: a dimension must be a whole number from 0 to {MAX_ELEMENTS}, got {size!r:.40}")
         elements *= max(size, 1)
         if elements > MAX_ELEMENTS:
             raise ValueError(f"{name}: more than {MAX_ELEMENTS} elements")
@@ -191,6 +193,6 @@ def _check_tensor(name: object, dtype: object, shape: tuple[object, ...]) -> Non
 
 def _check_range(name: str, given: object, size: int) -> None:
     if not isinstance(given, tuple) or len(given) != 2 or any(type(each) is not int for each in given):
-        raise ValueError(f"{name}: a range is two whole numbers, got {given!r:.60}")
+        raise ValueError(f"{name}: a range must be two whole numbers, got {given!r:.60}")
     if not 0 <= given[0] <= given[1] <= size:
         raise ValueError(f"{name}: the range {given[0]}:{given[1]} does not lie in 0:{size}")

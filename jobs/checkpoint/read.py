@@ -1,4 +1,4 @@
-"""Read pieces of a checkpoint. The split may differ from the one that was saved."""
+"""Read pieces of a checkpoint, which may be split differently from the saved pieces."""
 
 import os
 from collections.abc import Iterator
@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import BadCheckpointError, RefusedError
 from muster.jobs.checkpoint import disk
-from muster.jobs.checkpoint.layout import Part
-from muster.jobs.checkpoint.manifest import Manifest
+from muster.jobs.checkpoint.layout import StoredPart
+from muster.jobs.checkpoint.manifest import CheckpointManifest
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
-DIRECT_BYTES: Final = 64 << 10  # runs of at least this size are read into place, shorter ones through a window
+DIRECT_BYTES: Final = 64 << 10  # shorter runs are read through a window, longer ones directly into the buffer
 WINDOW_BYTES: Final = 1 << 20
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self  # may be missing from the Python of a user's program
 
-Run = tuple[int, int, int]  # byte in the file, byte in the buffer, bytes
+Run = tuple[int, int, int]  # offset in the file, offset in the buffer, number of bytes
 
 
-class Reader:
-    """Reads pieces of one committed checkpoint. A context manager, because it keeps its shards open."""
+class CheckpointReader:
+    """A context manager that reads pieces of one committed checkpoint, and keeps its shards open."""
 
-    def __init__(self, folder: CheckpointDir, manifest: Manifest, *, patience_s: float = 0.0) -> None:
+    def __init__(self, folder: CheckpointDir, manifest: CheckpointManifest, *, patience_s: float = 0.0) -> None:
         self._folder = folder
         self._manifest = manifest
         self._patience_s = patience_s
@@ -45,7 +45,7 @@ class Reader:
         self._open.clear()
 
     def names(self) -> list[str]:
-        """List the tensors, sorted."""
+        """List the names of the tensors, sorted."""
         return sorted(self._manifest.tensors)
 
     def piece(self, name: str) -> Piece:
@@ -64,7 +64,7 @@ class Reader:
         Raises:
             RefusedError: if the checkpoint has no such tensor, or its dtype or shape differs.
             BadCheckpointError: if a shard is missing or truncated.
-            StorageError: if it cannot be read.
+            StorageError: if a shard cannot be read.
             ValueError: if the buffer does not fit the piece.
         """
         stored = self.piece(piece.name)
@@ -111,8 +111,8 @@ class Reader:
         return self._open[writer]
 
 
-def shared_runs(part: Part, wanted: Piece) -> Iterator[Run]:
-    """Yield the ranges that a stored part and a wanted piece have in common, ascending in row-major order."""
+def shared_runs(part: StoredPart, wanted: Piece) -> Iterator[Run]:
+    """Yield the ranges common to a stored part and a wanted piece, ascending in row-major order."""
     stored_runs, wanted_runs, item = part.piece.runs(), wanted.runs(), wanted.item_bytes
     if not len(stored_runs) or not len(wanted_runs):
         return

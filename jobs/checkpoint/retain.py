@@ -22,8 +22,8 @@ State = Literal["verified", "committed", "unfinished", "bad", "trash"]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A checkpoint folder for the retention plan. `abandoned`: it is not in the lineage of the run."""
+class RetentionEntry:
+    """A checkpoint folder in the retention plan. `abandoned`: a checkpoint that is not in the run's lineage."""
 
     name: str
     step: int
@@ -32,12 +32,13 @@ class Entry:
     abandoned: bool = False
 
 
-def plan(checkpoints: Sequence[Entry], keep: int, protect: Collection[str] = ()) -> list[str]:
+def plan(checkpoints: Sequence[RetentionEntry], keep: int, protect: Collection[str] = ()) -> list[str]:
     """Choose the checkpoints to delete, oldest first. Pure.
 
-    The newest `keep` verified checkpoints of the lineage (at least two) and everything newer than the oldest of them
-    are kept. If there are fewer, nothing committed or bad is deleted. The newest bad checkpoint is kept for inspection.
-    `trash-` folders are always deleted.
+    The newest `keep` verified checkpoints of the lineage (at least two) are kept. Once there are so many of them, older
+    checkpoints of the lineage are deleted. Unfinished, bad and abandoned folders are deleted if they are older than the
+    newest verified checkpoint, except the newest bad one, which is kept for inspection. `trash-` folders are always
+    deleted. Until two checkpoints are verified, nothing else is deleted.
     """
     ordered = sorted(checkpoints, key=lambda each: (each.attempt, each.step))
     good = [each for each in ordered if each.state == "verified" and not each.abandoned]
@@ -58,13 +59,13 @@ def plan(checkpoints: Sequence[Entry], keep: int, protect: Collection[str] = ())
 
 
 def retain(run: RunDir, keep: int, protect: Collection[str] = (), *, say: disk.Say = lambda _: None) -> list[str]:
-    """Verify the newest commits that are not verified yet, then delete the rest; return the deleted names.
+    """Verify the newest checkpoints, unless that was done before, then delete old ones; return the deleted names.
 
-    The checkpoint that the newest attempt resumed from is kept as well. One process of a run calls this, after a
+    The checkpoint that the newest attempt resumed from is kept as well. Only one process of a run calls this, after a
     commit.
 
     Raises:
-        StorageError, RunFolderError: if a folder cannot be read, moved or deleted; kept checkpoints are untouched.
+        StorageError, RunFolderError: if a folder cannot be read, moved or deleted; kept checkpoints are unchanged.
     """
     entries = survey(run, keep, say=say)
     gone = plan(entries, keep, {*protect, *_beginnings(run, say=say)})
@@ -73,7 +74,7 @@ def retain(run: RunDir, keep: int, protect: Collection[str] = (), *, say: disk.S
     return gone
 
 
-def survey(run: RunDir, keep: int, *, say: disk.Say) -> list[Entry]:
+def survey(run: RunDir, keep: int, *, say: disk.Say) -> list[RetentionEntry]:
     """List the checkpoint folders, and verify those that the plan depends on."""
     wanted, good = max(keep, LEAST), 0
     lineage = candidates(run, say=say)
@@ -89,12 +90,12 @@ def survey(run: RunDir, keep: int, *, say: disk.Say) -> list[Entry]:
             continue
         state = _state(run, name)
         if state is not None:
-            found.append(Entry(name, *place, state, state in ("verified", "committed") and name not in inside))
+            found.append(RetentionEntry(name, *place, state, state in ("verified", "committed") and name not in inside))
     return found
 
 
 def _is_good(folder: CheckpointDir, say: disk.Say) -> bool:
-    """Return True if a checkpoint is valid; verify it if that was not done yet."""
+    """Return True if a checkpoint is valid; verify it if it is not marked as verified."""
     try:
         manifest = read_manifest(folder)
         if not is_verified(folder, manifest):
@@ -126,11 +127,11 @@ def _state(run: RunDir, name: str) -> State | None:
     except FileNotFoundError:
         return "unfinished"
     except BadCheckpointError:
-        return None  # it is examined, and renamed if bad, when it is about to be loaded
+        return None  # it is verified, and renamed if bad, before it is loaded
 
 
 def _beginnings(run: RunDir, *, say: disk.Say) -> set[str]:
-    """Return the name of the checkpoint that the newest resumed attempt began with, as a set."""
+    """Return a set with the name of the checkpoint that the newest resumed attempt began with."""
     for attempt in reversed(run.attempt_numbers()):
         begun = began_from(run, attempt, say=say)
         if begun is not None:
@@ -139,7 +140,7 @@ def _beginnings(run: RunDir, *, say: disk.Say) -> set[str]:
 
 
 def _delete(run: RunDir, name: str) -> None:
-    """Rename a checkpoint to trash, so that nobody loads it, then delete it. After a crash the next call deletes it."""
+    """Rename a checkpoint to `trash-...`, which is never loaded, then delete it. After a crash, `retain` deletes it."""
     trash = run.checkpoints / (name if name.startswith("trash-") else f"trash-{name.removeprefix('bad-')}")
     with disk.writing(run.checkpoints / name):
         if name != trash.name:
@@ -147,4 +148,4 @@ def _delete(run: RunDir, name: str) -> None:
                 (run.checkpoints / name).rename(trash)
                 disk.sync_folder(run.checkpoints)
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(trash)  # follows no link
+            shutil.rmtree(trash)  # does not follow links

@@ -2,8 +2,8 @@
 
     {"body":{...},"sha256":"..."}
 
-The hash covers the bytes of the body as stored, so it is checked before anything is parsed. It detects damage but does
-not prove who wrote the file, so the contents are validated like any untrusted input.
+The hash covers the bytes of the body as stored, so it is checked before anything is parsed. The hash detects damage but
+does not prove who wrote the file, so the contents are validated like any untrusted input.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def seal(body: Mapping[str, Any]) -> bytes:
     """Return the bytes of a sealed file. Non-finite numbers become null."""
     try:
         data = _dump(body)
-    except (ValueError, TypeError):  # NaN, or a mapping other than a dict: rare, and slower to encode
+    except (ValueError, TypeError):  # NaN, or a mapping that is not a dict: convert these rare values
         data = _dump(_finite(body))
     return _BEGIN + data + _MIDDLE + hashlib.sha256(data).hexdigest().encode() + _END
 
@@ -90,7 +90,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _bounded(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
+        raise ValueError(f"a number of {len(digits)} digits is too long")
     return int(digits)
 
 

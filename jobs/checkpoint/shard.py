@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import BadCheckpointError, RunFolderError
 from muster.jobs.checkpoint import disk, sealed
-from muster.jobs.checkpoint.layout import Part, as_tuple, header_of
+from muster.jobs.checkpoint.layout import StoredPart, as_tuple, header_of
 from muster.jobs.checkpoint.names import identity
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
@@ -23,7 +23,7 @@ _KEYS: Final = {"file", "bytes", "sha256", "step", "attempt", "writer", "writers
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """The record of a written shard. Writer 0's has `meta`, the JSON of the whole checkpoint."""
+    """The record of a written shard, stored in its `.ok`. `meta` of writer 0 is the JSON for the whole checkpoint."""
 
     file: str
     bytes: int
@@ -32,7 +32,7 @@ class ShardRecord:
     attempt: int
     writer: int
     writers: int
-    parts: tuple[Part, ...]
+    parts: tuple[StoredPart, ...]
     meta: Mapping[str, Any] | None = None
 
     def record(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def write_shard(
     *,
     meta: Mapping[str, Any] | None = None,
 ) -> ShardRecord:
-    """Write the shard of one writer, then its `.ok`. Both are durable when this returns.
+    """Write the shard of one writer, then its `.ok`. Both files are durable when this function returns.
 
     Empty pieces of nonempty tensors are skipped. Existing files are never overwritten.
 
@@ -65,14 +65,14 @@ def write_shard(
     """
     step, attempt = identity(folder)
     if not 0 <= writer < writers <= MAX_WRITERS:
-        raise ValueError(f"writer {writer} of {writers}")
+        raise ValueError(f"writer {writer} is not one of {writers}")
     path, ok = folder.shard(writer), folder.ok(writer)
     with disk.writing(folder.path):
         there = [each for each in (path, ok) if disk.is_there(folder.path, each.name)]
     if there:
         raise RunFolderError(f"{there[0]}: exists already and is never overwritten; save under a new attempt")
     kept = [(piece, _bytes_of(piece, data)) for piece, data in pieces if piece.elements or not piece.tensor_elements]
-    kept.sort(key=lambda each: -each[0].item_bytes)  # stable: wide elements first, so that each is aligned
+    kept.sort(key=lambda each: -each[0].item_bytes)  # stable: wide elements first, so that each tensor is aligned
     ordered = [piece for piece, _ in kept]
     metadata = {"format": "pt", "step": str(step), "attempt": str(attempt), "parts": _parts_text(ordered)}
     header, offsets = header_of([(piece.key, piece) for piece in ordered], metadata)
@@ -87,7 +87,7 @@ def write_shard(
                 yield chunk
 
     disk.write_file(folder.path, path.name, chunks(), reserve=size)
-    parts = tuple(Part(piece, writer, offset) for piece, offset in zip(ordered, offsets, strict=True))
+    parts = tuple(StoredPart(piece, writer, offset) for piece, offset in zip(ordered, offsets, strict=True))
     record = ShardRecord(path.name, size, digest.hexdigest(), step, attempt, writer, writers, parts, meta)
     disk.write_file(folder.path, ok.name, [sealed.seal(record.record())])
     return record
@@ -97,9 +97,9 @@ def read_ok(folder: CheckpointDir, within: int, writer: int) -> ShardRecord:
     """Read the `.ok` of a writer from the open folder `within`.
 
     Raises:
-        FileNotFoundError: if it does not exist yet.
-        BadCheckpointError: if it is damaged or describes another shard.
-        StorageError: if it cannot be read.
+        FileNotFoundError: if the `.ok` does not exist yet.
+        BadCheckpointError: if the `.ok` is damaged or describes another shard.
+        StorageError: if the `.ok` cannot be read.
     """
     path = folder.ok(writer)
     body = sealed.unseal(disk.read_small(within, path.name, path, sealed.MAX_BYTES), path)
@@ -116,16 +116,16 @@ def read_ok(folder: CheckpointDir, within: int, writer: int) -> ShardRecord:
     if not isinstance(meta, dict) and (meta is not None or writer == 0):
         raise BadCheckpointError(f"{path}: meta must be an object")
     if not isinstance(body["sha256"], str) or not isinstance(body["tensors"], list):
-        raise BadCheckpointError(f"{path}: sha256 or tensors are missing")
+        raise BadCheckpointError(f"{path}: sha256 must be a string, and tensors a list")
     parts = tuple(_part(each, writer, path) for each in body["tensors"])
     return ShardRecord(body["file"], size, body["sha256"], step, attempt, writer, writers, parts, meta)
 
 
-def read_part(record: Any, name: Any, dtype: Any, shape: Any, writer: int, where: object) -> Part:
-    """Read the range and offset of a stored piece.
+def read_part(record: Any, name: Any, dtype: Any, shape: Any, writer: int, where: object) -> StoredPart:
+    """Parse the record of a stored piece.
 
     Raises:
-        BadCheckpointError: if they are invalid.
+        BadCheckpointError: if a value in the record is invalid.
     """
     try:
         box = record.get("box")
@@ -137,12 +137,12 @@ def read_part(record: Any, name: Any, dtype: Any, shape: Any, writer: int, where
     offset = record.get("offset")
     if type(offset) is not int or offset < 0:
         raise BadCheckpointError(f"{where}: {piece.name:.80}: the offset must be a whole number, got {offset!r:.40}")
-    return Part(piece, writer, offset)
+    return StoredPart(piece, writer, offset)
 
 
-def _part(record: Any, writer: int, where: object) -> Part:
+def _part(record: Any, writer: int, where: object) -> StoredPart:
     if not isinstance(record, dict) or not record.keys() <= {"name", "dtype", "shape", "offset", "box", "flat"}:
-        raise BadCheckpointError(f"{where}: a tensor has name, dtype, shape, offset, and box or flat")
+        raise BadCheckpointError(f"{where}: each tensor must have name, dtype, shape, offset, and box or flat")
     return read_part(record, record.get("name"), record.get("dtype"), record.get("shape"), writer, where)
 
 
@@ -151,7 +151,7 @@ def _bytes_of(piece: Piece, data: "Buffer") -> memoryview:
     if not view.c_contiguous:
         raise ValueError(f"{piece.key}: its buffer is not contiguous")
     if view.nbytes != piece.nbytes:
-        raise ValueError(f"{piece.key}: a buffer of {view.nbytes} bytes for a piece of {piece.nbytes}")
+        raise ValueError(f"{piece.key}: its buffer has {view.nbytes} bytes, expected {piece.nbytes}")
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 

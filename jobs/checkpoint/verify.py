@@ -9,19 +9,19 @@ from typing import Final
 from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import disk, sealed
 from muster.jobs.checkpoint.layout import read_header
-from muster.jobs.checkpoint.manifest import Manifest, read_manifest
+from muster.jobs.checkpoint.manifest import CheckpointManifest, read_manifest
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 MAX_THREADS: Final = 8
 
 
-def verify(folder: CheckpointDir, *, deep: bool = True) -> Manifest:
+def verify(folder: CheckpointDir, *, deep: bool = True) -> CheckpointManifest:
     """Check a committed checkpoint; `deep` also reads every byte and compares the SHA-256 with the manifest's.
 
     Raises:
-        FileNotFoundError: if it was never committed.
-        BadCheckpointError: if something changed since the save; the message names the file.
-        StorageError: if it cannot be read.
+        FileNotFoundError: if the checkpoint was never committed.
+        BadCheckpointError: if a file changed since the save; the message names it.
+        StorageError: if a file cannot be read.
     """
     manifest = read_manifest(folder)
     with disk.opened_folder(folder.path) as within:
@@ -36,18 +36,18 @@ def verify(folder: CheckpointDir, *, deep: bool = True) -> Manifest:
     return manifest
 
 
-def mark_verified(folder: CheckpointDir, manifest: Manifest) -> None:
-    """Write VERIFIED.json: all files of this manifest were read again and are correct.
+def mark_verified(folder: CheckpointDir, manifest: CheckpointManifest) -> None:
+    """Write VERIFIED.json, which records that all files of this manifest were read back and are correct.
 
     Raises:
-        StorageError, RunFolderError: if it cannot be written.
+        StorageError, RunFolderError: if VERIFIED.json cannot be written.
     """
     body = {"manifest": manifest.sha256, "time": time.time()}
     disk.write_file(folder.path, folder.verified.name, [sealed.seal(body)])
 
 
-def is_verified(folder: CheckpointDir, manifest: Manifest) -> bool:
-    """Return True if a checkpoint is marked as verified. A damaged mark does not count."""
+def is_verified(folder: CheckpointDir, manifest: CheckpointManifest) -> bool:
+    """Return True if a checkpoint is marked as verified. A damaged VERIFIED.json does not count."""
     path = folder.verified
     try:
         with disk.opened_folder(folder.path) as within:
@@ -57,7 +57,7 @@ def is_verified(folder: CheckpointDir, manifest: Manifest) -> bool:
     return body.get("manifest") == manifest.sha256
 
 
-def _check_shard(folder: CheckpointDir, within: int, manifest: Manifest, writer: int, *, deep: bool) -> None:
+def _check_shard(folder: CheckpointDir, within: int, manifest: CheckpointManifest, writer: int, *, deep: bool) -> None:
     wanted, path = manifest.files[writer], folder.shard(writer)
     try:
         descriptor = disk.open_regular(within, wanted.file, path)
@@ -78,14 +78,14 @@ def _check_shard(folder: CheckpointDir, within: int, manifest: Manifest, writer:
         os.close(descriptor)
 
 
-def _check_header(manifest: Manifest, writer: int, descriptor: int, size: int, where: object) -> None:
+def _check_header(manifest: CheckpointManifest, writer: int, descriptor: int, size: int, where: object) -> None:
     """Check that the header of a shard agrees with the manifest."""
     header = read_header(descriptor, size, where)
     for key, wanted in (("step", manifest.step), ("attempt", manifest.attempt)):
         if header.metadata.get(key) != str(wanted):
             found = header.metadata.get(key)
             raise BadCheckpointError(
-                f"{where}: {key} {found!r:.40}, expected {wanted}: it belongs to another checkpoint"
+                f"{where}: {key} {found!r:.40}, expected {wanted}: the file is from another checkpoint"
             )
     parts = manifest.parts[writer]
     wanted_tensors = {each.piece.key: (each.piece.dtype, each.piece.extent, each.offset, each.end) for each in parts}

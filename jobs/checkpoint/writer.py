@@ -1,20 +1,20 @@
-"""The writer process: writes a rank's part of a checkpoint while training continues; rank 0's also commits.
+"""The writer process of a rank saves its part of a checkpoint while training continues. Rank 0's writer commits.
 
     python -I boot.py jobs.checkpoint.writer --fd SOCKET --parent PID
 
 Messages from the rank. "save" has two descriptors attached: the shared memory with the tensors, and the order's text.
 
-    {"do": "save"}                     the text is an `Order`: what to save, where it is in the memory, and where to
-    {"do": "give_up", "step": n}       another rank's part will not come: stop waiting for it
+    {"do": "save"}                     the text is a `SaveOrder`: run, step, and the pieces with their offsets in memory
+    {"do": "give_up", "step": n}       another rank could not save its part: stop waiting for it
 
 Messages to the rank:
 
-    {"did": "shard", "step": n, "bytes": b}                         its part is on disk
+    {"did": "shard", "step": n, "bytes": b}                         this rank's part is on disk
     {"did": "commit", "step": n, "checkpoint": name, "bytes": b}    writer 0 only: the checkpoint exists
     {"did": "all", "step": n}                  done; for writer 0: verified, and old checkpoints are deleted
-    {"did": "nothing", "step": n, "kind": "StorageError", "message": "..."}
+    {"did": "nothing", "step": n, "kind": "StorageError", "message": "..."}          the save failed
 
-It imports no torch, starts in a fraction of a second, runs at low priority, and dies with its rank.
+The process imports no torch, starts in a fraction of a second, runs at low priority, and dies with its rank.
 """
 
 import argparse
@@ -49,8 +49,8 @@ MESSAGE_BYTES: Final = 1 << 12
 
 
 @dataclass(frozen=True)
-class Order:
-    """A save order: `pieces` with their offsets in the shared memory. See the module docstring."""
+class SaveOrder:
+    """An order to save `pieces`, which are given with their offsets in the shared memory."""
 
     run: str
     step: int
@@ -61,7 +61,7 @@ class Order:
     meta: Mapping[str, Any] | None
     wait_s: float  # how long to wait for the other writers
     keep: int
-    # A checkpoint that must not be deleted, however old: the one that this attempt resumed from.
+    # The checkpoint that this attempt resumed from, which must not be deleted, however old it is.
     protect: str | None
 
     def text(self) -> str:
@@ -70,8 +70,8 @@ class Order:
         return json.dumps({**self.__dict__, "pieces": pieces})
 
     @classmethod
-    def read(cls, text: bytes) -> "Order":
-        """Decode an order that `text` encoded."""
+    def read(cls, text: bytes) -> "SaveOrder":
+        """Decode the result of `text`."""
         record = json.loads(text)
         pieces = [
             (Piece(name, dtype, tuple(shape), box and tuple(map(tuple, box)), flat and tuple(flat)), offset)
@@ -81,7 +81,7 @@ class Order:
 
 
 class Writer:
-    """One rank's writer, on the socket to its rank."""
+    """The writer of one rank, connected to it by a socket."""
 
     def __init__(self, rank: socket.socket) -> None:
         self.rank = rank
@@ -102,7 +102,7 @@ class Writer:
                     self.given_up = message["step"]
 
     def _save(self, memory: int, text: int) -> None:
-        order = Order.read(contents(text)[:])
+        order = SaveOrder.read(contents(text)[:])
         try:
             self._write_and_commit(order, contents(memory))
         except MusterError as error:
@@ -111,15 +111,15 @@ class Writer:
             traceback.print_exc()
             self._say("nothing", order, kind=type(error).__name__, message=f"{type(error).__name__}: {error}")
 
-    def _write_and_commit(self, order: Order, memory: mmap.mmap) -> None:
+    def _write_and_commit(self, order: SaveOrder, memory: mmap.mmap) -> None:
         folder = begin(RunDir(Path(order.run)), order.step, order.attempt)
-        if not folder.ok(order.writer).exists():  # at the end of training a save may be tried twice
+        if not folder.ok(order.writer).exists():  # the last save of a job may be tried twice
             data = memoryview(memory)
             pieces = [(piece, data[offset : offset + piece.nbytes]) for piece, offset in order.pieces]
             try:
                 write_shard(folder, order.writer, order.writers, pieces, meta=order.meta)
             except StorageError:
-                if order.writer == 0:  # it can no longer be committed: other shards would only fill the disk
+                if order.writer == 0:  # no commit is possible, and other shards would only fill the disk
                     abandon(folder)
                 raise
         self._say("shard", order, bytes=sum(piece.nbytes for piece, _ in order.pieces))
@@ -127,7 +127,7 @@ class Writer:
             self._commit(order, folder)
         self._say("all", order)
 
-    def _commit(self, order: Order, folder: CheckpointDir) -> None:
+    def _commit(self, order: SaveOrder, folder: CheckpointDir) -> None:
         run = RunDir(Path(order.run))
         deadline = time.monotonic() + order.wait_s
         while True:
@@ -137,7 +137,7 @@ class Writer:
                 break
             except IncompleteError:
                 if time.monotonic() >= deadline or self._is_given_up(order.step):
-                    abandon(folder)  # the shards of other writers would only fill the disk
+                    abandon(folder)  # the other shards would only fill the disk
                     raise
             except StorageError:
                 abandon(folder)
@@ -153,13 +153,13 @@ class Writer:
                 self.given_up = json.loads(line)["step"]
         return self.given_up >= step
 
-    def _say(self, did: str, order: Order, **more: Any) -> None:
+    def _say(self, did: str, order: SaveOrder, **more: Any) -> None:
         message = {"did": did, "step": order.step, **more}
         self.rank.sendall((json.dumps(message) + "\n").encode())
 
 
 def contents(descriptor: int) -> mmap.mmap:
-    """Map a file for reading; closes the descriptor."""
+    """Map a file for reading, and close its descriptor."""
     try:
         return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     finally:
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, help="the rank's process id")
     args = parser.parse_args()
     linux.die_with_parent(args.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles Ctrl-C; this process ends with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles Ctrl-C; this process ends with the rank
     os.nice(NICE)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the rank is gone
         Writer(socket.socket(fileno=args.fd)).serve()

@@ -1,8 +1,8 @@
 """Convert the python-version archive of CIFAR-10 (Krizhevsky 2009) to two flat files, without torch and numpy.
 
-The archive contains pickles, and a pickle may call any function that it names. This reader calls only those in
-`_ALLOWED`, which replace the four functions needed for a numpy array. Any other name is refused before anything is
-called. No file is written to a path that the archive names.
+The archive contains pickles, and a pickle may call any function that it names. This reader calls only the functions in
+`_ALLOWED`, which are substitutes for the four that a pickled numpy array needs. A pickle with any other name is
+refused. Paths in the archive are never written to.
 """
 
 import codecs
@@ -43,8 +43,8 @@ def prepare_cifar10(
 
     Raises:
         UnreachableError, UsageError: as for `download`.
-        RefusedError: if the archive has another checksum or other contents.
-        StorageError: if it cannot be written, or another process is preparing it.
+        RefusedError: if the checksum or the contents of the archive are wrong.
+        StorageError: if a file cannot be written, or another process is preparing the data.
     """
     try:
         return cifar10_files(root)
@@ -86,7 +86,7 @@ def _read_members(archive: Path) -> dict[str, dict[Any, Any]]:
                 if name not in wanted or name in found or not member.isfile():
                     continue
                 if member.size > LARGEST_MEMBER_BYTES:
-                    raise RefusedError(f"{archive}: {name} has {member.size} bytes, no batch of CIFAR-10 is that large")
+                    raise RefusedError(f"{archive}: {name} has {member.size} bytes, more than any batch of CIFAR-10")
                 file = tar.extractfile(member)
                 assert file is not None
                 found[name] = read_batch(file, f"{archive}: {name}")
@@ -98,10 +98,10 @@ def _read_members(archive: Path) -> dict[str, dict[Any, Any]]:
 
 
 def read_batch(file: IO[bytes], where: str) -> dict[Any, Any]:
-    """Read one pickled batch; Python 2's strings become bytes.
+    """Read one pickled batch. Strings pickled by Python 2 become bytes.
 
     Raises:
-        RefusedError: if it names a function that no batch needs, or is not a batch.
+        RefusedError: if the pickle names a function that no batch needs, or is not a batch.
     """
     try:
         batch = _BatchUnpickler(io.BytesIO(file.read()), where).load()
@@ -110,13 +110,13 @@ def read_batch(file: IO[bytes], where: str) -> dict[Any, Any]:
     except Exception as error:  # a hostile or damaged pickle may raise anything
         raise RefusedError(f"{where}: not a batch of CIFAR-10: {error}") from error
     if not isinstance(batch, dict):
-        raise RefusedError(f"{where}: not a batch of CIFAR-10: found {type(batch).__name__}, expected a table")
+        raise RefusedError(f"{where}: not a batch of CIFAR-10: found {type(batch).__name__}, expected a dict")
     return batch
 
 
 @dataclass
 class _DType:
-    """A substitute for numpy.dtype: unsigned bytes only, which is all that a batch needs."""
+    """A substitute for numpy.dtype that supports only unsigned bytes, because a batch needs nothing else."""
 
     code: Any
     align: Any = False
@@ -141,12 +141,12 @@ class _Array:
 
 
 def _reconstruct(kind: Any, shape: Any, code: Any) -> _Array:
-    """A substitute for numpy's constructor of empty arrays."""
+    """Return an empty array: a substitute for the numpy function of this name."""
     return _Array()
 
 
 def _encode(text: Any, encoding: Any = "") -> bytes:
-    """A substitute for codecs.encode, with which Python 3 writes bytes in protocol 2."""
+    """Encode latin-1 text: a substitute for codecs.encode, which protocol-2 pickles of Python 3 call."""
     if not isinstance(text, str) or encoding not in ("latin1", b"latin1"):
         raise ValueError(f"found text in {encoding!r}, expected latin1")
     return codecs.latin_1_encode(text)[0]
@@ -172,15 +172,15 @@ class _BatchUnpickler(pickle.Unpickler):
         except KeyError:
             raise RefusedError(
                 f"{self.where}: the pickle names {module}.{name}, which no batch of CIFAR-10 needs; "
-                "it was not run; do not trust this file"
+                "the function was not called; do not trust this file"
             ) from None
 
 
 def _rows(batch: dict[Any, Any], where: str) -> bytes:
-    """Return rows of label and pixels.
+    """Return the rows of a batch: a label byte, then the pixels.
 
     Raises:
-        RefusedError: if labels or images are missing, or do not match.
+        RefusedError: if labels or images are missing, or their numbers differ.
     """
     labels, array = batch.get(b"labels", batch.get("labels")), batch.get(b"data", batch.get("data"))
     if not isinstance(labels, list) or not isinstance(array, _Array):
@@ -190,7 +190,7 @@ def _rows(batch: dict[Any, Any], where: str) -> bytes:
         raise RefusedError(f"{where}: {samples} labels, but data is {array.shape}; expected ({samples}, {PIXELS})")
     if not all(isinstance(label, int) and 0 <= label < CLASSES for label in labels):
         raise RefusedError(f"{where}: labels must be 0..{CLASSES - 1}")
-    # In column order, row i is every samples-th byte from i; in row order it is one slice.
+    # In column order, row i has every `samples`-th byte, beginning with byte i. In row order, it is one slice.
     pieces = [
         slice(i, None, samples) if array.by_columns else slice(i * PIXELS, (i + 1) * PIXELS) for i in range(samples)
     ]

@@ -1,12 +1,12 @@
-"""Where data sets are stored on a machine, and how they are prepared. Torch-free.
+"""Locate and prepare the data sets on a machine. Torch-free.
 
     MUSTER_DATA, else $XDG_CACHE_HOME/muster, else ~/.cache/muster
       cifar10/          train.u8  test.u8   rows of 1 label byte and 3072 pixels, planar RGB
-                        meta.json           samples, names of the labels, sha256 of both; written last
+                        meta.json           samples, names of the labels, sha256 of both files; written last
       python-source/    python-3.11.7.u8    the standard library's *.py files, concatenated
                         python-3.11.7.json  sha256, bytes, files, version; written last
 
-Files are written under a temporary name and renamed. Only one process at a time prepares a set.
+Files are written under a temporary name and renamed. Only one process at a time prepares a data set.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ NOT_SOURCE: Final = frozenset(
 
 @dataclass(frozen=True)
 class DataFile:
-    """A prepared file; `sha256` is the value in its sidecar."""
+    """A prepared file; `sha256` is the value in the JSON file beside it."""
 
     path: Path
     bytes: int
@@ -57,7 +57,7 @@ class Cifar10Files:
 
 
 def data_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for data on this machine, which may not exist."""
+    """Return the folder for data sets on this machine. It may not exist yet."""
     if given := environ.get(DATA_VARIABLE):
         return expanded(given).absolute()
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -68,12 +68,15 @@ def cifar10_files(root: Path) -> Cifar10Files:
     """Return the files of a prepared CIFAR-10.
 
     Raises:
-        RefusedError: if it does not exist.
+        RefusedError: if CIFAR-10 has not been prepared.
     """
     folder = root / "cifar10"
     files = Cifar10Files(folder / "train.u8", folder / "test.u8", folder / "meta.json")
     if not all(path.is_file() for path in (files.train, files.test, files.meta)):
-        raise RefusedError(f"{folder}: cifar10 is not on this machine; run: muster data cifar10")
+        raise RefusedError(
+            f"{folder}: cifar10 is not on this machine; run: muster data cifar10, or without a network: "
+            f"muster data cifar10 --archive {Path(CIFAR10_URL).name}"
+        )
     return files
 
 
@@ -81,7 +84,7 @@ def text_file(given: str) -> Path:
     """Return the path of a user's text, after checking that it exists, is readable and is not empty.
 
     Raises:
-        RefusedError: if one of these is false.
+        RefusedError: if one of these checks fails.
     """
     path = expanded(given).absolute()
     if not path.is_file():
@@ -95,7 +98,7 @@ def text_file(given: str) -> Path:
 
 
 def prepare_python_source(root: Path, library: Path | None = None) -> DataFile:
-    """Write this Python's standard library source to one file, unless that was done before; return it.
+    """Write the source of this Python's standard library to one file, unless that was done before; return the file.
 
     Raises:
         RefusedError: if the library's source is not installed.
@@ -111,7 +114,7 @@ def prepare_python_source(root: Path, library: Path | None = None) -> DataFile:
             return ready
         sources = list(python_sources(library))
         if not sources:
-            raise RefusedError(f"{library}: no *.py files here; install the standard library's source, or use text:")
+            raise RefusedError(f"{library}: no *.py files here; install the library's source, or set train.data.text")
         with written(text) as temporary, temporary.open("wb") as file:
             for source in sources:
                 file.write(source.read_bytes())
@@ -122,7 +125,7 @@ def prepare_python_source(root: Path, library: Path | None = None) -> DataFile:
 
 
 def python_sources(library: Path) -> Iterator[Path]:
-    """Yield the library's own *.py files by relative path, without tests, tools, and machine-specific files.
+    """Yield the library's own *.py files, sorted by relative path, without tests, tools and machine-specific files.
 
     _sysconfigdata*, config-* and sitecustomize.py are written when Python is built or installed, so they differ between
     machines with the same library.
@@ -149,10 +152,10 @@ def sha256_of(*paths: Path) -> str:
 
 
 def write_facts(path: Path, facts: dict[str, Any]) -> None:
-    """Write a sidecar as JSON, by rename.
+    """Write the JSON file that describes a prepared file, by rename.
 
     Raises:
-        StorageError: if it cannot be written.
+        StorageError: if the file cannot be written.
     """
     with written(path) as temporary:
         temporary.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -177,10 +180,10 @@ def written(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
-    """Create a folder and hold its lock; the kernel releases it if the holder dies.
+    """Create a folder and lock it during the block. The kernel releases the lock if this process dies.
 
     Raises:
-        StorageError: if the folder cannot be written, or another process holds the lock for all of `wait_s`.
+        StorageError: if the folder cannot be written, or another process keeps the lock for all of `wait_s`.
     """
     lock = folder / ".lock"
     try:
@@ -190,7 +193,7 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
         raise storage_error(lock, error) from error
     try:
         held = True
-        with suppress(OSError):  # a file system without locks: work may be done twice, but renames keep files whole
+        with suppress(OSError):  # without locks work may be done twice, but renames keep files whole
             held = lock_file(descriptor, wait_s)
         if not held:
             raise StorageError(f"{lock}: another process is preparing this data; wait until it has ended")
@@ -200,7 +203,7 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
 
 
 def storage_error(path: Path, error: OSError) -> StorageError:
-    """Convert a failed write to the data folder to an error that says what to do."""
+    """Convert the OSError of a write to the data folder to an error whose message states what to do."""
     return StorageError(
         f"{path}: cannot write here: {error.strerror or error}; free some space, or set {DATA_VARIABLE} to a folder "
         "on another disk"

@@ -1,6 +1,6 @@
-"""Download one file over HTTP, resumable and checked by its MD5. Torch-free.
+"""Download one file over HTTP, continuing a partial download, and check its MD5. Torch-free.
 
-Bytes are collected in NAME.part; only a file with the right checksum is renamed to NAME.
+Bytes are appended to NAME.part, which is renamed to NAME only if its checksum is right.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ TRIES_WITHOUT_PROGRESS: Final = 3
 SCHEMES: Final = ("https://", "http://", "file://")
 
 Progress = Callable[[int, int | None], None]
-"""Called with the bytes on disk and the total, if the server sends it."""
+"""Called with the bytes on disk and the total, which is None if the server does not send it."""
 
 
 def download(url: str, path: Path, md5: str, progress: Progress = lambda done, total: None) -> None:
-    """Download `url` to `path`; continue `path`.part if it exists.
+    """Download `url` to `path`. If `path`.part exists, continue from its end.
 
     Raises:
         UsageError: if the URL is invalid.
         UnreachableError: if the server cannot be reached or keeps closing the connection; partial data is kept.
-        RefusedError: if the file has another checksum; it is removed.
+        RefusedError: if the checksum is wrong; the file is then removed.
         StorageError: if the disk is full or the folder cannot be written.
     """
     if not url.startswith(SCHEMES):
@@ -45,14 +45,14 @@ def download(url: str, path: Path, md5: str, progress: Progress = lambda done, t
     if found != md5:
         part.unlink()
         raise RefusedError(
-            f"{url}: the file has md5 {found}, expected {md5}; it was removed: run this again, or give another "
+            f"{url}: the file has md5 {found}, expected {md5}; it was removed; run this again, or give another "
             "--url or --md5"
         )
     part.replace(path)
 
 
 def md5_of(path: Path) -> str:
-    """Return the MD5 of a file in hex: a check against damage, not against an attacker."""
+    """Return the MD5 of a file in hex. An MD5 detects damage, but not attacks."""
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -61,7 +61,7 @@ def md5_of(path: Path) -> str:
 
 
 def _fetch(url: str, part: Path, progress: Progress) -> str | None:
-    """Request the missing bytes once and append them; return why bytes are still missing, or None if they are not."""
+    """Request the missing bytes once and append them. Return the reason if bytes are still missing, else None."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
@@ -70,7 +70,7 @@ def _fetch(url: str, part: Path, progress: Progress) -> str | None:
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and have:
-            return None  # complete or too long: the checksum will decide
+            return None  # the file is complete or too long; the checksum decides
         return f"the server answered {error.code} {error.reason}"
     except urllib.error.URLError as error:
         return _reason(error.reason)
@@ -79,7 +79,7 @@ def _fetch(url: str, part: Path, progress: Progress) -> str | None:
 
 
 def _append(response: Any, part: Path, have: int, progress: Progress) -> str | None:
-    """Write a response after the first `have` bytes, or from the start if the server sends all of the file."""
+    """Write a response after the first `have` bytes, or from the start if the server sends the whole file."""
     start = have if response.status == http.client.PARTIAL_CONTENT and _range_starts_at(response, have) else 0
     length = response.headers.get("Content-Length") or ""
     total = start + int(length) if length.isdecimal() else None
@@ -96,7 +96,7 @@ def _append(response: Any, part: Path, have: int, progress: Progress) -> str | N
             except OSError as error:
                 raise storage_error(part, error) from error
             progress(done, total)
-    return None if total is None or done >= total else f"the connection broke off after {done} of {total} bytes"
+    return None if total is None or done >= total else f"the connection was lost after {done} of {total} bytes"
 
 
 def _write(file: Any, chunk: bytes) -> int:
@@ -107,7 +107,7 @@ def _write(file: Any, chunk: bytes) -> int:
 
 
 def _range_starts_at(response: Any, start: int) -> bool:
-    """Check that the server sends the requested range: `Content-Range: bytes START-END/TOTAL`."""
+    """Return True if the server sends the requested range: `Content-Range: bytes START-END/TOTAL`."""
     return bool(response.headers.get("Content-Range", "").strip().startswith(f"bytes {start}-"))
 
 

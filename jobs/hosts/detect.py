@@ -1,9 +1,9 @@
-"""Detect this process's rank if another program started it: flags, torchrun, mpirun, srun, or none.
+"""Detect the rank of this process from flags, or from the variables that torchrun, mpirun or srun set.
 
-The order is safe for nested launchers. Explicit flags come first. RANK and WORLD_SIZE are always meant for this
-process.
-mpirun inside a Slurm job leaves SLURM_PROCID=0 on every rank, so MPI comes before Slurm. Slurm's variables count only
-inside a step that srun created, because a batch script has SLURM_PROCID=0 too. Otherwise the world has one rank.
+The sources are tried in an order that is safe for nested launchers. Explicit flags come first, then RANK and
+WORLD_SIZE, which always describe this process. mpirun inside a Slurm job leaves SLURM_PROCID=0 on every rank, so MPI
+comes before Slurm. Slurm's variables count only inside a step that srun created, because a batch script has
+SLURM_PROCID=0 too. Without any of these the world has one rank.
 """
 
 import ipaddress
@@ -42,7 +42,7 @@ VARIABLES: Final = tuple(
 
 @dataclass(frozen=True)
 class Flags:
-    """The command line flags about this rank, and the job's `ranks_per_node`. `rank` counts over all nodes."""
+    """The command-line flags that describe this rank, and the job's `ranks_per_node`. `rank` is the global rank."""
 
     master_ip: str | None = None
     master_port: int | None = None
@@ -62,7 +62,7 @@ class Detected:
 
 
 def numeric_address(name: str) -> str:
-    """Resolve a host name to a numeric address, IPv4 before IPv6.
+    """Resolve a host name to a numeric address, preferably IPv4.
 
     Raises:
         OSError: if the name is unknown.
@@ -77,7 +77,7 @@ def detect(environ: Mapping[str, str], flags: Flags, resolve: Callable[[str], st
 
     Raises:
         UsageError: if flags are incomplete or out of range.
-        RefusedError: if a launcher's variables contradict each other, or no master address is known.
+        RefusedError: if a launcher's variables contradict each other, or the master address is not known.
     """
     found = (
         _from_flags(flags)
@@ -94,7 +94,7 @@ def detect(environ: Mapping[str, str], flags: Flags, resolve: Callable[[str], st
         found.env,
         master_addr=master_addr,
         master_port=master_port,
-        # The agent's store is at the agent's address. With another address, rank 0 serves a store itself.
+        # The agent's store is at the agent's address. If flags set another address, rank 0 serves a store itself.
         agent_store=found.env.agent_store and not overridden,
     )
     defaults = dict.fromkeys(ranks.VARIABLES, "default")
@@ -104,7 +104,7 @@ def detect(environ: Mapping[str, str], flags: Flags, resolve: Callable[[str], st
 
 
 def seen(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that detection examines, used or not."""
+    """Return the environment variables that detection examined, including those that it did not use."""
     return {name: environ[name] for name in VARIABLES if name in environ}
 
 
@@ -112,8 +112,8 @@ def _from_flags(flags: Flags) -> Found | None:
     given = {"--rank": flags.rank, "--num-nodes": flags.num_nodes}
     missing = [flag for flag, value in given.items() if value is None]
     if missing and (len(missing) < len(given) or flags.local_rank is not None):
-        told = [flag for flag, value in {**given, "--local-rank": flags.local_rank}.items() if value is not None]
-        raise UsageError(f"{', '.join(told)}: given without {' and '.join(missing)}; give all of them or none")
+        used = [flag for flag, value in {**given, "--local-rank": flags.local_rank}.items() if value is not None]
+        raise UsageError(f"{', '.join(used)}: given without {' and '.join(missing)}; give all of them or none")
     if flags.rank is None or flags.num_nodes is None:
         return None
     ranks_per_node = 1 if flags.ranks_per_node is None else flags.ranks_per_node
@@ -149,7 +149,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Found | None:
 
 
 def _alone(environ: Mapping[str, str], flags: Flags) -> Found:
-    """Return a world of one rank, unless flags or variables suggest that there should be more."""
+    """Return a world of one rank. Raise an error if flags or variables suggest that there are more ranks."""
     if flags.master_ip is not None:
         raise UsageError("--master-ip: given without --rank and --num-nodes; give all of them or none")
     half = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
@@ -171,7 +171,9 @@ def _check_range(found: Found) -> None:
     ):
         if not 0 <= index < count:
             origin = origins.get(what, what)
-            raise RefusedError(f"environment: {origin} must be 0 to {count - 1}, got {index}; start all ranks one way")
+            raise RefusedError(
+                f"environment: {origin} must be 0 to {count - 1}, got {index}; start all ranks with one launcher"
+            )
 
 
 def _master_addr(
@@ -190,7 +192,7 @@ def _master_addr(
         if env.node_rank and ipaddress.ip_address(address).is_loopback:
             raise RefusedError(
                 f"environment: {origin}: resolves to {address} on this node, which is not node 0; "
-                "pass --master-ip with the address at which all nodes reach it"
+                "pass --master-ip with an address of node 0 that all nodes can reach"
             )
         return address, origin
     raise RefusedError(

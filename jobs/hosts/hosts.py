@@ -1,17 +1,16 @@
-"""The hosts of a job: parse hosts files and node lists, and select the wanted hosts.
+"""Parse hosts files and node lists, and select the hosts of a job.
 
-A hosts file has one host per line, or several similar ones. These formats are understood, and may be mixed:
+Each line of a hosts file names one host, or several similar hosts. These formats are accepted, and may be mixed:
 
     worker-0 slots=4                    DeepSpeed's
     node0 slots=2 max_slots=4           Open MPI's
-    node1:4                             MPICH's: four slots; ssh's port is port=
+    node1:4                             MPICH's: four slots (for ssh's port write port=)
     n[01-16] slots=8                    a node list
     alice@node2                         the user to log in as
     node3 address=10.10.1.4 ssh=pc7.example.org port=2222 user=alice       Muster's
 
-`address` is the numeric address at which its peers reach it. `ssh` is the name for ssh, if it differs. Text after # is
-a
-comment. A host may be listed only once; several slots are given by slots=N.
+`address` is the numeric address that the host's peers use. `ssh` is the name that ssh uses, if it differs. Text after #
+is a comment. A host may be listed only once; slots=N gives it several slots.
 """
 
 import re
@@ -30,7 +29,7 @@ from muster.jobs.hosts.placement import Host, Login
 KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
 MAX_BARE_SLOTS: Final = 1024  # a larger number after a colon is probably an ssh port
 MAX_MISTAKES: Final = 10
-MOST_READ: Final = 1000  # stop after this many mistakes
+MOST_READ: Final = 1000  # stop reading after this many mistakes
 
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
 
@@ -42,7 +41,7 @@ class HostSet:
     hosts: tuple[Host, ...]
     origin: str  # for messages: "hostfile hosts.txt", "-w n[1-4]", "manifest m.xml", "box four"
     ssh_options: tuple[str, ...] = ()  # such as ("-F", "/.../ssh_config")
-    # for client commands on this machine, such as SLURM_CONF
+    # for commands such as squeue on this machine: SLURM_CONF and others
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -50,7 +49,7 @@ def read_hostfile(path: Path) -> list[Host]:
     """Read a hosts file.
 
     Raises:
-        JobFileError: if it cannot be read, is empty, or has wrong lines; the message has one line for each.
+        JobFileError: if the file cannot be read, is empty, or has wrong lines, which the message lists.
     """
     return parse_hostfile(read_text(path, "a hosts file"), str(path))
 
@@ -59,7 +58,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     """Parse the text of a hosts file; `name` is its name in messages.
 
     Raises:
-        JobFileError: if it is empty, or has wrong lines; the message has one line for each.
+        JobFileError: if the text is empty, or has wrong lines, which the message lists.
     """
     hosts: list[Host] = []
     mistakes: list[str] = []
@@ -94,7 +93,7 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
 
 
 def _listed(mistakes: Sequence[str], text: str, name: str) -> str:
-    """Format the first mistakes. If the file is XML, say so instead."""
+    """Format the first mistakes. If the file is XML, report only that."""
     if text.lstrip().startswith("<"):
         return f"{name}: is XML, expected a hosts file; give a CloudLab manifest with --manifest"
     more, least = len(mistakes) - MAX_MISTAKES, "at least " * (len(mistakes) == MOST_READ)
@@ -102,7 +101,7 @@ def _listed(mistakes: Sequence[str], text: str, name: str) -> str:
 
 
 def hostfile_text(hosts: Iterable[Host]) -> str:
-    """Write hosts as a hosts file that parses to the same hosts."""
+    """Return the text of a hosts file that parses to these hosts."""
     return "".join(f"{_line_of(host)}\n" for host in hosts)
 
 
@@ -110,7 +109,7 @@ def from_nodelist(text: str) -> list[Host]:
     """Return the hosts of a node list such as `n[01-16],alice@login`.
 
     Raises:
-        UsageError: if it is not a node list, or a name in it is invalid or repeated.
+        UsageError: if the text is not a node list, or a name in it is invalid or repeated.
     """
     words = expand(text)
     try:
@@ -126,9 +125,9 @@ def from_nodelist(text: str) -> list[Host]:
 
 
 def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
-    """Return the wanted hosts in their own order: those in `include`, without those in `exclude`.
+    """Return the hosts that are in `include` but not in `exclude`, in the order of `hosts`.
 
-    Both are node lists. DeepSpeed's `host1@host2` is understood.
+    `include` and `exclude` are node lists. DeepSpeed's `host1@host2` is accepted too.
 
     Raises:
         UsageError: if a list names an unknown host, or no host is left.
@@ -142,7 +141,7 @@ def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> l
         chosen = [host for host in chosen if host.name not in unwanted]
     if not chosen and hosts:
         given = " and ".join(name for name, value in (("--include", include), ("--exclude", exclude)) if value)
-        raise UsageError(f"{given}: no host of {_short(hosts)} is left; exclude fewer")
+        raise UsageError(f"{given}: no host of {_short(hosts)} is left; exclude fewer hosts")
     return chosen
 
 
@@ -150,8 +149,8 @@ def read_text(path: Path, wanted: str, most: int = SETTINGS_BYTES) -> str:
     """Return the text of a user's file.
 
     Raises:
-        JobFileError: if it does not exist, cannot be read, is larger than `most` bytes or is not text; the message says
-            that `wanted` was expected.
+        JobFileError: if the file does not exist, cannot be read, has more than `most` bytes or is not text. The message
+            states that `wanted` was expected.
     """
     try:
         return read_bytes(path, most, owned=False).decode("utf-8-sig")
@@ -170,7 +169,7 @@ def _hosts_of_line(names: Sequence[str], words: Sequence[str]) -> list[Host]:
     values = _values(words[1:])
     named = [_user_name_slots(word) for word in names]
     if len(named) > 1 and (only := next((key for key in ("address", "ssh") if key in values), None)):
-        raise UsageError(f"{only}= belongs to one host, and {words[0]} names {len(named)}; give each its own line")
+        raise UsageError(f"{only}= applies to one host, but {words[0]} names {len(named)}; give each its own line")
     slots = _number(values, "slots")
     most = _number(values, "max_slots")
     if slots is not None and most is not None and most < slots:
@@ -223,7 +222,7 @@ def _user_name_slots(word: str) -> tuple[str | None, str, int | None]:
 
 
 def _values(words: Sequence[str]) -> dict[str, str]:
-    """Parse `key=value` words."""
+    """Parse words of the form `key=value`."""
     values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -264,7 +263,7 @@ def _line_of(host: Host) -> str:
 
 
 def _among(hosts: Sequence[Host], text: str, option: str) -> set[str]:
-    """Return the names of a node list; all of them must be hosts."""
+    """Return the names in a node list, after checking that all are hosts."""
     names = [host.name for host in hosts]
     found: set[str] = set()
     for part in text.split("@"):

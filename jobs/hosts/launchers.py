@@ -1,7 +1,7 @@
 """The variables that mpirun and srun set for the processes they start, as read by `jobs/hosts/detect.py`.
 
-Sources: the manual pages of srun and sbatch; Open MPI 5.0's documentation of `OMPI_COMM_WORLD_*`; for MPICH's Hydra,
-MVAPICH2 and Cray PALS, observed variables.
+Sources: the manual pages of srun and sbatch; Open MPI 5.0's documentation of `OMPI_COMM_WORLD_*`; observed variables
+for MPICH's Hydra, MVAPICH2 and Cray PALS.
 """
 
 import re
@@ -16,7 +16,7 @@ from muster.jobs.hosts.ranks import PASS_FLAGS, RankEnv, number
 
 @dataclass(frozen=True)
 class Found:
-    """A rank whose master is not known yet, with its launcher and the variable that each number came from."""
+    """A rank whose master is not known yet, its launcher, and the variable that each number came from."""
 
     launcher: str
     env: RankEnv
@@ -46,7 +46,7 @@ MPI_ROWS: Final = (
     _row("pals", "PMI_"),
     MpiRow("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# Set by PMI and PMIx launchers that do not set everything a rank must know.
+# PMI and PMIx launchers set these, some without setting everything that a rank needs.
 MPI_HINTS: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 STEP_ID: Final = ("SLURM_STEP_ID", "SLURM_STEPID")
@@ -55,7 +55,7 @@ STEP_NODES: Final = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODE
 STEP_TASKS_PER_NODE: Final = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 STEP_NODELIST: Final = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 DISTRIBUTION: Final = "SLURM_DISTRIBUTION"
-# Larger step numbers are Slurm's own: the batch script (4294967291), extern, interactive.
+# Slurm reserves larger step numbers for its own steps: the batch script (4294967291), extern, interactive.
 FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
 
 SLURM_VARIABLES: Final = (
@@ -72,7 +72,7 @@ SLURM_VARIABLES: Final = (
 
 
 def read_mpi(environ: Mapping[str, str]) -> Found | None:
-    """Read the rank that an MPI launcher assigned; None if there is no MPI launcher.
+    """Read the rank that an MPI launcher assigned; return None without an MPI launcher.
 
     Raises:
         RefusedError: if an MPI launcher started this process but did not set enough variables.
@@ -81,7 +81,7 @@ def read_mpi(environ: Mapping[str, str]) -> Found | None:
         if all(name in environ for name in (row.rank, row.size, row.local_rank, row.local_size)):
             return _read_row(environ, row)
     hint = next((name for name in MPI_HINTS if name in environ), None)
-    if hint is None or in_step(environ):  # srun --mpi=pmi2 or pmix: Slurm's own variables have the rest
+    if hint is None or in_step(environ):  # with srun --mpi=pmi2 or pmix, Slurm's variables have the rest
         return None
     raise RefusedError(
         f"environment: {hint}={environ[hint]} is set, but not the number of ranks on this node and in total; "
@@ -90,7 +90,7 @@ def read_mpi(environ: Mapping[str, str]) -> Found | None:
 
 
 def _read_row(environ: Mapping[str, str], row: MpiRow) -> Found:
-    """Read one launcher's variables. MPI sets no node index: assume blocks of equal size on all nodes."""
+    """Read one launcher's variables. MPI sets no node index, so equal blocks of ranks on all nodes are assumed."""
     rank, size = number(environ, row.rank), number(environ, row.size)
     local_rank, local_size = number(environ, row.local_rank), max(1, number(environ, row.local_size))
     nodes = -(-size // local_size)
@@ -107,13 +107,13 @@ def _read_row(environ: Mapping[str, str], row: MpiRow) -> Found:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Return True if srun started this process: it has a numbered step, and a rank in it."""
+    """Return True if srun started this process, which then has a numbered step and a rank in it."""
     step = environ.get(_first(environ, STEP_ID), "")
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and "SLURM_PROCID" in environ
 
 
 def read_step(environ: Mapping[str, str]) -> Found | None:
-    """Read the rank that srun assigned; None outside a step.
+    """Read the rank that srun assigned; return None outside a step.
 
     Raises:
         RefusedError: if the step's variables are incomplete or contradict each other.
@@ -159,7 +159,8 @@ def _tasks_here(environ: Mapping[str, str], size: int, nodes: int, node_rank: in
     if nodes == 1:
         return size, "the step's one node"
     for name in STEP_TASKS_PER_NODE:
-        # The second variable may describe the whole allocation, of which the step uses a part: then the sums differ.
+        # The second variable may describe the whole allocation. If the step uses only part of it, the sum is not
+        # `size`.
         if name in environ and len(counts := tasks_per_node(environ[name])) == nodes and sum(counts) == size:
             if node_rank >= nodes:
                 break
@@ -167,13 +168,13 @@ def _tasks_here(environ: Mapping[str, str], size: int, nodes: int, node_rank: in
     if size % nodes == 0 and node_rank < nodes:
         return size // nodes, "tasks / nodes"
     raise RefusedError(
-        f"environment: {size} tasks on {nodes} nodes, but no variable gives the number on node {node_rank}; "
+        f"environment: {size} tasks on {nodes} nodes, but no variable has the number of tasks on node {node_rank}; "
         f"{PASS_FLAGS}"
     )
 
 
 def _is_arbitrary(environ: Mapping[str, str]) -> bool:
-    """Return True with --distribution=arbitrary, when the first task is not on the first node of the list."""
+    """Return True with --distribution=arbitrary: the first task may then be on any node of the list."""
     return environ.get(DISTRIBUTION, "").startswith("arbitrary")
 
 

@@ -1,9 +1,9 @@
 """Parse and write node lists in the notation of Slurm and pdsh: `rack[1-2]n[08-11]-ib,login`.
 
-A list has names in order without repeats; only the first occurrence of a name counts. In a name with several brackets
-the last one varies fastest. Padding is kept: `n[08-11]` is n08 n09 n10 n11.
+Names keep their order, and a repeated name counts only at its first position. In a term with several brackets the last
+one varies fastest. Zero padding is kept: `n[08-11]` is n08 n09 n10 n11.
 
-`fold` never reorders, so only consecutive names share a bracket: b1,a1,a2 is `b1,a[1-2]`.
+`fold` keeps the order of names, so only consecutive names share a bracket: b1,a1,a2 becomes `b1,a[1-2]`.
 """
 
 import re
@@ -15,7 +15,7 @@ from typing import Final
 from muster.jobs.basics.errors import UsageError
 
 MAX_NAMES: Final = 100_000
-MAX_DIGITS: Final = 18  # longer runs of digits are text
+MAX_DIGITS: Final = 18  # longer runs of digits are treated as text
 
 _FORBIDDEN: Final = re.compile(r"[\s,\[\]]")
 _TERM: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
@@ -25,7 +25,7 @@ _FIELDS: Final = re.compile(f"([0-9]{{1,{MAX_DIGITS}}})")
 
 
 def expand(text: str, most: int = MAX_NAMES) -> list[str]:
-    """List the names of a node list in order, each once.
+    """Return the names of a node list in order, each once.
 
     Raises:
         UsageError: if the text is empty or malformed, or expands to more than `most` names.
@@ -35,7 +35,7 @@ def expand(text: str, most: int = MAX_NAMES) -> list[str]:
     names: dict[str, None] = {}
     total = 0
     for term in _terms(text):
-        # A term alternates text and brackets: even parts are text, odd parts are the contents of brackets.
+        # Text and brackets alternate in a term: even parts are text, odd parts are the contents of brackets.
         parts = _BRACKET.split(term)
         choices = [_Choices(part, text) for part in parts[1::2]]
         total += prod(choice.count for choice in choices)
@@ -48,7 +48,7 @@ def expand(text: str, most: int = MAX_NAMES) -> list[str]:
 
 
 def fold(names: Iterable[str]) -> str:
-    """Write names as a short node list that expands to the same names in the same order, each once.
+    """Return a short node list that expands to the same names in the same order, each once.
 
     Raises:
         UsageError: if a name is empty or contains a space, a comma or a bracket.
@@ -77,7 +77,7 @@ def _merge(terms: list[list[list[str]]], field: int) -> Iterator[list[list[str]]
 
 
 def _spell(numbers: Sequence[str]) -> str:
-    """Write one field: a single number as it is, several as a bracket of ranges."""
+    """Format one field: a single number is unchanged, several numbers become a bracket of ranges."""
     if len(numbers) == 1:
         return numbers[0]
     ranges: list[list[str]] = []
@@ -90,7 +90,7 @@ def _spell(numbers: Sequence[str]) -> str:
 
 
 class _Choices:
-    """The values of one bracket, which can be counted before they are listed."""
+    """The values of one bracket. They can be counted without listing them."""
 
     def __init__(self, inside: str, text: str) -> None:
         self.ranges = [_range(item.strip(), text) for item in inside.split(",")]
@@ -101,7 +101,7 @@ class _Choices:
 
 
 def _range(item: str, text: str) -> tuple[int, int, int]:
-    """Return first, last and width of `8`, `08` or `08-11`."""
+    """Return the first number, the last number and the width of `8`, `08` or `08-11`."""
     match = _RANGE.fullmatch(item)
     if match is None or len(item) > 2 * MAX_DIGITS + 1:
         raise _bad(text, f"[{item}] is not a number or a range such as 08-11")
@@ -114,7 +114,7 @@ def _range(item: str, text: str) -> tuple[int, int, int]:
 
 
 def _terms(text: str) -> Iterator[str]:
-    """Split at the commas outside brackets.
+    """Split a node list at the commas outside brackets.
 
     Raises:
         UsageError: if brackets do not match, a name is missing between commas, or a name contains a space.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Login:
-    """How ssh reaches a host, if its name alone is not enough.
+    """The ssh settings for a host whose name alone is not enough.
 
     Raises:
         UsageError: if `target` is not a host name, or `user` not a user name.
@@ -50,7 +50,7 @@ class Host:
     """A machine that can be a node: its name, the address its peers use, and its number of slots for ranks."""
 
     name: str
-    address: str  # numeric; "": known once its agent answers
+    address: str  # numeric; "" until its agent answers
     slots: int | None = None
     login: Login | None = None  # None: ssh uses the name
 
@@ -77,7 +77,7 @@ class Placement:
 
     nodes: tuple[NodePlacement, ...]
     world_size: int
-    master_addr: str  # "": known once node 0's agent answers
+    master_addr: str  # "" until node 0's agent answers
 
     @property
     def one_host(self) -> bool:
@@ -91,7 +91,7 @@ class Placement:
         return self.nodes[bisect_right(self.nodes, rank, key=lambda node: node.first_rank) - 1]
 
     def meeting_at(self, master_addr: str) -> "Placement":
-        """Return this placement with its master address, once it is known."""
+        """Return a copy with the given master address."""
         return replace(self, master_addr=master_addr)
 
     def rank_env(
@@ -135,7 +135,7 @@ class Placement:
         """Rebuild a placement from the result of `to_json`. The value is validated, because it may come from a file.
 
         Raises:
-            RunFolderError: if it has another version, or is not a placement.
+            RunFolderError: if the value has another version, or is not a placement.
         """
         if not isinstance(value, dict) or value.get("version") != VERSION:
             version = value.get("version") if isinstance(value, dict) else None
@@ -153,7 +153,7 @@ class Placement:
 
 def _node(node_rank: int, host: str, address: str, first_rank: int, ranks: int) -> NodePlacement:
     if not all(type(number) is int for number in (node_rank, first_rank, ranks)) or ranks < 1:
-        raise ValueError(f"node {node_rank!r} has ranks {ranks!r} from {first_rank!r}")
+        raise ValueError(f"node {node_rank!r} has {ranks!r} ranks from rank {first_rank!r}")
     return NodePlacement(node_rank, str(host), str(address), first_rank, ranks)
 
 
@@ -161,7 +161,7 @@ def place(job: "Job", hosts: Sequence[Host]) -> Placement:
     """Assign a job's ranks to the first `job.nodes` hosts, block by block.
 
     Raises:
-        RefusedError: if there are too few hosts or slots, or the ranks could not meet at the master address.
+        RefusedError: if there are too few hosts or slots, or other nodes cannot reach the master address.
     """
     if len(hosts) < job.nodes:
         raise RefusedError(
@@ -185,7 +185,7 @@ def _ranks_on(host: Host, job: "Job") -> int:
                 "write slots=N beside it in the hosts, or set ranks_per_node to a number"
             )
         if host.slots < 1:
-            raise RefusedError(f"host {host.name}: must have at least 1 slot, got {host.slots}; leave this host out")
+            raise RefusedError(f"host {host.name}: must have at least 1 slot, got {host.slots}; exclude this host")
         return host.slots
     if host.slots is not None and host.slots < job.ranks_per_node:
         raise RefusedError(
@@ -196,7 +196,7 @@ def _ranks_on(host: Host, job: "Job") -> int:
 
 
 def _master(hosts: Sequence[Host]) -> str:
-    """Return the master address, that of node 0; "" if only its agent can determine it."""
+    """Return the master address, which is node 0's, or "" if only node 0's agent can determine it."""
     master = hosts[0]
     if not master.address:
         return LOOPBACK if len(hosts) == 1 else ""
@@ -204,25 +204,25 @@ def _master(hosts: Sequence[Host]) -> str:
         address = ipaddress.ip_address(master.address)
     except ValueError:
         if len(hosts) > 1:
-            # On each node a name may resolve to another address (Debian's 127.0.1.1 for itself); a number cannot.
+            # A name may resolve differently on each node: on Debian, a node's own name is 127.0.1.1.
             raise RefusedError(
                 f"host {master.name}: the address {master.address!r} is not numeric, and {len(hosts)} nodes must "
-                "meet there; give the address at which the other nodes reach it, such as 10.10.1.1"
+                "meet there; give a numeric address that the other nodes can reach, such as 10.10.1.1"
             ) from None
         return LOOPBACK  # one node: its ranks meet on loopback
     others = [host for host in hosts if host.address != master.address]
     if others and (address.is_loopback or address.is_unspecified):
         raise RefusedError(
             f"host {master.name}: host {others[0].name} cannot reach the master address {master.address}; "
-            "give the address at which the other nodes reach it, such as 10.10.1.1"
+            "give an address that the other nodes can reach, such as 10.10.1.1"
         )
     return master.address
 
 
 def divide(items: Sequence[T], parts: int) -> list[tuple[T, ...]]:
-    """Divide items among parts on one machine: contiguous, sizes differ by at most one, larger ones first.
+    """Divide items into contiguous parts, larger parts first. Sizes differ by at most one.
 
-    If there are fewer items than parts, items are assigned round robin, so that each part has one.
+    If there are fewer items than parts, each part gets one item, assigned round robin.
     """
     count = len(items)
     if 0 < count < parts:
@@ -232,9 +232,9 @@ def divide(items: Sequence[T], parts: int) -> list[tuple[T, ...]]:
 
 
 def pin(cores: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """Assign cores to ranks, contiguous and fair. With more ranks than cores, every rank may use all cores.
+    """Divide cores among ranks, as `divide` does. With more ranks than cores, every rank may use all cores.
 
-    Pinning two busy ranks to one core could leave another core idle; unpinned, the kernel balances them.
+    Pinning two busy ranks to one core could leave another core idle. The kernel balances ranks that are not pinned.
     """
     if ranks > len(cores):
         return [tuple(cores)] * ranks

@@ -1,4 +1,4 @@
-"""The rank environment: the only module that writes and reads the variables of a rank.
+"""The environment variables of a rank, which only this module reads and writes.
 
 The names are torchrun's, so that any program that runs under torchrun runs under Muster. Muster's own names start with
 MUSTER_:
@@ -8,7 +8,7 @@ MUSTER_:
     MUSTER_PAGE                      for programs: the page shared with the rank parent (jobs/node/page.py), as fd:inode
     MUSTER_FILES                     a folder for a program's own files, shared by all attempts
     MUSTER_SESSION                   the settings of the job that `muster.session()` needs, as JSON
-    MUSTER_STOP_FILE                 written before SIGTERM: why a program should stop, and the deadline
+    MUSTER_STOP_FILE                 a file that is written before SIGTERM: the reason to stop, and the deadline
 """
 
 import os
@@ -93,10 +93,10 @@ def descriptor_text(descriptor: int) -> str:
 
 
 def inherited(environ: Mapping[str, str], name: str) -> int | None:
-    """Return the descriptor that a variable gives as `fd:inode`.
+    """Return the descriptor that a variable names as `fd:inode`.
 
     Return None if the variable is not set, or if the descriptor is closed or refers to another file. In a process
-    started by another program, the number may refer to anything.
+    that the program started, the number may refer to anything.
     """
     number, _, inode = environ.get(name, "").partition(":")
     if not (number.isdecimal() and inode.isdecimal()):
@@ -137,7 +137,7 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
     """Read a variable that must be a whole number.
 
     Raises:
-        RefusedError: if it is missing and has no default, or is not a whole number.
+        RefusedError: if the variable is missing and has no default, or is not a whole number.
     """
     text = environ.get(name)
     if text is None:

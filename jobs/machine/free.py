@@ -10,7 +10,7 @@ from muster.jobs.machine.procfs import text_of
 MEMORY_INFO: Final = Path("/proc/meminfo")
 OWN_GROUPS: Final = Path("/proc/self/cgroup")
 GROUPS: Final = Path("/sys/fs/cgroup")
-# version 2, and version 1: limit, usage, and the part of the usage that the kernel would reclaim first
+# cgroup version 2, then 1: limit, usage, and the part of the usage that the kernel would reclaim first
 FILES: Final = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -18,30 +18,30 @@ FILES: Final = (
 
 
 def free_bytes() -> int:
-    """Return how much memory processes of this user can still allocate: MemAvailable, or less in a control group."""
+    """Return the bytes that this process can still allocate: MemAvailable, or less in a limited control group."""
     return min([host_bytes("MemAvailable"), *(left for _, left in _groups())])
 
 
 def all_bytes() -> int:
-    """Return the total memory for this process and its children: the host's, or the lowest control group limit."""
+    """Return the memory for this process and its children: the host's total, or the lowest control group limit."""
     return min([host_bytes("MemTotal"), *(limit for limit, _ in _groups())])
 
 
 def host_bytes(name: str) -> int:
-    """Return an entry of /proc/meminfo in bytes; 0 if there is none of this name."""
+    """Return an entry of /proc/meminfo in bytes; 0 if the entry does not exist."""
     match = re.search(rf"^{name}:\s*(\d+) kB", text_of(MEMORY_INFO), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """Yield, for each memory control group with a limit, the limit and what is left of it."""
+    """Yield the limit and the remaining bytes of each memory control group that has a limit."""
     return filter(None, map(_limit_and_left, own_groups("memory")))
 
 
 def _limit_and_left(folder: Path) -> tuple[int, int] | None:
-    """Return the limit of one group, and what is left of it.
+    """Return the limit and the remaining bytes of one group.
 
-    Inactive file pages count as free, because the kernel drops them before it refuses memory.
+    Inactive file pages count as free, because the kernel drops them before it refuses an allocation.
     """
     for limit_name, usage_name, cache_name in FILES:
         limit, usage = text_of(folder / limit_name), text_of(folder / usage_name)
@@ -52,7 +52,7 @@ def _limit_and_left(folder: Path) -> tuple[int, int] | None:
 
 
 def own_groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups up to the root. In a container its own group is the root."""
+    """Yield the folders of this process's control groups and their parents. A container sees its group as the root."""
     for line in text_of(OWN_GROUPS).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

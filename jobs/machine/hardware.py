@@ -1,4 +1,4 @@
-"""The names of the processor and the GPUs, read from files only; empty if not shown there."""
+"""Read the names of the processor and the GPUs from files, without initializing CUDA."""
 
 import platform
 import re
@@ -14,10 +14,10 @@ CPU_NAMES: Final = ("model name", "cpu model", "cpu", "Hardware")
 
 
 def cpu_name() -> str:
-    """Return the name of the processor, or at least its architecture."""
+    """Return the name of the processor, or its architecture if the name is unknown."""
     lines = text_of(CPU_INFO).splitlines()
-    told = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
-    return next((told[name] for name in CPU_NAMES if told.get(name)), platform.machine())
+    fields = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
+    return next((fields[name] for name in CPU_NAMES if fields.get(name)), platform.machine())
 
 
 def driver_gpus() -> list[str]:

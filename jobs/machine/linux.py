@@ -1,9 +1,11 @@
 """Linux calls that Python lacks: for process trees, disk space of files, and files in memory.
 
-`prctl(2)`: PR_SET_PDEATHSIG sends this process a signal when its parent dies; PR_SET_CHILD_SUBREAPER makes orphaned
-descendants its children, so that no process escapes by a double fork or setsid.
-`fallocate(2)`: allocates blocks of a file, or frees them.
-`memfd_create(2)`: missing, with its constants, from a Python built for an old C library, as conda's often are.
+    prctl(2)          PR_SET_PDEATHSIG sends this process a signal when its parent dies. PR_SET_CHILD_SUBREAPER makes
+                      orphaned descendants its children, so that none escapes by a double fork or setsid.
+    fallocate(2)      allocates or frees blocks of a file
+    memfd_create(2)   creates a file in memory
+
+A Python built for an old C library, as conda's often is, lacks `memfd_create` and its constants.
 """
 
 import ctypes
@@ -26,7 +28,7 @@ F_SEALS_OF_SIZE: Final = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel kill this process when `parent`, which forked it, dies or has died; `number` 0 cancels that."""
+    """Make the kernel send a signal to this process when `parent` dies; exit if it is dead. `number` 0 cancels that."""
     checked(LIBC.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl: ")
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
@@ -48,9 +50,9 @@ def all_children() -> dict[int, list[int]]:
 
 
 def descendants(root: int, leave: Iterable[int] = (), children: Mapping[int, Sequence[int]] | None = None) -> list[int]:
-    """List all descendants of `root`, parents before their children, without zombies and the trees of `leave`.
+    """List all descendants of `root`, parents before children, without zombies, `leave` and descendants of `leave`.
 
-    `children` is the result of `all_children`, for callers that query several processes.
+    `children` is the result of `all_children`, for callers that list the descendants of several processes.
     """
     children = all_children() if children is None else children
     found: list[int] = []
@@ -79,7 +81,7 @@ def signal_number(name: str) -> int:
 
 
 def kill_quietly(pid: int, number: int, *, group: bool = False) -> None:
-    """Signal a process or its group; do nothing if it is gone."""
+    """Send a signal to a process or its group; do nothing if the process is gone."""
     try:
         if group:
             os.killpg(pid, number)
@@ -90,18 +92,18 @@ def kill_quietly(pid: int, number: int, *, group: bool = False) -> None:
 
 
 def fallocate(descriptor: int, offset: int, length: int, mode: int = 0) -> None:
-    """Allocate disk space for a part of a file. The C library's fallback, which writes to each block, is avoided.
+    """Allocate disk space for a part of a file, without the C library's fallback of writing to each block.
 
-    With PUNCH_HOLE, free it instead: the part then reads as zero bytes, and the file keeps its size.
+    With PUNCH_HOLE, free the space instead: the part then reads as zero bytes, and the file keeps its size.
 
     Raises:
-        OSError: if the file system does not support it, or is full.
+        OSError: if the file system does not support the call, or is full.
     """
     checked(LIBC.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length)))
 
 
 def memory_file(name: str, size: int | None = None) -> int:
-    """Create a file in memory without a path; return its descriptor. With a `size`, the size is sealed."""
+    """Create a file in memory without a path; return its descriptor. If `size` is given, the size is fixed."""
     sealable = 0 if size is None else MFD_ALLOW_SEALING
     descriptor = checked(LIBC.memfd_create(name.encode(), MFD_CLOEXEC | sealable), "memfd_create: ")
     if size is not None:
@@ -114,7 +116,7 @@ def checked(code: int, what: str = "") -> int:
     """Check the result of a C library call; return it.
 
     Raises:
-        OSError: if it is -1; `what` is put before the reason.
+        OSError: if the result is -1; the message begins with `what`.
     """
     if code == -1:
         number = ctypes.get_errno()
@@ -123,7 +125,7 @@ def checked(code: int, what: str = "") -> int:
 
 
 def signs_of_life(pid: int) -> tuple[bool, int]:
-    """Return whether a process is running or in a disk wait, and how often it was scheduled (proc(5), status)."""
+    """Return True if a process runs or waits for a disk, and the number of its context switches (proc(5), status)."""
     fields = dict(line.partition(":")[::2] for line in procfs.text_of(f"/proc/{pid}/status").splitlines())
     switches = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
     return fields.get("State", "").split()[:1] in (["R"], ["D"]), sum(int(fields.get(name, 0)) for name in switches)

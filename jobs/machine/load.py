@@ -45,7 +45,7 @@ def read() -> Reading:
 def shares(before: Reading, after: Reading, own_s: float | None = None) -> tuple[float, float]:
     """Return the foreign and the stolen share between two readings; 0 if they are less than a tick apart.
 
-    `own_s` is the CPU time of all our processes meanwhile, if there are more than the one that read.
+    `own_s` is the CPU time that all our processes used in between; by default, this process and its children.
     """
     total_s = after.all_s - before.all_s
     if total_s <= 0:

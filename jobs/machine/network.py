@@ -1,6 +1,6 @@
 """This host's network interfaces, queried from the kernel: their addresses, and the interface that leads to a peer.
 
-It uses system calls rather than /sys/class/net, which may show the network namespace of another process.
+System calls are used, because /sys/class/net may show the network namespace of another process.
 """
 
 import array
@@ -28,7 +28,7 @@ def own_addresses() -> list[Route]:
 
 
 def is_own(address: str) -> bool:
-    """Return True for an IPv4 address to which a socket of this host can be bound."""
+    """Return True if a socket of this host can be bound to the IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
@@ -38,14 +38,14 @@ def is_own(address: str) -> bool:
 
 
 def route_to(address: str) -> Route | None:
-    """Return the interface and own address from which packets to `address` leave; None if there is no route.
+    """Return the interface and address from which this host sends packets to `address`; None if there is no route.
 
-    For an own address of this host, return the interface that has it, although such packets use loopback.
+    For one of this host's own addresses, return the interface that has it, although such packets use loopback.
     """
     try:
         found = socket.getaddrinfo(address, ANY_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
-        return None  # unknown name
+        return None  # the name is unknown
     for family, kind, protocol, _, where in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
         with socket.socket(family, kind, protocol) as probe:
             try:
@@ -62,7 +62,7 @@ def route_to(address: str) -> Route | None:
 
 
 def choose(addresses: Iterable[Sequence[str]], wanted: str) -> Route | None:
-    """Choose among (interface, address) by interface name or network (10.10.1.0/24); None if none matches."""
+    """Return the first pair whose interface is `wanted`, or whose address is in the network `wanted`; else None."""
     pairs = [(name, address) for name, address in addresses]
     if "/" not in wanted:
         return next((pair for pair in pairs if pair[0] == wanted), None)
@@ -76,9 +76,9 @@ def choose(addresses: Iterable[Sequence[str]], wanted: str) -> Route | None:
 
 
 def bindable(address: str, wanted: str, addresses: Sequence[Route]) -> str:
-    """Return the address to listen on: that of the interface or network `wanted`, else `address` itself.
+    """Return the address to listen on: that of the interface or network `wanted`, if given.
 
-    A name is replaced by one of this host's addresses that it resolves to. If there is none, as behind address
+    Without `wanted`, return an address of this host to which `address` resolves. If there is none, as behind address
     translation, return "", which means every address.
     """
     if wanted:

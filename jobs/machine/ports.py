@@ -1,7 +1,7 @@
-"""Choose ports that stay free: bind a port before anybody is told its number, outside the ephemeral range.
+"""Choose ports that stay free: outside the ephemeral range, and bound before their number is announced.
 
-The kernel assigns local ports of outgoing connections from its ephemeral range, and occasionally one that somebody has
-planned to listen on. So ports are taken outside that range, by binding rather than by checking.
+The kernel takes the local ports of outgoing connections from its ephemeral range, and may take a port there before a
+program listens on it. Checking whether a port is free would be a race, too, so ports are bound at once.
 """
 
 import random
@@ -37,11 +37,11 @@ def kernel_ranges() -> tuple[tuple[int, int], list[tuple[int, int]]]:
 
 
 def bind(address: str, *, backlog: int) -> socket.socket:
-    """Return a socket that listens on a free port at `address` ("": every address of this host)."""
+    """Return a socket that listens on a free port at `address`; "" means every address of this host."""
     ports = candidates(*kernel_ranges())
     for port in random.SystemRandom().sample(ports, min(TRIES, len(ports))):
         try:
             return socket.create_server((address, port), backlog=backlog)
-        except OSError:  # taken: the next one
+        except OSError:  # the port is taken: try the next one
             continue
     return socket.create_server((address, 0), backlog=backlog)  # fall back to an ephemeral port

@@ -1,13 +1,13 @@
-"""Information about processes from /proc (proc(5)). It is empty for a process that is gone or unreadable.
+"""Read information about processes from /proc (proc(5)). A process that is gone or unreadable yields nothing.
 
-Agents import this before they say hello, so it imports only `os`.
+Agents import this module before they greet the supervisor, so it imports only `os`.
 """
 
 import os
 from collections.abc import Iterator
 
 STATE, PARENT, THREADS, START = 0, 1, 17, 19  # indices into the result of `stat`
-LISTENING, ESTABLISHED = "0A", "01"  # states of `tcp`
+LISTENING, ESTABLISHED = "0A", "01"  # states that `tcp` yields
 DEAD = (b"Z", b"X")
 
 
@@ -30,7 +30,7 @@ def stat(pid: int | str) -> list[bytes] | None:
 
 
 def is_dead(fields: list[bytes]) -> bool:
-    """Return True for a zombie, given the result of `stat`. A main thread may end while other threads live on."""
+    """Return True for a zombie, given the result of `stat`. A process is alive while any of its threads is."""
     return fields[STATE] in DEAD and int(fields[THREADS]) <= 1
 
 

@@ -1,7 +1,7 @@
-"""The memory of this process that is in RAM, from the kernel's counters, in bytes; 0 if the kernel lacks a counter.
+"""Count the bytes of this process's memory that are in RAM. A counter that the kernel lacks is 0.
 
-    VmRSS    now: RssAnon, its own, plus RssFile, pages of libraries, which are loaded on first use
-    VmHWM    the maximum since the process started, or since `forget_peak`
+    VmRSS    the current value: RssAnon (its own pages) plus RssFile (pages of libraries, loaded on first use)
+    VmHWM    the peak of VmRSS since the process started, or since `forget_peak`
 
 The kernel counts in batches of pages per core, so on machines with many cores the error is some MB.
 """
@@ -15,18 +15,18 @@ from typing import Final
 STATUS: Final = Path("/proc/self/status")
 ROLLUP: Final = Path("/proc/self/smaps_rollup")
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
-RESET_PEAK: Final = "5"  # proc(5): the peak becomes what is resident now
+RESET_PEAK: Final = "5"  # proc(5): sets the peak to the current value
 
 
 def status(*names: str) -> list[int]:
-    """Return counters by their names in /proc/self/status."""
+    """Return the named counters of /proc/self/status."""
     return _accounts(STATUS, names)
 
 
 def own_share() -> int:
     """Return this process's own memory in bytes, without libraries. A page mapped by n processes counts 1/n.
 
-    VmRSS would count all shared memory in full for each rank that has read it.
+    VmRSS would count shared memory in full in each rank that has read it.
     """
     return sum(_accounts(ROLLUP, ("Pss_Anon", "Pss_Shmem")))
 
@@ -41,7 +41,7 @@ def _accounts(path: Path, names: Sequence[str]) -> list[int]:
 
 
 def forget_peak() -> bool:
-    """Reset the peak to what is resident now; return False if the kernel cannot."""
+    """Reset the peak to the current value; return False if the kernel does not support that."""
     with suppress(OSError):
         CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
         return True
@@ -49,7 +49,7 @@ def forget_peak() -> bool:
 
 
 def give_back() -> None:
-    """Have the allocator return free memory to the kernel, so that it no longer counts (glibc only)."""
+    """Make the allocator return free memory to the kernel, so that it is no longer resident (glibc only)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any, Final
 
-# name, unit, width, value; nothing is cut: a value that is too wide shifts the rest of its row
+# name, unit, width, value; a value that is too wide is not cut, but shifts the rest of its row
 Column = tuple[str, str, int, Callable[[Any], str]]
 
 SPREAD: Final[Column] = ("+-", "(%)", 6, lambda row: "-" if row.spread is None else f"{row.spread:.1f}")
@@ -23,5 +23,5 @@ def cells(columns: Sequence[Column], row: Any) -> str:
 
 
 def utc(time: float) -> str:
-    """Write unix seconds as a date and a time of day."""
+    """Format unix seconds as a date and a time of day."""
     return f"{datetime.fromtimestamp(time, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"

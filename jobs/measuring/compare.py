@@ -4,27 +4,27 @@
 lower quartile of their calls (`sides.values_of` explains why). Tests and intervals are those of `shift.py`.
 
 **Interleaved or not.** Launches that alternate in time (A B B A ...) are paired with their neighbours. Both launches of
-a
-pair see the same machine load, and drift cancels. Between results of different times, drift cannot be distinguished
-from
-a real difference. There, a significant difference must exceed 5 % plus the drift within either result, and a host
-loaded
-by others (30 %) gives no verdict at all.
+a pair see the same machine load, and drift cancels. If the results were measured at different times, drift cannot be
+distinguished from a real difference. A significant difference must then exceed 5 % plus twice the drift within either
+result, and there is no verdict at all if other programs used more than 30 % of a host's CPU time.
 
 **The family.** If two results are equal, at most 2 % of comparisons report any better or worse, however many rows they
-have. Half of the 2 % is spent on the median over all rows, which is less noisy than any of them, and half on the rows
-(Holm 1979: the k-th smallest of m p-values is compared with its half / (m - k + 1)). An interval has the confidence
-level
-used for its verdict. 2 % instead of 5 %, because a gate that runs fifty times should seldom be wrong three times.
+have. Half of the 2 % is spent on the median over all rows, which is less noisy than any single row. The other half is
+spent on the rows (Holm 1979: the k-th smallest of m p-values is compared with 1 % / (m - k + 1)). An interval has the
+confidence level used for its verdict. The limit is 2 % rather than 5 %, so that a gate that runs fifty times reports
+about one false change instead of two or three.
 
-Simulated, with launches that spread by 17 % (three of them), heavy tails and a drift of +-10 %: four rows, 30 launches
-each, interleaved: 2 % false, 10 % slower found in 97 %, 25 % always. Six rows at two times, 5 to 24 launches each: 1 %
-false, 10 % found in 5 to 11 %, 25 % in 35 to 47 %, 50 % in 82 to 98 %. benchmarks/a_a_compare.py measures it.
+This table lists the share of comparisons that report a change. The numbers are from simulations in which three launches
+spread by 17 %, with heavy tails and a drift of +-10 %. The benchmark a_a_compare.py measures them on a machine.
+
+                                                     no change   10 % slower   25 %         50 %
+    four rows, 30 launches each, interleaved         2 %         97 %          100 %
+    six rows at two times, 5 to 24 launches each     1 %         5 to 11 %     35 to 47 %   82 to 98 %
 
     worse, better   the interval excludes equality, and does not lie within +-5 %
-    same            the interval and the ratio of medians both lie within +-5 %: there were enough launches to see a
+    same            the interval and the ratio of medians both lie within +-5 %: there were enough launches to detect a
                     difference, and there is none
-    no verdict      anything else, with the reason: too few launches, other load on one side, not measured on one side
+    no verdict      all other cases, with the reason: too few launches, or load or missing values on one side
 """
 
 import math
@@ -38,12 +38,12 @@ from muster.jobs.measuring.launches import MeasuredRow
 from muster.jobs.measuring.shift import Shift, student_quantile, unpaired_ranks
 from muster.jobs.measuring.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, together, values_of
 
-FOREIGN_LIMIT: Final = 0.05  # share of CPU time used by others from which a row is flagged
+FOREIGN_LIMIT: Final = 0.05  # a row is flagged if others used more than this share of CPU time
 ALPHA: Final = 0.02  # chance of any false verdict in a comparison
 HOGGED: Final = 0.30  # foreign load above which results of different times are not compared
-TO_FIND: Final = math.log(1.10)  # the difference for which the number of launches needed is reported
-MISSED: Final = 0.05  # accepted share of such differences that are missed
-MANY: Final = 1000  # degrees of freedom
+TO_FIND: Final = math.log(1.10)  # the difference to detect with the estimated number of launches
+MISSED: Final = 0.05  # accepted share of such differences that remain undetected
+MANY: Final = 1000  # degrees of freedom, almost a normal distribution
 BAD: Final = frozenset({"failed", "timeout", "wrong"})
 
 RowT = TypeVar("RowT", bound=MeasuredRow)
@@ -51,18 +51,18 @@ Answer = Literal["better", "worse", "same", "no verdict"]
 
 
 @dataclass(frozen=True)
-class Verdict(Generic[RowT]):
+class RowVerdict(Generic[RowT]):
     """The verdict on one row, or on all rows together. `ratio` is time after / before: above 1 is slower."""
 
     verdict: Answer
     why: str
-    row: RowT | None = None  # the row in the later result; None: the verdict is on all rows
+    row: RowT | None = None  # the row in the later result; None if the verdict is on all rows
     before_us: float | None = None
     after_us: float | None = None
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    confidence: float | None = None  # of the interval from low to high: higher if more rows are compared
+    confidence: float | None = None  # of the interval from low to high; higher if more rows are compared
     launches: tuple[int, int] = (0, 0)
     interleaved: bool = False
 
@@ -71,21 +71,21 @@ class Verdict(Generic[RowT]):
 class Comparison(Generic[RowT]):
     """The result of a whole comparison; gates use `verdict`.
 
-    worse: any row is worse, or all together; better: some rows are better and none is worse; same: every row of the
-    result before was compared and is the same; no verdict: anything else, such as no row with a verdict.
+    worse: a row is worse, or all rows together; better: a row is better, and none is worse; same: every row of the
+    earlier result was compared and is the same; no verdict: all other cases, such as no row with a verdict.
     """
 
-    rows: list[Verdict[RowT]]
-    together: Verdict[RowT]
+    rows: list[RowVerdict[RowT]]
+    together: RowVerdict[RowT]
     only_before: int
     only_after: int
     vanished: int = 0  # rows with a time before but none after: missing, refused, or failed
 
     @property
     def verdict(self) -> Answer:
-        said = [each.verdict for each in (*self.rows, self.together)]
+        verdicts = [each.verdict for each in (*self.rows, self.together)]
         for answer in ("worse", "better"):
-            if answer in said:
+            if answer in verdicts:
                 return answer
         same = not self.only_before and all(each.verdict == "same" for each in self.rows)
         return "same" if same else "no verdict"
@@ -95,37 +95,37 @@ class Comparison(Generic[RowT]):
         return sum(each.verdict == answer for each in self.rows)
 
     def line(self) -> str:
-        """Summarize in one line."""
+        """Summarize the comparison in one line."""
         counts = ", ".join(
             f"{self.count(answer)} {answer}"
             for answer in ("worse", "better", "same", "no verdict")
             if self.count(answer)
         )
         alone = self.only_before + self.only_after
-        more = f"; {alone} in one of them only" if alone else ""
+        more = f"; {alone} in only one result" if alone else ""
         more += f"; {self.vanished} measured before but not after" if self.vanished else ""
         return f"{self.verdict}: of {len(self.rows)} common rows {counts}{more}"
 
 
 def comparison(before: Sequence[RowT], after: Sequence[RowT]) -> Comparison[RowT]:
-    """Compare all rows that both results have, and all of them together.
+    """Compare each row that both results have, and all these rows together.
 
     Raises:
-        RefusedError: if they have no row in common, so that there is nothing to compare.
+        RefusedError: if the results have no row in common.
     """
     earlier = {row.key: row for row in before}
     common = [(earlier[row.key], row) for row in after if row.key in earlier]
     if not common:
         raise RefusedError(
-            f"compare: no row in common ({len(before)} rows before, {len(after)} after); name two results that "
-            "measured the same: operations, sizes, types and worlds, or models, passes, precisions, batches and devices"
+            f"compare: no row in common ({len(before)} rows before, {len(after)} after); name two results "
+            "of the same operations, sizes, types and worlds, or models, passes, precisions, batches and devices"
         )
     found = [_unfit(old, new) for old, new in common]
     sides = {i: sides_of(*common[i]) for i, verdict in enumerate(found) if verdict is None}
     whole = together(list(sides.values()))
-    drift = whole.drift if whole else 0.0  # drift affects all rows
+    drift = whole.drift if whole else 0.0  # the drift affects all rows
     alpha = ALPHA / 2 if whole else ALPHA
-    of_all: Verdict[RowT] = Verdict("no verdict", "fewer than two rows can be judged")
+    of_all: RowVerdict[RowT] = RowVerdict("no verdict", "fewer than two rows can be compared")
     if whole:
         (of_all,) = _judge([whole], drift, alpha)
     judged = _judge(list(sides.values()), drift, alpha)
@@ -141,10 +141,10 @@ def comparison(before: Sequence[RowT], after: Sequence[RowT]) -> Comparison[RowT
     )
 
 
-def _unfit(before: RowT, after: RowT) -> Verdict[RowT] | None:
-    """Return the verdict for a row whose times cannot be compared or need not be; else None."""
+def _unfit(before: RowT, after: RowT) -> RowVerdict[RowT] | None:
+    """Return the verdict on a row if its times cannot, or need not, be compared; else None."""
     answer, why = _by_state(before, after) or _by_launches(before, after) or _by_load(before, after) or ("", "")
-    return _of_row(Verdict(answer, why), before, after) if answer else None
+    return _of_row(RowVerdict(answer, why), before, after) if answer else None
 
 
 def _by_state(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | None:
@@ -163,30 +163,30 @@ def _by_launches(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] 
     if why := before.unlike(after):
         return "no verdict", why
     if min(before.launches, after.launches) < LEAST_LAUNCHES:
-        return "no verdict", f"{before.launches} and {after.launches} launches; {LEAST_LAUNCHES} are the least"
+        return "no verdict", f"{before.launches} and {after.launches} launches, expected at least {LEAST_LAUNCHES}"
     if min(min(values) for values in values_of(before, after)) <= 0:
         return "no verdict", "a time of 0"
     return None
 
 
 def _by_load(before: MeasuredRow, after: MeasuredRow) -> tuple[Answer, str] | None:
-    """Refuse a verdict for launches on hosts that others used, unless both sides were equally affected."""
+    """Refuse a verdict if other programs loaded the hosts, unless both sides were affected equally."""
     x, y = ([share for share in row.launch_foreign if share is not None] for row in (before, after))
     if not x or not y:
         return None
     interleaved = sides_of(before, after).interleaved
     share, other = median(x), median(y)
     found = f"foreign load {share:.0%} before, {other:.0%} after"
-    # Shares of short blocks are noisy. For interleaved launches only a significant difference counts.
+    # Shares in short blocks are noisy, so with interleaved launches only a significant difference counts.
     if abs(share - other) > FOREIGN_LIMIT and (not interleaved or unpaired_ranks(x, y).p_value() <= ALPHA):
         return "no verdict", found
     if not interleaved and max(share, other) > HOGGED:
-        return "no verdict", f"{found}: too much to compare two times; interleave the launches (A B B A)"
+        return "no verdict", f"{found}: too high to compare two runs; interleave their launches (A B B A)"
     return None
 
 
-def _judge(family: Sequence[Sides], drift: float, alpha: float) -> list[Verdict[Any]]:
-    """Judge a family so that the chance of any false better or worse is at most alpha, by Holm's procedure."""
+def _judge(family: Sequence[Sides], drift: float, alpha: float) -> list[RowVerdict[Any]]:
+    """Judge a family of rows by Holm's procedure: the chance of any false better or worse is at most `alpha`."""
     count = len(family)
     tests = [sides.test(alpha / count) for sides in family]
     margins = [sides.margin(drift) for sides in family]
@@ -210,7 +210,7 @@ def _beyond(test: Shift, margin: float) -> float:
     return test.p_value(math.copysign(margin, test.estimate))
 
 
-def _verdict(sides: Sides, test: Shift, margin: float, level: float) -> Verdict[Any]:
+def _verdict(sides: Sides, test: Shift, margin: float, level: float) -> RowVerdict[Any]:
     low, high = test.interval(level)
     if low >= -EQUAL and high <= EQUAL:
         answer: Answer = "same"
@@ -221,7 +221,7 @@ def _verdict(sides: Sides, test: Shift, margin: float, level: float) -> Verdict[
         answer, why = "better", "significantly faster"
     else:
         answer, why = "no verdict", _too_few(sides, level)
-    return Verdict(
+    return RowVerdict(
         answer,
         why,
         ratio=math.exp(test.estimate),
@@ -234,26 +234,26 @@ def _verdict(sides: Sides, test: Shift, margin: float, level: float) -> Verdict[
 
 
 def _too_few(sides: Sides, level: float) -> str:
-    """Estimate, from the observed spread, the number of launches to detect a 10 % difference in 95 % of comparisons."""
+    """Estimate from the spread how many launches would detect a 10 % difference in 95 % of comparisons."""
     launches = min(sides.launches)
     error = (student_quantile(level, MANY) + student_quantile(2 * MISSED, MANY)) * sides.mean().error
     reach = TO_FIND if sides.interleaved else TO_FIND - EQUAL
     needed = math.ceil(launches * (error / reach) ** 2)
     if needed <= launches:
-        return "the difference is too small for a verdict, but too large to be the same"
+        return "the difference is too small to be significant, but too large to be the same"
     apart = (
         ""
         if sides.interleaved
-        else ", interleaved if possible (A B B A), because results of two times also drift apart"
+        else ", interleaved if possible (A B B A), because results measured at different times also drift apart"
     )
-    return f"launches vary too much: about {needed} of each could detect 10 %{apart}"
+    return f"launches vary too much: about {needed} launches of each result could detect 10 %{apart}"
 
 
-def _of_row(verdict: Verdict[RowT], before: RowT, after: RowT) -> Verdict[RowT]:
+def _of_row(verdict: RowVerdict[RowT], before: RowT, after: RowT) -> RowVerdict[RowT]:
     """Attach a verdict to its row. If some launches failed, the verdict cannot be better or same."""
     answer, why = verdict.verdict, verdict.why
     if answer == "same" and abs(apart := math.log((after.p50_us or 1.0) / (before.p50_us or 1.0))) > EQUAL:
-        answer, why = "no verdict", f"the faster calls are the same, but the medians are {math.exp(apart):.2f}x"
+        answer, why = "no verdict", f"the lower quartiles are the same, but the medians differ: {math.exp(apart):.2f}x"
     if after.state in BAD and verdict.ratio is not None:
         why = f"{why}; after: {_state(after)}"
         answer = "worse" if answer == "worse" else "no verdict"

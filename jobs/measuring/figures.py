@@ -1,4 +1,4 @@
-"""Figures as files. The same figure makes the same file, byte for byte, apart from the command in its metadata."""
+"""Write figures to files. Equal figures give equal files, byte for byte, apart from the command in the metadata."""
 
 import io
 import sys
@@ -17,7 +17,7 @@ NO_DATES: Final[dict[str, dict[str, Any]]] = {
     ".svg": {"Date": None},
     ".pdf": {"CreationDate": None, "Producer": None, "Creator": None},
 }
-COMMAND: Final = {".png": "Description", ".svg": "Description", ".pdf": "Subject"}  # the key that holds it
+COMMAND: Final = {".png": "Description", ".svg": "Description", ".pdf": "Subject"}  # the metadata key of the command
 
 
 class NothingToPlotError(ValueError):
@@ -26,13 +26,13 @@ class NothingToPlotError(ValueError):
 
 @contextmanager
 def drawing(path: Path, width: float, height: float, *, command: str = "") -> Iterator[Any]:
-    """Yield an empty figure of so many inches, and write it; the suffix says what kind: .png, .svg or .pdf.
+    """Yield an empty figure of a size in inches; then write it, as .png, .svg or .pdf according to the suffix.
 
-    `command` is the command line that made it, which is written into the file's metadata.
+    `command`, the command line that draws the figure, is stored in the file's metadata.
 
     Raises:
-        RefusedError: matplotlib is not installed.
-        RunFolderError, StorageError: it cannot be written.
+        RefusedError: if matplotlib is not installed.
+        RunFolderError, StorageError: if the file cannot be written.
     """
     drawn, kind = io.BytesIO(), path.suffix.lower()
     with sheet(width, height, {"svg.fonttype": "path"}) as figure:
@@ -44,10 +44,10 @@ def drawing(path: Path, width: float, height: float, *, command: str = "") -> It
 
 @contextmanager
 def sheet(width: float, height: float, settings: dict[str, Any]) -> Iterator[Any]:
-    """Yield an empty figure of so many inches, under our settings of matplotlib and the given ones.
+    """Yield an empty figure of a size in inches, with Muster's matplotlib settings and the given ones.
 
     Raises:
-        RefusedError: matplotlib is not installed.
+        RefusedError: if matplotlib is not installed.
     """
     try:
         from matplotlib import rc_context
@@ -58,12 +58,12 @@ def sheet(width: float, height: float, settings: dict[str, Any]) -> Iterator[Any
         raise RefusedError(f"{need}; install the extra `plots`: ./setup.sh, or pip install '.[plots]'") from error
     ours: Any = {"svg.hashsalt": "muster", "font.size": 9, **settings}
     with rc_context(ours), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # names in any script; a box is drawn instead
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # missing characters become boxes
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
 
 
 def _encodable(text: str) -> str:
-    """Escape what a file's metadata cannot hold: control characters, and bytes of arguments that are no UTF-8."""
+    """Escape control characters and bytes that are not UTF-8, which a file's metadata cannot store."""
     return printable(text).encode(errors="backslashreplace").decode()

@@ -1,13 +1,12 @@
-"""A row over its launches: one quantity, measured once in each of several fresh starts of processes. Pure.
+"""A row of results: one quantity, measured in several launches, each with freshly started processes. Pure.
 
-A launch's time is the median of its samples, and a row's time is the median of its launches, so that neither a
-scheduler's tick nor one unlucky launch shifts it. The interval is over launches, which vary more than calls do (on a
-shared machine by 16 %; Hunold & Carpen-Amarie 2016 saw the same on clusters). It is that of order statistics, as within
-a launch (`stats.py`): with five launches, the fastest and the slowest enclose the median with 93.75 % for any
-distribution. A t-interval of the logarithms is as wide with five launches (1.24 against 1.16 standard deviations to
-each
-side) but assumes a distribution without stragglers. With fewer launches, `confidence` is lower: 87.5 %, 75 %, 50 %. One
-launch has the interval of its own samples.
+A launch's time is the median of its samples, and a row's time is the median of its launches. Neither a scheduler's tick
+nor one unlucky launch shifts it. The interval is over launches, because they vary more than calls do (on a shared
+machine by 16 %; Hunold & Carpen-Amarie 2016 report the same for clusters). The ends of the interval are order
+statistics, as within a launch (`stats.py`): the fastest and the slowest of five launches enclose the median with a
+probability of 93.75 % for any distribution. A t-interval of the logarithms is about as wide with five launches (1.24
+rather than 1.16 standard deviations to each side), but assumes a distribution without stragglers. With four, three and
+two launches, `confidence` is only 87.5 %, 75 % and 50 %. The interval of a single launch is that of its samples.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +21,7 @@ ENOUGH: Final = 0.90  # confidence; five launches have 94 %
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchTimes:
     """The times of one launch: median, interval and lower quartile of its samples, in microseconds."""
 
     n: int
@@ -30,13 +29,13 @@ class Launch:
     low_us: float
     high_us: float
     time: float  # unix seconds, at its end
-    quartile_us: float | None  # None: the samples were not kept
+    quartile_us: float | None  # None if the samples were not kept
     foreign: float | None = None  # share of CPU time used by others on the worst host
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRow(ABC):
-    """One row over its launches. Times are in microseconds; None: not measured.
+    """One row, combined over its launches. Times are in microseconds; None means not measured.
 
     `state` and `reason` are those of the worst launch; the numbers are from the launches that were measured.
     """
@@ -48,9 +47,9 @@ class MeasuredRow(ABC):
     p50_us: float | None = None  # median of launch medians
     low_us: float | None = None
     high_us: float | None = None
-    confidence: float = 0.0  # the probability that low_us and high_us enclose the median over launches
+    confidence: float = 0.0  # the probability that low_us and high_us enclose the median
     launch_medians_us: tuple[float, ...] = ()
-    # For the same launches, in the same order. Lower quartiles are compared; () if samples were not kept.
+    # The lower quartiles of these launches, which comparisons use; () if samples were not kept.
     launch_quartiles_us: tuple[float, ...] = ()
     launch_times: tuple[float, ...] = ()
     launch_foreign: tuple[float | None, ...] = ()
@@ -62,7 +61,7 @@ class MeasuredRow(ABC):
 
     @property
     def spread(self) -> float | None:
-        """Half the interval of the time as a percentage of it."""
+        """Half the width of the interval, as a percentage of the time."""
         if self.p50_us is None or self.low_us is None or self.high_us is None or self.p50_us <= 0:
             return None
         return (self.high_us - self.low_us) / 2 / self.p50_us * 100
@@ -79,21 +78,21 @@ class MeasuredRow(ABC):
 
     @abstractmethod
     def named(self, *, in_full: bool) -> str:
-        """Return the row's name for a sentence; `in_full` includes what all rows of a run have in common."""
+        """Return the row's name for a sentence. `in_full` adds the properties that all rows of a run share."""
 
     def unlike(self, other: "MeasuredRow") -> str:
         """Return why two rows with the same key cannot be compared; empty if they can."""
         return ""
 
 
-def launch_of(samples_us: Sequence[float], time: float, foreign: float | None) -> Launch:
+def launch_of(samples_us: Sequence[float], time: float, foreign: float | None) -> LaunchTimes:
     """Summarize the samples of one launch."""
     low_us, high_us = median_interval(samples_us)
-    return Launch(len(samples_us), median(samples_us), low_us, high_us, time, quantile(samples_us, 0.25), foreign)
+    return LaunchTimes(len(samples_us), median(samples_us), low_us, high_us, time, quantile(samples_us, 0.25), foreign)
 
 
-def over_launches(launches: Sequence[Launch]) -> dict[str, Any]:
-    """Compute the fields of a row from its launches, which are in the order of time."""
+def over_launches(launches: Sequence[LaunchTimes]) -> dict[str, Any]:
+    """Compute the fields of a row from its launches, given in the order of time."""
     medians_us = [each.p50_us for each in launches]
     quartiles_us = [each.quartile_us for each in launches if each.quartile_us is not None]
     low_us, high_us, confidence = launches[0].low_us, launches[0].high_us, confidence_of(launches[0].n)
@@ -120,8 +119,6 @@ def confidence_lines(rows: Sequence[MeasuredRow]) -> list[str]:
         return []
     lowest = min(measured, key=lambda row: row.confidence)
     of = f"{lowest.launches} launch{'es' * (lowest.launches != 1)}"
-    what = (
-        "medians of the launches" if lowest.launches > 1 else "samples of one launch, which tell nothing about others"
-    )
+    what = "medians of the launches" if lowest.launches > 1 else "samples of one launch, which say nothing about others"
     advice = "; more --launches increase the confidence" if lowest.confidence < ENOUGH or lowest.launches == 1 else ""
-    return [f"# +- encloses the median with {lowest.confidence:.0%} ({of}: {what}){advice}"]
+    return [f"# +- encloses the median with {lowest.confidence:.0%} confidence ({of}: {what}){advice}"]

@@ -1,10 +1,10 @@
 """Files of measurements: one record per line while ranks measure, one JSON file for a whole result, CSV for its rows.
 
-    a run folder    its newest attempt that has a bench.jsonl
+    a run folder    the bench.jsonl of its newest attempt that has one is read
     bench.jsonl     one record per line; the last may be incomplete, because the run may still be writing or have died
     result.json     one object, with the format's mark and version
 
-Everything that is read is validated.
+All input is validated.
 """
 
 import csv
@@ -22,7 +22,7 @@ from muster.jobs.basics.reading import LARGEST, parse_json, read_bytes
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.strict import Strict, UnixTime
 
-MOST_BYTES: Final = 1 << 31  # it contains every sample; Muster writes no larger file
+MOST_BYTES: Final = 1 << 31  # a result contains every sample; Muster writes no larger file
 
 Record = TypeVar("Record", bound=BaseModel)
 Whole = TypeVar("Whole", bound=BaseModel)
@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class End(Strict):
-    """The last line of a job that completed all its measurements."""
+    """The last record of a job that completed all its measurements."""
 
     record: Literal["end"] = "end"
     seconds: float
@@ -39,29 +39,29 @@ class End(Strict):
 
 @dataclass(frozen=True)
 class Format(Generic[Record, Whole]):
-    """The records that a command writes, by name, and the type of a whole result."""
+    """The file format of a command: its records by name, and the type of a whole result."""
 
     command: str
-    mark: str  # the key of a whole result; its value is the version
+    mark: str  # top-level key of a file with one complete result; its value is the version
     version: int
-    header: str  # the record with the version of a file of lines
+    header: str  # in a file with one record per line, the record that has the version
     records: Mapping[str, type[Record]]  # empty: every file is one result
     whole: type[Whole]
     gather: Callable[[Sequence[Record]], Whole | None]  # None: no result yet
 
     def parse(self, line: bytes) -> Record | None:
-        """Parse one line; return None if it is not a known record (of a newer Muster, or incomplete)."""
+        """Parse one line; return None if it is incomplete, or is not a known record."""
         try:
             return self.records[parse_json(line)["record"]].model_validate_json(line)
         except (ValueError, KeyError, TypeError):  # pydantic's errors are ValueErrors
             return None
 
     def read(self, path: Path) -> Whole:
-        """Read a run or a file, as records or as a whole result.
+        """Read the result of a run folder or of a file, which has records or a whole result.
 
         Raises:
-            RunFolderError: if there is no such file, or the folder has no measurements.
-            JobFileError: if it is not a result, is empty or damaged, or was written by another version.
+            RunFolderError: if the file does not exist, or the folder has no measurements.
+            JobFileError: if the file is not a result, is empty or damaged, or was written by another version.
         """
         file = newest(path) if path.is_dir() else path
         try:
@@ -104,7 +104,7 @@ class Format(Generic[Record, Whole]):
             try:
                 found.append(self._record(file, line, f"line {number}: "))
             except JobFileError:
-                if number == len(lines):  # no end of line after it: incomplete
+                if number == len(lines):  # without an end of line, it is incomplete
                     break
                 raise
         return found
@@ -121,15 +121,16 @@ class Format(Generic[Record, Whole]):
     def _check_version(self, file: Path, version: Any) -> None:
         if version != self.version:
             raise JobFileError(
-                f"{file}: written as version {version!r}, but this muster reads version {self.version}; use the other"
+                f"{file}: written as version {version!r}, but this muster reads version {self.version}; "
+                "use the Muster that wrote it"
             )
 
 
 def newest(folder: Path) -> Path:
-    """Return the measurements of a run's newest attempt that has some, or of an attempt's own folder.
+    """Return the bench.jsonl in an attempt's folder, or that of a run's newest attempt that has one.
 
     Raises:
-        NotFoundError: if there are none.
+        NotFoundError: if there is no bench.jsonl.
     """
     run = RunDir(folder)
     files = [*(run.attempt(number).bench for number in reversed(run.attempt_numbers())), folder / "bench.jsonl"]
@@ -143,15 +144,15 @@ def write(path: Path, text: str) -> None:
     """Write a result by rename.
 
     Raises:
-        RunFolderError, StorageError: if it cannot be written.
+        RunFolderError, StorageError: if the file cannot be written.
     """
     if not path.parent.is_dir():
-        raise RunFolderError(f"{path}: there is no folder {path.parent}; make it, or name another file")
+        raise RunFolderError(f"{path}: there is no folder {path.parent}; create it, or name another file")
     write_text(path, text)
 
 
 def write_table(names: Iterable[str], rows: Iterable[Sequence[Any]], path: Path) -> None:
-    """Write CSV: a line of names, then a line for each row; None is empty. Errors as for `write`."""
+    """Write CSV: a line of names, then a line for each row, with empty cells for None; errors as for `write`."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([list(names), *rows])

@@ -1,18 +1,16 @@
-"""Estimate the shift between two series of launches: distribution-free tests, and a t-test if there are too few.
+"""Estimate the shift between two series of launches: distribution-free tests, and t-tests for too few launches.
 
-A shift is of logarithms: 0.1 is 10 % slower. Each test gives the two-sided p-value of "the shift is `at`", an interval
-of exactly those shifts with a p-value above alpha, and a point estimate in it.
+A shift is a difference of logarithms: 0.1 is about 10 % slower. Each test has an estimate of the shift, the two-sided
+p-value of the hypothesis that the shift is `at`, and the interval of all shifts whose p-value exceeds alpha.
 
-    Paired     Wilcoxon's signed ranks of the pairs' differences; estimate of Hodges & Lehmann (1963)
-    Unpaired   Wilcoxon's rank sum (Mann & Whitney 1947), all differences between the two
-    Mean       a t-test, paired or Welch's: means of logarithms
+    paired_ranks                  Wilcoxon's signed ranks of the pairs' differences; estimate of Hodges & Lehmann (1963)
+    unpaired_ranks                Wilcoxon's rank sum (Mann & Whitney 1947), with all differences between the two series
+    paired_mean, unpaired_mean    t-tests of the means of the logarithms, paired or Welch's
 
-If nothing has changed, the two launches of a pair are exchangeable, so a difference is as likely as its negative. So
-the
-level of the signed ranks is exact for any noise. An outlier counts as the largest rank and no more. With few launches
-no
-rank test can reach a small level (n pairs: 2^(1 - n)), and the t-test is used. With heavy-tailed noise it is
-conservative, because outliers widen its interval faster than they shift its centre.
+If nothing has changed, the two launches of a pair are exchangeable, so a difference is as likely as its negative. The
+level of the signed-rank test is therefore exact for any noise. An outlier counts only as the largest rank. With few
+launches no rank test can reach a small level (n pairs: 2^(1 - n)), and the t-test is used. With heavy-tailed noise the
+t-test is conservative, because outliers widen its interval faster than they shift its centre.
 """
 
 import math
@@ -22,12 +20,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist, median
 
-EXACT = 60  # launches; above this the normal approximation is as good (within 1 % of the level at 0.001)
+EXACT = 60  # launches; with more, the normal approximation is as good (within 1 % of the level 0.001)
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """A rank test, given by sorted values; its statistic is the number of values above a shift."""
+class RankTest:
+    """A rank test, represented by sorted values. Its statistic is the number of values above a shift."""
 
     values: tuple[float, ...]  # Walsh averages, or all pairwise differences
     sizes: tuple[int, ...]  # (pairs,) or (before, after)
@@ -43,22 +41,22 @@ class Ranks:
         return min(1.0, 2 * _at_most(0, self.sizes))
 
     def p_value(self, at: float = 0.0) -> float:
-        """Return the probability, if the shift were `at`, of data at least as far from it."""
+        """Return the two-sided p-value of the hypothesis that the shift is `at`."""
         below, above = bisect_left(self.values, at), len(self.values) - bisect_right(self.values, at)
         ties = len(self.values) - below - above
         return min(1.0, 2 * _at_most(min(below, above) + ties // 2, self.sizes))
 
     def interval(self, alpha: float) -> tuple[float, float]:
-        """Return the interval of shifts that the data do not reject at this level; infinite with too few launches."""
-        place = -1  # the largest number of values outside at either end
+        """Return the interval of the shifts that are not rejected at this level; infinite with too few launches."""
+        place = -1  # the number of values outside the interval at each end
         while place + 1 < len(self.values) // 2 and 2 * _at_most(place + 1, self.sizes) <= alpha:
             place += 1
         return (-math.inf, math.inf) if place < 0 else (self.values[place], self.values[-1 - place])
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A t-test, given by its centre, its standard error and its degrees of freedom."""
+class MeanTest:
+    """A t-test, represented by its estimate, its standard error and its degrees of freedom."""
 
     estimate: float
     error: float
@@ -74,39 +72,39 @@ class Mean:
         return self.estimate - half, self.estimate + half
 
 
-Shift = Ranks | Mean
+Shift = RankTest | MeanTest
 
 
-def paired_ranks(differences: Sequence[float]) -> Ranks:
-    """Test by the signed ranks of differences, using the means of all pairs, each value also paired with itself."""
-    return Ranks(
+def paired_ranks(differences: Sequence[float]) -> RankTest:
+    """Test differences by their signed ranks, using the Walsh averages: the means of all pairs, also of (x, x)."""
+    return RankTest(
         tuple(sorted((first + second) / 2 for i, first in enumerate(differences) for second in differences[i:])),
         (len(differences),),
     )
 
 
-def unpaired_ranks(before: Sequence[float], after: Sequence[float]) -> Ranks:
-    """Test by the ranks of all values together."""
-    return Ranks(tuple(sorted(y - x for x in before for y in after)), (len(before), len(after)))
+def unpaired_ranks(before: Sequence[float], after: Sequence[float]) -> RankTest:
+    """Test two series by the ranks of all their values."""
+    return RankTest(tuple(sorted(y - x for x in before for y in after)), (len(before), len(after)))
 
 
-def paired_mean(differences: Sequence[float]) -> Mean:
-    """Test by the mean of two or more differences."""
+def paired_mean(differences: Sequence[float]) -> MeanTest:
+    """Test two or more differences by their mean."""
     mean, variance = _moments(differences)
-    return Mean(mean, math.sqrt(variance / len(differences)), len(differences) - 1)
+    return MeanTest(mean, math.sqrt(variance / len(differences)), len(differences) - 1)
 
 
-def unpaired_mean(before: Sequence[float], after: Sequence[float]) -> Mean:
-    """Test by the means of two or more values each (Welch 1947), with degrees of freedom rounded down."""
+def unpaired_mean(before: Sequence[float], after: Sequence[float]) -> MeanTest:
+    """Test two series of two or more values by their means (Welch 1947), with degrees of freedom rounded down."""
     (x, of_x), (y, of_y) = _moments(before), _moments(after)
     a, b = of_x / len(before), of_y / len(after)
     shares = a**2 / (len(before) - 1) + b**2 / (len(after) - 1)
     freedom = math.floor((a + b) ** 2 / shares) if shares > 0 else len(before) + len(after) - 2
-    return Mean(y - x, math.sqrt(a + b), max(freedom, 1))
+    return MeanTest(y - x, math.sqrt(a + b), max(freedom, 1))
 
 
 def student_p(t: float, freedom: int) -> float:
-    """Return the probability of a |t| this large, by the finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4."""
+    """Return the probability of a |t| at least this large, by Abramowitz & Stegun, 26.7.3 and 26.7.4."""
     angle = math.atan(abs(t) / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
@@ -152,7 +150,7 @@ def _at_most(count: int, sizes: tuple[int, ...]) -> float:
 
 @lru_cache(maxsize=256)
 def _cumulated(sizes: tuple[int, ...]) -> list[float]:
-    """Return the probabilities of at most 0, 1, 2, ...: all signs, or all choices of ranks, are equally likely."""
+    """Return the distribution function at 0, 1, 2, ... All signs, or all choices of ranks, are equally likely."""
     counts = _signed(*sizes) if len(sizes) == 1 else _sums(*sizes)
     everything, total, found = sum(counts), 0, []
     for count in counts:
@@ -162,7 +160,7 @@ def _cumulated(sizes: tuple[int, ...]) -> list[float]:
 
 
 def _signed(n: int) -> list[int]:
-    """Count the sets of ranks 1..n with each sum."""
+    """Count, for each sum, the sets of ranks 1..n that have this sum."""
     counts = [1] + [0] * (n * (n + 1) // 2)
     for rank in range(1, n + 1):
         for total in range(len(counts) - 1, rank - 1, -1):
@@ -171,7 +169,7 @@ def _signed(n: int) -> list[int]:
 
 
 def _sums(n: int, m: int) -> list[int]:
-    """Count the orders of n and m values by the number of inversions: coefficients of the Gaussian binomial."""
+    """Count the orders of n and m values for each number of inversions, by the Gaussian binomial coefficients."""
     counts = [1] + [0] * (n * m)
     for k in range(1, n + 1):  # times (1 - q^(m + k)) / (1 - q^k)
         for power in range(len(counts) - 1, m + k - 1, -1):

@@ -1,4 +1,4 @@
-"""The launches of one row on both sides of a comparison: how they are paired and tested."""
+"""Pair and test the launches of one row on both sides of a comparison."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from statistics import median
 from typing import Final
 
 from muster.jobs.measuring.launches import MeasuredRow
-from muster.jobs.measuring.shift import Mean, Shift, paired_mean, paired_ranks, unpaired_mean, unpaired_ranks
+from muster.jobs.measuring.shift import MeanTest, Shift, paired_mean, paired_ranks, unpaired_mean, unpaired_ranks
 
 LEAST_LAUNCHES: Final = 3
-LEAST_PAIRS: Final = 5  # with fewer, two results one after the other could look interleaved
+LEAST_PAIRS: Final = 5  # with fewer, results measured one after the other could look interleaved
 EQUAL: Final = math.log(1.05)  # smaller differences do not matter to a user
-NEIGHBOURS: Final = 4  # the launches of a pair are fewer than this many positions apart in time
+NEIGHBOURS: Final = 4  # the launches of a pair are fewer than this many positions apart, in the order of time
 PAIRED_SHARE: Final = 0.8  # interleaved results pair at least this share of the launches of the smaller side
 
 
@@ -40,10 +40,9 @@ class Sides:
         return max(drift_of(self.before), drift_of(self.after))
 
     def margin(self, drift: float) -> float:
-        """Return the shift that needs no cause: 0 between pairs; else 5 % plus the drift, measured here or given.
+        """Return the largest shift that drift could explain: 0 for pairs, else 5 % plus twice the larger drift.
 
-        If a drift continues, the next result is twice as far from this one as the halves of this one are from each
-        other.
+        The drift counts twice: if it continues, consecutive results are twice as far apart as the halves of one result.
         """
         return 0.0 if self.interleaved else EQUAL + 2 * max(self.drift, drift)
 
@@ -53,22 +52,22 @@ class Sides:
         return [after - before for before, after in zip(self.before, self.after, strict=True)]
 
     def test(self, alpha: float) -> Shift:
-        """Return the rank test if this many launches can reach the level, else the t-test."""
+        """Return the rank test if it can reach the level with this many launches, else the t-test."""
         ranks = paired_ranks(self.differences) if self.interleaved else unpaired_ranks(self.before, self.after)
         if ranks.least_p <= alpha / 2:
             return ranks
         return self.mean()
 
-    def mean(self) -> Mean:
+    def mean(self) -> MeanTest:
         """Return the t-test."""
         return paired_mean(self.differences) if self.interleaved else unpaired_mean(self.before, self.after)
 
 
 def drift_of(values: Sequence[float]) -> float:
-    """Return the drift within a series: the medians of its second and first half compared, beyond noise.
+    """Return the drift within a series: the difference between the medians of its halves, reduced by the noise.
 
-    Noise is estimated from differences of neighbours in time, which share the drift (von Neumann 1941), with medians,
-    because a few launches are far off. With fewer than six values, return 0.
+    The noise is estimated from differences between neighbours in time, which share the drift (von Neumann 1941).
+    Medians are used, because some launches are outliers. With fewer than six values, return 0.
     """
     if len(values) < LEAST_FOR_DRIFT:
         return 0.0
@@ -79,7 +78,7 @@ def drift_of(values: Sequence[float]) -> float:
 
 
 def sides_of(before: MeasuredRow, after: MeasuredRow) -> Sides:
-    """Return the launches to compare: in pairs of neighbours in time if they alternate, else all of them."""
+    """Return the launches to compare: pairs of neighbours in time if the results alternate, else all launches."""
     pairs = pairs_in_time(before.launch_times, after.launch_times)
     x, y = (tuple(math.log(value) for value in values) for values in values_of(before, after))
     if len(pairs) >= max(LEAST_PAIRS, PAIRED_SHARE * min(len(x), len(y))):
@@ -88,12 +87,12 @@ def sides_of(before: MeasuredRow, after: MeasuredRow) -> Sides:
 
 
 def pairs_in_time(before: Sequence[float], after: Sequence[float]) -> list[tuple[int, int]]:
-    """Pair the launches of two results with neighbours in time: in order, each with the oldest unpaired one.
+    """Pair the launches of two results in order of time, each with the oldest unpaired launch of the other result.
 
-    A B B A A B gives (0, 0), (1, 1), (2, 2). A launch that has waited for too many others stays unpaired.
+    A B B A A B gives (0, 0), (1, 1), (2, 2). A launch stays unpaired if none of the next `NEIGHBOURS` - 1 fits.
     """
     events = sorted([(time, 0, i) for i, time in enumerate(before)] + [(time, 1, j) for j, time in enumerate(after)])
-    waiting: list[tuple[int, int, int]] = []  # position in time, side, launch; all of one side
+    waiting: list[tuple[int, int, int]] = []  # (position in time, side, launch), all on one side
     pairs = []
     for place, (_, side, launch) in enumerate(events):
         waiting = [each for each in waiting if place - each[0] < NEIGHBOURS]
@@ -106,14 +105,14 @@ def pairs_in_time(before: Sequence[float], after: Sequence[float]) -> list[tuple
 
 
 def values_of(before: MeasuredRow, after: MeasuredRow) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the compared value of each launch, in microseconds: the lower quartile of its calls if both results have
-    it.
+    """Return the value of each launch to compare, in microseconds: the lower quartile of its calls, else the median.
 
-    On a shared machine the median of a launch's few calls sometimes includes a scheduler's tick; the faster quarter
-    does
-    not. With both cores half used by others, the lower quartile varied between launches by 0.45 (standard deviation of
-    the logarithm, mean of six rows), the median by 0.57. With 40 launches each, the quartile found 10 % in 38 % of
-    comparisons instead of 33 %, and 25 % in all instead of 89 %, with no more false verdicts.
+    On a shared machine, the median of a launch's few calls sometimes includes a scheduler's tick, but the lower
+    quartile does not. This table was measured with 40 launches each, while other programs used half of both cores:
+
+                     deviation between launches (of the logarithm)   10 % detected in   25 % detected in
+        quartile     0.45                                            38 %               100 %
+        median       0.57                                            33 %               89 %
     """
     if before.launch_quartiles_us and after.launch_quartiles_us:
         return before.launch_quartiles_us, after.launch_quartiles_us
@@ -123,8 +122,8 @@ def values_of(before: MeasuredRow, after: MeasuredRow) -> tuple[tuple[float, ...
 def together(rows: Sequence[Sides]) -> Sides | None:
     """Return the median over rows, launch by launch: the overall change, which is less noisy than any row.
 
-    A row's values are relative to its own median. Launches are matched by their order in time; rows with fewer launches
-    than most are excluded, because theirs do not match.
+    A row's values are relative to its own median. Launches are matched by their order in time. Rows that differ from
+    most in their number of launches are excluded, because their launches do not match.
     """
     if len({sides.interleaved for sides in rows}) != 1:
         return None

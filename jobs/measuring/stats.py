@@ -1,10 +1,10 @@
-"""Describe samples without assuming a distribution: quantiles, and an interval of the median. Pure Python, fast.
+"""Describe samples without assuming a distribution: quantiles, and a confidence interval of the median. Pure Python.
 
-The interval is that of order statistics, exact for every continuous distribution of independent samples: the number of
-samples below the median is binomial(n, 1/2), so the l-th smallest and the l-th largest enclose it with the probability
-that this number is at least l and at most n - l (Hoefler & Belli, SC'15, rule 5, who approximate it; David & Nagaraja,
-Order Statistics, 7.1). With five samples or fewer even the smallest and the largest do not reach 95 %:
-`confidence_of` returns what they reach.
+The interval is that of order statistics, exact for every continuous distribution of independent samples. The number of
+samples below the median is binomial(n, 1/2). So the l-th smallest and the l-th largest enclose the median with the
+probability that this number is at least l and at most n - l (David & Nagaraja, Order Statistics, 7.1; an approximation
+is in Hoefler & Belli, SC'15, rule 5). With five samples or fewer, even the smallest and the largest do not reach 95 %.
+`confidence_of` returns their actual confidence.
 """
 
 import math
@@ -13,14 +13,14 @@ from functools import lru_cache
 from statistics import median
 
 CONFIDENCE = 0.95
-LEAST_SAMPLES = 6  # with so many, the smallest and largest enclose the median with 95 %: 1 - 2^-5
+LEAST_SAMPLES = 6  # the smallest and largest of six enclose the median with a probability of 1 - 2^-5 = 97 %
 
 
 def quantile(values: Sequence[float], share: float) -> float:
     """Return a quantile, interpolated linearly: the value at position (n - 1) * share, counted from 0.
 
-    That is type 7 of Hyndman & Fan (1996), numpy's default. If n * (1 - share) < 1 it tells little more than the
-    largest value: a p99 needs a hundred samples.
+    This is type 7 of Hyndman & Fan (1996), numpy's default. If n * (1 - share) < 1, the result is little more than
+    the largest value: a p99 needs a hundred samples.
     """
     assert values, "no values"
     ordered = sorted(values)
@@ -49,9 +49,9 @@ def confidence_of(n: int, confidence: float = CONFIDENCE) -> float:
 def is_precise(samples: Sequence[float], precision: float) -> bool:
     """Return True if the 95 % interval of the median is within +-precision of it; False for fewer than six samples.
 
-    If this is called after every batch, a block stops early when the interval is narrow by chance, so that its interval
-    covers slightly less than 95 % (measured with log-normal samples, batches of 5 and a precision of 3 %: 94 %).
-    Comparisons use launches rather than samples.
+    A block that calls this after every batch stops early when the interval is narrow by chance. Its interval then
+    covers the median in slightly less than 95 % of blocks: 94 % with log-normal samples, batches of 5 and a precision
+    of 3 %. Comparisons use launches rather than samples.
     """
     if len(samples) < LEAST_SAMPLES:
         return False
@@ -60,7 +60,7 @@ def is_precise(samples: Sequence[float], precision: float) -> bool:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the coefficient of variation: the standard deviation (n - 1) over the mean; 0 of one value."""
+    """Return the coefficient of variation: the standard deviation (n - 1) over the mean; 0 for one value."""
     mean = math.fsum(values) / len(values)
     if len(values) < 2 or mean == 0:
         return 0.0
@@ -69,7 +69,7 @@ def spread(values: Sequence[float]) -> float:
 
 @lru_cache(maxsize=4096)
 def _low_place(n: int, confidence: float) -> int:
-    """Return the largest l so that the l-th smallest and l-th largest of n values (from 1) enclose the median."""
+    """Return the largest l, from 1, so that the l-th smallest and l-th largest of n values enclose the median."""
     low = (n + 1) // 2
     between = math.fsum(_binomial(n, below) for below in range(low, n - low + 1))
     while between < confidence and low > 1:

@@ -1,10 +1,10 @@
-"""The anatomy of a user's model: counted in a process that can build it, read here without torch.
+"""The anatomy of a user's model: counted in a process that can build the model, read here without torch.
 
-`jobs/train/memory/count.py` builds the model without memory for its values and writes the record for `read`:
+`jobs/train/memory/count.py` builds the model on PyTorch's meta device and writes the record that `read` parses:
 
-    parts    every module in the order in which the forward leaves it, and the computations between its children
-    layers   children of an `nn.Sequential`, or those of stages(): pipelines are cut between them
-    units    as found by `jobs/train/models/units.py`: the modules that zero3 gathers together
+    parts    every module in the order in which its forward ends, and the computations between its children
+    layers   the children of an `nn.Sequential`, or those of stages(); pipelines are cut between layers
+    units    the modules that zero3 gathers together, found by `jobs/train/models/units.py`
 """
 
 import math
@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from muster.jobs.models.anatomy import Again, Anatomy, Part, TensorShape
+from muster.jobs.models.anatomy import Again, Anatomy, ModelOperation, TensorShape
 
 
 @dataclass(frozen=True)
 class CountedTensor(TensorShape):
-    """A parameter; `cut` is the dimension in which tensor ranks split it (None: whole on each)."""
+    """A parameter. `cut` is the dimension along which tensor ranks split it; None if each rank has all of it."""
 
     cut: int | None = None
 
     def share(self, ranks: int) -> "CountedTensor":
-        """Return one tensor rank's part."""
+        """Return the part of one tensor rank."""
         if self.cut is None:
             return self
         shape = list(self.shape)
@@ -32,18 +32,18 @@ class CountedTensor(TensorShape):
 
 
 @dataclass(frozen=True)
-class CountedPart(Part):
-    """One module, or its computation between children; the last part of a layer has the `flops` of the layer."""
+class CountedPart(ModelOperation):
+    """A module, or the computation between its children. The last part of a layer has the `flops` of the layer."""
 
     unit: str = ""  # "" if it belongs to no unit
     shared: tuple[CountedTensor, ...] = ()  # parameters that it uses but another part owns
     keeps_input: bool = False  # the kept activations of its layer include the layer's input
-    splits_kept: bool = False  # tensor ranks each have a part of its kept activations
-    splits_outputs: bool = False  # and of its outputs
+    splits_kept: bool = False  # each tensor rank keeps only a part of its activations
+    splits_outputs: bool = False  # each tensor rank has only a part of its outputs
 
     @property
     def backward_flops(self) -> int:
-        """Work of the backward, which is included in the forward's."""
+        """Always 0, because `flops` includes the work of the backward."""
         return 0
 
 
@@ -51,9 +51,9 @@ class CountedPart(Part):
 class CountedAnatomy(Anatomy):
     """A user's model; `blocks` is the number of its units."""
 
-    def units(self) -> list[tuple[Part, ...]]:
-        """List the parts around all units, and then each unit; without units, all parts as one."""
-        by_unit: dict[str, list[Part]] = {"": []}
+    def units(self) -> list[tuple[ModelOperation, ...]]:
+        """List the parts around the units, then each unit. Without units, list all parts as one unit."""
+        by_unit: dict[str, list[ModelOperation]] = {"": []}
         for part in self.parts:
             assert isinstance(part, CountedPart)
             by_unit.setdefault(part.unit, []).append(part)
@@ -62,22 +62,22 @@ class CountedAnatomy(Anatomy):
         return [tuple(parts) for parts in by_unit.values()]
 
     def recomputed(self) -> list[Again]:
-        """List the units, each with the outputs of the part before it."""
+        """List the units, each with the number of output elements of the part before it."""
         inputs = {after.name: before.outputs for before, after in pairwise(self.parts)}
         return [Again(unit, inputs.get(unit[0].name, 0)) for unit in self.units()[1:] if unit]
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The anatomy of a user's model, and reasons why some of it is unknown; a reason is empty if nothing is missing."""
+    """The anatomy of a user's model, with the reasons why parts of it are unknown; empty if all is known."""
 
     model: CountedAnatomy
-    no_activations: str  # why the forward could not be traced; kept bytes are then NaN
-    no_layers: str  # why pipelines cannot cut it
-    no_plan: str  # why tensor ranks cannot split its layers
+    no_activations: str  # why the forward could not be traced, so that kept bytes are NaN
+    no_layers: str  # why pipelines cannot cut the model
+    no_plan: str  # why tensor ranks cannot split the layers
 
     def why_not(self, family: str) -> str:
-        """Return why a family of modes does not work for it; empty if it does."""
+        """Return why a family of modes does not work for the model; empty if it works."""
         return {"pipe": self.no_layers, "tensor": self.no_plan}.get(family, "")
 
 

@@ -19,8 +19,8 @@ def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptS
     """
     if settings.make is not None:
         raise RefusedError(
-            f"train.model.make: the work of {settings.make} is unknown until its ranks run it; only Muster's own "
-            "models can be predicted; use muster memory to count its memory"
+            f"train.model.make: the work of {settings.make} is unknown until its ranks run it; predictions support "
+            "only Muster's own models; muster memory can count its memory"
         )
     wanted = settings.vocabulary or vocabulary
     if wanted < vocabulary:

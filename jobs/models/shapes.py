@@ -1,7 +1,9 @@
-"""Model shapes as tables, torch-free: the dimensions of each named model, and its number of parameters.
+"""Tables of model shapes: the dimensions and the number of parameters of each named model. Torch-free.
 
-VGG: Simonyan & Zisserman 2014, table 1, columns A, B, D, E, in the usual variant for 32x32 images: batch norm
-after each convolution and one linear layer at the end. GPT: the size table of Stanford CS336 (2024), assignment 2.
+VGG: Simonyan & Zisserman 2014, table 1, columns A, B, D, E, in the usual variant for 32x32 images, with batch norm
+after each convolution and one linear layer at the end. Rows with 4096 have the paper's three linear layers, without
+dropout. They read the one pixel that is left of 32x32, or 7x7 copies of it, as torchvision's vgg16 does.
+GPT: the size table of Stanford CS336 (2024), assignment 2.
 """
 
 from dataclasses import dataclass
@@ -14,21 +16,34 @@ KERNEL_AREA: Final = 9
 
 @dataclass(frozen=True)
 class VggShape:
-    """Output channels of each 3x3 convolution in order; `POOL` halves height and width."""
+    """A VGG: `layers` has the output channels of each 3x3 convolution, or `POOL`, which halves height and width.
+
+    `hidden` has the outputs of the linear layers before the last one; `side` is the height and width of their input.
+    """
 
     name: str
     layers: tuple[int, ...]
     classes: int = 10
+    hidden: tuple[int, ...] = ()
+    side: int = 1
+
+    @property
+    def linear(self) -> tuple[tuple[str, int, int], ...]:
+        """The name, inputs and outputs of each linear layer: fc1, fc2, ..., head."""
+        convolved = [width for width in self.layers if width != POOL]
+        widths = (convolved[-1] * self.side**2, *self.hidden, self.classes)
+        names = (*(f"fc{number}" for number in range(1, len(self.hidden) + 1)), "head")
+        return tuple(zip(names, widths, widths[1:], strict=False))
 
     def parameter_count(self) -> int:
-        """Count weights and biases of convolutions, batch norms and the linear layer."""
+        """Count weights and biases of convolutions, batch norms and linear layers."""
         total, channels = 0, IMAGE_CHANNELS
         for width in self.layers:
             if width != POOL:
                 total += channels * width * KERNEL_AREA + width  # convolution
                 total += 2 * width  # batch norm
                 channels = width
-        return total + channels * self.classes + self.classes
+        return total + sum(inputs * outputs + outputs for _, inputs, outputs in self.linear)
 
 
 @dataclass(frozen=True)
@@ -44,11 +59,11 @@ class GptShape:
     vocabulary: int = 256
     tied: bool = True
     bias: bool = False
-    norm: Literal["rms", "layer"] = "rms"
+    norm: Literal["rms", "rms_fused", "layer"] = "rms"
     dropout: float = 0.0
 
     def parameter_count(self) -> int:
-        """Count every parameter once; a tied head counts as the embedding."""
+        """Count every parameter once. A tied head shares the embedding's weight."""
         d, ff = self.d_model, self.d_ff
         norm = d * (2 if self.norm == "layer" else 1)
         block = 4 * d * d + 2 * d * ff + 2 * norm
@@ -58,9 +73,13 @@ class GptShape:
         return self.vocabulary * d + self.context * d + self.layers * block + norm + head
 
 
-def _vgg(name: str, *blocks: tuple[int, int]) -> VggShape:
-    """Expand (convolutions, channels) per block, each block ending in a pool."""
-    return VggShape(name, tuple(width for count, channels in blocks for width in (*[channels] * count, POOL)))
+def _vgg(name: str, *blocks: tuple[int, int], hidden: tuple[int, ...] = (), side: int = 1) -> VggShape:
+    """Expand blocks, given as (convolutions, channels). Each block ends with a pool."""
+    layers = tuple(width for count, channels in blocks for width in (*[channels] * count, POOL))
+    return VggShape(name, layers, hidden=hidden, side=side)
+
+
+_D: Final = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))  # the blocks of vgg16
 
 
 VGG_SHAPES: Final[dict[str, VggShape]] = {
@@ -68,7 +87,9 @@ VGG_SHAPES: Final[dict[str, VggShape]] = {
     for shape in (
         _vgg("vgg11", (1, 64), (1, 128), (2, 256), (2, 512), (2, 512)),
         _vgg("vgg13", (2, 64), (2, 128), (2, 256), (2, 512), (2, 512)),
-        _vgg("vgg16", (2, 64), (2, 128), (3, 256), (3, 512), (3, 512)),
+        _vgg("vgg16", *_D),
+        _vgg("vgg16-4096", *_D, hidden=(4096, 4096)),
+        _vgg("vgg16-4096-7x7", *_D, hidden=(4096, 4096), side=7),
         _vgg("vgg19", (2, 64), (2, 128), (4, 256), (4, 512), (4, 512)),
     )
 }

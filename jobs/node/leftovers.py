@@ -1,7 +1,7 @@
 """Kill the processes that ranks leave behind: all descendants of the rank parent, found through /proc.
 
 A process that cannot be killed, because it waits for a disk or device (state D) or belongs to another user, is
-reported instead of waited for.
+reported but not waited for.
 """
 
 import os
@@ -14,16 +14,16 @@ from typing import Any, Final
 
 from muster.jobs.machine import linux, procfs
 
-# With 2 s for the ranks it stays below the 3 s after the grace that the supervisor waits for the sweep.
+# This time and 2 s for ranks to die are less than the 3 s that the supervisor waits after the grace period.
 LIMIT_S: Final = 0.8
-LOOK_S: Final = 0.05  # a process may start while others are being killed
+LOOK_S: Final = 0.05  # search again, because a process may start while others are killed
 PAUSE_S: Final = 0.002
-GONE: Final = "X"  # the state of a process that no longer exists, see proc(5)
+GONE: Final = "X"  # the state letter of a process that no longer exists (proc(5))
 
 
 @dataclass(frozen=True)
-class Swept:
-    """The number of processes found, the reaped children of this process, and the processes that would not die."""
+class SweepResult:
+    """The number of processes found, the pids of reaped children, and the pids of processes that did not die."""
 
     count: int
     buried: frozenset[int] = field(default_factory=frozenset)
@@ -31,15 +31,15 @@ class Swept:
 
 
 def kill(pid: int) -> None:
-    """Kill a process if permitted."""
-    with suppress(PermissionError):  # a user's program may have changed its user (sudo)
+    """Kill a process, if this user is permitted to."""
+    with suppress(PermissionError):  # a program may have changed its user (sudo)
         linux.kill_quietly(pid, signal.SIGKILL)
 
 
 def sweep(
     root: int, *, leave: Collection[int] = (), limit_s: float = LIMIT_S, kill: Callable[[int], None] = kill
-) -> Swept:
-    """Kill all descendants of `root`, which is this process, except the trees of `leave`; take at most `limit_s`."""
+) -> SweepResult:
+    """Kill all descendants of this process (`root`), except `leave` and their descendants, within `limit_s`."""
     deadline = time.monotonic() + limit_s
     found: set[int] = set()
     buried: set[int] = set()
@@ -49,15 +49,15 @@ def sweep(
             kill(pid)
         now = time.monotonic()
         if now > deadline:
-            return Swept(len(found), frozenset(buried), tuple(sorted(left)))
+            return SweepResult(len(found), frozenset(buried), tuple(sorted(left)))
         wait_for_death(min(deadline, now + LOOK_S))
         buried |= bury()
-    return Swept(len(found), frozenset(buried | bury()))  # also those that died after the last look
+    return SweepResult(len(found), frozenset(buried | bury()))  # include children that died since the last reaping
 
 
 def wait_for_death(deadline: float) -> None:
-    """Wait until a child of this process is dead, without reaping it, at most until `deadline` (monotonic seconds)."""
-    with suppress(ChildProcessError):  # no child yet: the orphans are about to be adopted
+    """Wait until a child of this process is dead, but do not reap it; stop at `deadline` (monotonic seconds)."""
+    with suppress(ChildProcessError):  # no child yet: orphans are adopted shortly
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < deadline:
             time.sleep(PAUSE_S)
 
@@ -72,7 +72,7 @@ def bury() -> set[int]:
 
 
 def state_of(pid: int) -> str:
-    """Return the state letter of a process, see proc(5): R runs, S waits, D cannot be killed, T is stopped."""
+    """Return the state letter of a process (proc(5)): R runs, S waits, D cannot be killed, T is stopped."""
     fields = procfs.stat(pid)
     return GONE if fields is None else fields[procfs.STATE].decode()
 

@@ -1,10 +1,9 @@
 """Cap the logs of ranks: keep the first and the last part of each, and free the disk space of the middle.
 
-    | first 64 MB, which end with a line that says how much is left out | hole | last 192 MB |
+    | first 64 MB, ending with a line that states how much is left out | hole | last 192 MB |
 
-Ranks keep appending to the same file, so nothing is lost, nothing waits, and offsets stay valid. `cat` shows the hole
-as
-zero bytes; `launch/common/follow.py` skips it.
+Ranks keep appending to the same file, so they never wait, new output is not lost, and offsets stay valid. `cat` shows
+the hole as zero bytes; `launch/common/follow.py` skips it.
 """
 
 import os
@@ -18,12 +17,12 @@ from muster.jobs.machine.linux import PUNCH_HOLE, fallocate
 FIRST_BYTES: Final = 64 << 20
 LAST_BYTES: Final = 192 << 20
 STEP_BYTES: Final = 16 << 20
-BLOCK_BYTES: Final = 64 << 10  # no page or block is larger
-SECTOR_BYTES: Final = 512  # of st_blocks
+BLOCK_BYTES: Final = 64 << 10  # at least the size of any page or disk block
+SECTOR_BYTES: Final = 512  # the unit of st_blocks
 
 
 def cap(path: Path, *, first: int = FIRST_BYTES, last: int = LAST_BYTES, step: int = STEP_BYTES) -> None:
-    """Free the middle of a log that takes `step` bytes more on disk than `first + last`. All sizes are whole blocks."""
+    """Free the middle of a log that takes at least `first + last + step` bytes on disk (all are whole blocks)."""
     try:
         status = path.lstat()
         end = (status.st_size - last) // BLOCK_BYTES * BLOCK_BYTES
@@ -40,5 +39,5 @@ def cap(path: Path, *, first: int = FIRST_BYTES, last: int = LAST_BYTES, step: i
         return
     except OSError as error:
         warn_once(
-            f"{path.parent}: logs there cannot be capped, and may fill the disk: {error.strerror}", str(path.parent)
+            f"{path.parent}: logs here cannot be capped, and may fill the disk: {error.strerror}", str(path.parent)
         )

@@ -4,11 +4,11 @@
                                session, deaf, dumps                      a program that has opened a session
     the rank parent writes     hold, stop_at
 
-The rank parent creates one page per rank before the fork. It is anonymous shared memory for a rank that runs Muster's
-code, and a memfd for a program, which inherits the descriptor across exec (`Page.attach`, MUSTER_PAGE in
-jobs/hosts/ranks.py).
-Every field is an aligned 8-byte number with one writer, read and written atomically. Values are bounded when read,
-because a program can write anything into its page. A rank without a parent has a page that nobody else reads.
+The rank parent creates one page per rank before the fork. The page is anonymous shared memory for a rank that runs
+Muster's code, and a memfd for a program, which inherits the descriptor across exec (`Page.attach`, MUSTER_PAGE in
+jobs/hosts/ranks.py). Every field is an aligned 8-byte number with one writer, read and written atomically. Values are
+bounded when read, because a program can write anything into its page. A process without a rank parent has a page that
+no other process reads.
 """
 
 import mmap
@@ -27,7 +27,7 @@ MOST_PID: Final = 1 << 22  # the kernel's own limit
 
 
 class Phase(IntEnum):
-    """What a rank is doing. Each phase has its own time limit without progress (launch/supervision/progress.py)."""
+    """The activity of a rank. Each phase has its own time limit without progress (launch/supervision/progress.py)."""
 
     START = 0
     LOAD = 1
@@ -43,7 +43,7 @@ class Phase(IntEnum):
 
 
 class _Field:
-    """A number at a fixed position in the page, bounded when read, because a user's program may have written it."""
+    """A number at a fixed position in the page, bounded when read because a user's program may have written it."""
 
     def __init__(self, place: int, least: int = 0, most: int = MOST) -> None:
         self.place, self.least, self.most = place, least, most
@@ -56,14 +56,14 @@ class _Field:
 
 
 class Page:
-    """One rank's page, seen from either side. `descriptor` is that of its memfd, or -1 for anonymous memory."""
+    """The page of one rank, used on both sides. `descriptor` is its memfd, or -1 for anonymous memory."""
 
     _phase = _Field(0)
     steps = _Field(1)  # number of completed steps
     beats = _Field(2)  # grows with any progress
-    _slowest_us = _Field(3)  # of recent steps
-    held = _Field(4, NEVER)  # completed steps of a rank that waits before its next step; NEVER: it does not wait
-    hold = _Field(5)  # nonzero: the rank must wait before its next step until `stop_at` is set
+    _slowest_us = _Field(3)  # the longest recent step
+    held = _Field(4, NEVER)  # completed steps, while the rank waits before its next step; else NEVER
+    hold = _Field(5)  # nonzero: the rank must wait, before its next step, until `stop_at` is set
     stop_at = _Field(6, NEVER, ANY)  # the number of steps after which all ranks save and end; NEVER: not decided
     _session = _Field(7, NEVER)
     deaf = _Field(8)  # nonzero: the rank ignores SIGTERM; SIGINT asks it to end
@@ -72,23 +72,22 @@ class Page:
     def __init__(self, descriptor: int = -1) -> None:
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, SIZE)
-        # Native aligned numbers. struct's standard formats are written byte by byte, so that a change from -1 to 5
-        # could
-        # be read as -251 in between, which would be taken for a number of steps.
+        # Native aligned numbers are written in one piece. struct's standard formats are written byte by byte: while -1
+        # changes to 5, the other side could read -251.
         self._fields = memoryview(self._memory).cast("q")
         if descriptor < 0:
             self._clear()
 
     @classmethod
     def inheritable(cls) -> "Page":
-        """Create a page that a program can attach to after exec. Its size is sealed."""
+        """Create a page that a program can attach to after exec. Its size cannot change."""
         made = cls(linux.memory_file("muster-page", SIZE))
         made._clear()
         return made
 
     @classmethod
     def attach(cls, descriptor: int) -> "Page":
-        """Map the page that this program inherited. Programs that it starts do not inherit it.
+        """Map the page that this program inherited. Programs that this one starts do not inherit the page.
 
         Raises:
             ValueError, OSError: if the descriptor is not a page.
@@ -103,7 +102,7 @@ class Page:
             self.descriptor = -1
 
     def close(self) -> None:
-        """Free the memory on this side."""
+        """Unmap the page in this process."""
         self.close_descriptor()
         self._fields.release()
         self._memory.close()
@@ -114,7 +113,7 @@ class Page:
     # The rank's side ------------------------------------------------------------------------------------------------
 
     def enter(self, phase: Phase) -> None:
-        """Begin a phase."""
+        """Record the start of a phase."""
         self._phase = phase
         self.beat()
 
@@ -123,14 +122,14 @@ class Page:
         self.beats += 1
 
     def step_done(self, steps: int, slowest_s: float) -> None:
-        """Record the end of a step: `steps` since the beginning of the job, `slowest_s` of the recent ones."""
+        """Record the end of a step: the `steps` done in the job so far, and the duration of the slowest recent step."""
         self.steps, self._slowest_us = steps, int(slowest_s * 1e6)
         self.beat()
 
     def open_session(self, pid: int, *, deaf: bool = False, dumps: bool = False) -> None:
         """Record that a program uses a session in process `pid`.
 
-        `deaf`: it ignores SIGTERM, and SIGINT asks it to end. `dumps`: SIGQUIT makes it write its stacks.
+        `deaf`: the program ignores SIGTERM, and SIGINT asks it to end. `dumps`: SIGQUIT makes it write its stacks.
         """
         self.deaf, self.dumps, self._session = int(deaf), int(dumps), pid
 

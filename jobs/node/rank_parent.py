@@ -1,6 +1,6 @@
-"""The rank parent: forks and stops the ranks of one node. Forked from the warm process, commanded by the agent.
+"""The rank parent, a fork of the warm process, starts and stops the ranks of one node for the agent.
 
-JSON lines over one socket. From the agent:
+The agent and the rank parent exchange JSON lines over one socket. From the agent:
 
     {"do": "store", "attempt": n}   with a listening socket attached: serve the attempt's store on it
     {"do": "start", "attempt": n, "ranks": [RankStart...]}
@@ -8,12 +8,12 @@ JSON lines over one socket. From the agent:
     {"do": "look"}                  report the progress of every rank
     {"do": "hold"}                  every rank waits before its next step (jobs/node/page.py)
     {"do": "stop_at", "steps": n}   after this many steps every rank saves and ends
-    {"do": "dump"}                  every rank that runs Muster's code writes its Python stacks to its standard error
+    {"do": "dump"}                  every rank whose SIGQUIT handler does so writes its stacks to its standard error
 
-To the agent, with the number of the attempt: started, report (jobs/node/reports.py), exited, swept, looked, dumped,
-broken; and once ready. When the socket closes, the rank parent stops its ranks (SIGTERM, 1 s, SIGKILL) and ends. Ranks
-die with it (PR_SET_PDEATHSIG). Processes that they leave behind become its children (subreaper) and are killed. It runs
-attempt after attempt: the next one may start once the previous one is swept.
+Messages to the agent carry the number of the attempt: started, report (jobs/node/reports.py), exited, swept, looked,
+dumped, broken; and, once, ready. When the socket closes, the rank parent stops its ranks (SIGTERM, 1 s, SIGKILL) and
+ends. Ranks die with the rank parent (PR_SET_PDEATHSIG). Processes that ranks leave behind become children of the rank
+parent (subreaper) and are killed. The next attempt may start once the previous one is swept.
 """
 
 import faulthandler
@@ -35,14 +35,14 @@ from muster.jobs.node import leftovers
 from muster.jobs.node.rank_process import RankProcess
 
 ORPHAN_GRACE_S: Final = 1.0
-KILL_S: Final = 2.0  # time for a killed rank to die; after that it is reported and no longer waited for
+KILL_S: Final = 2.0  # how long to wait for a killed rank to die; then it is only reported
 CHUNK: Final = 1 << 16
 MAX_FDS: Final = 4
-STDERR: Final = 2  # in every child, wherever it leads
+STDERR: Final = 2  # descriptor of standard error in every child, even if it is redirected
 
 
 class RankParent:
-    """The ranks of one node, from the first start to the last sweep, over all attempts."""
+    """The parent of one node's ranks, from the first start to the last sweep, over all attempts."""
 
     def __init__(self, agent: socket.socket) -> None:
         self.agent = agent
@@ -60,7 +60,7 @@ class RankParent:
     def run(self) -> NoReturn:
         """Serve the agent until its socket is closed and no process is left."""
         linux.adopt_orphans()
-        # Installed here, in C: it works in a rank that has just been forked, and in one that holds the GIL.
+        # Installed before the forks, and written in C: it works in a rank just forked, or one that holds the GIL.
         faulthandler.register(signal.SIGQUIT, file=STDERR, all_threads=True)
         wake, wake_write = os.pipe()
         os.set_blocking(wake, False)
@@ -69,7 +69,7 @@ class RankParent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector.register(self.agent, selectors.EVENT_READ, self._read_agent)
         self.selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, CHUNK))
-        self._tell({"ready": os.getpid()})
+        self._send({"ready": os.getpid()})
         while not (self.agent_gone and not self.ranks):
             timeout_s = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
             for key, _ in self.selector.select(timeout_s):
@@ -108,7 +108,7 @@ class RankParent:
 
     def _start_store(self, message: dict[str, Any]) -> None:
         self.attempt = message.get("attempt", 0)
-        if self.store:  # the attempt was not stopped: its ranks ended by themselves
+        if self.store:  # the last attempt was not stopped, because its ranks ended by themselves
             linux.kill_quietly(self.store, signal.SIGKILL)
         listening = socket.socket(fileno=self.passed.pop(0))
         if "torch" not in sys.modules:
@@ -139,7 +139,7 @@ class RankParent:
         attempt = message.get("attempt", 0)
         if self.ranks:
             what = f"attempt {attempt} cannot start while ranks of attempt {self.attempt} are running"
-            self._tell({"broken": what, "code": exits.INFRASTRUCTURE})
+            self._send({"broken": what, "code": exits.INFRASTRUCTURE})
             return
         self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
         rank_parent = os.getpid()
@@ -152,10 +152,10 @@ class RankParent:
             rank.born(pid)
             self.ranks[pid] = rank
             self.selector.register(rank.pipe, selectors.EVENT_READ, lambda rank=rank: self._read_reports(rank))
-        self._tell({"started": [[rank.rank, rank.pid] for rank in self.ranks.values()], "time": time.time()})
+        self._send({"started": [[rank.rank, rank.pid] for rank in self.ranks.values()], "time": time.time()})
 
     def _forget_parent(self, rank_parent: int) -> None:
-        """Undo in a fresh child the settings that only the rank parent needs."""
+        """Undo, in a fresh child, the settings that only the rank parent needs."""
         linux.die_with_parent(rank_parent)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -173,7 +173,7 @@ class RankParent:
     # The shared pages -----------------------------------------------------------------------------------------------
 
     def _look(self, _: dict[str, Any]) -> None:
-        self._tell({"looked": [rank.looked() for rank in self.ranks.values()]})
+        self._send({"looked": [rank.looked() for rank in self.ranks.values()]})
 
     def _hold(self, _: dict[str, Any]) -> None:
         for rank in self.ranks.values():
@@ -184,19 +184,19 @@ class RankParent:
             rank.page.stop_at = message["steps"]
 
     def _dump(self, _: dict[str, Any]) -> None:
-        self._tell({"dumped": {rank.rank: rank.dump() for rank in self.ranks.values()}})
+        self._send({"dumped": {rank.rank: rank.dump() for rank in self.ranks.values()}})
 
     # Ranks ----------------------------------------------------------------------------------------------------------
 
     def _read_reports(self, rank: RankProcess) -> None:
-        if rank.pipe < 0:  # closed after the selector reported it
+        if rank.pipe < 0:  # closed since the selector returned
             return
         reports = rank.reports()
         if reports is None:
             self.selector.unregister(rank.pipe)
             return
         for report in reports:
-            self._tell({"report": report, "rank": rank.rank})
+            self._send({"report": report, "rank": rank.rank})
 
     def _reap(self) -> None:
         while True:
@@ -212,7 +212,7 @@ class RankParent:
                 self.store = 0
                 if self.ranks:
                     what = f"the store process ended with code {os.waitstatus_to_exitcode(status)}"
-                    self._tell({"broken": what, "code": exits.INFRASTRUCTURE})
+                    self._send({"broken": what, "code": exits.INFRASTRUCTURE})
         if not self.ranks and self.kill_at is not None and not self.agent_gone:
             self._finish_stop()
 
@@ -220,8 +220,8 @@ class RankParent:
         ended = time.time()
         if rank.pipe in self.selector.get_map():
             self._read_reports(rank)
-        rank.send(signal.SIGKILL)  # its data loaders and background children
-        self._tell(rank.ending(status, ended))
+        rank.send(signal.SIGKILL)  # kills the rest of its group: data loaders and background children
+        self._send(rank.ending(status, ended))
         self._let_go(rank)
         if not self.ranks and self.kill_at is None:
             self._sweep(leave_store=True)
@@ -234,17 +234,17 @@ class RankParent:
     # Stopping -------------------------------------------------------------------------------------------------------
 
     def _stop(self, grace_s: float) -> None:
-        self._reap()  # so that a rank that died by itself is not reported as stopped
+        self._reap()  # first, so that a rank that died by itself is not reported as stopped
         for rank in self.ranks.values():
             rank.sent = rank.sent or rank.asks
             rank.send(rank.asks)
-            rank.send(signal.SIGCONT)  # so that a frozen rank receives the signal
+            rank.send(signal.SIGCONT)  # so that a suspended rank receives the signal
         if not self.killed:
             kill_at = time.monotonic() + grace_s
             self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def _kill_all(self) -> None:
-        """Kill the remaining ranks. If they have been killed already, stop waiting for them."""
+        """Kill the remaining ranks. If they were killed before, stop waiting for them."""
         if self.killed:
             for rank in self.ranks.values():
                 self._let_go(rank)
@@ -253,7 +253,7 @@ class RankParent:
             if not self.agent_gone:
                 self._finish_stop()
             return
-        self.killed, self.kill_at = True, time.monotonic() + KILL_S  # SIGCHLD wakes us before that
+        self.killed, self.kill_at = True, time.monotonic() + KILL_S  # SIGCHLD wakes the loop earlier
         for rank in self.ranks.values():
             rank.sent = signal.SIGKILL
             rank.send(signal.SIGKILL)
@@ -262,21 +262,21 @@ class RankParent:
         self.kill_at, self.killed = None, False
         swept = self._sweep()
         left = [{**each, "rank": self.stubborn.get(each["pid"])} for each in leftovers.described(swept.left)]
-        self._tell({"swept": swept.count, "left": left})
+        self._send({"swept": swept.count, "left": left})
 
-    def _sweep(self, *, leave_store: bool = False) -> leftovers.Swept:
-        """Kill all descendants until none is left, or the rest cannot be killed."""
+    def _sweep(self, *, leave_store: bool = False) -> leftovers.SweepResult:
+        """Kill descendants until none is left, or the remaining ones cannot be killed."""
         leave = [self.store] if leave_store and self.store else []
-        limit_s = 0.0 if self.stubborn else leftovers.LIMIT_S  # no more waiting for them
+        limit_s = 0.0 if self.stubborn else leftovers.LIMIT_S  # do not wait for these ranks again
         swept = leftovers.sweep(os.getpid(), leave=leave, limit_s=limit_s)
         if not leave_store or self.store in swept.buried:
             self.store = 0
         return swept
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self.agent_gone:
             return
         try:
             self.agent.sendall((json.dumps({**message, "attempt": self.attempt}) + "\n").encode())
         except (BrokenPipeError, ConnectionError):
-            return  # the reading side sees the end of the socket next and stops the ranks
+            return  # `_read_agent` will find the socket closed, and stop the ranks

@@ -1,8 +1,7 @@
-"""A rank from its parent's side: its process, the process group that it leads, its report pipe, and the shared page.
+"""A rank as its parent sees it: its process, the process group that it leads, its report pipe, and the shared page.
 
-A rank of a `train:` or `bench:` job is a fork that runs a function of Muster. A user's program is treated alike once
-its
-page shows an open session; until then only its process is known.
+A rank of a `train:` or `bench:` job is a fork that runs a function of Muster. A user's program is treated in the same
+way once its page shows an open session. Until then, only its process is watched.
 """
 
 import os
@@ -17,7 +16,7 @@ from muster.jobs.node import leftovers, page, rank_start
 from muster.jobs.node.page import Page, Phase
 
 CHUNK: Final = 1 << 16  # the capacity of a pipe: one read empties it
-LONGEST: Final = 1 << 13  # of a report; longer lines are dropped
+LONGEST: Final = 1 << 13  # bytes of a report; longer lines are dropped
 
 
 class RankProcess:
@@ -27,11 +26,11 @@ class RankProcess:
         self.rank: int = start["rank"]
         self.ours = not start.get("argv")
         self.start = start
-        # A rank that saves ignores a scheduler's SIGTERM, in order to save once more; SIGINT asks it to end.
+        # A rank that saves checkpoints ignores a scheduler's SIGTERM, to save once more. SIGINT asks it to end.
         self.deaf = self.ours and linux.has_scheduler() and bool(start.get("payload", {}).get("saving"))
         self.pid = 0
         self.page = Page() if self.ours else Page.inheritable()
-        self.sent = 0  # the last signal we sent it
+        self.sent = 0  # the last signal that was sent to the rank
         self.failure: dict[str, Any] = {}
         self._lines = Lines(LONGEST)
         self.pipe, self._writer = os.pipe()
@@ -44,11 +43,11 @@ class RankProcess:
 
     @property
     def has_session(self) -> bool:
-        """True if its page shows its progress."""
+        """True if the page shows the progress of the rank."""
         return self.ours or self.page.session != 0
 
     def become(self) -> NoReturn:
-        """Become the rank; called in the fresh child."""
+        """Become the rank. Called in the fresh child."""
         os.close(self.pipe)
         page.own = self.page
         if self.deaf:
@@ -60,8 +59,8 @@ class RankProcess:
         self.pid = pid
         os.close(self._writer)
         self.page.close_descriptor()
-        with suppress(PermissionError, ProcessLookupError):  # it has exec'ed already, or is dead
-            os.setpgid(pid, pid)  # the child does the same: whichever is first, a stop signal finds the group
+        with suppress(PermissionError, ProcessLookupError):  # the child has called exec, or is dead
+            os.setpgid(pid, pid)  # the child calls this too, so a stop signal always finds the group
 
     def close(self) -> None:
         """Close this process's descriptors and its mapping of the page."""
@@ -71,9 +70,9 @@ class RankProcess:
             self.page.close()
 
     def reports(self) -> list[dict[str, Any]] | None:
-        """Return its reports since the last call, or None after the last one. A "failed" report is kept in `failure`.
+        """Return the reports since the last call, or None if the pipe is closed. A "failed" report goes to `failure`.
 
-        Lines that are not reports are dropped, because a user's program may write anything.
+        Lines that are not reports are dropped, because a user's program may write anything to the pipe.
         """
         try:
             data = os.read(self.pipe, CHUNK)
@@ -86,34 +85,34 @@ class RankProcess:
         return [each for each in reports if each["report"] != "failed"]
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to its whole process group."""
+        """Send a signal to the whole process group of the rank."""
         with suppress(PermissionError):  # the group now belongs to another user (sudo); the sweep reports it
             linux.kill_quietly(self.pid, number, group=True)
 
     def looked(self) -> list[Any]:
-        """Return its progress: [rank, phase, steps, beats, slowest_s, held, has_session].
+        """Return the rank's progress: [rank, phase, steps, beats, slowest_s, held, has_session].
 
-        After the last step of its session, a program may do anything for any length of time, so it counts as one
-        without a session again.
+        After its last step, a program with a session may run anything for any length of time. It then counts as a
+        program without a session.
         """
-        seen, phase, tells = self.page, self.page.phase, self.has_session
+        shared, phase, has_session = self.page, self.page.phase, self.has_session
         if not self.ours and phase is Phase.END:
-            phase, tells = Phase.START, False
-        return [self.rank, phase.word, seen.steps, seen.beats, seen.slowest_s, seen.held, tells]
+            phase, has_session = Phase.START, False
+        return [self.rank, phase.word, shared.steps, shared.beats, shared.slowest_s, shared.held, has_session]
 
     def dump(self) -> str:
-        """Make it write its stacks if SIGQUIT does that (other programs might die of it); return its process state."""
+        """Send SIGQUIT if it makes the rank write its stacks and does not kill it; return the state of the process."""
         pid = self.pid
         if not self.ours and self.page.session in linux.descendants(self.pid):
-            pid = self.page.session  # a user's script may have started the session's process
+            pid = self.page.session  # a descendant may have opened the session
         state = leftovers.state_of(pid)
         if self.ours or (self.page.dumps and pid == self.page.session):
-            linux.kill_quietly(pid, signal.SIGQUIT)  # before SIGCONT, so that the stacks show where it was stopped
+            linux.kill_quietly(pid, signal.SIGQUIT)  # before SIGCONT, so that the stacks show where it was suspended
             linux.kill_quietly(pid, signal.SIGCONT)
         return state
 
     def ending(self, status: int, ended: float) -> dict[str, Any]:
-        """Describe how it ended, from the status of wait(2) and the time (unix seconds)."""
+        """Describe how the rank ended, from the status of wait(2) and the time (unix seconds)."""
         code = os.waitstatus_to_exitcode(status)
         return {
             "exited": self.rank,

@@ -1,10 +1,10 @@
-"""Turn a forked child into a rank: group, files, cores, environment, then a function of Muster or a program.
+"""Turn a forked child into a rank: set its group, files, cores and environment, then run a function or a program.
 
 A RankStart is a mapping of plain values, built in `launch/agent.py`:
 
     rank      int
-    env       {name: value}, added to the rank parent's environment
-    unset     [name, ...], removed from the rank parent's environment; optional
+    env       {name: value}, added to the environment that the rank inherits
+    unset     [name, ...], removed from the inherited environment; optional
     workdir   folder to run in
     out, err  files to append standard output and standard error to
     cores     [core, ...] to be pinned to; empty: not pinned
@@ -34,7 +34,7 @@ NOT_FOUND: Final = 127
 def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
     """Turn this fresh child into the rank that `start` describes.
 
-    `reports` is the write end of its report pipe. `page` is the descriptor of its page, which a program inherits.
+    `reports` is the write end of the report pipe. `page` is the descriptor of the page, which a program inherits.
     """
     code = 1
     try:
@@ -46,7 +46,7 @@ def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
         if start["cores"]:
             os.sched_setaffinity(0, start["cores"])
         os.chdir(start["workdir"])
-    except (OSError, ValueError) as error:  # ValueError: a NUL or "=" that the kernel does not accept
+    except (OSError, ValueError) as error:  # ValueError: a variable with NUL or "=" in it
         _say(f"rank {start['rank']} cannot start: {error}", error, reports)
         _flush_and_exit(exits.REFUSED)
     try:
@@ -57,7 +57,7 @@ def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
-        # Whatever was raised, the child of a fork must not return into its parent's code.
+        # Catch everything, because a forked child must not return into its parent's code.
         traceback.print_exc()
         _reporter(reports).failed(error, peer=False)
     finally:
@@ -76,7 +76,7 @@ def _execute(argv: list[str], reports: int, page: int) -> NoReturn:
     for name, descriptor in ((ranks.STATUS_FD, reports), (ranks.PAGE, page)):
         os.environ[name] = ranks.descriptor_text(descriptor)
         os.set_inheritable(descriptor, True)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # Python ignores them, and exec would inherit that
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # Python ignores these signals; exec keeps that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, os.environ)
@@ -93,8 +93,8 @@ def _execute(argv: list[str], reports: int, page: int) -> NoReturn:
 
 def _say(message: str, error: OSError | ValueError, reports: int) -> None:
     print(f"muster: {message}", file=sys.stderr)
-    said = type(error)(message) if isinstance(error, OSError) else ValueError(message)
-    _reporter(reports).failed(said, peer=False)
+    failure = type(error)(message) if isinstance(error, OSError) else ValueError(message)
+    _reporter(reports).failed(failure, peer=False)
 
 
 def _reporter(reports: int) -> Reporter:
@@ -114,10 +114,10 @@ def _redirect(out: str, err: str) -> None:
 
 
 def _flush_and_exit(code: int) -> NoReturn:
-    """End without the interpreter's cleanup, in which a broken process group may abort and change the exit code."""
+    """Exit without the interpreter's cleanup, where a broken process group may abort and change the exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # disk full: only the exit code can report it
+        except OSError:  # the disk is full: only the exit code can report that
             code = code or exits.STORAGE
     os._exit(code)

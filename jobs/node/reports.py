@@ -1,20 +1,19 @@
 """Reports of a rank to its parent process: JSON lines over a pipe that was opened before the fork.
 
-    {"report": "arrived"}                               about to meet the other ranks
-    {"report": "joined"}                                has met them
+    {"report": "arrived"}                               about to join the other ranks
+    {"report": "joined"}                                has joined them
     {"report": "progress", "step": 20, "steps": 196, "loss": 2.1, "rate": 812.0, "unit": "samples/s"}
     {"report": "loaded", "step": 40, "seconds": 0.2, "checkpoint": "step-00000040.a000"}    a checkpoint was loaded
     {"report": "first_step", "step": 41}                the first step of this attempt is done
-    {"report": "replayed", "steps": 12, "seconds": 3.1, "compared": 12, "worst": 0.0}       steps done a second time
+    {"report": "replayed", "steps": 12, "seconds": 3.1, "compared": 12, "worst": 0.0}       lost steps were repeated
     {"report": "saved", "step": 60, "checkpoint": "step-00000060.a001", "stall_s": 0.03, "seconds": 0.6, "bytes": 9}
-    {"report": "missed", "step": 80, "missed": 1, "message": "..."}     a save failed; how many in a row
+    {"report": "missed", "step": 80, "missed": 1, "message": "..."}     a save failed, the first in a row
     {"report": "failed", "kind": "ValueError", "message": "...", "peer": false, "time": 1700000000.0}
 
 `peer` is true if the failure is a lost connection to another rank. Such a rank is a victim if any other rank failed for
-a reason of its own. Without the pipe (torchrun, srun) all reports are dropped. A full pipe drops reports too, because
-reporting must never slow a step. Any rank sends `missed` and `failed`; the other reports after `joined` come from rank
-0.
-A program that does not know its total of steps, a loss or a rate omits those fields of `progress`.
+a reason of its own. Without the pipe (torchrun, srun) all reports are dropped. Reports to a full pipe are dropped too,
+because reporting must never slow a step. Any rank sends `missed` and `failed`; the other reports after `joined` come
+only from rank 0. A program that does not know its number of steps, its loss or its rate omits these in `progress`.
 """
 
 import json
@@ -29,9 +28,9 @@ LONGEST_KIND: Final = 200  # characters
 
 
 class Reporter:
-    """The write end of a rank's report pipe; does nothing without one.
+    """The write end of a rank's report pipe. Without a pipe, reports are dropped.
 
-    Programs that the rank starts do not inherit it.
+    Programs that the rank starts do not inherit the pipe.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -41,11 +40,11 @@ class Reporter:
             os.set_inheritable(self.descriptor, False)
 
     def arrived(self) -> None:
-        """Report that this rank is about to meet the others."""
+        """Report that this rank is about to join the others."""
         self._send({"report": "arrived"})
 
     def joined(self) -> None:
-        """Report that this rank has met the others."""
+        """Report that this rank has joined the others."""
         self._send({"report": "joined"})
 
     def progress(
@@ -57,7 +56,7 @@ class Reporter:
         rate: float | None = None,
         unit: str | None = None,
     ) -> None:
-        """Report the progress of training; only rank 0 does. Fields that are None are omitted."""
+        """Report the progress of training. Only rank 0 calls this. Fields that are None are omitted."""
         fields = {"step": step, "steps": steps, "loss": loss, "rate": rate, "unit": unit}
         self._send({"report": "progress", **{name: value for name, value in fields.items() if value is not None}})
 
@@ -70,9 +69,9 @@ class Reporter:
         self._send({"report": "first_step", "step": step})
 
     def replayed(self, *, steps: int, seconds: float, compared: int, worst: float) -> None:
-        """Report that all steps of the earlier attempt have been repeated.
+        """Report that all lost steps of the earlier attempt have been repeated.
 
-        `compared` of them had a logged loss; `worst` is the largest relative difference from it.
+        `compared` of them had a logged loss. `worst` is the largest relative difference from these losses.
         """
         self._send({"report": "replayed", "steps": steps, "seconds": seconds, "compared": compared, "worst": worst})
 
@@ -90,11 +89,11 @@ class Reporter:
         )
 
     def missed(self, *, step: int, missed: int, message: str) -> None:
-        """Report a failed save; `missed` is how many failed in a row, or 0 if one was only skipped."""
+        """Report a failed save. `missed` is the number of saves that failed in a row, or 0 if one was only skipped."""
         self._send({"report": "missed", "step": step, "missed": missed, "message": " ".join(message.split())[:500]})
 
     def failed(self, error: BaseException, *, peer: bool) -> None:
-        """Report why this rank is about to end, and when it noticed."""
+        """Report the error that is about to end this rank, with the current time."""
         message = " ".join(str(error).split())[:500]
         kind = type(error).__name__[:LONGEST_KIND]
         self._send({"report": "failed", "kind": kind, "message": message, "peer": peer, "time": time.time()})
@@ -105,5 +104,5 @@ class Reporter:
         try:
             os.write(self.descriptor, (json.dumps(report) + "\n").encode())
         except (BlockingIOError, BrokenPipeError):
-            # A full pipe: the reader is behind, but a report must not slow a step. A broken one: the parent is gone.
+            # The pipe is full, and a report must not slow a step; or the pipe is broken, and the parent is gone.
             return

@@ -1,7 +1,7 @@
-"""The store of an attempt: a separate process on node 0, so that no rank is special.
+"""The store of an attempt: a separate process on node 0, so that no rank has to serve it.
 
-The agent binds its socket before anything else starts; early connections of ranks wait in the socket's backlog.
-For jobs that run programs, the store loads only the C++ part of torch: 0.35 s of CPU time instead of 1.7 s.
+The agent binds the store's socket before anything else starts. Early connections of ranks wait in its backlog. For jobs
+that run programs, the store loads only the C++ part of torch, which takes 0.35 s of CPU time instead of 1.7 s.
 """
 
 import argparse
@@ -19,7 +19,7 @@ BINDINGS: Final = "torch._C"
 
 
 def serve(listening: socket.socket, store_class: Any = None) -> None:
-    """Serve a c10d TCPStore on a listening socket until this process is killed. By default the class is torch's own."""
+    """Serve a c10d TCPStore on a listening socket until this process is killed. `store_class` defaults to torch's."""
     if store_class is None:
         from torch.distributed import TCPStore as store_class  # type: ignore[attr-defined]
     address, port = listening.getsockname()[:2]
@@ -31,21 +31,21 @@ def serve(listening: socket.socket, store_class: Any = None) -> None:
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
         master_listen_fd=listening.detach(),
     )
-    while store is not None:  # keeps the object alive, and with it the server
+    while store is not None:  # keep the store object, and thus the server, alive
         signal.pause()
 
 
 def bare() -> Any:
-    """Return the class TCPStore without most of torch's Python modules. This process cannot import them afterwards.
+    """Load the class TCPStore, but not most of torch's Python modules, which this process then cannot import.
 
     Raises:
-        Exception: of any kind, if the C++ part of this torch version needs more of them.
+        Exception: of any kind, if the C++ part of this torch version needs more Python modules.
     """
     package = util.find_spec("torch")
     found = package and machinery.PathFinder.find_spec(BINDINGS, package.submodule_search_locations)
     if package is None or found is None or found.loader is None:
         raise ImportError(f"{sys.executable} has no {BINDINGS}")
-    sys.modules["torch"] = util.module_from_spec(package)  # without its contents
+    sys.modules["torch"] = util.module_from_spec(package)  # an empty module
     sys.modules["torch.distributed"] = ModuleType("torch.distributed")  # imported by _c10d_init
     bindings = sys.modules[BINDINGS] = util.module_from_spec(found)
     found.loader.exec_module(bindings)
@@ -65,7 +65,7 @@ def main() -> None:
     linux.die_with_parent(args.parent)
     try:
         store_class = None if args.whole else bare()
-    except Exception:  # this torch needs its Python modules: import all of it in a fresh interpreter
+    except Exception:  # start again in a fresh interpreter, and import all of torch
         os.execv(sys.executable, [*sys.orig_argv, "--whole"])
     os.set_inheritable(args.fd, False)
     serve(socket.socket(fileno=args.fd), store_class)

@@ -1,15 +1,14 @@
-"""The warm process, one per host. It imports torch once; every rank of the host is a fork that shares the import.
+"""The warm process of a host, which imports torch once. Every rank of the host is a fork that shares the import.
 
     warm ── rank parent of node 0 ── rank 0, rank 1, store
          └─ rank parent of node 1 ── rank 2, rank 3        (pretend nodes share one warm process)
 
-It receives one socket per agent and forks one rank parent for each. If there are several, it imports torch before it
-forks them. A single rank parent imports torch itself and the warm process stays small, because schedulers that add up
-the RSS of all processes count shared pages once per process. Before the ranks are forked, nobody runs a torch operation
-or queries CUDA, because a child of such a process hangs. The environment of this process contains the run id and the
-library variables, so that they show in /proc/PID/environ of every rank. It ends after its last rank parent; a rank
-parent
-ends with its agent.
+The warm process receives one socket per agent and forks one rank parent for each. With several agents, it imports torch
+before the forks. With one agent, the rank parent imports torch itself and the warm process stays small, because some
+schedulers add up the RSS of all processes and thus count shared pages once per process. No process runs a torch
+operation or queries CUDA before the ranks are forked, because a child of such a process hangs. The environment of the
+warm process contains the run id and the library variables, so that /proc/PID/environ of every rank shows them. The warm
+process ends after its last rank parent, and a rank parent ends with its agent.
 """
 
 import argparse
@@ -27,11 +26,11 @@ from muster.jobs.basics import exits
 from muster.jobs.machine import linux
 from muster.jobs.node.rank_parent import RankParent
 
-HEARD_S: Final = 1.0  # time for an agent to read why there is no rank parent
+HEARD_S: Final = 1.0  # time for an agent to read the reason of a failed import
 
 
 def main() -> None:
-    """Import what ranks need, fork the rank parents, and reap what a killed rank parent leaves behind."""
+    """Import the ranks' modules, fork the rank parents, and kill processes that a killed rank parent leaves behind."""
     parser = argparse.ArgumentParser(description="internal: started by the agent or the local transport")
     parser.add_argument("--fds", required=True, help="one inherited socket per agent, comma-separated")
     parser.add_argument("--preload", default="", help="modules to import before the forks, comma-separated")
@@ -40,12 +39,12 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # "save now": the agent handles it
     if linux.has_scheduler():
-        # Slurm sends it to every process of the job; the agent handles it
+        # Slurm sends SIGTERM to every process of the job; the agent handles it
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     linux.adopt_orphans()
     sockets = [socket.socket(fileno=int(text)) for text in args.fds.split(",")]
     if is_of_job():
-        for each in sockets:  # an agent can then distinguish a Python that cannot run this from a killed process
+        for each in sockets:  # tells the agent that this Python can run Muster
             each.sendall((json.dumps({"begun": os.getpid()}) + "\n").encode())
     modules, warm, rank_parents = list(filter(None, args.preload.split(","))), os.getpid(), set()
     if len(sockets) > 1:
@@ -59,7 +58,7 @@ def main() -> None:
             if len(sockets) == 1:
                 linux.die_with_parent(warm)  # the agent kills the warm process if the import hangs
                 preload(modules, sockets)
-                linux.die_with_parent(warm, 0)  # from now on it outlives the warm process, and ends with its agent
+                linux.die_with_parent(warm, 0)  # from now on it ends with its agent, not with the warm process
             RankParent(mine).run()
         rank_parents.add(pid)
     for each in sockets:
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def preload(modules: list[str], sockets: list[socket.socket]) -> None:
-    """Import the modules that ranks need. If one fails, report that to every agent and end this process."""
+    """Import the modules that ranks need. If an import fails, report that to every agent and end this process."""
     try:
         for module in modules:
             importlib.import_module(module)
@@ -80,7 +79,7 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
             each.settimeout(HEARD_S)
         for each in sockets:
             with contextlib.suppress(OSError):
-                while each.recv(1 << 16):  # until the agent has read it: unread orders would reset the connection
+                while each.recv(1 << 16):  # drain the agent's orders: if unread, closing resets the connection
                     pass
         sys.exit(exits.REFUSED)
     gc.collect()
@@ -88,21 +87,21 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
 
 
 def is_of_job() -> bool:
-    """Return True if this is a job's own Python; Muster's runs with -I (launch/boot.py)."""
+    """Return True if this is a job's own Python. Muster's own Python runs with -I (launch/boot.py)."""
     return not sys.flags.isolated
 
 
 def advice() -> str:
-    """Return what to do about a failed import."""
+    """Return advice about a failed import."""
     if not is_of_job():
-        return "run ./setup.sh, or name an interpreter that has it in the site file"
+        return "run ./setup.sh, or name a Python that has the module in the site file"
     torch = sys.modules.get("torch")
-    found = f"its torch is {torch.__version__}; install another one" if torch else "install torch for this Python"
-    return f"{found}, or name another Python with python in the job file"
+    found = f"install a torch other than {torch.__version__}" if torch else "install torch for this Python"
+    return f"{found}, or set python in the job file to another Python"
 
 
 def bury(rank_parents: set[int]) -> None:
-    """Wait for the rank parents. Any other child has lost its rank parent, and is killed."""
+    """Wait for the rank parents. Kill any other child, because its rank parent is gone."""
     while rank_parents | (orphans := set(linux.descendants(os.getpid(), leave=rank_parents))):
         for orphan in orphans:
             linux.kill_quietly(orphan, signal.SIGKILL)

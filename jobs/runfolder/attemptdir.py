@@ -19,13 +19,13 @@ class AttemptDir:
 
     path: Path
 
-    placement = At("placement.json")  # which rank runs where, and the origin of each value
+    placement = At("placement.json")  # the node of each rank, and the origin of each value
     # the checkpoint that this attempt resumed from: {"checkpoint": its folder's name or null, "step": n}
     resume = At("resume.json")
     commands = At("commands")  # folder of the exact argv per node
     command = Each("commands/node-{:02d}.json")  # the exact command of one node's agent and its ranks
     node = Each("node-{:02d}.json")  # the processes that one node's agent started: pids, cores, host
-    # why the programs of one node are asked to end, and the deadline: {"reason", "message", "deadline"}
+    # why the programs of one node must end, and the deadline: {"reason", "message", "deadline"}
     stop = Each("node-{:02d}.stop.json")
     # the user's files that the ranks imported: {"workdir", "files": {path: sha256}}
     code = At("user-code.json")
@@ -34,15 +34,16 @@ class AttemptDir:
     err = Each("rank-{:05d}.err")  # standard error of a rank
     metrics = Each("metrics-{:05d}.jsonl")  # a rank's own steps: local loss and times
     memory = Each("memory-{:05d}.jsonl")  # the memory of a rank around its first steps, by purpose
-    timeline = At("timeline.jsonl")  # what every rank did in some steps (`jobs/train/timeline.py`)
-    # what has been measured: a record a line (`collectives_bench/records.py`, `jobs/timing/records.py`)
+    timeline = At("timeline.jsonl")  # the actions of every rank in some steps (`jobs/train/timeline.py`)
+    # measurements, one record per line (`collectives_bench/records.py`, `jobs/timing/records.py`)
     bench = At("bench.jsonl")
 
     def make(self) -> None:
-        """Create the folder, which makes this attempt the newest, and the commands folder, readable by the user only.
+        """Create the folder, which makes this attempt the newest, and in it a commands folder that only the user can
+        read.
 
         Raises:
-            RunFolderError, StorageError: if it cannot be created.
+            RunFolderError, StorageError: if a folder cannot be created.
         """
         try:
             make_folder(self.path)
@@ -51,10 +52,10 @@ class AttemptDir:
             raise folder_error(self.path, error) from error
 
     def trim(self) -> None:
-        """Delete the files of an old attempt that no command needs. Logs, rank 0's steps, profiles and results stay.
+        """Delete the files of an old attempt that no command needs. Logs, rank 0's metrics, profiles and results stay.
 
         Raises:
-            RunFolderError, StorageError: if something cannot be deleted.
+            RunFolderError, StorageError: if a file cannot be deleted.
         """
         try:
             for path in self.path.glob("*"):

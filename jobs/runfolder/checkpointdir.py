@@ -1,4 +1,4 @@
-"""The paths in the folder of a checkpoint; no other module spells them."""
+"""The paths in the folder of one checkpoint."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,15 @@ class CheckpointDir:
 
     @property
     def name(self) -> str:
-        """The name of the folder, made of step and attempt."""
+        """The name of the folder, which contains the step and the attempt."""
         return self.path.name
 
     @property
     def bad(self) -> Path:
-        """The path to rename it to if it is bad."""
+        """The path to which a bad checkpoint is renamed."""
         return self.path.with_name(f"bad-{self.path.name}")
 
     @property
     def trash(self) -> Path:
-        """The path to rename it to before it is deleted."""
+        """The path to which the checkpoint is renamed before it is deleted."""
         return self.path.with_name(f"trash-{self.path.name}")

@@ -1,4 +1,4 @@
-"""The run folder of a job without an agent: rank 0 creates the attempt and writes the events that views need."""
+"""Write the run folder of a job without an agent: rank 0 creates the attempt and records the main events."""
 
 import os
 import time
@@ -30,8 +30,9 @@ def begin(
 
     Args:
         hosts: the host of every rank.
-        began: when the run began (unix seconds).
-        came_from: the checkpoint that the attempt resumes from: its name, and `step`.
+        began: the time at which the run began (unix seconds).
+        came_from: the checkpoint that the attempt resumes from, as `checkpoint` (its name) and `step`.
+        submitted: more fields of the event `submitted`.
 
     Raises:
         RunFolderError, StorageError: if the folder cannot be written.
@@ -63,7 +64,7 @@ def begin(
 
 
 def placement_of(env: RankEnv, hosts: Sequence[str]) -> Placement:
-    """Return where the ranks run. A node is a block of ranks on one host; pretend nodes share their host."""
+    """Return the placement of the ranks. A node is a block of ranks on one host; pretend nodes share a host."""
     each = env.local_world_size
     even = env.nodes * each == env.world_size
     nodes: list[NodePlacement] = []
@@ -93,7 +94,7 @@ def write_end(run: RunDir, attempt: int, began: float, code: int, message: str) 
     """Record the end of an attempt that began at `began` (unix seconds)."""
     verdict = {"code": code, "class": exits.class_of(code), "message": message}
     row = {"attempt": attempt, "started": began, "ended": time.time(), **verdict}
-    with suppress(MusterError):  # a full disk has been reported already
+    with suppress(MusterError):  # if the disk is full, an earlier write has reported that
         append_line(run.attempts, {**row, "next_step": "", "first": None, "victims": []})
         event(run, "ended", {"attempt": attempt, **verdict})
 

@@ -1,4 +1,4 @@
-"""The rows of `memory-RRRRR.jsonl`: the memory of a rank, written by the rank, read by `muster memory RUN`.
+"""The rows of `memory-RRRRR.jsonl`, in which a rank records its memory for `muster memory RUN`.
 
     {"point": "baseline", "rank": 0, "world_size": 2, "attempt": 0, "mode": "zero1", "device": "cpu", "host": ...,
      "first": 0, "now": {...}}                                    before the model was built
@@ -8,14 +8,15 @@
     ...                                                           the same for the first steps of the attempt
     {"point": "end", "now": {...}, "peak": {...}}                 `peak`: maximum since the baseline
 
-held    bytes of storages by kind: parameters, gradients, optimizer, buffers; each storage once, in the first kind
-now     {"rss": in RAM, "files": the part of it in pages of libraries}; on a GPU also the allocator's "allocated" and
-        "reserved"
-peak    the same without files: the maximum since the previous point
+held    bytes of storages by kind: parameters, gradients, optimizer, buffers; a storage of several kinds counts once,
+        as the first of them
+now     bytes: "rss": resident memory, "files": its part in pages of files, such as libraries; on a GPU also the
+        allocator's "allocated" and "reserved"
+peak    the maximum of each value in `now` except "files", since the previous point
 used    rows of steps on CPUs only: the peak number of bytes allocated on the heap, sampled when gradients arrive,
         relative to the baseline
 
-Each row is appended at once, so the rows of a killed rank are kept.
+Each row is written immediately, so the rows of a killed rank are kept.
 """
 
 from typing import Final

@@ -1,27 +1,25 @@
 """The paths of the run folder, and functions that create and find runs. Each file has exactly one writer.
 
 Paths in subfolders are in `jobs/runfolder/attemptdir.py`, `jobs/runfolder/checkpointdir.py` and
-`jobs/runfolder/profiledir.py`. Runs are only found if nobody else could have written their folder
+`jobs/runfolder/profiledir.py`. A run is used only if no other user could have written its folder
 (`jobs/basics/ownership.py`).
 
     runs/<name>-<utc>-<id>/
       job.yaml  site.yaml  attempts.jsonl  events.jsonl          supervisor only
       job-before-001.yaml                                        `muster resume`: the job before it was changed
-      metrics.jsonl                                              rank 0 only
-      submission.json  lease.json  progress.json  .reserve       supervisor, and who made the folder
-      token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   where a transport needs them
+      metrics.jsonl  epochs.jsonl                                rank 0 only
+      submission.json  lease.json  progress.json  .reserve       supervisor, or the process that created the folder
+      token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   only for transports that need them
       code/                                                      the code as it was submitted
       claims/                                                    `muster resume`: which processes resumed the run
       stop.json                                                  `muster stop` only
-      attempt-000/   whoever creates it owns the attempt
+      attempt-000/   the process that creates it owns the attempt
         placement.json  commands/                                supervisor
         node-00.json  node-00.setup                              agent of that node
         user-code.json                                           rank 0: the user's files that a `train:` job imported
-        resume.json                                              supervisor: the checkpoint that the attempt resumed
-            from
+        resume.json                                              supervisor: the checkpoint to resume from
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
-        bench.jsonl                                              rank 0 only: measurements of a `bench:` or `timing:`
-            job
+        bench.jsonl                                              rank 0 only: results of a `bench:` or `timing:` job
         memory-00000.jsonl                                       that rank of a `train:` job (`memory_rows.py`)
         profile-00000/                                           that rank, if `train.profile` is on
       files/                                                     the user's program: MUSTER_FILES
@@ -30,10 +28,10 @@ Paths in subfolders are in `jobs/runfolder/attemptdir.py`, `jobs/runfolder/check
           shard-00000.safetensors  shard-00000.ok                writer of that rank
           MANIFEST.json                                          rank 0's writer, or the supervisor: the commit
           VERIFIED.json                                          the process that verified it
-        bad-step-00000050.a000/  trash-step-00000050.a000/       a bad one; one that is being deleted
+        bad-step-00000050.a000/  trash-step-00000050.a000/       a bad checkpoint; one that is being deleted
 
 Files are written under a temporary name and renamed. Logs (`*.jsonl`, `*.out`, `*.err`) are appended to
-(`jobs/basics/files.py`). A JSON line is one `write`, so a reader sees whole lines, or an unfinished last one.
+(`jobs/basics/files.py`). Each JSON line is one `write`, so only the last line can be incomplete.
 """
 
 import os
@@ -58,7 +56,7 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"
-WHOLE_ATTEMPTS: Final = 3  # this many of the newest are kept whole, and the first; others are trimmed
+WHOLE_ATTEMPTS: Final = 3  # number of newest attempts that keep all files, as the first attempt does
 RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")  # run ids are part of commands in messages
 
 
@@ -74,26 +72,27 @@ class RunDir:
     attempts = At("attempts.jsonl")  # one line per attempt, with its verdict
     events = At("events.jsonl")  # one line per event of the supervisor
     metrics = At("metrics.jsonl")  # one line per step: loss over the global batch and rank 0's times
+    epochs = At("epochs.jsonl")  # one line per epoch of a training: time, rate, mean loss, evaluation
     stop = At("stop.json")  # a request to stop, written by `muster stop`, read by the supervisor
-    # a request to save now. Rank 0 checks for it at every log point, and removes it when a save begins
+    # a request to save now. Rank 0 checks for this file at every log point, and removes it when a save begins
     save = At("save.json")
-    # how the run is started: transport, hosts, interpreter. `launch.supervise` reads it
+    # how to start the run: transport, hosts, interpreter. `launch.supervise` reads it
     submission = At("submission.json")
     # proof that the supervisor is alive, renewed every few seconds, for processes on other hosts
     lease = At("lease.json")
-    progress = At("progress.json")  # how far every rank of a run that goes on is: the supervisor rewrites it
-    claims = At("claims")  # the folder of who has resumed the run: the newest claim holds, until it is given back
-    reserve = At(".reserve")  # room on the disk that the supervisor holds for the verdict: a disk may be full by then
-    token = At("token")  # what agents that dial show to be let in; only the user may read it
-    supervisor_log = At("supervisor.log")  # what a supervisor without a terminal says
-    code = At("code")  # the code as it was submitted: later edits do not reach a run that waits in a queue
+    progress = At("progress.json")  # the progress of every rank, rewritten by the supervisor during the run
+    claims = At("claims")  # folder of claims to resume the run (`launch/submit/claim.py`)
+    reserve = At(".reserve")  # a file that reserves disk space for the verdict, in case the disk is full by then
+    token = At("token")  # the secret that agents need to connect to the supervisor; only the user may read it
+    supervisor_log = At("supervisor.log")  # the output of a supervisor without a terminal
+    code = At("code")  # a copy of the submitted code: later edits do not affect a run that waits in a queue
     sbatch = At("sbatch.sh")  # the batch script as submitted to Slurm
-    slurm = At("slurm.json")  # Slurm's reply: the number of the job
+    slurm = At("slurm.json")  # Slurm's reply: the job id
     # folder of submitit's own files: submitted tasks, their output and their results
     submitit = At("submitit")
     # how tasks reach the supervisor, written by submitit's first task; only the user may read it
     rendezvous = At("rendezvous.json")
-    # a file that one node writes and the others read, to test whether they share the folder
+    # a file that one node writes and the other nodes read, to test whether they share the run folder
     nonce = Each(".nonce-{}")
     verify = At("verify.json")  # the result of `muster verify`
     files = At("files")  # folder for a program's own files, shared by all attempts: MUSTER_FILES
@@ -105,9 +104,7 @@ class RunDir:
         return self.path.name
 
     def command(self, words: str, *, named: bool = True) -> str:
-        """Return a `muster` command for this run (or its root folder), to be pasted in the working folder of this
-        process.
-        """
+        """Return a `muster` command line for this run, valid in the current folder. `named`: include the run's id."""
         root = self.path.parent
         where = [] if root == runs_root(None) else ["--runs", str(root)]
         return shlex.join(["muster", *words.split(), *[self.run_id] * named, *where])
@@ -132,15 +129,15 @@ class RunDir:
             raise folder_error(self.files, error) from error
 
     def checkpoint(self, step: int, attempt: int) -> CheckpointDir:
-        """Return the paths of the checkpoint of an attempt after `step` steps, which may not exist."""
+        """Return the paths of the checkpoint that an attempt saves after `step` steps. It may not exist."""
         return CheckpointDir(self.checkpoints / f"step-{step:08d}.a{attempt:03d}")
 
     def attempt(self, attempt: int) -> AttemptDir:
-        """Return the paths of one attempt, which may not exist."""
+        """Return the paths of one attempt. It may not exist."""
         return AttemptDir(self.path / f"attempt-{attempt:03d}")
 
     def trim_attempts(self, newest: int) -> None:
-        """Trim the attempt that no longer is among the newest. The first one stays whole. Errors as for `trim`."""
+        """Trim the attempt that is no longer among the newest ones, but never the first. Errors as for `trim`."""
         if (old := newest - WHOLE_ATTEMPTS) > 0:
             self.attempt(old).trim()
 
@@ -156,13 +153,13 @@ def runs_root(given: str | None) -> Path:
 
 
 def run_path(root: Path, name: str) -> Path:
-    """Choose the path of a new run under `root` from name, time and a random part. Nothing is created."""
+    """Return a path for a new run under `root`, built from `name`, the time and a random part. Create nothing."""
     now = datetime.now(timezone.utc)
     return root / f"{name}-{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z-{secrets.token_hex(3)}"
 
 
 def make_run(run: RunDir, *, shared: bool = False) -> None:
-    """Create the folder of a new run, for this user only; with `shared` its group may read it.
+    """Create the folder of a new run. Only this user can access the folder; with `shared`, its group can read it.
 
     Raises:
         RunFolderError: if the folder cannot be created or written, or other users could access it.
@@ -188,48 +185,47 @@ def find_run(root: Path, given: str | None, *, unique: bool = False) -> RunDir:
     """Find a run by path, id, or part of an id. If several match, or `given` is None, return the newest.
 
     Args:
-        unique: refuse a part that matches several runs, for commands that change a run. Folders of other users are
-            always refused.
+        unique: raise an error if several runs match, for commands that change a run.
 
     Raises:
         NotFoundError: if no run matches.
         UsageError: if several runs match and `unique` is set.
-        RunFolderError: if the path is not a valid run name.
-        UntrustedError: if other users could write the folder of the run, or one above it.
+        RunFolderError: if the folder's name is not a valid run id.
+        UntrustedError: if other users could write the folder of the run, or a folder above it.
     """
-    if given and os.path.isfile(os.path.join(given, "events.jsonl")):  # noqa: PTH113, PTH118 (False if it is closed)
+    if given and os.path.isfile(os.path.join(given, "events.jsonl")):  # noqa: PTH113, PTH118 (no error if unreadable)
         path = Path(os.path.abspath(given))  # noqa: PTH100 (`..` has no name, and links stay)
         if not RUN_ID.fullmatch(path.name):
             raise RunFolderError(
-                f"{given!r}: a run is named with letters, digits, dots, - and _ only; rename its folder"
+                f"{given!r}: the name of a run may have only letters, digits, `.`, `-` and `_`; rename its folder"
             )
         return open_run(path)
     runs, strange = (list_runs(root), []) if given is None else _sorted_runs(root)
     found = runs[-1:] if given is None else _named(given, runs)
     if found and unique and len(found) > 1:
         names = ", ".join(run.run_id for run in found[-4:])
-        raise UsageError(f"{root}: {given!r} fits {len(found)} runs: {names}; give more of the name")
+        raise UsageError(f"{root}: {given!r} matches {len(found)} runs: {names}; give more of the name")
     if found:
         note_choice(given, found[-1].run_id, len(found), "run")
         return found[-1]
     if given and (others := _named(given, strange)):
-        return open_run(others[-1].path)  # raises the reason why it is refused
+        return open_run(others[-1].path)  # raises an error with the reason why this run is refused
     if not runs:
-        raise NotFoundError(f"{root}: no runs here; start one with muster run, or name their folder with --runs DIR")
+        raise NotFoundError(f"{root}: no runs here; start one with muster run, or name another folder with --runs DIR")
     raise NotFoundError(f"{root}: no run named {given!r}; newest: {', '.join(run.run_id for run in runs[-3:])}")
 
 
 def note_choice(given: str | None, chosen: str, count: int, what: str) -> None:
-    """Print on standard error which of several matching runs was chosen."""
+    """If several runs match, print on standard error which one was chosen."""
     if count > 1:
-        print(f"muster: {given!r} fits {count} {what}s; this is the newest, {chosen}", file=sys.stderr)
+        print(f"muster: {given!r} matches {count} {what}s; using the newest, {chosen}", file=sys.stderr)
 
 
 def open_run(path: Path, *, warn: bool = True) -> RunDir:
     """Return the run in a folder, after checking that no other user could have written it.
 
     Raises:
-        UntrustedError: if another user could have.
+        UntrustedError: if another user could have written it.
         RunFolderError: if there is no such folder.
     """
     path = path.absolute()
@@ -239,36 +235,36 @@ def open_run(path: Path, *, warn: bool = True) -> RunDir:
 
 
 def list_runs(root: Path) -> list[RunDir]:
-    """List the runs under a folder, oldest first by the time in their names. Runs of other users are omitted.
+    """List the runs under a folder, sorted by the time in their names, oldest first. Runs of other users are omitted.
 
     Raises:
-        UntrustedError: if other users can replace the folders in it.
+        UntrustedError: if other users can replace folders under `root`.
     """
     runs, strange = _sorted_runs(root)
     if strange:
         what = counted(len(strange), "run folder")
-        warn_once(f"{root}: skipped {what} of other users; name one to see why it is not used", f"others in {root}")
+        warn_once(f"{root}: skipped {what} of other users; to see why, name one in a command", f"others in {root}")
     return runs
 
 
 def all_runs(root: Path) -> list[RunDir]:
-    """List all folders under a folder that look like runs, whoever made them. Nothing in them may be read.
+    """List all folders of any user under `root` that look like runs. `check_folder` must check one before it is read.
 
     Raises:
-        RunFolderError: if the folder cannot be listed.
+        RunFolderError: if `root` cannot be listed.
     """
     try:
         entries = [each for each in root.iterdir() if RUN_ID.fullmatch(each.name)] if root.is_dir() else []
     except OSError as error:
         raise RunFolderError(
-            f"{root}: cannot be listed: {error.strerror}; choose another one with --runs DIR"
+            f"{root}: cannot be listed: {error.strerror}; choose another folder with --runs DIR"
         ) from error
     runs = [RunDir(each) for each in entries if os.path.isfile(each / "events.jsonl")]  # noqa: PTH113 (as above)
     return sorted(runs, key=lambda run: (run.run_id.rsplit("-", 2)[-2:], run.run_id))
 
 
 def _sorted_runs(root: Path) -> tuple[list[RunDir], list[RunDir]]:
-    """Return the runs under a folder that may be used, and those that may not be."""
+    """Return two lists of the runs under a folder: runs that only this user can write, and all others."""
     found = all_runs(root)
     if found:
         check_parents(found[0].path)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.reading import Lines
-from muster.jobs.checkpoint.writer import Order
+from muster.jobs.checkpoint.writer import SaveOrder
 from muster.jobs.machine import linux
 
 MESSAGE_BYTES: Final = 1 << 16
@@ -27,7 +27,7 @@ class WriterGone(Exception):
 
 
 class WriterProcess:
-    """A writer process, from start to end."""
+    """A writer process and the socket that connects it to this rank."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -39,7 +39,7 @@ class WriterProcess:
         self._socket.setblocking(False)
         self._lines = Lines()
 
-    def order(self, order: Order, memory: int) -> None:
+    def order(self, order: SaveOrder, memory: int) -> None:
         """Send an order, with the descriptor of the memory that it refers to.
 
         Raises:
@@ -60,7 +60,7 @@ class WriterProcess:
         try:
             self._socket.send((json.dumps({"do": "give_up", "step": step}) + "\n").encode())
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
-            return  # it is gone or frozen; whoever waits for its answer notices
+            return  # the writer is gone or frozen: the wait for its answer will time out
 
     def messages(self, *, wait_s: float = 0.0) -> Iterator[dict[str, Any]]:
         """Yield the writer's messages, after waiting for at most `wait_s` for the first one.
@@ -82,10 +82,8 @@ class WriterProcess:
             yield from map(json.loads, self._lines.of(data))
 
     def end(self) -> None:
-        """Kill the writer. If it is stuck in a disk operation, it dies when that returns; this call does not wait for
-        it.
-        """
+        """Kill the writer. A writer that is stuck in a disk operation dies when the operation returns: do not wait."""
         self._socket.close()
-        self.process.kill()  # also ends a frozen one
+        self.process.kill()  # SIGKILL, which also ends a frozen process
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(BURIED_S)

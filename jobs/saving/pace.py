@@ -1,7 +1,7 @@
 """A rank's progress on the page that its parent reads, and the step at which to stop.
 
-To stop, the rank parents ask all ranks to hold, learn how far the first rank is, and give all of them the same step to
-stop at. Slower ranks continue up to that step, so that all ranks save the same state.
+To stop, the rank parents ask all ranks to wait, read the step of the first rank that waits, and set one step at which
+all ranks stop. Slower ranks continue up to that step, so that all ranks save the same state.
 """
 
 import time
@@ -11,13 +11,13 @@ from muster.jobs.node import page
 from muster.jobs.node.page import NEVER, Phase
 
 HELD_POLL_S: Final = 0.001
-OF_LATE: Final = 100  # window of steps
+OF_LATE: Final = 100  # number of steps that count as recent
 
 
 class Pace:
-    """Writes a rank's page as it trains, and reads it between steps.
+    """A rank's access to its page: it writes its progress, and reads requests between steps.
 
-    `timed`: also report how long the slowest recent step took, which limits how long the next one may take
+    `timed`: also write the duration of the slowest recent step, from which the time limit of a step follows
     (`launch/supervision/progress.py`).
     """
 
@@ -26,11 +26,11 @@ class Pace:
         self.timed = timed
         self.page.enter(Phase.RUN)
         self._began_s = 0.0
-        self._slowest_s = [0.0, 0.0]  # of the steps before the newest OF_LATE, and of the newest
+        self._slowest_s = [0.0, 0.0]  # longest step in the previous OF_LATE steps, and in those since then
         self._steps = 0
 
     def stops(self, done: int) -> bool:
-        """Return True to stop instead of beginning the next step; if asked to hold, wait for the decision.
+        """Return True to stop instead of beginning the next step. If asked to wait, first wait for the stop step.
 
         The wait has no timeout: the rank parent decides, and if it dies, so does this rank.
         """

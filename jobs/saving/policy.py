@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlainPolicy:
-    """The settings for a Python without pydantic, such as a user's."""
+    """The settings on a rank whose Python, chosen by the user, may have no pydantic."""
 
     every_steps: int | None = None  # None: by time
-    every_s: float | Literal["auto"] | None = None  # None or auto: from the measured stall and the failures so far
+    every_s: float | Literal["auto"] | None = None  # None or auto: computed from the measured stall and failures
     keep: int = 3  # number of valid checkpoints to keep
     blocking: bool = False  # pause training until a save is committed
 

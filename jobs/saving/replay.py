@@ -1,7 +1,7 @@
 """The replay audit: compare the losses of repeated steps with those that an earlier attempt logged.
 
-If a resume loses its place in the data, its momenta or its schedule, losses soon differ, though not at once. Bitwise
-equal losses over a dozen steps show that nothing was lost.
+If a resume restores a wrong position in the data, wrong momenta or a wrong schedule, losses differ after a few steps.
+Bitwise equal losses over a dozen steps show that the state was restored completely.
 """
 
 import math
@@ -15,7 +15,7 @@ from muster.jobs.node.reports import Reporter
 
 
 def logged_losses(metrics: Path, *, after: int, attempt: int) -> dict[int, float | None]:
-    """Return the newest logged loss of each step beyond `after`, from earlier attempts. None: not a number."""
+    """Return the newest loss that earlier attempts logged for each step beyond `after`; None if it was not finite."""
     found: dict[int, float | None] = {}
     for row in read_lines(metrics):
         step, of = row.get("step"), row.get("attempt")
@@ -28,7 +28,7 @@ def logged_losses(metrics: Path, *, after: int, attempt: int) -> dict[int, float
 
 
 class Replay:
-    """Compares losses as steps finish, and reports once, after the last logged step was repeated."""
+    """A comparison of losses as steps finish. It reports once, after the last logged step was repeated."""
 
     def __init__(self, logged: dict[int, float | None], reporter: Reporter) -> None:
         self.logged = logged
@@ -54,20 +54,20 @@ class Replay:
             self.differs |= difference > 0.0
         if losses and losses[-1][0] >= last:
             self.left.clear()
-        return self._tell() if not self.left else None
+        return self._report() if not self.left else None
 
-    def _tell(self) -> str:
+    def _report(self) -> str:
         seconds = time.monotonic() - self.began_s
         worst = self.worst if math.isfinite(self.worst) else 1e308
         self.reporter.replayed(steps=self.steps, seconds=seconds, compared=len(self.logged), worst=worst)
         done = f"{counted(self.steps, 'step')} repeated:"
         if not self.differs:
-            return f"{done} the same losses, bit by bit"
+            return f"{done} the same losses, bit for bit"
         return f"{done} losses differ by at most {self.worst:.1g}, relative to the logged ones"
 
 
 def relative_difference(now: float, before: float | None) -> float:
-    """Return the relative difference of a loss from the logged one. Two values that are not numbers count as equal."""
+    """Return the relative difference of a loss from the logged one. Two losses that are not finite count as equal."""
     if before is None or not math.isfinite(now):
         return 0.0 if before is None and not math.isfinite(now) else math.inf
     return abs(now - before) / max(abs(before), 1e-300) if now != before else 0.0

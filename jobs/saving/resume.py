@@ -6,7 +6,7 @@ from typing import Any
 
 from muster.jobs.basics.errors import NoCheckpointError, RefusedError
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.checkpoint.manifest import Manifest, read_manifest
+from muster.jobs.checkpoint.manifest import CheckpointManifest, read_manifest
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 
@@ -21,13 +21,13 @@ class Resume:
 
     @classmethod
     def read(cls, record: Mapping[str, Any] | None) -> "Resume | None":
-        """Read it from the payload of the start message."""
+        """Read the checkpoint to resume from, as given in the payload of the start message."""
         return None if record is None else cls(record["checkpoint"], record["step"], record["sha256"])
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The checkpoint that was loaded, and how long that took."""
+class LoadedCheckpoint:
+    """The checkpoint that was loaded, and how long loading took."""
 
     step: int
     checkpoint: str
@@ -45,7 +45,7 @@ def newest(run: RunDir) -> Resume | None:
     return None if chosen is None else Resume(chosen.folder.name, chosen.manifest.step, chosen.manifest.sha256)
 
 
-def read_chosen(folder: CheckpointDir, resume: Resume) -> Manifest:
+def read_chosen(folder: CheckpointDir, resume: Resume) -> CheckpointManifest:
     """Read the manifest of the chosen checkpoint.
 
     Raises:
@@ -60,11 +60,11 @@ def read_chosen(folder: CheckpointDir, resume: Resume) -> Manifest:
     return found
 
 
-def require_chosen(found: Manifest, folder: CheckpointDir, resume: Resume) -> None:
-    """Check that a manifest is the one that was chosen.
+def require_chosen(found: CheckpointManifest, folder: CheckpointDir, resume: Resume) -> None:
+    """Check that a manifest is the chosen one.
 
     Raises:
-        RefusedError: if it is another one.
+        RefusedError: if its digest or step differs.
     """
     if (found.sha256, found.step) != (resume.sha256, resume.step):
         again = RunDir(folder.path.parent.parent).command("resume")

@@ -4,10 +4,10 @@
                       │         └► write ─ sync ─ .ok               its writer process, in parallel
                       └ agreed                  └► commit ─ verify ─ delete old ones         rank 0's writer
 
-All ranks save after the same step, or none does. At a log point each rank says whether its last save is done, and rank
-0
-whether the next one is due. This uses the all-gather that also carries the losses. Only one save is in flight; others
-are skipped meanwhile. If a writer dies, hangs or finds a full disk, that save is lost. Three in a row end the training.
+All ranks save after the same step, or none does. At a log point each rank reports whether its last save is done, and
+rank 0 reports whether the next one is due, in the all-gather that also carries the losses. While a save is in flight,
+other saves are skipped. If a writer dies, hangs or finds a full disk, that save is lost. Three lost saves in a row end
+the training.
 """
 
 import sys
@@ -20,24 +20,24 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 from muster.jobs.basics.errors import RefusedError, StorageError
 from muster.jobs.basics.words import spell_ranks
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.checkpoint.writer import Order
+from muster.jobs.checkpoint.writer import SaveOrder
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.helper import WriterGone, WriterProcess
 from muster.jobs.saving.policy import Policy
-from muster.jobs.saving.schedule import Schedule
+from muster.jobs.saving.schedule import SaveSchedule
 
 MOST_MISSED: Final = 3
 END_TRIES: Final = 2
-PATIENCE_S: Final = 30.0  # timeout for an answer of the writer, plus the time for its bytes
-SLOWEST_BYTES_PER_S: Final = 20e6  # at this rate
+PATIENCE_S: Final = 30.0  # timeout for an answer of the writer, in addition to the time to write the bytes
+SLOWEST_BYTES_PER_S: Final = 20e6  # rate of the slowest expected disk
 POLL_S: Final = 0.02
 NONE: Final = -1
 
 
-class Held(Protocol):
+class SavedTensor(Protocol):
     """A tensor, or part of one, that this rank saves."""
 
     @property
@@ -46,8 +46,8 @@ class Held(Protocol):
         ...
 
 
-Part = TypeVar("Part", bound=Held)
-Contra = TypeVar("Contra", bound=Held, contravariant=True)
+Part = TypeVar("Part", bound=SavedTensor)
+Contra = TypeVar("Contra", bound=SavedTensor, contravariant=True)
 
 
 class Room(Protocol[Contra]):
@@ -64,11 +64,11 @@ class Room(Protocol[Contra]):
 
     @property
     def is_complete(self) -> bool:
-        """True when the copy may be read."""
+        """True if the copy is complete."""
         ...
 
     def wait(self) -> None:
-        """Return when the copy may be read."""
+        """Wait until the copy is complete."""
         ...
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Room(Protocol[Contra]):
         ...
 
 
-class Ranks(Protocol):
+class SavingRanks(Protocol):
     """The ranks that save together."""
 
     @property
@@ -96,7 +96,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """Where this attempt saves, and the checkpoint it resumed from."""
+    """The run and attempt that save, and the checkpoint that the attempt resumed from."""
 
     run: RunDir
     attempt: int
@@ -106,38 +106,38 @@ class Target:
 
 @dataclass
 class InFlight:
-    """A save in progress: the order for the writer, and the deadline for its next answer (monotonic seconds)."""
+    """A save in progress: the writer's order, and the deadline for the writer's next answer (monotonic seconds)."""
 
-    order: Order
+    order: SaveOrder
     began_s: float
     stall_s: float
     deadline_s: float
     ordered: bool = False
-    told_left_out: bool = False
+    reported_skip: bool = False
 
 
 class NotSaving:
-    """The interface that the training loop uses; this implementation saves nothing."""
+    """The interface that the training loop uses. This implementation saves nothing."""
 
-    # True: tolerate a full disk until it has cost three saves. False: end as soon as a metrics row cannot be written.
+    # True: continue with a full disk until three saves in a row fail. False: end when a metrics row cannot be written.
     patient = False
 
     def is_due(self, done: int) -> bool:
-        """True when the ranks should meet at a log point after `done` steps, to save."""
+        """Return True if a save is due after `done` steps, so that the ranks need a log point there."""
         return False
 
     def note(self, done: int) -> Sequence[float]:
-        """Return the values that this rank shares with the others at a log point."""
+        """Return the values that this rank shares with the other ranks at a log point."""
         return ()
 
     def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
-        """Process the values of all ranks, which are the same on each.
+        """Process the values that the ranks shared (`notes`), which are the same on every rank.
 
         Nothing is saved unless the loss is finite (`sound`).
         """
 
     def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
-        """Save if the ranks agreed to; check on a save in flight."""
+        """Save if the ranks agreed to save; otherwise check a save in flight."""
 
     def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
         """Save the state after `done` steps, even if no save is due. Every rank must call this at the same step."""
@@ -146,11 +146,11 @@ class NotSaving:
         """Wait until the state after the last step, number `done`, is saved."""
 
     def settle(self) -> None:
-        """Wait until no save is in flight, then save no more. Other ranks may still save."""
+        """Wait for the save in flight, then stop saving on this rank. Other ranks may continue to save."""
 
 
 class Saver(NotSaving, Generic[Part]):
-    """Saves the part of one rank, together with all other ranks."""
+    """A saver of one rank's part of the state, in step with the savers of all other ranks."""
 
     patient = True
 
@@ -160,8 +160,8 @@ class Saver(NotSaving, Generic[Part]):
         settings: Policy,
         held: Callable[[], Sequence[Part]],
         room: Callable[[Sequence[Part]], Room[Part]],
-        world: Ranks,
-        schedule: Schedule,
+        world: SavingRanks,
+        schedule: SaveSchedule,
         describe: Callable[[int, str | None, Sequence[tuple[int, float]]], Mapping[str, Any]],
         reporter: Reporter,
         *,
@@ -178,11 +178,11 @@ class Saver(NotSaving, Generic[Part]):
         self.patience_s = patience_s
         self.due = schedule.ask(target.step)[1] if settings.every_steps is not None else NONE
         self.agreed = False
-        self.safe = target.step if target.began_from else NONE  # newest step of which this rank's part is on disk
+        self.safe = target.step if target.began_from else NONE  # newest step that this rank has saved
         self.parent = target.began_from
         self.failed = NONE  # the newest step whose save failed on this rank
-        self.missed = 0  # in a row
-        self.left_out = 0  # since the last commit
+        self.missed = 0  # failed saves in a row
+        self.left_out = 0  # skipped saves since the last commit
         self.flight: InFlight | None = None
         self.writer: WriterProcess | None = None
         self.snapshot: Room[Part] | None = None
@@ -190,12 +190,13 @@ class Saver(NotSaving, Generic[Part]):
     # At log points --------------------------------------------------------------------------------------------------
 
     def is_due(self, done: int) -> bool:
-        """True when the ranks should meet at a log point after `done` steps, to save."""
+        """Return True if a save is due after `done` steps, so that the ranks need a log point there."""
         return done == self.due
 
     def note(self, done: int) -> Sequence[float]:
-        """Return (is idle, step of the newest failed save, is a save due, step of the next save); the last two of rank
-        0.
+        """Return (is idle, step of the newest failed save, is a save due, step of the next save).
+
+        The last two values count only on rank 0.
         """
         self._look()
         saves, due = self.schedule.ask(done)
@@ -203,25 +204,25 @@ class Saver(NotSaving, Generic[Part]):
         return (float(self.flight is None), float(self.failed), float(saves), float(due))
 
     def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
-        """Process the values of all ranks, which are the same on each."""
+        """Process the values that the ranks shared (`notes`), which are the same on every rank."""
         _, _, saves, due = notes[0]
         busy = [rank for rank, (free, *_) in enumerate(notes) if not free]
         failed = [rank for rank, (_, step, *_) in enumerate(notes) if self.flight and step == self.flight.order.step]
         if failed and self.writer is not None:
-            self.writer.give_up(int(notes[failed[0]][1]))  # the failed rank's part will never come
+            self.writer.give_up(int(notes[failed[0]][1]))  # the failed rank will never write its part
         self.due = int(due)
-        self.agreed = bool(saves) and not busy and sound  # with bad losses, a save would replace good checkpoints
+        self.agreed = bool(saves) and not busy and sound  # a state with a bad loss must not replace good checkpoints
         if saves and busy:
-            self._leave_out(done, busy)
+            self._skip(done, busy)
         elif saves and self.world.rank == 0:
             self.target.run.save.unlink(missing_ok=True)
         if self.writer is None:
             self._prepare()  # after the first step, when the optimizer has created its state
 
-    def _leave_out(self, done: int, busy: list[int]) -> None:
+    def _skip(self, done: int, busy: list[int]) -> None:
         self.left_out += 1
-        if self.world.rank == 0 and self.flight is not None and not self.flight.told_left_out:
-            self.flight.told_left_out = True
+        if self.world.rank == 0 and self.flight is not None and not self.flight.reported_skip:
+            self.flight.reported_skip = True
             text = (
                 f"skipped a checkpoint: the save of step {self.flight.order.step} is still being written "
                 f"on {spell_ranks(busy[:8])}"
@@ -231,7 +232,7 @@ class Saver(NotSaving, Generic[Part]):
     # A save ---------------------------------------------------------------------------------------------------------
 
     def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
-        """Save if the ranks agreed to; check on a save in flight."""
+        """Save if the ranks agreed to save; otherwise check a save in flight."""
         if self.agreed:
             self.agreed = False
             self._save(done, losses)
@@ -249,7 +250,7 @@ class Saver(NotSaving, Generic[Part]):
             self._wait()
 
     def settle(self) -> None:
-        """Wait until no save is in flight, then save no more. Other ranks may still save."""
+        """Wait for the save in flight, then stop saving on this rank. Other ranks may continue to save."""
         self._wait()
         self.close()
 
@@ -257,7 +258,7 @@ class Saver(NotSaving, Generic[Part]):
         """Wait until the state after the last step, number `done`, is saved.
 
         Raises:
-            StorageError: if it cannot be saved.
+            StorageError: if the state cannot be saved.
         """
         tries = 0
         self._wait()
@@ -265,14 +266,14 @@ class Saver(NotSaving, Generic[Part]):
             if tries == END_TRIES:
                 raise StorageError(
                     f"{self.target.run.checkpoints}: the state after step {done} could not be saved; the last valid "
-                    f"checkpoint is {self.parent or 'missing'}; repair the storage, then: "
+                    f"checkpoint: {self.parent or 'none'}; repair the storage, then: "
                     f"{self.target.run.command('resume')}"
                 )
             tries += 1
             self._save(done, losses)
             self._wait()
         self.close()
-        # No rank leaves before rank 0 has committed: an early exit could be taken for a failure and stop the others.
+        # No rank exits before rank 0 has committed: an early exit could look like a failure and stop the other ranks.
         page.own.enter(Phase.SAVE)
         self.world.meet()
 
@@ -308,8 +309,8 @@ class Saver(NotSaving, Generic[Part]):
         if self.flight is not None:
             self.flight.stall_s = time.perf_counter() - began_s
 
-    def _order(self, done: int, losses: Sequence[tuple[int, float]], snapshot: Room[Part]) -> Order:
-        return Order(
+    def _order(self, done: int, losses: Sequence[tuple[int, float]], snapshot: Room[Part]) -> SaveOrder:
+        return SaveOrder(
             run=str(self.target.run.path),
             step=done,
             attempt=self.target.attempt,
@@ -325,10 +326,10 @@ class Saver(NotSaving, Generic[Part]):
     def _patience(self, nbytes: int) -> float:
         return self.patience_s + nbytes / SLOWEST_BYTES_PER_S
 
-    # Its outcome ----------------------------------------------------------------------------------------------------
+    # The outcome of a save ------------------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Wait until no save is in flight. Each answer has its timeout."""
+        """Wait until no save is in flight. Each answer of the writer has a timeout."""
         if self.flight is None:
             return
         page.own.enter(Phase.SAVE)
@@ -340,7 +341,7 @@ class Saver(NotSaving, Generic[Part]):
         page.own.enter(Phase.RUN)
 
     def _look(self, *, wait_s: float = 0.0) -> None:
-        """Send the order once the copy is complete, process the writer's messages, and give up a silent writer."""
+        """Send the order once the copy is complete, process the writer's messages, and end a writer that is silent."""
         flight = self.flight
         if flight is None or self.snapshot is None or not self.snapshot.is_complete:
             return
@@ -351,14 +352,14 @@ class Saver(NotSaving, Generic[Part]):
                 self.writer.order(flight.order, self.snapshot.descriptor)
                 flight.ordered = True
             for message in self.writer.messages(wait_s=wait_s):
-                self._hear_writer(flight, message)
+                self._process_message(flight, message)
         except WriterGone:
             self._lose_writer("the writer process has ended")
         if self.flight is flight and time.monotonic() >= flight.deadline_s:
             waited_s = time.monotonic() - flight.began_s
             self._lose_writer(f"the writer process has not answered for {waited_s:.0f} s")
 
-    def _hear_writer(self, flight: InFlight, message: Mapping[str, Any]) -> None:
+    def _process_message(self, flight: InFlight, message: Mapping[str, Any]) -> None:
         did, now_s = message["did"], time.monotonic()
         flight.deadline_s = now_s + self._patience(message.get("bytes", 0))
         if did == "shard":
@@ -396,7 +397,7 @@ class Saver(NotSaving, Generic[Part]):
         """Count a failed save.
 
         Raises:
-            StorageError: if it is the third in a row.
+            StorageError: if this is the third failed save in a row.
         """
         step = flight.order.step
         self.flight, self.failed = None, step

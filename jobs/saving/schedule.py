@@ -1,8 +1,7 @@
-"""Schedule of saves. Rank 0 decides by its clock, and tells the other ranks the step (jobs/saving/saver.py).
+"""Decide when to save. Rank 0 decides by its clock and sends the step to the other ranks (`jobs/saving/saver.py`).
 
 `every_steps` counts from the beginning of training, so that a resume does not shift the saves. `every_s` is converted
-to
-steps with the recent speed, again at every log point.
+to steps at every log point, with the duration of recent steps.
 """
 
 import math
@@ -14,11 +13,11 @@ from muster.jobs.checkpoint.interval import mean_time_between_failures, young_da
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.policy import Policy
 
-GUESSED_STALL_S = 0.05  # until the first save is measured
+GUESSED_STALL_S = 0.05  # assumed until the first save is measured
 
 
-class Schedule:
-    """Decides on rank 0 after which step the next save is due."""
+class SaveSchedule:
+    """The schedule of saves. Only rank 0's schedule counts."""
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class Schedule:
         self.began_s = self.saved_s = self._asked_s = clock()
         self._asked_done = done
         self._step_s = 0.0
-        self.elapsed_s = elapsed_s  # of earlier attempts
+        self.elapsed_s = elapsed_s  # duration of earlier attempts
         self.failures = failures
         self.stall_s = GUESSED_STALL_S
         self.save_s = 0.0
@@ -61,7 +60,7 @@ class Schedule:
             self._step_s = (now - self._asked_s) / (done - self._asked_done)
             self._asked_s, self._asked_done = now, done
         left_s = self.interval_s - (now - self.saved_s)
-        # Save up to half a step early: that is nearer to the interval than half a step late.
+        # If the interval ends within half a step, save now: its end is closer to this step than to the next one.
         saves = left_s <= self._step_s / 2
         if saves:
             self.saved_s, left_s = now, self.interval_s
@@ -69,7 +68,7 @@ class Schedule:
 
 
 def failures_so_far(run: RunDir) -> tuple[float, int]:
-    """Return how long the attempts of a run took, in seconds, and how many of them failed."""
+    """Return the total duration of a run's attempts in seconds, and the number of attempts that failed."""
     elapsed_s, failures = 0.0, 0
     for row in read_lines(run.attempts):
         started, ended = row.get("started"), row.get("ended")

@@ -1,8 +1,8 @@
 """Handle the end of a program with a session: its own errors, Muster's errors, and requests to stop.
 
-an exception of the program   its own traceback, then the rank and the step; exit code 1
-an error of Muster's          one line; its own exit code
-a request to stop             the ranks agree on a step, save, and end with 75 (jobs/session/loop.py)
+an exception of the program   prints its traceback, then the rank and the step; exit code 1
+an error of Muster's          prints one line; exit code of the error's class
+a request to stop             the ranks agree on a step, save, and exit with 75 (jobs/session/loop.py)
 """
 
 import faulthandler
@@ -19,14 +19,14 @@ from muster.jobs.basics.errors import MusterError, StartTimeoutError
 from muster.jobs.machine import linux
 from muster.jobs.node import page
 from muster.jobs.node.reports import Reporter
-from muster.jobs.session.place import Place
+from muster.jobs.session.place import RankPlace
 
 STANDARD_ERROR: Final = 2
-STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # Slurm's --signal=USR2@60 is one way to ask
+STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # Slurm sends SIGUSR2 for --signal=USR2@60
 
 
-class Asked:
-    """Requests to stop or to save that arrive as signals, if no agent passes them on."""
+class SignalRequests:
+    """Requests to stop or save that a rank without an agent receives as signals."""
 
     def __init__(self) -> None:
         self.stop: signal.Signals | None = None
@@ -35,11 +35,11 @@ class Asked:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a rank that was stopped, after it has saved."""
+        """The exit code of a rank that a signal stopped, after it has saved."""
         return exits.STOPPED if self.stop == signal.SIGINT else exits.REQUEUE
 
     def listen(self) -> None:
-        """Handle the signals that the program does not handle itself; a second Ctrl-C ends it at once."""
+        """Handle the signals that the program does not handle itself. A second Ctrl-C ends the program at once."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (*STOPS, signal.SIGUSR1):
@@ -61,8 +61,11 @@ class Asked:
         self.stop = signal.Signals(number)
 
 
-def open_page(place: Place) -> None:
-    """Let the agent stop this process and see its progress. The agent also answers a scheduler's SIGTERM."""
+def open_page(place: RankPlace) -> None:
+    """Register this process in the page through which the agent stops it and reads its progress.
+
+    In a Slurm job, also ignore SIGTERM, because the agent receives the same signal and stops the ranks.
+    """
     if not place.watched:
         return
     dumps = signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
@@ -70,20 +73,20 @@ def open_page(place: Place) -> None:
         faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
     deaf = linux.has_scheduler() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if deaf:
-        # The agent stops a rank that ignores SIGTERM by SIGINT, which must work within a collective, too.
+        # The agent stops a rank that ignores SIGTERM by SIGINT. Python's own handler would not run within a collective.
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     page.own.open_session(os.getpid(), deaf=deaf, dumps=dumps)
 
 
-def tell_errors(
+def report_errors(
     reporter: Reporter, rank: int | str, step: Callable[[], int | None], ended: Callable[[BaseException], None]
 ) -> None:
-    """Report uncaught exceptions with their rank and step from now on, and pass them to `ended`."""
+    """Install an exception hook that reports an uncaught exception with its rank and step, and passes it to `ended`."""
     before = sys.excepthook
 
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ended(error)
         where = f"rank {rank}" if (done := step()) is None else f"rank {rank}, after {done} steps"
         if isinstance(error, MusterError):
@@ -95,11 +98,11 @@ def tell_errors(
         before(kind, error, trace)
         print(f"muster: {where}: {kind.__name__}", file=sys.stderr, flush=True)
 
-    sys.excepthook = tell
+    sys.excepthook = report
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return True if an exception was only caused by the loss of another rank."""
+    """Return True if an exception was caused by the loss of another rank."""
     if "torch" not in sys.modules:
         return False
     from muster.jobs.world.failures import is_lost_connection

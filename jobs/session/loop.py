@@ -1,13 +1,12 @@
 """The loop of a session: count steps, meet periodically, save, and stop all ranks after the same step.
 
-    before a step    stop here, if an agent has said so
-    a step           the program's own
+    before a step    stop here if the agent has requested it
+    a step           the program's own code
     a meeting        after the first step, then every MEET_S seconds, and when a save is due: all ranks exchange their
-                     logged values, whether to save, whether any rank was asked to stop, and the step of the next
-                         meeting
+                     logged values, whether to save, whether any rank was asked to stop, and the next meeting's step
 
-Only rank 0 looks at a clock, so all ranks meet after the same steps. Under an agent, the ranks stop through the page
-that they share with it (`jobs/node/page.py`); without one, at a meeting.
+Rank 0 alone chooses the step of the next meeting, so all ranks meet after the same steps. An agent stops its ranks
+through the page that it shares with them (`jobs/node/page.py`). Ranks without an agent stop at a meeting.
 """
 
 import sys
@@ -23,13 +22,13 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.saving.pace import Pace
 from muster.jobs.saving.replay import Replay, logged_losses
 from muster.jobs.saving.saver import NotSaving, Saver, Target
-from muster.jobs.saving.schedule import Schedule, failures_so_far
-from muster.jobs.session.endings import Asked
-from muster.jobs.session.log import Log, News
-from muster.jobs.session.place import Place
+from muster.jobs.saving.schedule import SaveSchedule, failures_so_far
+from muster.jobs.session.endings import SignalRequests
+from muster.jobs.session.log import News, SessionLog
+from muster.jobs.session.place import RankPlace
 from muster.jobs.session.reading import Restored, room_for
-from muster.jobs.session.starting import Start, resume_line
-from muster.jobs.session.together import Alone
+from muster.jobs.session.starting import SessionStart, resume_line
+from muster.jobs.session.together import OneRank
 
 if TYPE_CHECKING:
     import torch
@@ -38,52 +37,54 @@ if TYPE_CHECKING:
     from muster.jobs.session.state.state import State
 
 MEET_S: Final = 0.5
-SAY_S: Final = 5.0  # between lines on the terminal
+PRINT_S: Final = 5.0  # between two lines on the terminal
 MOST_STEPS: Final = 10_000  # between two meetings
-STOP, NEXT, ROWS = 0, 1, slice(2, 4)  # the first fields of a rank's note; those of the saver follow
+STOP, NEXT, ROWS = 0, 1, slice(2, 4)  # indices of the first fields of a rank's note; the saver's fields follow
 
 
 class Loop:
     """One rank's loop, from the first step of this attempt to the last."""
 
-    def __init__(self, place: Place, start: Start, ranks: Alone, log: Log, reporter: Reporter) -> None:
+    def __init__(
+        self, place: RankPlace, start: SessionStart, ranks: OneRank, log: SessionLog, reporter: Reporter
+    ) -> None:
         self.place = place
         self.start = start
         self.ranks = ranks
         self.log = log
         self.reporter = reporter
-        self.device: torch.device | None = None  # of the tensors, if there are any
+        self.device: torch.device | None = None  # of the state's tensors; None if it has none
         self.samplers: list[Sampler] = []
         self.progress: dict[str, int] = {}  # the position in an epoch, if the program counts epochs
         self.done = self.first = 0
         self.steps: int | None = None  # total requested by the program
         self.epochs: int | None = None
         self.has_begun = False
-        self.in_step = True  # False between two steps, where logged values belong to no step
-        self.stopped_with = 0  # the exit code, once the ranks have agreed to stop
+        self.in_step = True  # False between two steps, when logged values belong to no step
+        self.stopped_with = 0  # the exit code after the ranks have agreed to stop, else 0
         self.log_every: int | None = None
         self.state: State | None = None
         self.saving: NotSaving = NotSaving()
         self.show: Callable[[News], None] = lambda news: None  # TensorBoard
-        self.asked = Asked()
+        self.asked = SignalRequests()
         self._replay: Replay | None = None
         self._sound = True
-        self._has_told_first = False
+        self._has_reported_first = False
         self._next = 0  # the step of the next meeting
-        self._met = 0  # the step of the last one
+        self._met = 0  # the step of the last meeting
         self._pace: Pace | None = None
-        self._by_hand = False  # the program decides when to save
+        self._by_hand = False  # True if the program itself decides when to save
         self._began_s = self._met_s = self._said_s = 0.0
 
     @property
     def is_under_way(self) -> bool:
-        """True between the first step and the end of the loop."""
+        """True from `begin` to the end of the loop."""
         return self._pace is not None
 
     # Beginning ------------------------------------------------------------------------------------------------------
 
     def begin(self, state: "State | None", restored: Restored) -> None:
-        """Begin, after the steps of a checkpoint if there is one: a collective."""
+        """Begin the loop, after the steps of the restored checkpoint if there is one: a collective."""
         self.state, self.has_begun = state, True
         self.done = self.first = restored.step
         self.progress = dict(restored.progress)
@@ -104,7 +105,7 @@ class Loop:
     def _begin_saving(self, state: "State") -> None:
         start, policy = self.start, self.place.policy
         elapsed_s, failures = failures_so_far(start.run)
-        schedule = Schedule(policy, self.done, elapsed_s=elapsed_s, failures=failures)
+        schedule = SaveSchedule(policy, self.done, elapsed_s=elapsed_s, failures=failures)
         target = Target(start.run, start.attempt, start.resume.checkpoint if start.resume else None, self.done)
         room = room_for(state, self.device)
         self.saving = Saver(target, policy, state.parts, room, self.ranks, schedule, self._describe, self.reporter)
@@ -127,7 +128,7 @@ class Loop:
     # A step ---------------------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Begin a step, or stop if an agent has asked for that."""
+        """Begin a step, or stop the program if the agent has requested it."""
         assert self._pace is not None
         if self._pace.stops(self.done):
             self.stop(exits.STOPPED if self.state is None else exits.REQUEUE)
@@ -135,7 +136,7 @@ class Loop:
         self._began_s = time.monotonic()
 
     def step_done(self) -> None:
-        """End a step: a collective if the ranks meet here."""
+        """Record the end of a step. It is a collective if the ranks meet after this step."""
         self._count(self.done + 1)
         if self.done in (self._next, self.steps) or self.saving.is_due(self.done):
             self.meet()
@@ -146,11 +147,11 @@ class Loop:
         """Save after `step` steps, for programs that count their own steps: a collective.
 
         Raises:
-            RefusedError: if these steps have been saved already.
+            RefusedError: if `step` is not larger than at the last call.
         """
         if step <= self.done:
             raise RefusedError(
-                f"run.save: step {step} comes after step {self.done}; give the number of steps done so far"
+                f"run.save: step must be larger than {self.done}, got {step}; pass the number of steps done so far"
             )
         self._by_hand = True
         self._count(step)
@@ -158,7 +159,7 @@ class Loop:
         self.meet()
 
     def _count(self, done: int) -> None:
-        """Record steps as done."""
+        """Record that the first `done` steps are done."""
         assert self._pace is not None
         for sampler in self.samplers:
             sampler.advance(done - self.done)
@@ -166,12 +167,12 @@ class Loop:
         self._pace.step_done(done)
         self.log.step_done(done, now - self._began_s)
         self._began_s = now
-        if self.ranks.rank == 0 and not self._has_told_first:
-            self._has_told_first = True
+        if self.ranks.rank == 0 and not self._has_reported_first:
+            self._has_reported_first = True
             self.reporter.first_step(done)
 
     def meet(self) -> None:
-        """Exchange notes, write rows, agree on a save; stop if any rank was asked to: a collective."""
+        """Exchange notes, write rows, agree whether to save, and stop if any rank was asked to stop: a collective."""
         asked, self.asked.save = self.asked.save, False
         if asked and self.ranks.rank == 0:
             self.start.run.ask_to_save("SIGUSR1")
@@ -194,21 +195,21 @@ class Loop:
             self.stop(code)
 
     def _choose_next(self) -> int:
-        """Return the step of the next meeting, by rank 0's clock and the speed since the last one."""
+        """Propose the step of the next meeting, from the speed since the last one. Rank 0's proposal is used."""
         now = time.monotonic()
         step_s = (now - self._met_s) / max(self.done - self._met, 1)
         self._met, self._met_s = self.done, now
         return self.done + min(max(1, round(MEET_S / max(step_s, 1e-6))), MOST_STEPS)
 
     def _say(self, news: News) -> None:
-        """Print the newest step every few seconds, and report it to the agent."""
+        """Report the newest step to the agent. Print a line every few seconds, or every `log_every` steps."""
         if not news.rows:
             return
         row, now = news.rows[-1], time.monotonic()
         values = {name: value for name, value in row.items() if name == "loss" or name in ("rate", "unit")}
         self.reporter.progress(step=row["step"], steps=self.steps, **values)
         shown = [each for each in news.rows if self.log_every and each["step"] % self.log_every == 0]
-        if self.log_every is None and (now - self._said_s >= SAY_S or row["step"] in (self.first + 1, self.steps)):
+        if self.log_every is None and (now - self._said_s >= PRINT_S or row["step"] in (self.first + 1, self.steps)):
             shown = [row]
         for each in shown:
             self._said_s = now
@@ -217,7 +218,7 @@ class Loop:
     # The end --------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Write and save the rest after the last step: a collective."""
+        """Write the remaining rows and save the final state: a collective."""
         if self._pace is None:
             return
         if len(self.log):
@@ -225,7 +226,7 @@ class Loop:
         self._close()
 
     def stop(self, code: int) -> NoReturn:
-        """Save after this step, and end the program: a collective."""
+        """Save the state after this step, and end the program: a collective."""
         if len(self.log):
             rows = self.ranks.exchange(self.log.note())
             self.log.report(rows, self.steps)
@@ -240,7 +241,7 @@ class Loop:
         raise SystemExit(code)
 
     def settle(self) -> None:
-        """Wait for the save in flight when the program ends outside its loop. Not a collective."""
+        """Wait for the save in flight if the program ends before its loop does. Not a collective."""
         if self._pace is None:
             return
         self.saving.settle()
@@ -257,7 +258,7 @@ class Loop:
         if self._sound and self.done > self.first:
             self.saving.finish(self.done, self.log.recent)
         elif self.ranks.rank == 0 and not self._sound:
-            print(f"muster: the loss of step {self.done} is not a number, so this state was not saved", file=sys.stderr)
+            print(f"muster: the loss of step {self.done} is not finite, so this state was not saved", file=sys.stderr)
         page.own.enter(Phase.END)
 
 

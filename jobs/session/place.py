@@ -1,4 +1,4 @@
-"""Read from the environment which rank this process is, who started it, and the settings of its run."""
+"""Read this process's rank, its launcher and the settings of its run from the environment."""
 
 import json
 import os
@@ -22,7 +22,7 @@ MEETING: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTE
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank, its launcher, and the settings of its run.
 
     `run` is the run folder if the launcher created it; otherwise rank 0 creates one. `watched`: an agent watches this
@@ -42,8 +42,8 @@ class Place:
     watched: bool = False
 
 
-def read_place(environ: Mapping[str, str] = os.environ, name: str | None = None) -> Place:
-    """Determine from the environment what started this process.
+def read_place(environ: Mapping[str, str] = os.environ, name: str | None = None) -> RankPlace:
+    """Detect this process's launcher, read its rank and settings, and attach the page of an agent.
 
     Raises:
         RefusedError: if a launcher's variables contradict each other.
@@ -54,7 +54,7 @@ def read_place(environ: Mapping[str, str] = os.environ, name: str | None = None)
     watched = descriptor is not None and bool(told)
     if descriptor is not None and watched:
         page.own = Page.attach(descriptor)
-    return Place(
+    return RankPlace(
         env=found.env,
         launcher=found.launcher,
         name=name or told.get("job") or script_name(),
@@ -68,11 +68,11 @@ def read_place(environ: Mapping[str, str] = os.environ, name: str | None = None)
     )
 
 
-def meeting_variables(place: Place) -> dict[str, str]:
-    """Return the variables for init_process_group(), for a program started by srun, mpirun or directly."""
+def meeting_variables(place: RankPlace) -> dict[str, str]:
+    """Return the variables for init_process_group(), for a program started by srun, mpirun or the user."""
     variables = place.env.variables()
     if place.env.world_size == 1:
-        variables["MASTER_PORT"] = "0"  # any free one
+        variables["MASTER_PORT"] = "0"  # any free port
     return {name: variables[name] for name in MEETING}
 
 

@@ -1,4 +1,4 @@
-"""Restore a state from a checkpoint, and allocate the memory from which later checkpoints are written."""
+"""Restore a state from a checkpoint, and allocate memory for the copies from which later checkpoints are written."""
 
 import mmap
 import os
@@ -9,21 +9,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.machine import linux
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
-from muster.jobs.saving.resume import Loaded, read_chosen
-from muster.jobs.session.starting import Start
-from muster.jobs.session.together import Alone
+from muster.jobs.saving.resume import LoadedCheckpoint, read_chosen
+from muster.jobs.session.starting import SessionStart
+from muster.jobs.session.together import OneRank
 
 if TYPE_CHECKING:
     import torch
 
     from muster.jobs.saving.saver import Room
     from muster.jobs.session.state.state import State
-    from muster.jobs.tensors.parts import Part
+    from muster.jobs.tensors.parts import TensorPart
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Restored:
 
     step: int = 0
     progress: Mapping[str, int] = field(default_factory=dict)
-    loaded: Loaded | None = None
+    loaded: LoadedCheckpoint | None = None
 
 
-def restore(start: Start, state: "State", ranks: Alone) -> Restored:
+def restore(start: SessionStart, state: "State", ranks: OneRank) -> Restored:
     """Fill a state from the checkpoint that the attempt resumes from, if there is one: a collective.
 
     Raises:
         RefusedError: if the ranks do not see the same checkpoint, or another program wrote it.
-        NoCheckpointError, StorageError: if it cannot be read.
+        NoCheckpointError, StorageError: if the checkpoint cannot be read.
     """
     if start.resume is None:
         return Restored()
@@ -53,23 +53,23 @@ def restore(start: Start, state: "State", ranks: Alone) -> Restored:
         from muster.jobs.tensors.reading import same_manifest
 
         manifest = same_manifest(folder, start.resume, ranks.world)
-    with Reader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest) as reader:
         state.load(manifest, reader, manifest.meta)
-    loaded = Loaded(manifest.step, folder.name, time.monotonic() - began_s)
+    loaded = LoadedCheckpoint(manifest.step, folder.name, time.monotonic() - began_s)
     return Restored(manifest.step, manifest.meta.get("progress") or {}, loaded)
 
 
-def room_for(state: "State", device: "torch.device | None") -> "Callable[[Sequence[Part]], Room[Part]]":
+def room_for(state: "State", device: "torch.device | None") -> "Callable[[Sequence[TensorPart]], Room[TensorPart]]":
     """Return a function that allocates memory for copies of a state's parts, on the CPU or on `device`."""
     if not state.has_tensors or device is None:
         return lambda parts: NoTensors()
-    from muster.jobs.tensors.snapshot import Snapshot
+    from muster.jobs.tensors.snapshot import MemorySnapshot
 
-    return partial(Snapshot, device=device)
+    return partial(MemorySnapshot, device=device)
 
 
 class NoTensors:
-    """The memory of a state with plain values only: nothing is copied, and torch is not needed."""
+    """Memory for a state with plain values only. It copies nothing and does not need torch."""
 
     is_complete = True
 

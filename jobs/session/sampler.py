@@ -1,10 +1,10 @@
-"""Deal the samples of a data set to ranks, batch by batch, so that a resume on other ranks continues the same epoch.
+"""Divide a data set's samples among ranks, batch by batch. A resume on any number of ranks continues the same epoch.
 
     epoch 3, 10 samples, 2 ranks, batch of 2    [7 1 | 4 0]  [9 3 | 8 2]  [5 | 6]
-    stopped after the first step, then 3 ranks               [9 3 | 8 2 | 5 6]
+    resumed on 3 ranks after the first step                  [9 3 | 8 2 | 5 6]
 
-The order of an epoch depends only on the seed and the epoch. The next batch depends only on the position, which is the
-number of samples that all ranks have used. So it does not matter how far a loader has read ahead.
+The order of the samples depends only on the seed and the epoch. The next batch depends only on the position: the number
+of the epoch's samples that all ranks together have used. Batches that a loader has read ahead do not count.
 """
 
 from collections.abc import Iterator, Mapping, Sized
@@ -14,10 +14,10 @@ from muster.jobs.basics.errors import RefusedError
 
 
 class Sampler:
-    """Batches of this rank, as indices: the `batch_sampler` of a `torch.utils.data.DataLoader`.
+    """This rank's batches of sample indices, for use as the `batch_sampler` of a `torch.utils.data.DataLoader`.
 
     Every batch is one step. An iteration yields the rest of an epoch; the next iteration begins the next epoch. Each
-    sample occurs once in an epoch, except that some ranks repeat one if fewer samples than ranks are left.
+    sample occurs once in an epoch. If a resume leaves fewer samples than ranks, some ranks repeat a sample.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Sampler:
         return self._next(self.position) is None
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the remaining batches of the epoch; after a complete epoch, those of the next one."""
+        """Yield the remaining batches of the epoch. If it is complete, begin the next epoch."""
         if self.is_done:
             self.set_epoch(self.epoch + 1)
         order, position = self._order(), self.position
@@ -60,7 +60,7 @@ class Sampler:
             position = stop
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, unless it is the current one."""
+        """Begin an epoch, unless it has begun already."""
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
@@ -78,10 +78,10 @@ class Sampler:
         return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "samples": self.samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position in the data, on any number of ranks.
+        """Continue at a saved position in the data, on any number of ranks.
 
         Raises:
-            RefusedError: if the data or the seed differ.
+            RefusedError: if the number of samples or the seed differs.
         """
         for name, now in (("samples", self.samples), ("seed", self.seed)):
             if state[name] != now:
@@ -96,7 +96,7 @@ class Sampler:
         left, whole = self.samples - position, self.batch_size * self.ranks
         if left == 0 or (self.drop_last and left < whole):
             return None
-        # A rest of fewer samples than ranks joins the batch before it.
+        # If fewer samples than ranks would remain, they join this batch.
         return self.samples if left < whole + (0 if self.drop_last else self.ranks) else position + whole
 
     def _share(self, start: int, stop: int) -> range:
@@ -118,7 +118,7 @@ class Sampler:
 
 
 def samples_of(dataset: Sized | int) -> int:
-    """Return the number of samples of a data set that has a length."""
+    """Return the number of samples of a data set with a length, or the given number."""
     if isinstance(dataset, int):
         return dataset
     try:
@@ -126,5 +126,5 @@ def samples_of(dataset: Sized | int) -> int:
     except TypeError as error:
         raise RefusedError(
             f"run.sampler: {type(dataset).__name__} has no length, so its samples cannot be divided among ranks; "
-            "give a data set with __len__, or the number of samples"
+            "pass a data set with __len__, or the number of samples"
         ) from error

@@ -25,9 +25,9 @@ from muster.jobs.node.page import Phase
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.direct import ending_of, write_end
 from muster.jobs.session import starting
-from muster.jobs.session.log import Log, logger_of
+from muster.jobs.session.log import SessionLog, logger_of
 from muster.jobs.session.loop import Loop
-from muster.jobs.session.place import Place
+from muster.jobs.session.place import RankPlace
 from muster.jobs.session.reading import Restored, restore
 from muster.jobs.session.sampler import Sampler, samples_of
 from muster.jobs.session.together import agree
@@ -44,11 +44,11 @@ Batch = TypeVar("Batch")
 class Session:
     """One rank's session.
 
-    Attributes: `rank`, `world_size`, `local_rank`, `is_main` (rank 0), `logger` (rank 0 logs at level INFO, the other
-    ranks warnings), `name` (of the run).
+    Attributes: `rank`, `world_size`, `local_rank`, `is_main` (True on rank 0), `logger` (level INFO on rank 0, WARNING
+    on the other ranks), `name` (the run's).
     """
 
-    def __init__(self, place: Place, *, runs: str | None, tensorboard: bool) -> None:
+    def __init__(self, place: RankPlace, *, runs: str | None, tensorboard: bool) -> None:
         self.place = place
         self.rank = place.env.rank
         self.world_size = place.env.world_size
@@ -66,11 +66,15 @@ class Session:
         self._joined: State | None = None
         self._is_closed = False
 
-    # Where this rank is ---------------------------------------------------------------------------------------------
+    # Device and folders -----------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> "torch.device":
-        """This rank's device: its own GPU if there is one for each rank of the node, else the CPU."""
+        """This rank's device: its own GPU, the node's only GPU, or the CPU if the node has none.
+
+        Raises:
+            RefusedError: if the node has several GPUs, but more ranks than GPUs.
+        """
         import torch
 
         count = torch.cuda.device_count()
@@ -78,7 +82,7 @@ class Session:
             return torch.device("cpu")
         if self.local_rank >= count and count > 1:
             raise RefusedError(
-                f"session: rank {self.rank} is number {self.local_rank} on its node, which has {count} GPUs; "
+                f"session: rank {self.rank} has local rank {self.local_rank}, but its node has only {count} GPUs; "
                 "start fewer ranks per node"
             )
         return torch.device("cuda", self.local_rank % count)
@@ -100,7 +104,7 @@ class Session:
         path = Path(os.path.normpath(files / name))
         if not path.is_relative_to(files) or path == files:
             raise RefusedError(
-                f"run.path: {name!r} is not a name below the run's files; give one such as plots/loss.png"
+                f"run.path: {name!r} is not a path inside the run's folder of files; pass one such as plots/loss.png"
             )
         make_folders(path.parent)
         return path
@@ -128,9 +132,9 @@ class Session:
         return self._restore(state).step
 
     def save(self, state: "State", step: int, *, wait: bool = False) -> None:
-        """Save after `step` steps, for loops without `steps`: a collective. `wait` until it is committed.
+        """Save after `step` steps, in loops without `run.steps`: a collective. `wait`: return only after the commit.
 
-        If the run was asked to stop, the program ends here, after the save.
+        If the run was asked to stop, this call saves and then ends the program.
 
         Raises:
             RefusedError: if `step` is not larger than at the last save.
@@ -143,9 +147,9 @@ class Session:
     def sampler(
         self, dataset: Sized | int, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> Sampler:
-        """Return a `batch_sampler` for a DataLoader: it deals the samples of a data set, `batch_size` to each rank.
+        """Return a DataLoader's `batch_sampler` that divides a data set among ranks, `batch_size` samples for each.
 
-        Register it in the state: a resume on any number of ranks then continues with the remaining samples.
+        Register it in the state. A resume on any number of ranks then continues with the remaining samples.
         """
         sampler = Sampler(
             samples_of(dataset),
@@ -165,7 +169,7 @@ class Session:
         """Yield the remaining steps of `total`, counted from 0, on every rank.
 
         Restore the state first, save it when due and after the last step, and end the program cleanly when the run is
-        asked to stop. `log_every`: print after this many steps; by default every 5 seconds.
+        asked to stop. `log_every`: number of steps from one printed line to the next (default: print every 5 seconds).
         """
         loop = self._open(state, log_every)
         loop.steps = total
@@ -181,7 +185,7 @@ class Session:
         loop.finish()
 
     def epochs(self, total: int, state: "State | None" = None, *, log_every: int | None = None) -> Iterator[int]:
-        """Yield the remaining epochs of `total`, counted from 0. Take their batches from `batches`.
+        """Yield the remaining epochs of `total`, counted from 0. Iterate over an epoch's batches with `batches`.
 
         An interrupted epoch is yielded again, with its remaining batches.
         """
@@ -198,10 +202,9 @@ class Session:
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the remaining batches of this epoch; each is a step.
 
-        With a sampler of `run.sampler`, the loader itself begins where the epoch was interrupted. With any other
-        loader,
-        batches that were done are read and dropped, so it must yield the same ones again; its sampler's `set_epoch`, if
-        any, is called.
+        With a sampler of `run.sampler`, the loader itself begins where the epoch was interrupted. From any other
+        loader, the batches done before are read again and dropped, so it must yield them in the same order. If its
+        sampler has `set_epoch`, that is called.
         """
         loop = self._loop
         epoch, first = loop.progress.get("epoch", 0), loop.progress.get("batch", 0)
@@ -218,15 +221,14 @@ class Session:
             yield batch
             loop.progress = {"epoch": epoch, "batch": number + 1}
             loop.step_done()
-        page.own.enter(Phase.EVALUATE)  # a program may take long between two epochs
+        page.own.enter(Phase.EVALUATE)  # the program may spend long on an evaluation before the next epoch
 
     def log(self, **values: Any) -> None:
-        """Log numbers of the current step to metrics.jsonl, the terminal, and TensorBoard if asked for.
+        """Log numbers of the current step to metrics.jsonl, the terminal, and TensorBoard if enabled.
 
         `tokens` and `samples` are summed over the ranks and give the rate; all other values are averaged. Tensors of
-        one
-        element are read when the ranks meet, so logging waits for no device. Between two steps, rank 0's values are
-        written at once, as an evaluation.
+        one element are read when the ranks meet, so logging does not wait for the device. Between two steps, rank 0's
+        values are written at once, as an evaluation.
         """
         loop = self._loop
         if loop.in_step:
@@ -234,13 +236,13 @@ class Session:
         else:
             loop.log.evaluation(loop.done, values)
 
-    # How it begins and ends -----------------------------------------------------------------------------------------
+    # Begin and end ----------------------------------------------------------------------------------------------------
 
     @property
     def _loop(self) -> Loop:
-        """The loop, created on first use: a collective if no agent started the ranks."""
+        """The loop, created on first use. The first use is a collective."""
         if self._is_closed:
-            raise RefusedError("session: it has ended with the program; use it earlier")
+            raise RefusedError("session: it has already ended; use it before the program ends")
         if self._loop_made is None:
             page.own.enter(Phase.START)
             ranks = agree(self.place.env)
@@ -248,7 +250,9 @@ class Session:
             make_folders(start.run.attempt(start.attempt).path)
             if ranks.size > 1:
                 self._reporter.joined()
-            self._loop_made = Loop(self.place, start, ranks, Log(start.run, start.attempt, ranks), self._reporter)
+            self._loop_made = Loop(
+                self.place, start, ranks, SessionLog(start.run, start.attempt, ranks), self._reporter
+            )
             if self._tensorboard and self.is_main:
                 from muster.jobs.world.tensorboard import EventFiles
 
@@ -277,7 +281,7 @@ class Session:
         """
         loop = self._loop
         if loop.is_under_way:
-            raise RefusedError("session: a loop of run.steps or run.epochs is active; end it before the next one")
+            raise RefusedError("session: a loop of run.steps or run.epochs is active; end it before starting another")
         restored = Restored(loop.done) if state is None or loop.has_begun else self._restore(state)
         self._begin(state, restored)
         loop.log_every = log_every
@@ -314,7 +318,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End the session with the program: wait for a save in flight; without a supervisor, record how it ended."""
+        """End the session with the program: wait for a save in flight; without a supervisor, record the outcome."""
         loop = self._loop_made
         if loop is None or self._is_closed:
             return

@@ -1,10 +1,9 @@
-"""Find the run folder of a session. The launcher has created it, or rank 0 creates it and tells the other ranks its
-path.
+"""Find the run folder of a session: the launcher created it, or rank 0 finds or creates it and shares its path.
 
 MUSTER_RESUME=RUN     continue this run
-torchrun restarts     continue the run of the same torchrun
-Slurm requeues        continue the run that has the same job number
-else                  a new run
+torchrun restarts     continue the run that this torchrun began
+Slurm requeues        continue the run that this Slurm job began
+otherwise             create a new run
 """
 
 import json
@@ -22,8 +21,8 @@ from muster.jobs.basics.files import read_lines, write_secret
 from muster.jobs.runfolder.direct import begin
 from muster.jobs.runfolder.rundir import RunDir, find_run, list_runs, new_run, runs_root
 from muster.jobs.saving.resume import Resume, newest
-from muster.jobs.session.place import TORCHRUN, Place
-from muster.jobs.session.together import Alone
+from muster.jobs.session.place import TORCHRUN, RankPlace
+from muster.jobs.session.together import OneRank
 
 RESUME: Final = "MUSTER_RESUME"
 SLURM_JOB: Final = "SLURM_JOB_ID"
@@ -35,8 +34,8 @@ GRACE_S: Final = 5.0  # between SIGTERM and SIGKILL of muster stop
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where an attempt writes, and the checkpoint it resumes from. `direct`: no supervisor writes its events."""
+class SessionStart:
+    """An attempt's run folder, number, and checkpoint to resume from. `direct`: the run has no supervisor."""
 
     run: RunDir
     attempt: int
@@ -44,8 +43,8 @@ class Start:
     direct: bool
 
 
-def start(place: Place, ranks: Alone, runs: str | None, began: float) -> Start:
-    """Find or create the run folder: a collective, unless the launcher has set everything.
+def start(place: RankPlace, ranks: OneRank, runs: str | None, began: float) -> SessionStart:
+    """Find or create the run folder: a collective, unless an agent watches the ranks.
 
     Raises:
         RunFolderError, StorageError: on every rank, if the folder cannot be found, created or written.
@@ -54,7 +53,7 @@ def start(place: Place, ranks: Alone, runs: str | None, began: float) -> Start:
         assert place.run is not None
         if ranks.rank == 0 and RESUME in os.environ:
             print(f"muster: {RESUME} has no effect under muster run; use muster resume", file=sys.stderr, flush=True)
-        return Start(place.run, place.attempt, place.resume, direct=False)
+        return SessionStart(place.run, place.attempt, place.resume, direct=False)
     told: Any = None
     hosts = host_names(ranks)
     if ranks.rank == 0:
@@ -64,19 +63,19 @@ def start(place: Place, ranks: Alone, runs: str | None, began: float) -> Start:
             told = error
     said = ranks.share(told)
     resume = Resume.read(said["resume"])
-    return Start(RunDir(Path(said["run"])), said["attempt"], resume, direct=place.run is None)
+    return SessionStart(RunDir(Path(said["run"])), said["attempt"], resume, direct=place.run is None)
 
 
-def _begin(place: Place, hosts: list[str], runs: str | None, began: float) -> Mapping[str, Any]:
+def _begin(place: RankPlace, hosts: list[str], runs: str | None, began: float) -> Mapping[str, Any]:
     """Begin an attempt on rank 0."""
-    if place.run is not None:  # an agent's run, but it does not watch this process: torchrun, say, is in between
+    if place.run is not None:  # an agent started torchrun, for example, and does not watch its ranks
         return {"run": str(place.run.path), "attempt": place.attempt, "resume": _record(newest(place.run))}
     root = runs_root(runs)
     run, resume = earlier_run(place, root), None
     if run is None:
         run = new_run(root, place.name)
         command = [sys.executable, *sys.orig_argv[1:]]
-        write_secret(run.job, json.dumps({"name": place.name, "command": command}) + "\n")  # JSON is YAML, too
+        write_secret(run.job, json.dumps({"name": place.name, "command": command}) + "\n")  # JSON is valid YAML
     else:
         resume = newest(run)
     facts = {
@@ -94,7 +93,7 @@ def _begin(place: Place, hosts: list[str], runs: str | None, began: float) -> Ma
     }
 
 
-def host_names(ranks: Alone) -> list[str]:
+def host_names(ranks: OneRank) -> list[str]:
     """Return the host of every rank: a collective."""
     name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
     return [
@@ -106,11 +105,11 @@ def _record(resume: Resume | None) -> Mapping[str, Any] | None:
     return None if resume is None else asdict(resume)
 
 
-def earlier_run(place: Place, root: Path) -> RunDir | None:
+def earlier_run(place: RankPlace, root: Path) -> RunDir | None:
     """Return the run that this process continues; None if it begins a new one.
 
     Raises:
-        NotFoundError: if MUSTER_RESUME names no run.
+        NotFoundError: if the run named by MUSTER_RESUME does not exist.
     """
     if given := os.environ.get(RESUME):
         return find_run(root, given, unique=True)
@@ -120,10 +119,10 @@ def earlier_run(place: Place, root: Path) -> RunDir | None:
     return None
 
 
-def launch_of(place: Place) -> str:
-    """Return a name that stays the same when torchrun or Slurm restarts the ranks; empty if neither would."""
+def launch_of(place: RankPlace) -> str:
+    """Return a name of the launch that stays the same after a restart by torchrun or Slurm; "" without either."""
     if place.launcher == TORCHRUN:
-        given = os.environ.get(TORCHRUN_ID, "none")  # torchrun's default, which identifies nothing
+        given = os.environ.get(TORCHRUN_ID, "none")  # torchrun's default is "none", which identifies nothing
         return f"torchrun {given}" if given != "none" else f"torchrun {socket.gethostname()} {os.getppid()}"
     return f"slurm {job}" if (job := os.environ.get(SLURM_JOB)) else ""
 

@@ -1,7 +1,7 @@
-"""How the ranks of a session agree: about twice a second they exchange a few numbers.
+"""Exchange a few numbers among a session's ranks, about twice a second, to agree on saves and stops.
 
-A session of several ranks creates its own gloo group beside the program's groups, so that an exchange waits for no
-device and disturbs no collective of the program. A single rank exchanges nothing, and needs no torch.
+A session of several ranks creates its own gloo group beside the program's groups, so that an exchange neither waits for
+a device nor disturbs the program's collectives. A single rank exchanges nothing, and does not need torch.
 """
 
 import gc
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from muster.jobs.world.world import World
 
-JOIN_S: Final = 600.0  # timeout for the slowest rank: one may prepare data while the others wait
+JOIN_S: Final = 600.0  # timeout for the slowest rank, which may prepare data while the others wait
 
 
-class Alone:
+class OneRank:
     """A world of one rank."""
 
     rank = 0
@@ -32,11 +32,11 @@ class Alone:
         """Wait until every rank has called this."""
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, in rank order. All ranks pass the same count."""
+        """Return every rank's numbers, in rank order. All ranks must pass equally many."""
         return [list(numbers)]
 
     def share(self, value: Any) -> Any:
-        """Return rank 0's value, which must be JSON; raise it if it is a MusterError."""
+        """Return rank 0's value, which must be valid JSON. If it is a MusterError, raise it."""
         if isinstance(value, MusterError):
             raise value
         return value
@@ -45,8 +45,8 @@ class Alone:
         """End the exchange. A single rank has nothing to end."""
 
 
-class Together(Alone):
-    """Several ranks, over the session's own gloo group."""
+class Together(OneRank):
+    """A world of several ranks, connected by the session's own gloo group."""
 
     def __init__(self, env: RankEnv) -> None:
         import torch.distributed as dist
@@ -59,8 +59,7 @@ class Together(Alone):
         if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
             raise RefusedError(
                 f"session: the environment says rank {env.rank} of {env.world_size}, but init_process_group() was "
-                "given "
-                f"rank {dist.get_rank()} of {dist.get_world_size()}; give it the same numbers"
+                f"given rank {dist.get_rank()} of {dist.get_world_size()}; pass it the same numbers"
             )
         import torch
 
@@ -83,7 +82,7 @@ class Together(Alone):
         return [each.tolist() for each in self.world.gather(mine)]
 
     def share(self, value: Any) -> Any:
-        """Return rank 0's value: a collective. If it is a MusterError, it is raised on every rank."""
+        """Return rank 0's value: a collective. If it is a MusterError, raise it on every rank."""
         import torch
 
         assert self.world is not None
@@ -103,16 +102,17 @@ class Together(Alone):
         raise told
 
     def close(self) -> None:
-        """End the process groups that the program left open, with their threads.
+        """Destroy the process groups that the program left open, which ends their threads.
 
-        A gloo thread frees the tensors of the last collective. If the interpreter ends meanwhile, the process aborts.
+        A gloo thread may still be freeing the last collective's tensors. If the interpreter ends meanwhile, the process
+        aborts.
         """
         import torch.distributed as dist
 
         self.world = None
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # DistributedDataParallel refers to itself, and to its group
+        gc.collect()  # a DistributedDataParallel is in a reference cycle that keeps its group alive
 
 
 def own_group(env: RankEnv) -> "dist.ProcessGroup":
@@ -140,10 +140,10 @@ def own_group(env: RankEnv) -> "dist.ProcessGroup":
     return group
 
 
-def agree(env: RankEnv) -> Alone:
-    """Return the ranks of this program: a collective.
+def agree(env: RankEnv) -> OneRank:
+    """Return the world of this program's ranks: a collective.
 
     Raises:
-        RefusedError: if there are several, and the program has not initialized torch.distributed.
+        RefusedError: if there are several ranks, but the program has not initialized torch.distributed.
     """
-    return Alone() if env.world_size == 1 else Together(env)
+    return OneRank() if env.world_size == 1 else Together(env)

@@ -3,7 +3,7 @@
 CONFLICTS   is searched from the top. The first matching row refuses the section, with the reason and the remedy.
 READERS     lists which settings read a key. A key without effect is refused as well, because a sweep over it would
             compare equal runs. There are two exceptions: a sweep over modes refuses a key only if no point reads it,
-            and a run that is resumed in another mode ignores it.
+            and a run that is resumed in another mode ignores such keys.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,19 @@ from muster.jobs.spec.rules import TrainRules
 
 Test = Callable[[TrainRules], bool]
 
-OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)  # modes with Muster's own sums
-# Why a step of a mode cannot be recorded as one CUDA graph: the host has to act while the step runs. The other
+# The modes in which Muster sums gradients itself, not PyTorch.
+OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)
+
+# Modes whose step cannot be recorded as one CUDA graph, and what the host has to do while the step runs. The other
 # data-parallel modes record a whole step. Pipelines record each forward and backward of a stage (`pipe/graphs.py`).
 THROUGH_THE_HOST: Final = {
-    "gather_scatter": "rank 0 gathers by messages that the host starts",
-    "ddp": "PyTorch's wrapper decides in the host which bucket is ready",
+    "data_parallel": "threads of the host run the replicas",
+    "gather_scatter": "the host starts the messages with which rank 0 gathers gradients",
+    "ddp": "PyTorch's wrapper decides on the host which bucket is ready",
     "zero1": "its optimizer and its gathers are started by the host",
     "zero2": "its optimizer and its gathers are started by the host",
     "zero3": "the host allocates and frees the memory of parameters within a step",
+    "asynchronous": "gradients and parameters pass through the host",
     "tensor": "recording the collectives within its layers is not supported yet",
     "fsdp": "the host allocates and frees the memory of parameters within a step",
 }
@@ -47,15 +51,19 @@ def _has_copies(s: TrainRules) -> bool:
     return s.parallel is not None and s.parallel.data > 1
 
 
-def _says_twice(s: TrainRules) -> bool:
+def _sets_twice(s: TrainRules) -> bool:
     return s.microbatches is not None and s.parallel is not None and s.parallel.microbatches is not None
 
 
 ANY: Final = (
     Conflict(lambda s: s.epochs is not None and s.steps is not None, "give epochs or steps, not both"),
     Conflict(
+        lambda s: s.batch_size_per_rank is not None and "batch_size" in s.model_fields_set,
+        "give batch_size (of all ranks together) or batch_size_per_rank, not both",
+    ),
+    Conflict(
         lambda s: s.parallel is not None and "mode" in s.model_fields_set,
-        "give mode or parallel, not both; null takes one out: --set train.mode=null",
+        "give mode or parallel, not both; null removes one: --set train.mode=null",
     ),
     Conflict(
         lambda s: s.exact and not MODES[s.mode_name].can_be_exact,
@@ -64,54 +72,73 @@ ANY: Final = (
     Conflict(lambda s: s.virtual_ranks is not None and not s.exact, "virtual_ranks needs exact: true"),
     Conflict(
         lambda s: s.data.name in ("digits", "cifar10") and s.model.reads_tokens,
-        "data {data} is images, model {model} reads tokens",
+        "data {data} has images, but model {model} reads tokens; choose another model, or other data",
     ),
     Conflict(
         lambda s: bool(s.data.name == "python-source" or s.data.text) and not s.model.reads_tokens,
-        "data {data} is tokens, model {model} reads images; if the function in model.make returns a model of tokens, "
-        "set model.context",
+        "data {data} has tokens, but model {model} reads images; choose another model or other data, or set "
+        "model.context if the function in model.make returns a model of tokens",
     ),
 )
 
 RECORDED: Final = (
-    Conflict(lambda s: s.device == "cpu", "cuda_graph needs a CUDA device, device is cpu; remove one of them"),
+    Conflict(lambda s: s.device == "cpu", "cuda_graph needs a CUDA device, but device is cpu; remove one of them"),
     Conflict(
-        lambda s: s.mode_name in THROUGH_THE_HOST, "cuda_graph does not go with {mode}: {host}; choose mode bucketed"
+        lambda s: s.mode_name in THROUGH_THE_HOST,
+        "cuda_graph cannot be combined with {mode}: {host}; choose mode bucketed",
     ),
     Conflict(
         lambda s: s.model.dropout > 0.0,
-        "cuda_graph does not go with dropout: the host reseeds every micro-batch; set dropout: 0",
+        "cuda_graph cannot be combined with dropout: the host reseeds every micro-batch; set dropout: 0",
     ),
     Conflict(
         lambda s: s.optimizer.make is not None,
-        "cuda_graph does not go with optimizer {s.optimizer.make}: its step may need the host; set cuda_graph: false",
-    ),
-    Conflict(
-        lambda s: s.is_pipeline and s.splits_layers,
-        "cuda_graph does not go with tensor parallel: recording the collectives within layers is not supported yet; "
+        "cuda_graph cannot be combined with optimizer {s.optimizer.make}, whose step may need the host; "
         "set cuda_graph: false",
     ),
     Conflict(
+        lambda s: s.is_pipeline and s.splits_layers,
+        "cuda_graph cannot be combined with tensor parallel: recording the collectives within layers is not supported "
+        "yet; set cuda_graph: false",
+    ),
+    Conflict(
         lambda s: s.is_pipeline and _has_copies(s),
-        "cuda_graph does not go with {s.parallel.data} data-parallel pipelines: gradients are averaged by hooks, "
-        "and a recorded backward calls none; set cuda_graph: false",
+        "cuda_graph cannot be combined with {s.parallel.data} data-parallel pipelines: hooks average the gradients, "
+        "and a recorded backward calls no hooks; set cuda_graph: false",
     ),
     *(
         Conflict(
             lambda s, key=key: s.is_pipeline and getattr(s, key),  # type: ignore[misc]
-            f"cuda_graph does not go with {key}: a recorded graph keeps its memory anyway; remove one of them",
+            f"cuda_graph cannot be combined with {key}: a recorded graph keeps its memory, so {key} saves nothing; "
+            "remove one of them",
         )
         for key in ("activation_checkpointing", "layerwise")
     ),
     Conflict(
         lambda s: s.is_pipeline and s.exact and s.model.ties_head,
-        "cuda_graph does not go with exact if the head and the embedding share their weight: their gradients are "
-        "collected by hooks, and a recorded backward calls none; write model: {{name: ..., tied: false}}, "
-        "or remove one of them",
+        "cuda_graph cannot be combined with exact if the head and the embedding share their weight: hooks collect "
+        "their gradients, and a recorded backward calls no hooks; write model: {{name: ..., tied: false}}, "
+        "or remove cuda_graph or exact",
     ),
     Conflict(
         lambda s: s.exact and not s.is_pipeline,
-        "cuda_graph does not go with exact: the host separates the virtual ranks; remove one of them",
+        "cuda_graph cannot be combined with exact: the host separates the virtual ranks; remove one of them",
+    ),
+)
+
+REPLICATED: Final = (
+    *(
+        Conflict(
+            lambda s, key=key: getattr(s, key),  # type: ignore[misc]
+            f"data_parallel copies the model to every replica, which is not supported with {key}; set {key}: false, "
+            "or choose mode ddp",
+        )
+        for key in ("compile", "activation_checkpointing")
+    ),
+    Conflict(
+        lambda s: s.model.dropout > 0.0,
+        "data_parallel runs replicas in threads that share a random generator, so dropout is not reproducible; "
+        "set dropout: 0, or choose mode ddp",
     ),
 )
 
@@ -123,8 +150,8 @@ SPLIT_LAYERS: Final = (
     ),
     Conflict(
         lambda s: s.model.make is None and s.loss is not None,
-        "loss: {s.loss} does not go with tensor parallel, which splits the logits of a gpt; remove loss, or choose "
-        "another mode",
+        "loss: {s.loss} cannot be combined with tensor parallel, which splits the logits of a gpt; remove loss, or "
+        "choose another mode",
     ),
     Conflict(
         lambda s: s.model.make is not None and s.model.plan is None,
@@ -133,12 +160,12 @@ SPLIT_LAYERS: Final = (
     ),
     Conflict(
         lambda s: s.exact,
-        "exact: true does not go with tensor parallel: the parts of a product are added in another order than one "
-        "process adds them; set exact: false, or choose another mode",
+        "exact: true cannot be combined with tensor parallel, which adds the parts of a product in another order than "
+        "one process; set exact: false, or choose another mode",
     ),
     Conflict(
         lambda s: s.zero == 3,
-        "zero: 3 by sync: {s.sync} does not go with tensor parallel, which splits the parameters over ranks "
+        "zero: 3 with sync: {s.sync} cannot be combined with tensor parallel, which splits the parameters over ranks "
         "itself; use zero: 0, 1 or 2",
     ),
 )
@@ -173,11 +200,11 @@ LAYER_BY_LAYER: Final = (
 PIPELINED: Final = (
     Conflict(
         lambda s: s.grad_accumulation > 1,
-        "grad_accumulation: {s.grad_accumulation} does not go with {mode}, which cuts a batch into "
+        "grad_accumulation: {s.grad_accumulation} cannot be combined with {mode}, which cuts a batch into "
         "microbatches and adds up their gradients; remove it, or set microbatches",
     ),
     Conflict(
-        _says_twice,
+        _sets_twice,
         "microbatches: {s.microbatches} and parallel.microbatches: {s.parallel.microbatches} set "
         "the same thing; remove one of them",
     ),
@@ -185,7 +212,7 @@ PIPELINED: Final = (
         lambda s: s.communication_dtype is not None,
         "{mode} sends activations and gradients in their own dtype; remove communication_dtype",
     ),
-    Conflict(lambda s: s.compile, "{mode} does not go with compile yet; set compile: false"),
+    Conflict(lambda s: s.compile, "{mode} cannot be combined with compile yet; set compile: false"),
     Conflict(
         lambda s: s.layerwise and s.activation_checkpointing,
         "layerwise runs every layer separately, without activation_checkpointing; set one of them to false",
@@ -196,9 +223,32 @@ PIPELINED: Final = (
     ),
     Conflict(
         lambda s: s.exact and _has_copies(s),
-        "exact: true does not go with {s.parallel.data} data-parallel pipelines yet; "
+        "exact: true cannot be combined with {s.parallel.data} data-parallel pipelines yet; "
         "set parallel.data: 1, or exact: false",
     ),
+)
+
+SLICED: Final = (
+    Conflict(
+        lambda s: s.model.is_vgg or s.model.make is not None,
+        "model: {model}: terapipe slices the sequences of built-in GPTs only, whose layers read earlier slices; "
+        "choose a gpt or another mode, or use muster.pipe.Pipeline(tokens=) in your own program",
+    ),
+    Conflict(
+        lambda s: s.model.dropout > 0.0,
+        "terapipe cannot be combined with dropout, whose masks one process draws for whole sequences; set dropout: 0",
+    ),
+    Conflict(
+        lambda s: s.deterministic and (s.parallel is None or s.parallel.tokens == "auto"),
+        "deterministic: true needs the lengths of the slices, because auto measures the model and may choose others in "
+        "the next run; write parallel: {{pipe: ..., schedule: terapipe, tokens: [...]}}",
+    ),
+    Conflict(
+        lambda s: s.activation_checkpointing,
+        "terapipe cannot be combined with activation_checkpointing, because later slices read "
+        "activations that a slice keeps; remove one of them",
+    ),
+    Conflict(lambda s: s.cuda_graph, "terapipe cannot be combined with cuda_graph yet; remove one of them"),
 )
 
 ROUNDED: Final = (
@@ -212,13 +262,33 @@ ROUNDED: Final = (
     ),
 )
 
+UNORDERED: Final = (
+    Conflict(
+        lambda s: s.precision == "pure_bf16",
+        "{mode} cannot be combined with precision pure_bf16: its servers have no float32 masters; set precision: bf16",
+    ),
+    Conflict(
+        lambda s: s.loader_workers > 0,
+        "{mode} deals parts of batches to the ranks as they ask, so nothing can be loaded in advance; "
+        "set loader_workers: 0",
+    ),
+    Conflict(lambda s: s.profile.on, "{mode} cannot be combined with profile yet; set profile: false"),
+    Conflict(
+        lambda s: s.parallel is not None and s.parallel.tensor * s.parallel.pipe > 1,
+        "sync: asynchronous cannot be combined with split layers or a pipeline; use data alone, or another sync",
+    ),
+)
+
 CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
     (lambda s: True, ANY),
     (lambda s: s.cuda_graph, RECORDED),
+    (lambda s: s.sync == "data_parallel", REPLICATED),
     (lambda s: s.splits_layers, SPLIT_LAYERS),
     (lambda s: s.mode_name in SHARDED, SHARED_OUT),
     (lambda s: s.layerwise and s.mode_name == "zero3", LAYER_BY_LAYER),
     (lambda s: s.is_pipeline, PIPELINED),
+    (lambda s: s.sync == "asynchronous", UNORDERED),
+    (lambda s: s.mode_name == "terapipe", SLICED),
     (lambda s: s.communication_dtype is not None, ROUNDED),
 )
 
@@ -235,8 +305,8 @@ def conflict(settings: TrainRules) -> str | None:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """One row of READERS: a key, the test whether the settings read it, and a phrase that names those who do."""
+class KeyReader:
+    """One row of READERS: a key, a function that tells if a job reads it, and a phrase that names such jobs."""
 
     key: tuple[str, ...]
     reads: Callable[[TrainRules], bool]
@@ -248,7 +318,8 @@ def _has_buckets(settings: TrainRules) -> bool:
 
 
 def _by_layers(settings: TrainRules) -> bool:
-    return settings.is_pipeline or (settings.sync == "sharded" and settings.zero == 3)
+    sliced = settings.mode_name == "terapipe"
+    return (settings.is_pipeline and not sliced) or (settings.sync == "sharded" and settings.zero == 3)
 
 
 def _accumulates(settings: TrainRules) -> bool:
@@ -265,33 +336,38 @@ def _by_units(settings: TrainRules) -> bool:
 
 
 READERS: Final = (
-    Reader(("bucket_size_mb",), _has_buckets, "modes bucketed, zero1 and zero2"),
-    Reader(("accumulate",), _accumulates, "modes zero1, zero2, zero3 without layerwise, and fsdp"),
-    Reader(
+    KeyReader(("replicas",), lambda settings: settings.sync == "data_parallel", "mode data_parallel"),
+    KeyReader(("bucket_size_mb",), _has_buckets, "modes bucketed, zero1 and zero2"),
+    KeyReader(("accumulate",), _accumulates, "modes zero1, zero2, zero3 without layerwise, and fsdp"),
+    KeyReader(
         ("reshard_after_forward",),
         lambda settings: _accumulates(settings) and settings.zero == 3,
         "modes zero3 without layerwise, and fsdp",
     ),
-    Reader(("layerwise",), _by_layers, "mode zero3 and pipelines"),
-    Reader(("sequence_parallel",), lambda settings: settings.splits_layers, "mode tensor"),
-    Reader(("microbatches",), _cuts_batches, "pipelines other than mode model"),
-    Reader(("parallel", "microbatches"), _cuts_batches, "pipelines other than schedule model"),
-    Reader(("chunks",), lambda settings: settings.mode_name == "interleaved", "mode interleaved"),
-    Reader(("cut",), lambda settings: settings.is_pipeline, "pipelines"),
-    Reader(("augment",), lambda settings: settings.data.make is None and not settings.model.reads_tokens, "images"),
-    Reader(
+    KeyReader(("layerwise",), _by_layers, "mode zero3 and pipelines other than terapipe"),
+    KeyReader(("sequence_parallel",), lambda settings: settings.splits_layers, "mode tensor"),
+    KeyReader(("microbatches",), _cuts_batches, "pipelines other than mode model"),
+    KeyReader(("parallel", "microbatches"), _cuts_batches, "pipelines other than schedule model"),
+    KeyReader(("parallel", "tokens"), lambda settings: settings.mode_name == "terapipe", "schedule terapipe"),
+    KeyReader(("chunks",), lambda settings: settings.mode_name == "interleaved", "mode interleaved"),
+    KeyReader(("cut",), lambda settings: settings.is_pipeline, "pipelines"),
+    KeyReader(("servers",), lambda settings: settings.sync == "asynchronous", "mode asynchronous"),
+    KeyReader(("augment",), lambda settings: settings.data.make is None and not settings.model.reads_tokens, "images"),
+    KeyReader(
         ("model", "vocabulary"),
         lambda settings: settings.model.make is None or settings.data.name == "synthetic",
         "built-in models and data synthetic",
     ),
-    Reader(
+    KeyReader(
         ("model", "context"),
         lambda settings: settings.model.make is None or settings.data.make is None,
         "built-in models and built-in data",
     ),
-    Reader(("model", "units"), _by_units, "modes zero3 and fsdp, compile and activation_checkpointing"),
-    Reader(("model", "plan"), lambda settings: settings.splits_layers, "mode tensor"),
-    Reader(("schedule", "final"), lambda settings: settings.schedule.name != "constant", "linear and cosine"),
+    KeyReader(("model", "units"), _by_units, "modes zero3 and fsdp, compile and activation_checkpointing"),
+    KeyReader(("model", "plan"), lambda settings: settings.splits_layers, "mode tensor"),
+    KeyReader(
+        ("schedule", "final"), lambda settings: settings.schedule.name != "constant", "schedules linear and cosine"
+    ),
 )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import counted
-from muster.jobs.models.model_shape import resolve_shape
+from muster.jobs.models.model_shape import context_of, resolve_shape
 from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
 from muster.jobs.spec.modes import MODES, Parallel
 from muster.pipe.schedules.cuts import by_hand
@@ -23,7 +23,7 @@ FILL: Final = 4
 
 
 def split_of(settings: "TrainRules", world_size: int) -> Parallel:
-    """Expand mode or `parallel:` for a world size.
+    """Return the split that the mode or `parallel:` gives for a world size.
 
     Raises:
         RefusedError: if the split does not fit the world size.
@@ -46,14 +46,13 @@ def _degrees(given: "ParallelSettings") -> Sequence[tuple[str, int]]:
 
 
 def _filled(settings: "TrainRules", parallel: Parallel) -> Parallel:
-    """Fill in the number of micro-batches per batch and the number of model slices (chunks) per rank."""
+    """Set the number of micro-batches per batch and the number of model slices (chunks) per rank of a pipeline."""
     if not parallel.schedule:
         return parallel
     of_split = None if settings.parallel is None else settings.parallel.microbatches
-    microbatches = (
-        of_split or settings.microbatches or max(1, min(FILL * parallel.pipe, settings.batch_size // parallel.data))
-    )
-    microbatches = 1 if parallel.schedule == "model" else microbatches
+    few = parallel.schedule in ("model", "terapipe")  # terapipe fills its ranks with slices instead
+    default = 1 if few else max(1, min(FILL * parallel.pipe, settings.batch_size // parallel.data))
+    microbatches = 1 if parallel.schedule == "model" else of_split or settings.microbatches or default
     return replace(parallel, microbatches=microbatches, chunks=SCHEDULES[parallel.schedule].stages(1, settings.chunks))
 
 
@@ -75,8 +74,8 @@ def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
     """Refuse an impossible pipeline before any rank is started.
 
     Raises:
-        RefusedError: if there are fewer layers than stages, if `cut` gives another number of stages, or if the batch
-            is too small.
+        RefusedError: if there are fewer layers than stages, if `cut` does not match the number of stages, or if the
+            batch is too small.
     """
     assert parallel.schedule
     made = settings.model.make is not None  # only the ranks know its layers
@@ -93,6 +92,12 @@ def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
             by_hand(first_layers(settings.cut, layers), len(layers), stages)
         except ValueError as error:
             raise RefusedError(f"train.cut: {error}") from error
+    tokens = "auto" if settings.parallel is None else settings.parallel.tokens
+    if tokens != "auto" and parallel.schedule == "terapipe" and sum(tokens) != (context := context_of(settings.model)):
+        raise RefusedError(
+            f"train.parallel.tokens: {', '.join(map(str, tokens))} add up to {sum(tokens)}, but a sequence has "
+            f"{context} tokens (model.context); change the lengths, or write auto"
+        )
     if settings.batch_size < parallel.data:
         raise RefusedError(
             f"train.batch_size: {settings.batch_size} is less than one sample for each of {parallel.data} pipelines; "
@@ -102,18 +107,18 @@ def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
     if parallel.microbatches > max(shard, 1):
         each = f" for each of {parallel.data} pipelines" if parallel.data > 1 else ""
         raise RefusedError(
-            f"train.microbatches: a batch of {settings.batch_size} has no sample for each of "
+            f"train.microbatches: a batch of {settings.batch_size} has too few samples for "
             f"{parallel.microbatches} micro-batches{each}; use at most {shard}"
         )
 
 
 def _fewer_stages(parallel: Parallel, layers: int) -> str:
-    """Suggest how many ranks, or chunks per rank, the model has enough layers for."""
+    """Suggest a number of ranks, or of chunks per rank, for which the model has enough layers."""
     ranks, chunks = layers // parallel.chunks, layers // parallel.pipe
     ways = [f"at most {counted(ranks, 'rank')}"] if ranks else []
     if parallel.schedule == "interleaved" and chunks > 1:
         ways.append(f"at most {chunks} chunks")
-    return " or ".join(ways) or f"fewer ranks and chunks, which make at most {layers} stages"
+    return " or ".join(ways) or f"fewer ranks and chunks, for at most {layers} stages"
 
 
 def check_batch(settings: "TrainRules", parallel: Parallel) -> None:
@@ -126,8 +131,8 @@ def check_batch(settings: "TrainRules", parallel: Parallel) -> None:
     shards = settings.virtual_world_size(parallel.world_size)
     if shards % parallel.data:
         raise RefusedError(
-            f"train.virtual_ranks: {counted(shards, 'virtual rank')} cannot be dealt evenly to {parallel.data} ranks; "
-            f"set virtual_ranks to a multiple of {parallel.data}"
+            f"train.virtual_ranks: {counted(shards, 'virtual rank')} cannot be divided evenly among {parallel.data} "
+            f"ranks; set virtual_ranks to a multiple of {parallel.data}"
         )
     parts = settings.grad_accumulation
     if settings.batch_size < shards * parts:
@@ -140,7 +145,7 @@ def check_batch(settings: "TrainRules", parallel: Parallel) -> None:
 
 
 def first_layers(cut: Sequence[int | str], layers: Sequence[str]) -> list[int]:
-    """Return the numbers of the layers in a hand-written list of numbers and names.
+    """Convert a hand-written list of layer numbers and names to numbers.
 
     Raises:
         ValueError: if a name is not a layer of the model.
@@ -162,7 +167,11 @@ def layer_names(model: "ModelSettings") -> list[str]:
             else:
                 convolutions += 1
                 names += [f"{kind}{convolutions}" for kind in ("conv", "norm", "relu")]
-        return [*names, "flatten", "head"]
+        shape = VGG_SHAPES[model.name]
+        names += ["resize", "flatten"] if shape.side > 1 else ["flatten"]
+        for number, (name, _, _) in enumerate(shape.linear, convolutions + 1):
+            names += [name] if name == "head" else [name, f"relu{number}"]
+        return names
     blocks = GPT_SHAPES[model.name].layers if model.name is not None else model.layers
     assert blocks is not None
     return ["embed", *(f"block{number}" for number in range(1, blocks + 1)), "norm", "head"]
@@ -183,13 +192,13 @@ def check_tensor(settings: "TrainRules", parallel: Parallel) -> None:
     if settings.sequence_parallel:
         sizes["context"] = shape.context
     ranks = parallel.tensor
-    wrong = [f"{what} {size} ({size % ranks} left)" for what, size in sizes.items() if size % ranks]
+    wrong = [f"{what} {size} (remainder {size % ranks})" for what, size in sizes.items() if size % ranks]
     if not wrong:
         return
     common = math.gcd(*sizes.values())
     degrees = [str(each) for each in range(2, common + 1) if common % each == 0]
     where = "train.mode: tensor" if settings.parallel is None else f"train.parallel: tensor {ranks}"
-    could = f"use {' or '.join(degrees)} of them, which divide" if degrees else "no number of them divides"
+    could = f"use {' or '.join(degrees)} ranks, which divide" if degrees else "no number of ranks divides"
     raise RefusedError(
         f"{where}: {ranks} ranks do not divide {', '.join(wrong)}; "
         f"{could} {', '.join(f'{what} {size}' for what, size in sizes.items())}"

@@ -12,7 +12,7 @@ class CheckpointSettings(Strict):
     """`checkpoint:` - when to save the state of a training job, and how many checkpoints to keep.
 
     Without `every_steps` and `every_s`, the interval follows from how long a save stalls training and how often the run
-    has failed (Young and Daly, `jobs/checkpoint/interval.py`). The end of training is always saved.
+    has failed (Young and Daly, `jobs/checkpoint/interval.py`). The state at the end of training is always saved.
     """
 
     every_steps: Positive | None = Field(None, description="steps between two saves", examples=[200])
@@ -22,8 +22,8 @@ class CheckpointSettings(Strict):
         "how often the run has failed (Young and Daly)",
         examples=["auto", 300],
     )
-    keep: Annotated[int, Field(ge=2)] = Field(3, description="good checkpoints that stay; never fewer than two")
-    blocking: bool = Field(False, description="the ranks wait until a save is committed")
+    keep: Annotated[int, Field(ge=2)] = Field(3, description="number of good checkpoints to keep, at least 2")
+    blocking: bool = Field(False, description="pause training until a save is committed")
 
     @model_validator(mode="after")
     def _is_one_interval(self) -> Self:
@@ -35,9 +35,11 @@ class CheckpointSettings(Strict):
 class RestartSettings(Strict):
     """`restart:` - how a run reacts when a rank, a node or the allocation fails."""
 
-    max: NonNegative = Field(5, description="restarts per run; preemptions do not count")
-    min_nodes: Positive | None = Field(None, description="fewest nodes to continue with; default: all of them")
-    spares: NonNegative = Field(0, description="nodes beyond `nodes` that stand by to replace lost ones")
+    max: NonNegative = Field(5, description="maximum number of restarts; preemptions do not count")
+    min_nodes: Positive | None = Field(None, description="minimum number of nodes to continue with; default: all")
+    spares: NonNegative = Field(0, description="extra nodes, besides `nodes`, to replace lost ones")
     backoff: Annotated[float, Field(ge=0.0)] = Field(
-        0.5, description="seconds before the second restart in a row without a new checkpoint; doubles up to 60"
+        0.5,
+        description="seconds to wait before the second restart in a row without a new checkpoint; doubles with each "
+        "further one, up to 60",
     )

@@ -1,12 +1,11 @@
-"""The typed job: the contents of a job file, with its defaults. Code past `jobs/spec/load.py` sees no dicts or
-defaults.
+"""The typed job: the contents of a job file, with defaults filled in.
 
-Every model refuses unknown keys and wrong types. The callers check what one model cannot know: line numbers and kinds
-of job in `jobs/spec/load.py`, the world size in `jobs/hosts/placement.py`.
+Every model refuses unknown keys and wrong types. Other checks need more than one model: `jobs/spec/load.py` checks the
+kind of job and adds line numbers to errors, `jobs/hosts/placement.py` checks the world size.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -27,11 +26,11 @@ VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _is_variable(name: str) -> str:
-    """Check that a name is a valid POSIX environment variable, in any shell."""
+    """Check that a text is a valid name of an environment variable in any POSIX shell."""
     if not VARIABLE.fullmatch(name):
         raise ValueError(
-            f"the name of a variable has letters, digits and _, and does not begin with a digit, got {name!r}; "
-            "correct it"
+            f"the name of a variable may have only letters, digits and _, and must not begin with a digit, got {name!r}"
+            "; correct it"
         )
     return name
 
@@ -53,19 +52,17 @@ class CommandSettings(Strict):
 
 
 class Job(Strict):
-    """A whole job file. `kind` is the section that the file gave (`train`, `command`, `bench`); `settings` is its
-    content.
-    """
+    """A whole job file. `kind` is the key of its section (`train`, `command`, `bench`); `settings` has its content."""
 
     name: str = Field(
         "job",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-        description="the name of its runs: letters, digits, `.`, `_` and `-`, at most 64 characters",
+        description="the name of the job's runs: letters, digits, `.`, `_` and `-`, at most 64 characters",
         examples=["vgg11-digits"],
     )
     nodes: int = Field(1, ge=1, le=MAX_NODES, description="machines, or simulated nodes with `--on local`")
     ranks_per_node: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_NODE)] | Literal["slots"] = Field(
-        1, description="processes on each node; `slots`: as many as the hosts file says for each host"
+        1, description="processes on each node; `slots`: the number of slots of each host in the hosts file"
     )
     threads_per_rank: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = Field(
         1,
@@ -84,25 +81,25 @@ class Job(Strict):
     python: Python | None = Field(None, examples=["/shared/envs/torch/bin/python"])
     setup: list[str] = Field(
         default_factory=list,
-        description="shell lines, run once on each node before its ranks; what they export reaches the ranks",
+        description="shell lines, run once on each node before its ranks; the ranks get the exported variables",
         examples=[["module load cuda"]],
     )
-    start_timeout_s: float = Field(60.0, gt=0.0, description="seconds that ranks have to start and meet")
+    start_timeout_s: float = Field(60.0, gt=0.0, description="time limit in seconds for all ranks to start and connect")
     grace_s: float = Field(5.0, ge=0.0, description="seconds between SIGTERM and SIGKILL when a run is stopped")
     hang_s: Annotated[float, Field(gt=0.0)] | None = Field(
         None,
-        description="seconds without progress on any rank after which the attempt fails; default: 30, or 10 of the "
-        "slowest steps if longer. For a program without a session: seconds without output; default: no limit",
+        description="seconds without progress on any rank after which the attempt fails; default: 30, or 10 times the "
+        "slowest step if longer. For a program without a session: seconds without output; default: no limit",
         examples=[120],
     )
     checkpoint: CheckpointSettings | None = Field(
         None, description="when to save; without it nothing is saved", examples=[{"every_s": 300}]
     )
     restart: RestartSettings | None = Field(
-        None, description="what to do when something fails; without it nothing is restarted", examples=[{"max": 5}]
+        None, description="how to react to failures; without it nothing is restarted", examples=[{"max": 5}]
     )
     slurm: SlurmSettings = Field(
-        SlurmSettings(), description="what Slurm is asked for", examples=[{"partition": "batch", "time": "01:00:00"}]
+        SlurmSettings(), description="options for Slurm", examples=[{"partition": "batch", "time": "01:00:00"}]
     )
     kind: str
     settings: SerializeAsAny[BaseModel]
@@ -111,7 +108,16 @@ class Job(Strict):
     def _can_be_saved(self) -> Self:
         if self.checkpoint is not None and self.kind not in ("train", "command"):
             raise ValueError(
-                f"checkpoint is for train: and command: jobs; Muster saves nothing of a {self.kind}: job; remove it"
+                f"checkpoint is for train: and command: jobs; a {self.kind}: job saves no checkpoints; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_agree_on_a_step(self) -> Self:
+        if self.checkpoint is not None and getattr(self.settings, "sync", None) == "asynchronous":
+            raise ValueError(
+                "checkpoint cannot be combined with mode asynchronous yet: its ranks are never all at the same step; "
+                "remove checkpoint, or choose another mode"
             )
         return self
 
@@ -147,9 +153,10 @@ class Unread:
 class JobKind:
     """One kind of job: its key in the file, the type of its section, and the code that a rank runs.
 
-    `entry` is a "module:function", which a process forked from the warm one calls with the payload of the start
-    message. It is None for a program that each rank starts itself. `check(settings, world_size)` raises RefusedError.
-    `unread(settings)` lists the keys that have no effect.
+    `entry` is a "module:function", which a process forked from the warm process calls with the payload of the start
+    message. `entry` is None for a program that each rank starts itself. `check(settings, world_size)` raises
+    RefusedError if they do not fit. `unread(settings)` lists the keys that have no effect.
+    `expendable(settings, world_size)` lists the ranks whose loss does not stop the others.
     """
 
     key: str
@@ -157,3 +164,4 @@ class JobKind:
     entry: str | None
     check: Callable[[Any, int], None]
     unread: Callable[[Any], Sequence[Unread]] = lambda settings: ()
+    expendable: Callable[[Any, int], Collection[int]] = lambda settings, world_size: ()

@@ -55,29 +55,29 @@ def require_kept(found: Any, wanted: Mapping[str, Any], where: str) -> None:
     """Compare the settings of a checkpoint with those of the job.
 
     Raises:
-        RefusedError: if they differ; names the first setting that does, with both values.
+        RefusedError: if a setting differs; the message has both values of the first such setting.
     """
     if not isinstance(found, Mapping):
         raise RefusedError(f"{where}: it does not list its settings, so another version of Muster wrote it")
     for name, now in wanted.items():
         before = found.get(name)
+        # `exact` may change. But if both are exact, the number of virtual ranks must stay: it sets the order of sums.
         if name == VIRTUAL_RANKS and not (before and now):
-            continue  # exact or not may change; if both are exact, the number of virtual ranks sets the order of sums
+            continue
         if before != now:
             raise RefusedError(
-                f"{where}: it was saved with {difference(name, before, now)}; "
-                "give the value it was saved with, or start a new run"
+                f"{where}: it was saved with {difference(name, before, now)}; set the saved value, or start a new run"
             )
 
 
 def difference(name: str, before: Any, now: Any) -> str:
-    """Describe how two values differ. Of two mappings, show only the keys that differ."""
+    """Describe how two values differ. For mappings, show only the keys that differ."""
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
-        return f"{name} {_spelt(before)}, the job has {_spelt(now)}"
+        return f"{name} {_spelt(before)}, but the job has {_spelt(now)}"
     keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     had = ", ".join(f"{name}.{key} {_spelt(before.get(key))}" for key in keys)
     has = ", ".join(_spelt(now.get(key)) for key in keys)
-    return f"{had}, the job has {has}"
+    return f"{had}, but the job has {has}"
 
 
 def _spelt(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Load a job file into a typed Job. All errors are reported at once, each with file, line, key and nearest valid name.
 
 A relative `workdir` or `{text: PATH}` is relative to the folder of the job file, or to the working directory if `--set`
-gave it. Both are absolute in the Job. A job without `name` is named after its file.
+gave it. In the Job, both paths are absolute. A job without `name` is named after its file.
 """
 
 import json
@@ -34,7 +34,7 @@ PATHS: Final[tuple[KeyPath, ...]] = (("workdir",), ("train", "data", "text"))
 class LoadedJob:
     """A job, and its YAML text: the file with overrides, name and absolute paths filled in.
 
-    `unread` maps every key that has no effect to its mistake. `idle` has those of them whose value is the default.
+    `unread` maps every key that has no effect to its mistake. `idle` has the keys of `unread` with a default value.
     """
 
     job: Job
@@ -45,7 +45,7 @@ class LoadedJob:
 
     @property
     def typed_paths(self) -> list[str]:
-        """The paths that were given by --set, as overrides with absolute paths, for a command run in another folder."""
+        """The paths that were given by --set, as overrides with absolute paths, for a command in another folder."""
         given = [key for key in PATHS if not self.document.place(key).line]
         values = {key: value for key in given if isinstance(value := _value(self.document, key), str)}
         return [f"{yamlfile.spell(key)}={json.dumps(value)}" for key, value in values.items()]
@@ -99,7 +99,7 @@ def load_job(
 
 
 def _unread(document: Document, job: Job, kinds: Sequence[JobKind]) -> tuple[dict[KeyPath, Mistake], set[KeyPath]]:
-    """Return the keys without effect with their mistakes, and the subset of keys that have the default value."""
+    """Return the keys without effect, each with its mistake, and the set of those that have their default value."""
     found: dict[KeyPath, Mistake] = {}
     idle = set[KeyPath]()
     for each in next(kind.unread for kind in kinds if kind.key == job.kind)(job.settings):
@@ -115,7 +115,7 @@ def job_keys(kinds: Sequence[JobKind]) -> list[str]:
 
 
 def _build(document: Document, raw: dict[str, Any], kinds: Sequence[JobKind]) -> Job | None:
-    """Validate the section of the kind and the keys around it, each with its own model."""
+    """Validate the keys at the top of the file and the section of the job's kind, each with its own model."""
     valid = job_keys(kinds)
     by_key = {kind.key: kind for kind in kinds}
     given = [by_key[key] for key in raw if key in by_key]
@@ -134,7 +134,7 @@ def _build(document: Document, raw: dict[str, Any], kinds: Sequence[JobKind]) ->
 
 
 def _section(document: Document, value: Any, kind: JobKind, above: Sequence[str]) -> Any:
-    """Build the settings of a kind. A command is written as a list."""
+    """Validate the section of a kind of job. The section `command:` is a list."""
     if kind.settings is not CommandSettings:
         return mistakes.check(kind.settings, value, document, (kind.key,), above=above)
     if isinstance(value, list):
@@ -143,7 +143,7 @@ def _section(document: Document, value: Any, kind: JobKind, above: Sequence[str]
     if isinstance(value, str) and value.strip():
         try:
             hint = f"; write {kind.key}: {yamlfile.flow(shlex.split(value))}"
-        except ValueError:  # an open quote: no list to propose
+        except ValueError:  # a quote is not closed, so the text cannot be split
             hint = "; write it as a list with one item for each argument"
     document.complain((kind.key,), f"must be a list of text, got {yamlfile.show(value)}{hint}")
     return None
@@ -154,11 +154,11 @@ def _complain_of_kinds(document: Document, given: list[str], all_keys: list[str]
     if given:
         document.complain((given[-1],), f"{' and '.join(given)} are both given; expected exactly one of {wanted}")
     elif not any("did you mean" in mistake.text and len(mistake.path) == 1 for mistake in document.mistakes):
-        document.complain((), f"no section says what to run; expected exactly one of {wanted}")
+        document.complain((), f"there is no section with the work to run; expected exactly one of {wanted}")
 
 
 def _named(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Name a nameless job after its file; characters that a name may not have become `-`."""
+    """If the job has no name, name it after its file, with `-` in place of characters that a name cannot have."""
     if "name" in raw:
         return raw
     return {"name": as_name(path.stem), **raw}
@@ -189,7 +189,7 @@ def _value(document: Document, path: KeyPath) -> Any:
 
 
 def _examples_hint(path: Path) -> str:
-    """Suggest a file with a similar name, beside the missing one or among the examples."""
+    """Suggest a file with a similar name, in the folder of the missing file or among the examples."""
     beside = [*path.parent.glob("*.yaml"), *path.parent.glob("*.yml")]
     examples = sorted(EXAMPLES.glob("*.yaml"))
     stems = {candidate.stem: candidate for candidate in (*examples, *beside)}

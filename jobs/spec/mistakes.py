@@ -25,7 +25,7 @@ WANTED: Final[Mapping[str, str]] = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
-    "int_parsing_size": "a whole number of usual size",
+    "int_parsing_size": "a whole number with fewer digits",
     "float_type": "a number",
     "float_parsing": "a number",
     "finite_number": "a finite number",
@@ -58,11 +58,11 @@ def check(
 ) -> Model | None:
     """Build `model` from a section of a document, or add the errors to the document's mistakes.
 
-    A model compares its keys with each other only once each key is valid by itself. So unknown keys are first reported,
-    then removed, and the rest is validated again: all errors are reported in one pass.
+    A model compares its keys with each other only after each key is valid by itself. So unknown keys are reported and
+    removed, and the rest is validated again. In this way all errors are reported at once.
 
     Args:
-        written: the section as it is in the file, if the caller wrapped it.
+        written: the section as written in the file, if the caller wrapped it in another value.
         above: the keys that are valid at the top of the file.
     """
     try:
@@ -70,16 +70,16 @@ def check(
     except ValidationError as error:
         errors = error.errors()
     written = section if written is None else written
-    told = _tell(errors, model, written, document, prefix, above)
+    reported = _add_mistakes(errors, model, written, document, prefix, above)
     unknown = [_locate(error, written, prefix) for error in errors if error["type"] == "extra_forbidden"]
     if len(unknown) == len(errors):
         try:
             model.model_validate(_without(section, [path[len(prefix) :] for path in unknown]))
         except ValidationError as error:
-            # A misspelt key may be the one its level lacks, so that level's errors are reported in the next run.
+            # A misspelt key may be the one that its section lacks, so other errors of that section are not reported.
             levels = {path[:-1] for path in unknown}
-            later = [item for item in error.errors() if _locate(item, written, prefix) not in levels | told]
-            _tell(later, model, written, document, prefix, above)
+            later = [item for item in error.errors() if _locate(item, written, prefix) not in levels | reported]
+            _add_mistakes(later, model, written, document, prefix, above)
     return None
 
 
@@ -103,7 +103,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _tell(
+def _add_mistakes(
     errors: list[ErrorDetails],
     model: type[BaseModel],
     written: Any,
@@ -118,17 +118,17 @@ def _tell(
     within = {path[:length] for path in by_path for length in range(len(path))}
     for path, group in by_path.items():
         if path in within and all(_wanted(error) for error in group):
-            continue  # a union: errors of the items come from the member meant; other members want another type
+            continue  # a union: report the errors within the member that the user meant, not those of other members
         if group[0]["type"] == "extra_forbidden":
             text = _unknown_within(path, model, prefix, above)
         else:
-            text = _in_our_words(group, _override(document, path))
+            text = _message_for(group, _override(document, path))
         document.complain(path, text)
     return set(by_path)
 
 
 def _unknown_within(path: KeyPath, model: type[BaseModel], prefix: KeyPath, above: Sequence[str]) -> str:
-    """Say that a key is unknown, or that it belongs to one of the sections around this one."""
+    """Return a message for an unknown key. If a section around this one has such a key, the message says so."""
     key, owner = str(path[-1]), section_model(model, path[len(prefix) : -1])
     for length in range(len(path) - 2, len(prefix) - 1, -1):
         around = section_model(model, path[len(prefix) : length])
@@ -140,12 +140,12 @@ def _unknown_within(path: KeyPath, model: type[BaseModel], prefix: KeyPath, abov
 
 
 def misplaced(place: str) -> str:
-    """Say that a key is valid elsewhere."""
+    """Return a message for a key that is valid in another place."""
     return f"unknown key here; it belongs to {place}, move it there"
 
 
 def unknown_key(key: str, valid: Sequence[str]) -> str:
-    """Say that a key is unknown, with the nearest valid key, or all valid keys if none is near."""
+    """Return a message for an unknown key, with the nearest valid key, or all valid keys if none is near."""
     near = did_you_mean(key, valid)
     return f"unknown key{near}" if near else f"unknown key; valid here: {', '.join(valid) or 'none'}"
 
@@ -165,8 +165,8 @@ def _locate(error: ErrorDetails, written: Any, prefix: KeyPath) -> KeyPath:
     return tuple(path)
 
 
-def _in_our_words(group: list[ErrorDetails], override: tuple[str, str] | None) -> str:
-    """Say what was expected and found. Several errors at one key mean that no member of a union fitted."""
+def _message_for(group: list[ErrorDetails], override: tuple[str, str] | None) -> str:
+    """Return a message with the expected and the found value. A key of several types has an error for each."""
     error = next((item for item in group if item["type"] in LIMITS), group[0])
     kind, context, found = error["type"], error.get("ctx", {}), error["input"]
     if kind == "missing":
@@ -180,8 +180,8 @@ def _in_our_words(group: list[ErrorDetails], override: tuple[str, str] | None) -
         limit, word = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
         items = "item" if context[limit] == 1 else "items"
         return f"must have {word} {context[limit]} {items}, got {context['actual_length']}"
-    if kind == "string_pattern_mismatch":
-        return f"must match {context['pattern']}, got {show(found)}"
+    if kind == "string_pattern_mismatch":  # only the name of a job has a pattern
+        return f"must be up to 64 letters, digits, `.`, `_` or `-`, and begin with a letter or digit, got {show(found)}"
     wanted = list(dict.fromkeys(phrase for item in group if (phrase := _wanted(item))))
     if not wanted:
         return f"{error['msg'][:1].lower()}{error['msg'][1:]}, got {show(found)}"
@@ -217,7 +217,7 @@ def _advice(group: list[ErrorDetails], found: Any, override: tuple[str, str] | N
 
 
 def _plain(number: float) -> str:
-    """Write 1.0 as 1, so that limits look the same for integers and floats."""
+    """Format 1.0 as 1, so that limits look the same for integers and floats."""
     return str(int(number)) if number == int(number) else str(number)
 
 

@@ -1,10 +1,11 @@
-"""Modes: how training is split. Each mode is a table row that expands to one frozen `Parallel`, all that the loop sees.
+"""The modes: ways to split training over ranks. Each is a row of a table, and expands to one frozen `Parallel`.
 
-`exactness` is the class that `muster verify` tests a mode for, compared with one process on the same shards:
+`exactness` is the agreement with one process on the same shards that `muster verify` demands of a mode:
     bitwise   every parameter, buffer and loss has the same bits
     tight     gradients are summed in another order: they agree within a bound, and everything else is bitwise equal
     near      sums within the forward and backward are also taken in another order: they agree within the rounding
               error of such a step
+    none      the result depends on the order in which ranks finish, so there is nothing to compare
 A pipeline is compared with one process that runs the same micro-batches one after another.
 """
 
@@ -15,20 +16,32 @@ from typing import Final, Literal
 
 from muster.jobs.basics.errors import RefusedError
 
-Sync = Literal["none", "gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp", "sharded", "fsdp"]
+Sync = Literal[
+    "none",
+    "data_parallel",
+    "gather_scatter",
+    "allreduce",
+    "flat",
+    "overlap",
+    "bucketed",
+    "ddp",
+    "sharded",
+    "fsdp",
+    "asynchronous",
+]
 Zero = Literal[0, 1, 2, 3]
-PipelineName = Literal["model", "gpipe", "1f1b", "interleaved", "zb1p", "zbv"]
-Exactness = Literal["bitwise", "tight", "near"]
+PipelineName = Literal["model", "gpipe", "1f1b", "interleaved", "zb1p", "zbv", "terapipe"]
+Exactness = Literal["bitwise", "tight", "near", "none"]
 
 
 @dataclass(frozen=True)
 class Parallel:
     """The degrees of a split. Their product is the world size.
 
-    `zero` is the ZeRO stage: what data-parallel ranks shard instead of replicating (1: optimizer state, 2: also
-    gradients, 3: also parameters). `sync` is the implementation: `sharded` is Muster's, `fsdp` is PyTorch's. Each of
-    the `pipe` ranks has a slice of the layers, and runs `microbatches` of a batch in the order of `schedule` ("": no
-    pipeline). Each of the `tensor` ranks has a part of every layer.
+    `zero` is the ZeRO stage: data-parallel ranks shard state instead of replicating it (1: optimizer state, 2: also
+    gradients, 3: also parameters). `sync` is the way to average gradients; with ZeRO, `sharded` is Muster's
+    implementation and `fsdp` is PyTorch's. Each of the `pipe` ranks has a slice of the layers, and runs `microbatches`
+    of a batch in the order of `schedule` ("": no pipeline). Each of the `tensor` ranks has a part of every layer.
     """
 
     data: int = 1
@@ -46,7 +59,7 @@ class Parallel:
         return self.data * self.pipe * self.tensor
 
     def places(self, rank: int) -> dict[str, int]:
-        """Return the index of a rank along every axis above 1. Ranks are numbered as in `pipe.mesh`."""
+        """Return the index of a rank along every axis with several ranks. Ranks are numbered as in `pipe.mesh`."""
         at = {
             "pipe": rank // (self.data * self.tensor),
             "data": rank // self.tensor % self.data,
@@ -57,7 +70,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Mode:
-    """One row: how it expands for a world size, its exactness, and a phrase that describes it."""
+    """One mode: functions from the world size to its split and to its exactness, and a phrase that describes it."""
 
     name: str
     expand: Callable[[int], Parallel]
@@ -66,13 +79,16 @@ class Mode:
     phrase: str
 
 
-def _single(world_size: int) -> Parallel:
-    if world_size != 1:
-        raise RefusedError(
-            f"train.mode: single runs on one rank, but this job has {world_size}; set nodes: 1 and ranks_per_node: 1, "
-            "or choose a data-parallel mode"
-        )
-    return Parallel()
+def _one_rank(name: str, sync: Sync) -> Callable[[int], Parallel]:
+    def expand(world_size: int) -> Parallel:
+        if world_size != 1:
+            raise RefusedError(
+                f"train.mode: {name} runs on one rank, but this job has {world_size}; set nodes: 1 and "
+                "ranks_per_node: 1, or choose a mode with several ranks, such as ddp"
+            )
+        return Parallel(sync=sync)
+
+    return expand
 
 
 def _data_parallel(sync: Sync, zero: Zero = 0) -> Callable[[int], Parallel]:
@@ -93,20 +109,28 @@ def _bitwise_up_to(ranks: float, beyond: Exactness) -> Callable[[int], Exactness
 
 
 _BITWISE: Final = _bitwise_up_to(math.inf, "bitwise")
-_UP_TO_TWO: Final = _bitwise_up_to(2, "tight")  # order of sums unknown: a + b commutes, a + b + c is not associative
+_UP_TO_TWO: Final = _bitwise_up_to(2, "tight")  # the order of sums is unknown, but two values have only one sum
 _ALONE: Final = _bitwise_up_to(1, "tight")  # gradients are divided before they are summed: two ranks may differ
-_ALONE_NEAR: Final = _bitwise_up_to(1, "near")  # layers are split: activations and all that follows round differently
+_ALONE_NEAR: Final = _bitwise_up_to(1, "near")  # layers are split, so activations are already rounded differently
+_NEAR: Final = _bitwise_up_to(0, "near")
 TENSOR: Final = "tensor"
 MODES: Final[dict[str, Mode]] = {
     mode.name: mode
     for mode in (
-        Mode("single", _single, _BITWISE, False, "one rank, nothing to synchronize"),
+        Mode("single", _one_rank("single", "none"), _BITWISE, False, "one rank, nothing to synchronize"),
+        Mode(
+            "data_parallel",
+            _one_rank("data_parallel", "data_parallel"),
+            _BITWISE,
+            False,
+            "one rank copies the model to several devices in every step and runs a thread for each",
+        ),
         Mode(
             "gather_scatter",
             _data_parallel("gather_scatter"),
             _BITWISE,
             True,
-            "rank 0 gathers every parameter's gradient, averages in rank order, scatters",
+            "rank 0 gathers every parameter's gradient, averages it in rank order, and scatters the mean",
         ),
         Mode("allreduce", _data_parallel("allreduce"), _UP_TO_TWO, True, "one all-reduce per parameter"),
         Mode("flat", _data_parallel("flat"), _ALONE, True, "one all-reduce of all gradients"),
@@ -144,9 +168,16 @@ MODES: Final[dict[str, Mode]] = {
             _data_parallel("sharded", 3),
             _ALONE,
             True,
-            "zero2, and of the parameters, which are gathered block by block when needed",
+            "zero2, and each rank keeps only its share of the parameters, gathered block by block when needed",
         ),
         Mode("fsdp", _data_parallel("fsdp", 3), _ALONE, False, "PyTorch's fully_shard, block by block"),
+        Mode(
+            "asynchronous",
+            _data_parallel("asynchronous"),
+            _bitwise_up_to(1, "none"),
+            False,
+            "each rank pushes gradients to parameter servers and pulls parameters, without waiting for other ranks",
+        ),
         Mode("model", _pipeline("model"), _BITWISE, True, "slices of the layers on the ranks, one active at a time"),
         Mode("gpipe", _pipeline("gpipe"), _BITWISE, True, "in micro-batches: all forwards, then all backwards"),
         Mode(
@@ -168,7 +199,7 @@ MODES: Final[dict[str, Mode]] = {
             _pipeline("zb1p"),
             _ALONE,
             True,
-            "1f1b that fills idle time with the gradients of weights",
+            "1f1b that computes the gradients of weights in idle time",
         ),
         Mode(
             "zbv",
@@ -177,9 +208,17 @@ MODES: Final[dict[str, Mode]] = {
             True,
             "zb1p with two slices per rank: down the ranks and up again",
         ),
+        Mode(
+            "terapipe",
+            _pipeline("terapipe"),
+            _NEAR,
+            False,
+            "gpipe with the sequences of a GPT cut into slices, which run through the ranks one after another",
+        ),
         Mode(TENSOR, _tensor, _ALONE_NEAR, False, "a part of every layer of a GPT on each rank"),
     )
 }
+ONE_RANK: Final = ("single", "data_parallel")
 SHARDED: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).zero)
 PIPELINES: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).schedule)
 

@@ -1,4 +1,4 @@
-"""Texts that can be passed to a program, as an argument or in its environment."""
+"""The type of texts that can be passed to a program, as an argument or in its environment."""
 
 from typing import Annotated, Final
 

@@ -1,10 +1,10 @@
 """A checked job as plain values, for ranks whose Python has torch but neither pydantic nor yaml.
 
-The launcher serializes the job (`spelled`) and a rank reads it back (`plain_job`). A section is serialized as
+The launcher serializes the job (`spelled`) and a rank reads it back (`plain_job`). A section becomes four entries:
 
     values    {key: value}, with defaults filled in
     sections  {key: a section within this one}
-    given     keys that the file gives
+    given     keys that the file sets
     changed   keys whose value is not the default
 """
 
@@ -30,7 +30,10 @@ class PlainTrain(PlainSection, TrainRules):
     """`train:` on a rank."""
 
 
-CLASSES: Final[Mapping[str, type[PlainSection]]] = {"settings": PlainTrain, "model": PlainModel}  # others have no rules
+CLASSES: Final[Mapping[str, type[PlainSection]]] = {
+    "settings": PlainTrain,
+    "model": PlainModel,
+}  # other sections have no rules
 
 
 def spelled(job: "Job") -> dict[str, Any]:

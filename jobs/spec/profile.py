@@ -10,7 +10,7 @@ MOST_STEPS: Final = 100  # a trace grows by megabytes with every step
 
 
 def _or_bool(schema: dict[str, Any]) -> None:
-    """Let an editor accept `true` and `false` in place of the mapping."""
+    """Allow `true` and `false` in place of the mapping in the schema."""
     mapping = dict(schema)
     schema.clear()
     schema |= {"title": mapping.pop("title"), "anyOf": [{"type": "boolean"}, mapping]}
@@ -21,16 +21,16 @@ class ProfileSettings(Strict):
 
     model_config = ConfigDict(json_schema_extra=_or_bool)
 
-    on: bool = Field(False, description="whether to record; true by default where the section is a mapping")
+    on: bool = Field(False, description="whether to record; default: true if the section is a mapping")
     first_step: Positive = Field(
-        6, description="first recorded step of an attempt, counted from 1; those before it warm up"
+        6, description="first recorded step of an attempt, counted from 1; earlier steps are the warm-up"
     )
     steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = Field(3, description="number of recorded steps, in a row")
     stacks: bool = Field(
         False, description="record Python's frames too, in the trace and the flame graph; slows the steps"
     )
     memory: bool = Field(
-        True, description="record memory: its course, the largest allocations, and a snapshot of CUDA memory"
+        True, description="record memory over time, the largest allocations, and a snapshot of CUDA memory"
     )
 
     @model_validator(mode="before")

@@ -36,7 +36,7 @@ def words_of(python: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def absolute(python: Any, folder: Path) -> Any:
-    """Make the program absolute (relative to `folder`) if it is a path. Values of other types stay for validation."""
+    """If the program is a path, make it absolute, relative to `folder`. Return values of wrong types unchanged."""
     if isinstance(python, list) and python:
         return [absolute(python[0], folder), *python[1:]]
     return str(folder / expanded(python)) if isinstance(python, str) and "/" in python else python

@@ -1,11 +1,13 @@
 """Values derived from the keys of a `train:` section: its mode, its split, its batches.
 
 Two classes inherit these rules. `TrainSettings` (`jobs/spec/train.py`) validates the keys with pydantic. `PlainTrain`
-(`jobs/spec/plain.py`) holds validated keys on a rank, whose Python needs only torch.
+(`jobs/spec/plain.py`) has the validated keys on a rank, whose Python needs only torch.
 """
 
 from typing import TYPE_CHECKING
 
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.words import counted
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.spec.expand import check_batch, check_pipeline, check_tensor, split_of
 from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
@@ -72,7 +74,7 @@ class TrainRules(TrainFields):
 
     @property
     def mode_name(self) -> str:
-        """The mode. For a split given by `parallel:`, the mode that shares gradients in the same way."""
+        """The mode. For a split given by `parallel:`, the mode whose rules apply to it (`mode_of`)."""
         if self.parallel is None:
             return self.mode
         given = self.parallel
@@ -108,7 +110,7 @@ class TrainRules(TrainFields):
 
     @property
     def sync(self) -> Sync:
-        """How data-parallel ranks average gradients."""
+        """The way in which data-parallel ranks average gradients."""
         return MODES[self.mode].expand(1).sync if self.parallel is None else self.parallel.sync
 
     @property
@@ -118,20 +120,28 @@ class TrainRules(TrainFields):
 
     @property
     def same_norm(self) -> bool:
-        """True if the norm for clipping must have the same bits however gradients are distributed over ranks."""
+        """True if the gradient norm must have the same bits for every distribution of the gradients over ranks."""
         return self.exact or self.deterministic
+
+    def expendable_ranks(self, world_size: int) -> range:
+        """Return the ranks whose loss does not stop the others: in mode asynchronous, those without a server."""
+        if self.sync != "asynchronous":
+            return range(0)
+        return range(self.servers or world_size, world_size)
 
     def virtual_world_size(self, world_size: int) -> int:
         """Return the number of shards of a global batch: `virtual_ranks` if exact (default 4), else one per rank.
 
-        Ranks that together hold one copy of the model share one shard.
+        Ranks that together hold one copy of the model share one shard. In mode data_parallel, each replica has one.
         """
+        if self.sync == "data_parallel":
+            return self.replicas
         if self.is_pipeline or self.splits_layers:
             return 1 if self.parallel is None else self.parallel.data
         return (self.virtual_ranks or 4) if self.exact else world_size
 
     def split(self, world_size: int) -> Parallel:
-        """Expand mode or `parallel:` for a world size.
+        """Return the split that the mode or `parallel:` gives for a world size.
 
         Raises:
             RefusedError: if the split does not fit the world size.
@@ -147,7 +157,8 @@ class TrainRules(TrainFields):
 
         Raises:
             RefusedError: if the batch is too small, there are more stages than layers, layers cannot be split over this
-                many ranks, or the number of virtual ranks is not a multiple of the number of ranks.
+                many ranks, the number of virtual ranks is not a multiple of the number of ranks, or there are more
+                servers than ranks.
         """
         parallel = self.split(world_size)
         if parallel.tensor > 1:
@@ -156,3 +167,8 @@ class TrainRules(TrainFields):
             check_pipeline(self, parallel)
             return
         check_batch(self, parallel)
+        if self.servers is not None and self.servers > world_size:
+            raise RefusedError(
+                f"train.servers: {self.servers} is more than the {counted(world_size, 'rank')} of the job; "
+                f"set servers to at most {world_size}"
+            )

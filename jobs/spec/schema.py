@@ -39,7 +39,7 @@ def job_schema(kinds: Sequence[JobKind]) -> dict[str, Any]:
     job = definitions.pop("Job")
     properties = {key: value for key, value in job["properties"].items() if key not in DERIVED}
     properties |= {kind.key: _section(kind, definitions) for kind in kinds}
-    definitions.pop("CommandSettings", None)  # written out where it is used
+    definitions.pop("CommandSettings", None)  # `_section` inlines this schema
     return {
         "$schema": DIALECT,
         "title": "Muster job file",

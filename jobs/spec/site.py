@@ -35,7 +35,7 @@ class SshSettings(Strict):
     options: list[str] = Field(
         default_factory=list, description="as for `ssh -o`", examples=[["IdentityFile=~/.ssh/cluster"]]
     )
-    connect_timeout_s: int = Field(8, ge=1, description="seconds that a connection may take")
+    connect_timeout_s: int = Field(8, ge=1, description="time limit for a connection, in seconds")
     cheap_kex: bool = Field(
         False,
         description="prefer curve25519, which takes an eighth of the CPU time of the post-quantum key exchange",
@@ -59,7 +59,7 @@ class SshSettings(Strict):
 
 
 class Site(Strict):
-    """The settings of one cluster: folders of Python, runs and data sets, ways to reach its nodes, defaults of jobs."""
+    """The settings of one cluster: its folders, how to reach its nodes, and defaults for jobs."""
 
     interpreter: str | None = Field(
         None, description="Muster's own Python on the nodes", examples=["/opt/muster/.venv/bin/python"]
@@ -74,7 +74,7 @@ class Site(Strict):
     )
     hosts: str | None = Field(
         None,
-        description="a hosts file, `box`, or `box:NAME`; jobs run there over ssh unless `--on` says otherwise",
+        description="a hosts file, `box`, or `box:NAME`; jobs run there over ssh unless `--on` is given",
         examples=["hosts.txt"],
     )
     iface: str | None = Field(
@@ -93,7 +93,7 @@ class Site(Strict):
         examples=[["module load cuda"]],
     )
     share: Literal["group"] | None = Field(
-        None, description="group: members of your Unix group may look at your runs; default: only you"
+        None, description="group: members of your Unix group may read your runs; default: only you may"
     )
 
     @field_validator("iface")
@@ -114,7 +114,7 @@ class Site(Strict):
 
 @dataclass(frozen=True)
 class SitePath:
-    """The path of the site file and what selected it. Only the default path may lack a file."""
+    """The path of the site file and the option that set it. Only a file at the default path is optional."""
 
     path: Path
     origin: str
@@ -127,7 +127,7 @@ def site_path(given: str | None, environ: Mapping[str, str] = os.environ) -> Sit
         return SitePath(Path(given), "--site", required=True)
     if named := environ.get(SITE_VARIABLE):
         return SitePath(Path(named), SITE_VARIABLE, required=True)
-    # The XDG base directory specification: a relative XDG_CONFIG_HOME is to be ignored.
+    # The XDG base directory specification: a relative XDG_CONFIG_HOME must be ignored.
     folder = Path(environ.get("XDG_CONFIG_HOME", ""))
     if not folder.is_absolute():
         folder = Path(environ.get("HOME") or Path.home()) / ".config"
@@ -163,7 +163,7 @@ def placed(given: str | None, message: str) -> str:
 
 
 def _absolute(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make paths absolute. A relative interpreter or code folder stays, so that validation refuses it."""
+    """Make paths absolute. A relative interpreter or code folder stays relative, so that validation refuses it."""
     for key in PATHS:
         value = raw.get(key)
         if isinstance(value, str) and value:

@@ -30,8 +30,8 @@ _NOT_EXTRA: Final[dict[str, str]] = {
     **{name: f"set slurm.{name.replace('-', '_')}" for name in _FIELDS},
     "no-requeue": "set slurm.requeue: false",
     "signal": "set slurm.signal_s",
-    "nodes": "set nodes of the job",
-    "job-name": "set name of the job",
+    "nodes": "set the job's nodes",
+    "job-name": "set the job's name",
     **dict.fromkeys(
         ("gpus", "gpus-per-socket", "gpus-per-task"),
         "set slurm.gpus_per_node: the one task on a node, its agent, must see all GPUs",
@@ -73,7 +73,7 @@ def _memory(mem: str) -> str:
 
 
 class SlurmSettings(Strict):
-    """Requests to Slurm. Slurm's own default applies to every key that is not given."""
+    """Options for Slurm. If a key is not set, Slurm's own default applies."""
 
     partition: OneLine | None = Field(None, description="the partition", examples=["batch"])
     account: OneLine | None = Field(None, description="the account that pays", examples=["vision"])
@@ -88,7 +88,7 @@ class SlurmSettings(Strict):
     )
     cpus_per_task: Annotated[int, Field(ge=1)] | None = Field(None, description="cores of each node", examples=[16])
     gpus_per_node: Annotated[int, Field(ge=1)] | str | None = Field(
-        None, description="GPUs of each node: a number, or with their type", examples=["a100:4"]
+        None, description="GPUs of each node: a number, or TYPE:NUMBER", examples=["a100:4"]
     )
     exclusive: bool = Field(False, description="take whole nodes")
     nodelist: OneLine | None = Field(None, description="nodes that the job must have", examples=["n[01-04]"])
@@ -119,7 +119,7 @@ class SlurmSettings(Strict):
 
 
 def merged(site: SlurmSettings, job: SlurmSettings) -> SlurmSettings:
-    """Merge the settings of site and job. A key that the job does not give keeps the value of the site.
+    """Merge the settings of site and job. A key that the job does not set has the value of the site.
 
     Raises:
         RefusedError: if the merged settings contradict each other.
@@ -137,9 +137,7 @@ def merged(site: SlurmSettings, job: SlurmSettings) -> SlurmSettings:
 
 
 def signal_before(time: str | int | None, wanted_s: int) -> int:
-    """Return how many seconds before the time limit Slurm should signal: at most `wanted_s`, less if the limit is
-    short.
-    """
+    """Return how many seconds before the time limit Slurm should signal: `wanted_s`, or less if the limit is short."""
     return wanted_s if time is None else min(wanted_s, max(1, (seconds_of(time) - EARLY_S) // 2))
 
 
@@ -159,7 +157,7 @@ def seconds_of(time: str | int) -> int:
     """Return the length of a time limit in seconds.
 
     Raises:
-        ValueError: if the text is none of TIME_FORMS. `90:00` is refused as ambiguous.
+        ValueError: if the text has none of the forms TIME_FORMS. `90:00` is refused as ambiguous.
     """
     match = _TIME.fullmatch(str(time))
     if match is None:

@@ -1,4 +1,4 @@
-"""`parallel:` of a `train:` section: how ranks are split, axis by axis.
+"""`parallel:` of a `train:` section: the number of ranks along each axis of the split.
 
 Ranks that average gradients are adjacent; ranks of one pipeline are not (`pipe/mesh.py`). With data: 2, pipe: 3
 
@@ -7,7 +7,7 @@ Ranks that average gradients are adjacent; ranks of one pipeline are not (`pipe/
     data rank     0  1     0  1     0  1       reads its own half of the batch
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
@@ -16,19 +16,24 @@ from muster.jobs.spec.modes import PipelineName, Sync, Zero
 from muster.jobs.spec.strict import Positive, Strict
 from muster.jobs.spec.yamlfile import show
 
-UNDER_A_PIPELINE: Final = ("flat", "bucketed", "sharded")  # values of sync for the gradients of a pipeline
+UNDER_A_PIPELINE: Final = ("flat", "bucketed", "sharded")  # values of sync that work in a pipeline
 
 
 class ParallelSettings(Strict):
-    """A split for combinations that no mode names. Its degrees must multiply to the number of ranks of the job."""
+    """A split that no mode has. The product of its degrees must be the number of ranks of the job."""
 
     data: Positive = Field(1, description="data-parallel ranks: parts of the batch")
     pipe: Positive = Field(1, description="stages of a pipeline")
     tensor: Positive = Field(1, description="GPT: ranks among which every layer is divided")
-    zero: Zero = Field(0, description="ZeRO's stage, with sync: sharded (the default then) or fsdp (stage 3)")
-    sync: Sync = Field("ddp", description="how gradients are averaged; in a pipeline: bucketed or flat")
-    schedule: PipelineName | None = Field(None, description="of a pipeline; default: 1f1b if pipe is above 1")
+    zero: Zero = Field(0, description="ZeRO stage: 1 to 3 with sync: sharded (then the default), 3 with sync: fsdp")
+    sync: Sync = Field("ddp", description="how gradients are averaged; in a pipeline: flat, bucketed or sharded")
+    schedule: PipelineName | None = Field(None, description="the schedule of a pipeline; default: 1f1b if pipe > 1")
     microbatches: Annotated[int, Field(ge=1)] | None = Field(None, description="as train.microbatches")
+    tokens: Literal["auto"] | list[Positive] = Field(
+        "auto",
+        description="schedule terapipe: lengths of the slices of a sequence; auto: measured, then chosen for speed",
+        examples=[[512, 256, 256]],
+    )
 
     @field_validator("zero", mode="before")
     @classmethod
@@ -61,13 +66,15 @@ class ParallelSettings(Strict):
         stages = {"sharded": (1, 2, 3), "fsdp": (3,)}.get(self.sync, (0,))
         if self.zero not in stages:
             raise ValueError(
-                f"zero: {self.zero} does not go with sync: {self.sync}; zero 1, 2 and 3 go with sharded, 3 with fsdp, "
-                "0 with all others"
+                f"zero: {self.zero} cannot be combined with sync: {self.sync}; sharded needs zero 1, 2 or 3, fsdp 3, "
+                "all others 0"
             )
         return self
 
     @model_validator(mode="after")
     def _is_there(self) -> Self:
+        if self.sync == "data_parallel":
+            raise ValueError("sync: data_parallel is for one rank with several replicas; use mode: data_parallel")
         if self.data > 1 and self.sync == "none":
             raise ValueError(f"sync: none leaves the gradients of {self.data} data-parallel ranks different; set sync")
         if self.schedule is None:
@@ -77,13 +84,12 @@ class ParallelSettings(Strict):
         if self.zero > 2:
             asked = "sync: fsdp" if self.sync == "fsdp" else f"zero: {self.zero}"
             raise ValueError(
-                f"{asked} does not go with a pipeline, because each micro-batch would gather all "
-                "parameters; use zero: 0, 1 or 2"
+                f"{asked} cannot be combined with a pipeline, because each micro-batch would gather all parameters; "
+                "use zero: 0, 1 or 2"
             )
         if self.data > 1 and self.sync not in UNDER_A_PIPELINE:
             raise ValueError(
-                f"sync: {self.sync} does not go with a pipeline, because its gradients are complete only after the "
-                "last "
-                "backward of a stage; use flat, bucketed or sharded, or leave sync out"
+                f"sync: {self.sync} cannot be combined with a pipeline, because its gradients are complete only after "
+                "the last backward of a stage; use flat, bucketed or sharded, or remove sync"
             )
         return self

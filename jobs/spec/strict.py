@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from muster.jobs.basics.reading import LATEST_S
 
-MOST: Final = 10**12  # limit for steps, samples and sizes: more is a typing error
+MOST: Final = 10**12  # limit for steps, samples and sizes: a larger value is a typing error
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
@@ -25,7 +25,7 @@ def as_list(value: Any) -> Any:
 
 
 def one_or_many(schema: dict[str, Any]) -> None:
-    """Let an editor accept one value in place of a list."""
+    """Allow one value in place of a list in the schema."""
     item = schema.pop("items")
     schema.pop("type")
     schema["anyOf"] = [item, {"type": "array", "minItems": schema.pop("minItems", 1), "items": item}]

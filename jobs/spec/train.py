@@ -1,4 +1,4 @@
-"""`train:` of a job file: its keys, held against each other and against the number of ranks."""
+"""`train:` of a job file: its keys, checked against each other and against the number of ranks."""
 
 from pydantic import model_validator
 from typing_extensions import Self
@@ -9,7 +9,7 @@ from muster.jobs.spec.train_fields import TrainFields
 
 
 class TrainSettings(TrainRules, TrainFields):
-    """`train:` - a model, its data, how the work is split, and for how long."""
+    """`train:` - a model, its data, how the work is split, and how long to train."""
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:

@@ -16,13 +16,15 @@ from muster.jobs.spec.split import ParallelSettings
 from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict
 from muster.jobs.user.code import FORM, split
 
+ROUNDING: Final = 1e-9  # of a sum of shares
+
 DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
 
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "pure_bf16"]
 
 
 def one_of(what: str, *tables: Collection[str]) -> AfterValidator:
-    """Return a check that a text is a name in one of the tables; the tables are read at the time of the check."""
+    """Return a validator for a name in one of the tables. The validator also accepts names that are added later."""
 
     def check(name: str) -> str:
         if not any(name in table for table in tables):
@@ -43,11 +45,11 @@ Made = Annotated[str, AfterValidator(_is_made)]
 def _only_with(section: Strict, given: str, allowed: Collection[str], what: str) -> None:
     """Refuse keys that must not be combined with `make`."""
     if foreign := sorted(section.model_fields_set - {given, *allowed}):
-        raise ValueError(f"{what} made by {given} has no {' or '.join(foreign)} here; pass it in args")
+        raise ValueError(f"{what} from {given} does not read {' or '.join(foreign)}; remove it, or pass it in args")
 
 
 class ModelSettings(ModelRules, Strict):
-    """A model: a row of `jobs/models/shapes.py` with overrides, a GPT given by its sizes, or a function's result."""
+    """A model: a row of `jobs/models/shapes.py` with overrides, a GPT with given sizes, or the result of a function."""
 
     name: Annotated[str, one_of("model", VGG_SHAPES, GPT_SHAPES)] | None = Field(
         None, description="a built-in model; `model: vgg11` is short for `model: {name: vgg11}`", examples=["gpt-nano"]
@@ -75,14 +77,16 @@ class ModelSettings(ModelRules, Strict):
     layers: Positive | None = Field(None, description="GPT: number of blocks", examples=[4])
     heads: Positive | None = Field(None, description="GPT: attention heads of a block", examples=[4])
     context: Positive | None = Field(
-        None, description="tokens of a sample; default: of the named model, else 128", examples=[128]
+        None, description="tokens of a sample; default: that of the named model, else 128", examples=[128]
     )
     vocabulary: Positive | None = Field(
-        None, description="number of tokens or classes; default: as the data has", examples=[50304]
+        None, description="number of tokens or classes; default: that of the data", examples=[50304]
     )
     tied: bool = Field(True, description="GPT: the embedding and the head share their weight")
     bias: bool = Field(False, description="GPT: linear layers have biases")
-    norm: Literal["rms", "layer"] = Field("rms", description="GPT: RMSNorm or LayerNorm")
+    norm: Literal["rms", "rms_fused", "layer"] = Field(
+        "rms", description="GPT: RMSNorm, RMSNorm as one Triton kernel each way (on GPUs), or LayerNorm"
+    )
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="GPT: share of activations that dropout zeroes")
 
     @model_validator(mode="after")
@@ -117,11 +121,30 @@ class DataSettings(Strict):
         examples=["data.py:sets"],
     )
     args: dict[str, Any] = Field({}, description="keyword arguments of `make`", examples=[{"folder": "/data"}])
+    partition: Annotated[list[Annotated[float, Field(gt=0.0)]], Field(min_length=1)] | None = Field(
+        None,
+        description="images: random parts of the training samples, as shares. The first is trained on, a second one "
+        "replaces the held-out samples, others are not used",
+        examples=[[0.7, 0.2, 0.1]],
+    )
+    seed: Seed = Field(1234, description="with `partition`: seed of the random parts")
+
+    @model_validator(mode="after")
+    def _parts_are_images(self) -> Self:
+        if self.partition is None:
+            if "seed" in self.model_fields_set:
+                raise ValueError("seed is only for partition; remove it, or add partition: [0.7, 0.2, 0.1]")
+            return self
+        if self.name is None or self.name == "python-source":
+            raise ValueError(f"partition is for data sets of images, but data is {self.title}; remove partition")
+        if sum(self.partition) > 1 + ROUNDING:
+            raise ValueError(f"partition: {self.partition} adds up to more than 1; give shares of the training samples")
+        return self
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if sum(each is not None for each in (self.name, self.text, self.make)) != 1:
-            raise ValueError("data is a name, {text: PATH} or {make: FILE.py:NAME}; give exactly one of them")
+            raise ValueError("data must be a name, {text: PATH} or {make: FILE.py:NAME}; set exactly one of them")
         if self.make is None and "args" in self.model_fields_set:
             raise ValueError("args is only for data from make; remove it")
         return self
@@ -133,12 +156,12 @@ class DataSettings(Strict):
 
 
 class OptimizerSettings(Strict):
-    """The optimizer. `betas` and `eps` are for adamw, `momentum` and `nesterov` for sgd, `args` for the user's own."""
+    """The optimizer. `betas` and `eps` are for adamw, `momentum` and `nesterov` for sgd, `args` for `make`."""
 
     name: Literal["sgd", "adamw"] = Field("sgd", description="a built-in optimizer")
     make: Made | None = Field(
         None,
-        description=f"a class of optimizers, called with parameters, lr and args: {FORM}",
+        description=f"an optimizer class, called with parameters, lr and args: {FORM}",
         examples=["opt.py:Lion"],
     )
     args: dict[str, Any] = Field({}, description="keyword arguments of `make` besides lr", examples=[{"beta": 0.9}])
@@ -156,7 +179,7 @@ class OptimizerSettings(Strict):
             return self
         foreign = {"sgd": {"betas", "eps", "args"}, "adamw": {"momentum", "nesterov", "args"}}[self.name]
         if wrong := sorted(foreign & self.model_fields_set):
-            raise ValueError(f"{self.name} has no {' or '.join(wrong)}")
+            raise ValueError(f"{self.name} has no {' or '.join(wrong)}; remove it, or change name")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov: true needs a momentum; add momentum: 0.9, or remove nesterov")
         return self
@@ -165,7 +188,7 @@ class OptimizerSettings(Strict):
 class ScheduleSettings(Strict):
     """The learning rate over steps: a linear warm-up, then constant or a decay from lr to lr * final."""
 
-    name: Literal["constant", "linear", "cosine"] = Field("constant", description="its shape after the warm-up")
+    name: Literal["constant", "linear", "cosine"] = Field("constant", description="the shape after the warm-up")
     warmup_steps: NonNegative = Field(0, description="steps of the linear warm-up", examples=[100])
     final: float = Field(0.0, ge=0.0, le=1.0, description="learning rate at the end, as a share of lr", examples=[0.1])
 
@@ -184,29 +207,44 @@ class TrainFields(Strict):
         "ddp", description="how the work is split: [modes](modes.md)", examples=["bucketed"]
     )
     parallel: ParallelSettings | None = Field(
-        None, description="a split written out, in place of `mode`", examples=[{"data": 2, "pipe": 2}]
+        None, description="a split given by its degrees, in place of `mode`", examples=[{"data": 2, "pipe": 2}]
     )
-    batch_size: Positive = Field(64, description="samples of a step, of all ranks together")
+    batch_size: Positive = Field(64, description="samples of a step, over all ranks together")
+    batch_size_per_rank: Positive | None = Field(
+        None,
+        description="samples of a step for each data-parallel rank, in place of batch_size. The batch is fixed when "
+        "the run is submitted, and stays the same if the run continues on other numbers of ranks",
+        examples=[32],
+    )
     epochs: Positive | None = Field(None, description="passes over the data; default: 1 unless steps is given")
     steps: Positive | None = Field(None, description="optimizer steps, in place of epochs", examples=[1000])
-    log_every: Positive = Field(20, description="steps between two log points: progress, saves on request, timelines")
-    seed: Seed = Field(0, description="of weights, order of the data, augmentation and dropout")
+    log_every: Positive = Field(
+        20,
+        description="steps from one log point to the next; "
+        "at log points ranks report progress, save on request and record timelines",
+    )
+    seed: Seed = Field(0, description="seed of weights, order of the data, augmentation and dropout")
     deterministic: bool = Field(False, description="use PyTorch's deterministic algorithms only")
     exact: bool = Field(False, description="compute the same bits on every number of ranks that divides virtual_ranks")
     virtual_ranks: Positive | None = Field(
-        None, description="with exact: parts of the batch that are summed in a fixed order; default: 4", examples=[8]
+        None,
+        description="with exact: parts of the batch, whose gradients are summed in a fixed order; default: 4",
+        examples=[8],
+    )
+    replicas: Positive = Field(
+        2, description="mode data_parallel: devices of the rank, each with a copy of the model; on CPUs, threads"
     )
     grad_accumulation: Positive = Field(
-        1, description="micro-batches of a step; only the last one communicates. Pipelines have microbatches instead"
+        1, description="micro-batches of a step; only the last one communicates. Pipelines use microbatches instead"
     )
     microbatches: Positive | None = Field(
-        None, description="pipelines: parts of a batch; default: 4 for each stage; mode model has 1", examples=[8]
+        None, description="pipelines: micro-batches of a batch; default: 4 per rank; mode model has 1", examples=[8]
     )
     chunks: Annotated[int, Field(ge=2)] = Field(2, description="mode interleaved: slices of the model on each rank")
     cut: Literal["count", "parameters", "flops", "profile"] | list[NonNegative | str] = Field(
         "flops",
-        description="pipelines: what is balanced over the stages, or the first layer of every stage but the first, by "
-        "name or number",
+        description="pipelines: the quantity to balance over the stages, or a list of the first layers of all stages "
+        "but the first, by name or number",
         examples=[["block3", "norm"]],
     )
     clip_norm: Annotated[float, Field(gt=0.0)] | None = Field(
@@ -217,15 +255,15 @@ class TrainFields(Strict):
     )
     precision: Precision = Field(
         "fp32",
-        description="bf16 and fp16: autocast, fp16 with loss scaling; pure_bf16: weights too, with fp32 masters in the "
-        "optimizer",
+        description="bf16 and fp16: autocast, fp16 with loss scaling; pure_bf16: weights in bf16, with fp32 masters in "
+        "the optimizer",
     )
     compile: bool = Field(False, description="use torch.compile, block by block")
     activation_checkpointing: bool = Field(False, description="recompute every block in the backward, to save memory")
     cuda_graph: bool = Field(
         False,
-        description="record the step as a CUDA graph and replay it; in a pipeline, each forward and backward. For GPUs "
-        "that wait for the host",
+        description="record the step as a CUDA graph and replay it; in a pipeline, each forward and backward. Useful "
+        "if GPUs wait for the host",
     )
     bucket_size_mb: Annotated[float, Field(gt=0.0)] | None = Field(
         25.0, description="modes bucketed, zero1, zero2: largest bucket, in MB of 2^20 bytes; null: one bucket"
@@ -249,8 +287,14 @@ class TrainFields(Strict):
         False,
         description="tensor parallel: split the tokens of norms and dropout over the ranks too, to save memory",
     )
+    servers: Positive | None = Field(
+        None,
+        description="mode asynchronous: ranks 0 to servers - 1 each serve a shard of the parameters; a lost rank "
+        "without a shard does not stop the others; default: all ranks",
+        examples=[2],
+    )
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
-        None, description="type in which gradients are sent, except in ddp and fsdp; default: their own"
+        None, description="dtype in which gradients are sent, except in ddp and fsdp; default: their own"
     )
     profile: ProfileSettings = Field(
         OFF, description="record some steps of every rank: [profiles](see.md#profiles)", examples=[True]
@@ -270,17 +314,17 @@ class TrainFields(Strict):
     evaluate: bool | Literal["all"] = Field(
         True,
         description="evaluate on held-out samples after every epoch and at the end: all images, or 1024 windows spread "
-        "over the last tenth of a text; `all`: that whole tenth",
+        "over the last tenth of a text; `all`: the whole last tenth",
     )
     augment: bool | None = Field(None, description="crop and flip images; default: only for cifar10", examples=[False])
     loader_workers: NonNegative = Field(
-        0, description="processes of each rank that load batches ahead; 0: the rank itself loads"
+        0, description="processes of each rank that load batches in advance; 0: the rank loads them itself"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _mode_may_be_null(cls, given: Any) -> Any:
-        """Let `--set train.mode=null` remove the mode of a file in favour of `parallel:`."""
+        """Drop a mode that is null, so that `--set train.mode=null` makes room for `parallel:`."""
         is_null = isinstance(given, dict) and given.get("mode", "") is None
         return {key: value for key, value in given.items() if key != "mode"} if is_null else given
 

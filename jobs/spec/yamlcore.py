@@ -1,4 +1,4 @@
-"""Loader and dumper for YAML 1.2's core schema. Dumped text also reads back the same under YAML 1.1."""
+"""A loader and a dumper for YAML 1.2's core schema. The dumped text means the same in YAML 1.1."""
 
 import re
 from collections.abc import Callable
@@ -14,9 +14,9 @@ ODD_LINE_ENDS: Final = frozenset("\x85\u2028\u2029")
 
 
 class CoreLoader(yaml.SafeLoader):
-    """Resolve plain scalars by the core schema of YAML 1.2; PyYAML follows 1.1.
+    """A loader that resolves plain scalars by the core schema of YAML 1.2; PyYAML follows 1.1.
 
-    Refuse documents that are nested too deep or have too many values, because PyYAML's time is quadratic in the depth.
+    It refuses documents that are nested too deep or have too many values: PyYAML's time is quadratic in the depth.
     """
 
     def __init__(self, stream: str) -> None:
@@ -44,7 +44,7 @@ CoreLoader.yaml_implicit_resolvers = {}  # drop the resolvers of YAML 1.1
 
 
 class CoreDumper(yaml.SafeDumper):
-    """Quote every string that YAML 1.1 or 1.2 would read as another type; write no anchors."""
+    """A dumper that quotes every string that YAML 1.1 or 1.2 would read as another type, and writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -67,8 +67,8 @@ def _float(text: str) -> float:
     return float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))
 
 
-# YAML 1.2.2, section 10.3.2: the types of plain text, tried in this order. The letters are the possible first
-# characters.
+# YAML 1.2.2, section 10.3.2: the types of plain text, tried in this order. The third column lists the characters with
+# which such a text can begin.
 _SCALARS: Final[tuple[tuple[str, str, str, Callable[[str], Any]], ...]] = (
     ("null", r"null|Null|NULL|~|", "nN~\0", lambda text: None),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),

@@ -1,4 +1,4 @@
-"""YAML files with the line of every key, read by the core schema of YAML 1.2.
+"""Read YAML files by the core schema of YAML 1.2, and record the line of every key.
 
     1e-4 is a number · 0o17 is fifteen · 010 is ten · yes, no, on, off are text · a key given twice is an error
 
@@ -22,7 +22,7 @@ MERGE_KEY: Final = "<<"
 
 
 @dataclass(frozen=True)
-class Place:
+class KeyPlace:
     """The place where a key was given: line and column of a file, counted from 1, or an argument (line 0)."""
 
     origin: str
@@ -35,9 +35,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One error: its place, its key, and a text with what was found and expected."""
+    """One error: its place, its key, and a text with the found and the expected value."""
 
-    place: Place
+    place: KeyPlace
     path: KeyPath
     text: str
 
@@ -56,20 +56,20 @@ class Document:
 
     name: str
     value: Any
-    places: dict[KeyPath, Place] = field(default_factory=dict)
+    places: dict[KeyPath, KeyPlace] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     unreadable: set[KeyPath] = field(default_factory=set)
 
-    def place(self, path: KeyPath) -> Place:
+    def place(self, path: KeyPath) -> KeyPlace:
         """Return the place of a key, or of the nearest key above it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
-        return self.places.get((), Place(self.name, 1, 1))
+        return self.places.get((), KeyPlace(self.name, 1, 1))
 
     def without_lines(self) -> "Document":
         """Return this document without line numbers, for a text that the user has not seen."""
-        return replace(self, places=dict.fromkeys([(), *self.places], Place(self.name)))
+        return replace(self, places=dict.fromkeys([(), *self.places], KeyPlace(self.name)))
 
     def placed(self, message: str) -> str:
         """Prefix a message with the place of the key that it begins with, or with the file if that key is not given."""
@@ -79,7 +79,7 @@ class Document:
         return f"{self.places.get(key, self.name)}: {message}"
 
     def complain(self, path: KeyPath, text: str) -> None:
-        """Add a mistake at a key, unless the key could not be read and so has a mistake already."""
+        """Add a mistake at a key, unless the key already has one because its value could not be read."""
         if path in self.unreadable:
             return
         self.mistakes.append(Mistake(self.place(path), path, text))
@@ -91,7 +91,7 @@ class Document:
             JobFileError: if the file is not a mapping.
         """
         if not isinstance(self.value, dict):
-            found = "is empty" if self.value is None else f"holds {show(self.value)}"
+            found = "is empty" if self.value is None else f"contains {show(self.value)}"
             raise JobFileError(f"{self.place(())}: the file {found}; expected lines of the form `key: value`")
         return self.value
 
@@ -107,7 +107,7 @@ class Document:
 
 
 def spell(path: KeyPath) -> str:
-    """Write a key path as the user would: `train.optimizer.betas.0`."""
+    """Format a key path as the user would write it: `train.optimizer.betas.0`."""
     return ".".join(str(part) for part in path)
 
 
@@ -182,7 +182,7 @@ def parse_value(text: str) -> Any:
 
 
 def dump(value: Any) -> str:
-    """Write a value as YAML that YAML 1.1 and 1.2 read back the same."""
+    """Write a value as YAML text with the same meaning in YAML 1.1 and 1.2."""
     return yaml.dump(value, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
 
 
@@ -208,7 +208,7 @@ def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
 
 
 class _Builder:
-    """Converts composed nodes to values, and records places and mistakes."""
+    """A converter of composed nodes to values, which records places and mistakes."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -273,14 +273,16 @@ class _Builder:
         try:
             return str(node.value).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
         except UnicodeDecodeError:
-            self._complain(self._place(node), path, "has half of a surrogate pair (\\ud800 to \\udfff); write both")
+            self._complain(
+                self._place(node), path, "has half of a surrogate pair (\\ud800 to \\udfff); write both halves"
+            )
             self.document.unreadable.add(path)
             return ""
 
     def _source(self, node: yaml.Node) -> str:
         return node.value if isinstance(node, yaml.ScalarNode) else "that is a list or a mapping"
 
-    def _complain(self, place: Place, path: KeyPath, text: str) -> None:
+    def _complain(self, place: KeyPlace, path: KeyPath, text: str) -> None:
         self.document.mistakes.append(Mistake(place, path, text))
 
     def _complain_of_tag(self, node: yaml.Node, path: KeyPath) -> None:
@@ -288,5 +290,5 @@ class _Builder:
         self.document.unreadable.add(path)
         self._complain(self._place(node), path, f"the tag {tag!r} is not known; remove it")
 
-    def _place(self, node: yaml.Node) -> Place:
-        return Place(self.document.name, node.start_mark.line + 1, node.start_mark.column + 1)
+    def _place(self, node: yaml.Node) -> KeyPlace:
+        return KeyPlace(self.document.name, node.start_mark.line + 1, node.start_mark.column + 1)

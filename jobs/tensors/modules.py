@@ -1,4 +1,4 @@
-"""The buffers in a module's state, and new tensors for an optimizer's state."""
+"""List the buffers in a module's state, and create tensors for an optimizer's state."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -9,14 +9,12 @@ from torch import Tensor, nn
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.tensors.parts import dtype_of
 
-ON_HOST: Final = {
-    "step",
-    "mu_product",
-}  # scalars that PyTorch keeps on the host, unless a kernel on the device reads them
+# Scalars that PyTorch keeps on the host, unless a kernel on the device reads them.
+ON_HOST: Final = {"step", "mu_product"}
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to a module's state, a shared one once."""
+    """Yield the name and the tensor of each buffer in a module's state. A shared buffer is yielded once."""
     seen: set[int] = set()
     for path, part in module.named_modules():
         for key, buffer in part._buffers.items():
@@ -26,7 +24,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def room_for(parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
-    """Return zeros for one entry of a parameter's state, on the device that its parameter group requires."""
+    """Return zeros for one entry of a parameter's optimizer state, on the device that its parameter group requires."""
     dtype = dtype_of(piece)
     if piece.shape == tuple(parameter.shape) and key not in ON_HOST:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -1,8 +1,7 @@
-"""Parts: tensors of this rank, each with the piece of a logical tensor that it holds (`jobs/checkpoint/pieces.py`).
+"""Parts: tensors of this rank, each with its piece of a logical tensor (`jobs/checkpoint/pieces.py`).
 
-A part is a whole tensor, a box of it, or a flat range of its elements. State replicated on several ranks is dealt out
-as
-flat ranges, so that every rank writes its share. Ranks that own only a range or some layers write exactly those.
+A part is a whole tensor, a box of it, or a flat range of its elements. State replicated on several ranks is divided
+into flat ranges, so that every rank writes a share. A rank that owns a range or some layers writes all that it owns.
 """
 
 from collections.abc import Sequence
@@ -29,8 +28,8 @@ DTYPES: Final[dict[torch.dtype, str]] = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a logical tensor, and the tensor with its shape on this rank."""
+class TensorPart:
+    """A piece of a logical tensor, and the tensor of this rank with its elements."""
 
     piece: Piece
     tensor: Tensor
@@ -47,19 +46,19 @@ def range_piece(name: str, dtype: torch.dtype, shape: tuple[int, ...], start: in
     return piece if (start, stop) == (0, piece.elements) else replace(piece, flat=(start, stop))
 
 
-def whole_part(name: str, tensor: Tensor) -> Part:
-    """Return the part for a tensor that this rank holds whole."""
-    return Part(whole(name, DTYPES[tensor.dtype], tuple(tensor.shape)), tensor.detach())
+def whole_part(name: str, tensor: Tensor) -> TensorPart:
+    """Return the part for a tensor of which this rank has all elements."""
+    return TensorPart(whole(name, DTYPES[tensor.dtype], tuple(tensor.shape)), tensor.detach())
 
 
-def deal(own: Sequence[Part], shared: Sequence[Part], *, rank: int, ranks: int) -> list[Part]:
-    """Return one rank's part of replicated state, so that all ranks write the same number of bytes, each byte once.
+def deal(own: Sequence[TensorPart], shared: Sequence[TensorPart], *, rank: int, ranks: int) -> list[TensorPart]:
+    """Return the parts that one rank writes, so that all ranks write the same number of bytes, each byte once.
 
-        rank 0   own own own s      `own` is rank 0's only; if that exceeds its share, it gets no more
-        rank 1   s s s s s s s
+        rank 0   own own own s      `own` is state of rank 0 only; if it exceeds rank 0's share, rank 0 writes no `s`
+        rank 1   s s s s s s s      `shared` is replicated on all ranks
         rank 2   s s s s s s s
 
-    Cuts are between elements, and depend only on names and shapes.
+    An element is never cut. Cuts depend only on the sizes of the parts, so all ranks compute the same ones.
     """
     total = sum(part.piece.nbytes for part in shared)
     of_own = sum(part.piece.nbytes for part in own)
@@ -78,13 +77,12 @@ def deal(own: Sequence[Part], shared: Sequence[Part], *, rank: int, ranks: int) 
     return parts
 
 
-def flat_part(part: Part, start: int, stop: int) -> Part:
+def flat_part(part: TensorPart, start: int, stop: int) -> TensorPart:
     """Return elements [start, stop) of a whole tensor, in row-major order."""
     if (start, stop) == (0, part.piece.elements):
         return part
-    return Part(
-        replace(part.piece, flat=(start, stop)), part.tensor.reshape(-1)[start:stop]
-    )  # a copy only if the tensor is not row-major
+    # reshape copies only a tensor that is not row-major
+    return TensorPart(replace(part.piece, flat=(start, stop)), part.tensor.reshape(-1)[start:stop])
 
 
 def _element(byte: int, size: int, elements: int) -> int:

@@ -7,25 +7,25 @@ import torch
 from torch import Tensor
 
 from muster.jobs.basics.errors import MusterError, NoCheckpointError, RefusedError
-from muster.jobs.checkpoint.manifest import Manifest, read_manifest
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.manifest import CheckpointManifest, read_manifest
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.saving.resume import Resume, require_chosen
-from muster.jobs.tensors.parts import Part
+from muster.jobs.tensors.parts import TensorPart
 from muster.jobs.world.world import World, require_equal
 
 PATIENCE_S: Final = 3.0  # how long this node's view of shared storage may lag behind the commit
 NO_DIGEST: Final = "00" * 32
 
 
-def same_manifest(folder: CheckpointDir, resume: Resume, world: World) -> Manifest:
-    """Read the manifest that was chosen: a collective, so that all ranks learn if one cannot read it.
+def same_manifest(folder: CheckpointDir, resume: Resume, world: World) -> CheckpointManifest:
+    """Read the manifest of the chosen checkpoint. This is a collective: if one rank cannot read it, all ranks raise.
 
     Raises:
-        RefusedError: if ranks see different manifests, or not the one that was chosen.
+        RefusedError: if ranks read different manifests, or not the chosen one.
         NoCheckpointError, StorageError: if this rank cannot read it.
     """
-    found: Manifest | None = None
+    found: CheckpointManifest | None = None
     problem: MusterError | None = None
     try:
         found = read_manifest(folder, patience_s=PATIENCE_S)
@@ -48,7 +48,7 @@ def same_manifest(folder: CheckpointDir, resume: Resume, world: World) -> Manife
     return found
 
 
-def fill(part: Part, reader: Reader) -> None:
+def fill(part: TensorPart, reader: CheckpointReader) -> None:
     """Read a part into its tensor."""
     tensor = part.tensor
     if tensor.device.type == "cpu" and tensor.is_contiguous():
@@ -61,6 +61,6 @@ def fill(part: Part, reader: Reader) -> None:
 
 
 def writable(tensor: Tensor) -> Any:
-    """Return a contiguous CPU tensor's memory as a buffer."""
+    """Return the memory of a contiguous CPU tensor as a writable buffer."""
     size = tensor.numel() * tensor.element_size()
     return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else bytearray()

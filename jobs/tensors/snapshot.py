@@ -1,9 +1,8 @@
 """A copy of a rank's part of the state between two steps, in memory shared with the writer process.
 
 The memory is an anonymous file (memfd), allocated and touched once, so that a save costs only the copy. On a CPU the
-copy is done when `take` returns. On CUDA the memory is pinned, and the copy runs on its own stream: it includes all
-work
-enqueued before, later work waits for it on the device, and the host continues at once.
+copy is done when `take` returns. On CUDA the memory is pinned, and the copy runs on its own stream, after all work
+enqueued before. Later work waits for it on the device, and the host continues at once.
 """
 
 import mmap
@@ -17,20 +16,20 @@ from torch import Tensor
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.machine import linux
-from muster.jobs.tensors.parts import Part
+from muster.jobs.tensors.parts import TensorPart
 
 ALIGNMENT: Final = 64
-NOTHING: Final = mmap.PAGESIZE  # a mapping cannot be empty; a rank's part can
+NOTHING: Final = mmap.PAGESIZE  # minimum size: a mapping cannot be empty, but a rank's part of the state can
 
 
-class Snapshot:
-    """Memory for some parts, and their newest copy.
+class MemorySnapshot:
+    """Memory for the parts of a rank, which contains their newest copy.
 
     Raises:
-        RefusedError: if this machine has not enough memory.
+        RefusedError: if this machine does not have enough memory.
     """
 
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[TensorPart], device: torch.device) -> None:
         self.pieces = [part.piece for part in parts]
         self.offsets, self.nbytes = place(self.pieces)
         self.descriptor = linux.memory_file("muster-snapshot")
@@ -41,7 +40,7 @@ class Snapshot:
             os.close(self.descriptor)
             raise RefusedError(
                 f"checkpoint: the copy of a rank's {size / 2**20:.0f} MB does not fit into memory: {error.strerror}; "
-                "use fewer ranks a node, or no checkpoint section"
+                "use fewer ranks per node, or remove the checkpoint section"
             ) from error
         memory = mmap.mmap(self.descriptor, size)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
@@ -55,8 +54,8 @@ class Snapshot:
         if self._stream is not None:
             pin(self._memory)
 
-    def take(self, parts: Sequence[Part]) -> None:
-        """Copy the parts that this memory was allocated for, in their state after all work enqueued so far."""
+    def take(self, parts: Sequence[TensorPart]) -> None:
+        """Copy the parts that this memory was allocated for, after all work enqueued so far."""
         assert [part.piece for part in parts] == self.pieces
         if self._stream is None:
             copy(parts, self._rooms)
@@ -71,16 +70,16 @@ class Snapshot:
 
     @property
     def is_complete(self) -> bool:
-        """True if the copy may be read."""
+        """True if the copy is complete and may be read."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Wait until the copy may be read."""
+        """Wait until the copy is complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Free the memory in this process; a writer that is reading it keeps its mapping."""
+        """Free the memory in this process. A writer that is still reading it keeps its own mapping."""
         if self._stream is not None:
             self.wait()
             unpin(self._memory)
@@ -90,7 +89,7 @@ class Snapshot:
 
 
 def place(pieces: Sequence[Piece]) -> tuple[list[int], int]:
-    """Assign aligned offsets to consecutive pieces; return the offsets and the end."""
+    """Assign aligned offsets to consecutive pieces; return the offsets and the total size."""
     offsets, end = [], 0
     for piece in pieces:
         offsets.append(end)
@@ -98,8 +97,8 @@ def place(pieces: Sequence[Piece]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def copy(parts: Sequence[Part], rooms: Sequence[Tensor]) -> None:
-    """Copy each part into its memory."""
+def copy(parts: Sequence[TensorPart], rooms: Sequence[Tensor]) -> None:
+    """Copy each part into the tensor of `rooms` at the same position."""
     with torch.no_grad():
         for part, room in zip(parts, rooms, strict=True):
             room.copy_(part.tensor, non_blocking=True)

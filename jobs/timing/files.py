@@ -9,21 +9,23 @@ from muster.jobs.basics.errors import NotFoundError
 from muster.jobs.basics.files import write_text
 from muster.jobs.basics.reading import open_file, parse_json
 from muster.jobs.measuring.recorded import End, Format, newest, write_table
-from muster.jobs.timing.records import VERSION, Dtypes, Header, Peak, Timed, Timing, Timings
+from muster.jobs.timing.records import VERSION, Dtypes, Header, Peak, Timed, TimingRecords, Timings
 from muster.jobs.timing.rows import ModelRow, rows_of
 
 Record = Header | Peak | Timed | Dtypes | End
 
 
 def gather(records: Sequence[Record]) -> Timings | None:
-    """Combine the records of one run; None before its header."""
+    """Combine the records of one run. Return None if there is no header yet."""
     header = next((each for each in records if isinstance(each, Header)), None)
     if header is None:
         return None
-    timing = Timing(
+    timing = TimingRecords(
         header=header,
         peaks=[each for each in records if isinstance(each, Peak)],
-        rows=list({each.case: each for each in records if isinstance(each, Timed)}.values()),  # the newest of each
+        rows=list(
+            {each.case: each for each in records if isinstance(each, Timed)}.values()
+        ),  # the newest row of each case
         dtypes=[each for each in records if isinstance(each, Dtypes)],
         is_over=any(isinstance(each, End) for each in records),
     )
@@ -58,7 +60,7 @@ def is_timing(path: Path) -> bool:
 
 
 def read_timings(paths: Sequence[Path]) -> Timings:
-    """Read runs or files, and return all their timings as one; errors as for `Format.read`."""
+    """Read runs or files into one `Timings`; errors as for `Format.read`."""
     return Timings(timings=[timing for path in paths for timing in FORMAT.read(path).timings])
 
 
@@ -73,19 +75,19 @@ def write_csv(timings: Timings, path: Path) -> None:
     write_table(COLUMNS, ([value(*row) for value in COLUMNS.values()] for row in rows), path)
 
 
-def _of(name: str) -> Callable[[Timing, ModelRow], Any]:
+def _of(name: str) -> Callable[[TimingRecords, ModelRow], Any]:
     return lambda timing, row: getattr(row.timed, name)
 
 
-def _summary(name: str) -> Callable[[Timing, ModelRow], Any]:
+def _summary(name: str) -> Callable[[TimingRecords, ModelRow], Any]:
     return lambda timing, row: getattr(row.timed.summary, name, None)
 
 
-def _seconds(name: str) -> Callable[[Timing, ModelRow], Any]:
+def _seconds(name: str) -> Callable[[TimingRecords, ModelRow], Any]:
     return lambda timing, row: None if (us := getattr(row, name)) is None else us / 1e6
 
 
-COLUMNS: Final[dict[str, Callable[[Timing, ModelRow], Any]]] = {
+COLUMNS: Final[dict[str, Callable[[TimingRecords, ModelRow], Any]]] = {
     "host": lambda timing, row: timing.header.machine.host,
     "device": lambda timing, row: timing.header.machine.gpu or timing.header.machine.cpu,
     "model": _of("model"),

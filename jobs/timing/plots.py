@@ -1,4 +1,4 @@
-"""Timed rows as bars: a panel for each model, the median of each pass and precision, the interval over launches."""
+"""Plot timed rows: a panel per model, a bar per pass and precision with the median and its interval over launches."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +17,9 @@ def plot(timings: Timings, path: Path) -> None:
 
     Raises:
         NothingToPlotError: if no row has a time.
-        RunFolderError, StorageError: if it cannot be written.
+        RunFolderError, StorageError: if the file cannot be written.
     """
-    panels: dict[str, dict[str, list[tuple[int, ModelRow]]]] = {}  # by model and name, with the number of the run
+    panels: dict[str, dict[str, list[tuple[int, ModelRow]]]] = {}  # model -> name -> (number of the run, row)
     for run, timing in enumerate(timings.timings):
         for row in rows_of(timing):
             if row.is_measured:

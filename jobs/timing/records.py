@@ -1,6 +1,6 @@
-"""Timings of models as records, torch-free: one JSON line each while a job runs, one JSON file for all of them after.
+"""Timings of models as records, torch-free: one JSON line each while a job runs, then one JSON file with all of them.
 
-    attempt-000/bench.jsonl      timing (the header), then peak, timed and dtypes as they come; the last line is `end`;
+    attempt-000/bench.jsonl      first timing (the header), then peak, timed and dtypes as measured, last `end`;
                                  each launch of a row writes the row again, with all its launches so far
     result.json                  {"muster_timing": 1, "timings": [{"header": ..., "peaks": [...], "rows": [...], ...}]}
 
@@ -39,7 +39,7 @@ class Machine(Strict):
 
 
 class Header(Strict):
-    """The settings and the machine; one per run."""
+    """The settings and the machine of a run."""
 
     record: Literal["timing"] = "timing"
     version: int = VERSION
@@ -52,7 +52,7 @@ class Header(Strict):
 
 
 class Peak(Strict):
-    """The best rate of several products of two square matrices."""
+    """The best rate over several multiplications of two square matrices."""
 
     record: Literal["peak"] = "peak"
     precision: Precision
@@ -61,15 +61,15 @@ class Peak(Strict):
 
 
 class Launch(Strict):
-    """One fresh process of a row: its numbers of warm-up and timed steps, and when it ended."""
+    """One fresh process of a row: its numbers of warm-up and timed steps, and the time at which it ended."""
 
     warm_up: NonNegative
     steps: NonNegative
     time: UnixTime
-    foreign: Share | None = None  # share of CPU time used by others meanwhile
+    foreign: Share | None = None  # share of CPU time used by other processes meanwhile
 
 
-class Summary(Strict):
+class TimingSummary(Strict):
     """Statistics of all timed steps; a single step has no deviation."""
 
     n: int
@@ -79,7 +79,7 @@ class Summary(Strict):
 
 
 class Timed(Strict):
-    """One row over its launches so far; each launch writes it again."""
+    """One row with its launches so far. Each launch writes the row again."""
 
     record: Literal["timed"] = "timed"
     model: str
@@ -95,9 +95,9 @@ class Timed(Strict):
     warm_up_s: list[Seconds] = Field(default_factory=list)  # each warm-up step, launch by launch
     steps_s: list[Seconds] = Field(default_factory=list)
     launches: list[Launch] = Field(default_factory=list)  # empty: one launch, written by an older Muster
-    summary: Summary | None = None
+    summary: TimingSummary | None = None
     rate: float | None = None  # tokens or images per second
-    flops: int  # of a step; 0: unknown
+    flops: int  # operations of a step; 0: unknown
     flops_per_s: float | None = None
     matmul_share: float | None = None  # relative to the rate of a matrix product in the same precision
     peak_bytes: int | None = None  # CUDA: peak of allocated bytes; CPU: peak growth of the process
@@ -106,34 +106,34 @@ class Timed(Strict):
     @model_validator(mode="after")
     def _launches_have_all_steps(self) -> Self:
         if self.launches and sum(each.steps for each in self.launches) != len(self.steps_s):
-            raise ValueError(f"launches that do not add up to {len(self.steps_s)} steps")
+            raise ValueError(f"the steps of the launches do not add up to {len(self.steps_s)}")
         return self
 
     @property
     def case(self) -> Case:
-        """The case that was measured."""
+        """The case that the row measures."""
         return Case(self.model, self.pass_name, self.precision, self.is_own)
 
     @property
     def steps_of_launches(self) -> list[tuple[list[float], Launch]]:
-        """The launches that have timed steps, each with its steps."""
+        """The launches that have timed steps, each with the times of its steps."""
         steps = iter(self.steps_s)
         launches = self.launches or [Launch(warm_up=len(self.warm_up_s), steps=len(self.steps_s), time=self.time)]
         return [(list(islice(steps, each.steps)), each) for each in launches if each.steps]
 
     @property
     def first_s(self) -> float | None:
-        """The time of the very first step, warm-up or not."""
+        """The time of the very first step, which may be a warm-up step."""
         return next(iter([*self.warm_up_s, *self.steps_s]), None)
 
     @property
     def unit(self) -> str:
-        """The unit counted by `rate`."""
+        """The unit that `rate` counts per second."""
         return "tokens" if self.context is not None else "samples" if self.is_own else "images"
 
 
 class LayerTypes(Strict):
-    """The dtypes of one layer in a training step; `-` for those it has not."""
+    """The dtypes of one layer in a training step; `-` where the layer has no such tensor."""
 
     layer: str
     kind: str
@@ -152,7 +152,7 @@ class Dtypes(Strict):
     layers: list[LayerTypes]
 
 
-class Timing(Strict):
+class TimingRecords(Strict):
     """All records of one run."""
 
     header: Header
@@ -163,7 +163,7 @@ class Timing(Strict):
 
     @property
     def left(self) -> list[tuple[int, Case]]:
-        """The rows with launches left, the next one first, each with its number of launches so far."""
+        """The rows with launches left, next row first, each with the number of its launches so far."""
         most = self.header.settings.launches
         done = {row.case: len(row.launches) if row.state == "ok" else most for row in self.rows}
         counts = [(done.get(case, 0), case) for case in self.header.settings.cases()]
@@ -174,11 +174,11 @@ class Timings(Strict):
     """The records of one or more runs."""
 
     muster_timing: Literal[1] = VERSION
-    timings: list[Timing] = Field(min_length=1)
+    timings: list[TimingRecords] = Field(min_length=1)
 
     @property
     def missing(self) -> str:
-        """A line about rows that are not finished; empty if all are."""
+        """A line about unfinished rows; empty if all rows are finished."""
         unfinished = [each for each in self.timings if not each.is_over]
         left = sum(len(each.left) for each in unfinished)
         return f"not finished: {counted(left, 'row')} with launches left" if unfinished else ""

@@ -1,28 +1,28 @@
-"""Timed rows as rows over launches, for statistics, tables, plots and comparisons. Pure."""
+"""Compute statistics over the launches of timed rows, for tables, plots and comparisons. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.measuring.launches import MeasuredRow, launch_of, over_launches
-from muster.jobs.timing.records import Timed, Timing, Timings
+from muster.jobs.timing.records import Timed, TimingRecords, Timings
 
 
 @dataclass(frozen=True)
 class ModelRow(MeasuredRow):
-    """One model, pass and precision over its launches."""
+    """One model, pass and precision, with the statistics over its launches."""
 
     timed: Timed
     device: str
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The key that two results share if they measured the same thing."""
+        """The key by which rows of two results are matched."""
         return tuple(self.labels.values())
 
     @property
     def labels(self) -> dict[str, Any]:
-        """The model, its pass and precision, and its batch."""
+        """The model, pass, precision, batch and device of the row."""
         row = self.timed
         return {
             "model": row.model,
@@ -35,14 +35,14 @@ class ModelRow(MeasuredRow):
         }
 
     def named(self, *, in_full: bool) -> str:
-        """Return the row's name: gpt-nano step fp32; in full: ..., 746,816 parameters, batch 16 x 128 on cpu."""
+        """Return the row's name, such as gpt-nano step fp32; in full also parameters, batch and device."""
         row = self.timed
         name = f"{row.model} {row.pass_name} {row.precision}"
         batch = f"batch {row.batch}" if row.context is None else f"batch {row.batch} x {row.context}"
         return f"{name}, {row.parameters:,} parameters, {batch} on {self.device}" if in_full else name
 
 
-def rows_of(timing: Timing) -> list[ModelRow]:
+def rows_of(timing: TimingRecords) -> list[ModelRow]:
     """Return the rows of one run."""
     return [row_of(row, timing.header.device) for row in timing.rows]
 
@@ -55,7 +55,7 @@ def row_of(row: Timed, device: str) -> ModelRow:
 
 
 def joined_rows(timings: Timings) -> list[ModelRow]:
-    """Return the rows of several runs as one result: launches of equal rows are joined, in the order of time.
+    """Return the rows of several runs as one result: rows with the same key are merged, with launches in time order.
 
     Raises:
         RefusedError: if the runs used different settings.
@@ -63,8 +63,8 @@ def joined_rows(timings: Timings) -> list[ModelRow]:
     settings = [timing.header.settings for timing in timings.timings]
     if len({(each.compile, each.activation_checkpointing) for each in settings}) > 1:
         raise RefusedError(
-            "results with and without compile or activation_checkpointing cannot be combined in one side; compare "
-            "one with the other"
+            "results with different settings of compile or activation_checkpointing cannot be combined on one side; "
+            "compare them with each other"
         )
     found: dict[tuple[Any, ...], ModelRow] = {}
     for row in (row for timing in timings.timings for row in rows_of(timing)):
@@ -74,7 +74,7 @@ def joined_rows(timings: Timings) -> list[ModelRow]:
 
 
 def _joined(one: Timed, other: Timed) -> Timed:
-    """Return a row with the launches of both; if one row failed, its state is kept."""
+    """Return a row with the launches of both rows. If one of them is not ok, the result has its state."""
     launches = {launch.time: (steps, launch) for row in (one, other) for steps, launch in row.steps_of_launches}
     ordered = [launches[time] for time in sorted(launches)]
     return (one if one.state != "ok" else other).model_copy(

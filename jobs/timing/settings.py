@@ -1,4 +1,4 @@
-"""The `timing:` section of a job file, torch-free: models alone, on one rank, without data, disk or network."""
+"""The `timing:` section of a job file: time models on one rank, without data loading, disk or network. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -30,7 +30,7 @@ def _models(schema: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a model, the pass, and the precision."""
+    """The model, pass and precision of one row."""
 
     model: str
     pass_name: Pass
@@ -39,12 +39,12 @@ class Case:
 
     @property
     def is_image(self) -> bool:
-        """True for a model that reads images; the others read tokens."""
+        """True for a built-in model of images; other built-in models read tokens."""
         return self.model in VGG_SHAPES
 
 
 class TimingSettings(Strict):
-    """Models, passes, precisions, and numbers of steps."""
+    """`timing:` - the models to time, their passes and precisions, and the numbers of steps."""
 
     model: list[str] = Field(
         [], description="models by name, or `all`", examples=["gpt-small"], json_schema_extra=_models
@@ -58,7 +58,7 @@ class TimingSettings(Strict):
     passes: list[Pass] = Field(
         ["forward", "backward", "step"],
         min_length=1,
-        description="how far a step goes: forward, also the backward, also the optimizer (AdamW)",
+        description="parts of a step to time: `backward` includes the forward, `step` also the optimizer (AdamW)",
         json_schema_extra=one_or_many,
     )
     precision: list[Precision] = Field(
@@ -70,19 +70,23 @@ class TimingSettings(Strict):
     batch: Positive = Field(16, description="samples of a step")
     context: Positive = Field(128, description="GPT: tokens of a sample")
     vocabulary: Positive = Field(10_000, description="GPT: number of tokens")
-    norm: Literal["rms", "layer"] = Field("rms", description="GPT: RMSNorm or LayerNorm")
+    norm: Literal["rms", "rms_fused", "layer"] = Field(
+        "rms", description="GPT: RMSNorm, RMSNorm as one Triton kernel each way (on GPUs), or LayerNorm"
+    )
     bias: bool = Field(False, description="GPT: linear layers have biases")
     tied: bool = Field(True, description="GPT: the embedding and the head share their weight")
     compile: bool = Field(False, description="use torch.compile, block by block")
     activation_checkpointing: bool = Field(False, description="recompute every block in the backward")
-    dtypes: bool = Field(False, description="show the type that autocast gives each layer, and time nothing")
+    dtypes: bool = Field(False, description="show the dtypes that autocast chooses for each layer, and time nothing")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one")
-    timeout_s: Annotated[float, Field(gt=0.0)] = Field(300.0, description="seconds that a launch of a row may take")
+    timeout_s: Annotated[float, Field(gt=0.0)] = Field(
+        300.0, description="time limit for each launch of a row, in seconds"
+    )
     matmul: bool = Field(True, description="also time a large matrix product, for comparison")
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.9, description="share of a host's free memory that a model may fill"
     )
-    seed: Seed = Field(0, description="of weights and data")
+    seed: Seed = Field(0, description="seed of weights and data")
 
     @field_validator("model", "passes", "precision", mode="before")
     @classmethod
@@ -113,7 +117,7 @@ class TimingSettings(Strict):
         fields = type(self).model_fields
         foreign = [name for name in OF_GPTS if getattr(self, name) != fields[name].default]
         if foreign and all(name in VGG_SHAPES for name in self.models()):
-            raise ValueError(f"{foreign[0]} is for GPTs, but none is timed; remove it, or name one")
+            raise ValueError(f"{foreign[0]} is for GPTs, but none is timed; remove it, or name a GPT")
         return self
 
     def models(self) -> list[str]:
@@ -176,16 +180,16 @@ class TimingSettings(Strict):
         """
         if world_size > 1:
             raise RefusedError(
-                f"timing: times models alone, on one rank, but this job has {world_size}; set nodes: 1 and "
-                "ranks_per_node: 1, or train: with several"
+                f"timing: runs on one rank, but this job has {world_size}; set nodes: 1 and ranks_per_node: 1, or use "
+                "a train: job to time several ranks"
             )
 
 
 def _own_training(section: dict[str, Any], timed: dict[str, Any]) -> TrainSettings:
-    """Return the training settings on one rank for timing a `train:` section.
+    """Return the settings for timing a `train:` section on one rank.
 
     Raises:
-        ValueError: if the section is wrong.
+        ValueError: if the section is invalid.
     """
     return TrainSettings.model_validate(
         {key: section[key] for key in OF_TRAIN if key in section} | {"mode": "single", **timed}

@@ -1,4 +1,4 @@
-"""Timings as text: settings after `#`, names, units, fixed columns, reasons for missing numbers, a verdict.
+"""Format timings as text: settings after `#`, names, units, fixed columns, reasons for missing numbers, a verdict.
 
 # model           pass  precision  parameters  batch  context    first     mean      std      min      rate ...
 #                                                                 (ms)     (ms)     (ms)     (ms)     (1/s) ...
@@ -14,7 +14,7 @@ from muster.jobs.measuring.columns import SPREAD, Column, cells, headings, utc
 from muster.jobs.measuring.compare import FOREIGN_LIMIT
 from muster.jobs.measuring.launches import confidence_lines
 from muster.jobs.models.shapes import GPT_SHAPES
-from muster.jobs.timing.records import Dtypes, Header, Peak, State, Timed, Timing, Timings
+from muster.jobs.timing.records import Dtypes, Header, Peak, State, Timed, TimingRecords, Timings
 from muster.jobs.timing.rows import ModelRow, rows_of
 from muster.jobs.timing.settings import TimingSettings
 
@@ -27,7 +27,7 @@ STATE_WORDS: Final[dict[State, str]] = {
     "refused": "refused",
     "failed": "failed",
 }
-MOST_WARM_UPS: Final = 4  # shown per row
+MOST_WARM_UPS: Final = 4  # at most this many warm-up times are shown in a row
 
 
 def _summary(row: ModelRow, name: str) -> str:
@@ -70,13 +70,13 @@ def report_lines(timings: Timings) -> list[str]:
 
 
 def heading(header: Header) -> list[str]:
-    """Return the heading: what was timed on which machine."""
+    """Return the heading, which describes the run and the machine."""
     machine, settings = header.machine, header.settings
     place = [f"host {machine.host}", *([machine.gpu] if header.device == "cuda" else [])]
     place += [machine.cpu, f"{counted(machine.threads, 'thread')} on {counted(machine.cores, 'core')}"]
     place.append(f"{machine.memory_bytes / 2**30:.0f} GB")
     return [
-        f"# {header.name}: models alone on {header.device} · torch {header.torch} · {utc(header.time)}",
+        f"# {header.name}: timings of models on {header.device} · torch {header.torch} · {utc(header.time)}",
         f"# {', '.join(place)}",
         f"# {'; '.join(_asked(settings))}",
     ]
@@ -85,8 +85,8 @@ def heading(header: Header) -> list[str]:
 def _asked(settings: TimingSettings) -> list[str]:
     """Describe the common settings of the rows."""
     launches = f"{settings.launches} launch{'es' * (settings.launches != 1)} of each row"
-    timed = f"{counted(settings.warmup, 'step')} to warm up, {counted(settings.steps, 'step')} timed"
-    asked = [] if settings.dtypes else [f"{launches}: {timed}, each until the device is done"]
+    timed = f"{counted(settings.warmup, 'warm-up step')}, {counted(settings.steps, 'timed step')}"
+    asked = [] if settings.dtypes else [f"{launches}: {timed}, each timed until the device has finished"]
     if any(name in GPT_SHAPES for name in settings.models()):
         head, biases = "tied" if settings.tied else "untied", "with" if settings.bias else "no"
         asked.append(f"vocabulary {settings.vocabulary:,}, {settings.norm} norm, {biases} biases, {head} head")
@@ -127,7 +127,7 @@ def verdict(timings: Timings) -> str:
 
 
 def number(value: float | None, unit: float = 1.0) -> str:
-    """Write a measured value in another unit with three digits, without exponent; None is `-`."""
+    """Format a value times `unit` with three digits, without exponent; None as `-`."""
     if value is None:
         return "-"
     value *= unit
@@ -138,7 +138,7 @@ def number(value: float | None, unit: float = 1.0) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Write a time in milliseconds; None is `-`."""
+    """Format a time in milliseconds; None as `-`."""
     return number(seconds, 1e3)
 
 
@@ -152,8 +152,8 @@ def _line(labels: Sequence[Column], measured: ModelRow) -> str:
     return f"{start}{cells(NUMBERS, measured)}  {warm_up}{more}{f'  {reason}' if reason else ''}"
 
 
-def _footer(timing: Timing) -> list[str]:
-    """Describe the effect of warming up, and the columns."""
+def _footer(timing: TimingRecords) -> list[str]:
+    """Return lines that describe the effect of the warm-up, the columns, and the load of other processes."""
     lines, rows = [], [row for row in timing.rows if row.summary is not None]
     slow = [(row, row.first_s / row.summary.min_s) for row in rows if row.summary and row.first_s and row.summary.min_s]
     if slow:
@@ -165,11 +165,11 @@ def _footer(timing: Timing) -> list[str]:
     of_cpu = "growth of the process" if timing.header.device == "cpu" else "of allocated bytes"
     units = " and ".join(dict.fromkeys(row.unit for row in rows))
     if rows:
-        share = ", matmul its share of the product above" if timing.peaks else ""
-        lines.append(f"# rate counts {units}; work is what the model needs{share}; memory the peak {of_cpu}")
+        share = "; matmul: rate of work relative to that of the product above" if timing.peaks else ""
+        lines.append(f"# rate: {units}; work: operations that the model needs{share}; memory: peak {of_cpu}")
     foreign = max((each.foreign or 0.0 for row in timing.rows for each in row.launches), default=0.0)
     if foreign > FOREIGN_LIMIT:
-        lines.append(f"# other processes took up to {foreign:.0%} of the cores during a launch")
+        lines.append(f"# other processes used up to {foreign:.0%} of the cores during a launch")
     return lines
 
 
@@ -179,7 +179,7 @@ def _peak(peak: Peak) -> str:
 
 
 def _dtypes(found: Dtypes) -> list[str]:
-    """Return the dtype table of one model; rows that all blocks share are shown once."""
+    """Return the dtype table of one model. Rows that are the same in all blocks are shown once."""
     names = ("layer", "kind", "parameters", "input", "output", "gradients")
     rows = [names, *_folded([tuple(getattr(each, name) for name in names) for each in found.layers])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
@@ -188,7 +188,7 @@ def _dtypes(found: Dtypes) -> list[str]:
 
 
 def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Write block1, block2, ... as block*, unless one of them differs."""
+    """Merge the rows of block1, block2, ... into rows of block*, unless a block differs."""
     folded = [(BLOCK.sub("block*", layer), *rest) for layer, *rest in rows]
     is_alike = len({layer for layer, *_ in folded}) == len(set(folded))
     return list(dict.fromkeys(folded)) if is_alike else list(rows)

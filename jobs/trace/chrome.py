@@ -1,6 +1,6 @@
-"""A chrome trace as it is kept: the profiler's own, with our steps and phases as lanes and without our marks.
+"""The Chrome trace of a profile: PyTorch's trace with lanes for steps and phases added, and Muster's marks removed.
 
-Perfetto (ui.perfetto.dev) and chrome://tracing open the file as it is, compressed; so does Holistic Trace Analysis.
+Perfetto (ui.perfetto.dev), chrome://tracing and Holistic Trace Analysis open the compressed file directly.
 """
 
 import gzip
@@ -13,21 +13,21 @@ from typing import Any, Final
 
 from muster.jobs.basics.files import write_bytes
 from muster.jobs.basics.reading import open_file, parse_json, read_rest
-from muster.jobs.trace.events import MARK, PROFILER_STEP, Step
+from muster.jobs.trace.events import MARK, PROFILER_STEP, ProfiledStep
 from muster.jobs.trace.nesting import Nested
 from muster.jobs.trace.operators import launched_in_steps
 
-HOST_LANE: Final = 1  # numbers of threads; those of real ones are process ids, and nobody's is so small
+HOST_LANE: Final = 1  # thread ids of the two added lanes; ids of real threads are never this small
 DEVICE_LANE: Final = 2
-MOST_PACKED: Final = 100  # times smaller than its text is a trace at most, 20 is usual
-MOST_BYTES: Final = 1 << 30  # a minute of a profiled rank makes some 100 MB
-QUICK: Final = 4  # of gzip's levels: half the time of the usual one, for a tenth more bytes
+MOST_PACKED: Final = 100  # limit for the compression ratio of a trace; 20 is usual
+MOST_BYTES: Final = 1 << 30  # limit for an uncompressed trace; a minute of a rank takes about 100 MB
+QUICK: Final = 4  # gzip level: takes half the time of the default level and writes 10 % more bytes
 
 
 def with_phases(document: dict[str, Any], nested: Nested) -> dict[str, Any]:
-    """Return a trace with lanes of our steps and phases, on the host and as the device got to them."""
+    """Add a lane with the steps and phases of the host, and one with the phases of the kernels on the device."""
     rows = document["traceEvents"]
-    names = numbers_of_steps(rows, nested.trace.steps)  # the device's ranges have the host's names
+    names = numbers_of_steps(rows, nested.trace.steps)  # the profiler's ranges have the same names on the device
     kept = [
         {**row, "name": names[row["name"]]} if row.get("name") in names else row
         for row in rows
@@ -40,17 +40,17 @@ def with_phases(document: dict[str, Any], nested: Nested) -> dict[str, Any]:
 
 
 def write_trace(path: Path, document: dict[str, Any]) -> None:
-    """Write a trace, compressed; errors as `write_bytes`."""
-    # Holistic Trace Analysis searches the text for `"rank": 1`, with the space.
+    """Compress a trace and write it to `path`; errors as for `write_bytes`."""
+    # The separator after a key contains a space, because Holistic Trace Analysis searches the text for `"rank": 1`.
     data = json.dumps(document, separators=(",", ": "), ensure_ascii=False).encode()
     write_bytes(path, gzip.compress(data, compresslevel=QUICK, mtime=0))
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a chrome trace, compressed or not.
+    """Read a Chrome trace, compressed or not.
 
     Raises:
-        ValueError: it is no trace, or larger than `MOST_BYTES` once it is unpacked.
+        ValueError: if the file is damaged, is not JSON, or is too large when decompressed.
     """
     with open_file(path) as file:
         read = gzip.GzipFile(fileobj=file).read if path.suffix == ".gz" else file.read
@@ -62,18 +62,18 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
-def numbers_of_steps(rows: Iterable[dict[str, Any]], steps: list[Step]) -> dict[str, str]:
-    """Return, by the name that the profiler gave its range of a step, the one with the number of the metrics."""
+def numbers_of_steps(rows: Iterable[dict[str, Any]], steps: list[ProfiledStep]) -> dict[str, str]:
+    """Map the profiler's name of each step (it counts recorded steps) to a name with the step's number in training."""
     names: dict[str, str] = {}
     for row in rows if steps else ():
         if str(row.get("name", "")).startswith(PROFILER_STEP) and row.get("cat") == "user_annotation":
             following = [step.number for step in steps if float(row["ts"]) <= step.start_us]
-            number = following[0] if following else steps[-1].number + 1  # begun, and not done
+            number = following[0] if following else steps[-1].number + 1  # this step began but did not end
             names[row["name"]] = f"{PROFILER_STEP}{number}"
     return names
 
 
-def _host_lane(process: object, steps: Iterable[Step]) -> Iterator[dict[str, Any]]:
+def _host_lane(process: object, steps: Iterable[ProfiledStep]) -> Iterator[dict[str, Any]]:
     yield from _named(process, HOST_LANE, "steps and phases")
     for step in steps:
         yield _range(process, HOST_LANE, f"step {step.number}", step.start_us, step.end_us)
@@ -82,8 +82,8 @@ def _host_lane(process: object, steps: Iterable[Step]) -> Iterator[dict[str, Any
 
 
 def _device_lane(process: object, nested: Nested) -> Iterator[dict[str, Any]]:
-    """Yield one range for each stretch of kernels that one phase launched, in the order in which they ended."""
-    yield from _named(process, DEVICE_LANE, "phases, on the device")
+    """Yield one range for each series of kernels that the same phase launched, in the order of their starts."""
+    yield from _named(process, DEVICE_LANE, "phases on the device")
     begun: list[tuple[str, float, float]] = []
     for event, launch, step in sorted(launched_in_steps(nested), key=lambda found: found[0].start_us):
         phase = step.phase_at(launch.event.start_us)
@@ -91,7 +91,7 @@ def _device_lane(process: object, nested: Nested) -> Iterator[dict[str, Any]]:
             continue
         if begun and begun[-1][0] == phase:
             begun[-1] = (phase, begun[-1][1], max(begun[-1][2], event.end_us))
-        else:  # streams overlap: a stretch begins where the one before has ended
+        else:  # kernels of several streams overlap, so a range begins no earlier than the previous one ends
             begun.append((phase, max(event.start_us, begun[-1][2] if begun else 0.0), event.end_us))
     for phase, start_us, end_us in begun:
         if start_us < end_us:

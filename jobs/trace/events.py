@@ -1,13 +1,12 @@
-"""A chrome trace as PyTorch's profiler writes it, read: operators by thread, kernels by device, collectives, steps.
+"""Parse a Chrome trace of PyTorch's profiler: operators by thread, kernels by device, collectives, and steps.
 
     host lane    step ──────────────────────────────      python, operators, launches: nested by time
                   aten::linear ── aten::addmm ── cudaLaunchKernel ┐ correlation
     device lane                                            kernel ┘
-    in flight    gloo:all_reduce ────                     spans that nest in nothing: begun by one thread, ended by
-                                                          another
+    in flight    gloo:all_reduce ────                     started by one thread, ended by another: not nested
 
-The steps of a trace and their phases stand between marks, which `jobs/train/profiling/recorder.py` sets as the clock
-of the training does: `muster mark start 7`, then `muster mark forward` at the end of the forward, and so on.
+Marks delimit the steps and their phases. `jobs/train/profiling/recorder.py` sets a mark whenever the training's clock
+ends a phase: `muster mark start 7`, then `muster mark forward` at the end of the forward, and so on.
 Times are microseconds of the trace's own clock.
 """
 
@@ -15,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
-Lane: TypeAlias = tuple[object, object]  # process and thread; of a device, device and stream
+Lane: TypeAlias = tuple[object, object]  # on the host: process and thread; on a device: device and stream
 Point: TypeAlias = tuple[Lane, float]
 
 MARK: Final = "muster mark "
@@ -25,19 +24,22 @@ HOST: Final = frozenset({"cpu_op", "user_annotation", "python_function", "cuda_r
 LAUNCHES: Final = frozenset({"cuda_runtime", "cuda_driver"})
 DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 IN_FLIGHT: Final = ("gloo:", "nccl:", "mpi:", "ucc:")
-MODULE: Final = "module "  # of the ranges of modules: `module attention block1.attention`
+MODULE: Final = "module "  # prefix of a module's range, such as `module attention block1.attention`
 MODULE_KINDS: Final = (
     *("norm", "attention", "mlp", "convolution", "pooling"),
     *("embedding", "head", "loss", "other"),
 )
 MEMORY: Final = "[memory]"
 LINK: Final = "fwdbwd"
-GPU: Final = 1  # of the types of devices in a trace
+GPU: Final = 1  # the device type of a CUDA device in a trace
 PROFILER_STEP: Final = "ProfilerStep#"
 
 
 class Event(NamedTuple):
-    """Something that took time; `correlation` ties a launch to what it launched. A module's has the module's kind."""
+    """A timed event. A launch and the kernel it starts have the same `correlation`.
+
+    The event of a module has the module's kind in `module_kind`.
+    """
 
     name: str
     category: str
@@ -49,12 +51,12 @@ class Event(NamedTuple):
 
     @property
     def duration_us(self) -> float:
-        """How long it took."""
+        """The duration of the event."""
         return self.end_us - self.start_us
 
 
 class MemoryEvent(NamedTuple):
-    """An allocation, or a free with negative bytes; `total` is what the allocator has handed out after it."""
+    """An allocation (positive `bytes`) or a free (negative `bytes`); `total`: bytes allocated after the event."""
 
     time_us: float
     lane: Lane
@@ -64,7 +66,7 @@ class MemoryEvent(NamedTuple):
     total: int
 
 
-class Span(NamedTuple):
+class PhaseSpan(NamedTuple):
     """One phase of a step, from one mark to the next."""
 
     phase: str
@@ -73,24 +75,24 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step that was recorded whole: `number` counts from 1, as in the metrics."""
+class ProfiledStep:
+    """One step that was recorded completely; `number` counts from 1, as in the metrics."""
 
     number: int
-    spans: tuple[Span, ...]
+    spans: tuple[PhaseSpan, ...]
 
     @property
     def start_us(self) -> float:
-        """When it began, on the host."""
+        """The time at which the step began on the host."""
         return self.spans[0].start_us
 
     @property
     def end_us(self) -> float:
-        """When it ended, on the host."""
+        """The time at which the step ended on the host."""
         return self.spans[-1].end_us
 
     def phase_at(self, time_us: float) -> str | None:
-        """Return the phase at a time, None outside the step."""
+        """Return the phase of the step at a given time, or None if the step does not contain that time."""
         for span in self.spans:
             if span.start_us <= time_us < span.end_us:
                 return span.phase
@@ -99,23 +101,23 @@ class Step:
 
 @dataclass
 class Trace:
-    """The events of one rank, sorted into what they are."""
+    """The events of one rank, sorted by type."""
 
     host: dict[Lane, list[Event]] = field(default_factory=dict)
     device: list[Event] = field(default_factory=list)
     in_flight: list[Event] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProfiledStep] = field(default_factory=list)
     memory: list[MemoryEvent] = field(default_factory=list)
-    links: list[tuple[Point, Point]] = field(default_factory=list)  # begins of a forward and of its backward
+    links: list[tuple[Point, Point]] = field(default_factory=list)  # starts of a forward operator and its backward
 
     @property
     def has_device(self) -> bool:
-        """True when anything ran on a GPU."""
+        """True if the trace has an event on a GPU."""
         return bool(self.device)
 
 
 def read_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
-    """Sort the `traceEvents` of a chrome trace; what is none of ours is left out."""
+    """Sort the `traceEvents` of a Chrome trace by type. Events of other types are ignored."""
     trace = Trace()
     marks: list[tuple[float, str]] = []
     ends: dict[object, dict[object, Point]] = {}
@@ -141,11 +143,11 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
     return trace
 
 
-def steps_between(marks: Iterable[tuple[float, str]]) -> list[Step]:
-    """Build steps from marks (time, text); one without its end is left out."""
-    steps: list[Step] = []
+def steps_between(marks: Iterable[tuple[float, str]]) -> list[ProfiledStep]:
+    """Build the steps from marks (time, text). A step without a stop mark is dropped."""
+    steps: list[ProfiledStep] = []
     number: int | None = None
-    spans: list[Span] = []
+    spans: list[PhaseSpan] = []
     last_us = 0.0
     for time_us, text in sorted(marks, key=lambda mark: mark[0]):
         word, _, rest = text.partition(" ")
@@ -153,10 +155,10 @@ def steps_between(marks: Iterable[tuple[float, str]]) -> list[Step]:
             number, spans, last_us = int(rest), [], time_us
         elif word == STOP:
             if number is not None and spans:
-                steps.append(Step(number, tuple(spans)))
+                steps.append(ProfiledStep(number, tuple(spans)))
             number = None
         elif number is not None:
-            spans.append(Span(word, last_us, time_us))
+            spans.append(PhaseSpan(word, last_us, time_us))
             last_us = time_us
     return steps
 

@@ -1,4 +1,4 @@
-"""Sets of time as sorted lists of intervals that do not touch: unions, intersections, differences. Pure.
+"""Union, intersection and difference of sets of intervals. A set is a sorted list of disjoint intervals. Pure.
 
 first    ████  ████
 second     █████            intersection  ██ ██      difference (first - second)  ██   ██
@@ -7,12 +7,12 @@ second     █████            intersection  ██ ██      differenc
 from collections.abc import Iterable
 from typing import TypeAlias
 
-Interval: TypeAlias = tuple[float, float]  # from, to
-Intervals: TypeAlias = list[Interval]  # sorted, none of them empty, no two of them touching
+Interval: TypeAlias = tuple[float, float]  # start, end
+Intervals: TypeAlias = list[Interval]  # sorted, not empty, with a gap between any two
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
-    """Merge intervals in any order; empty ones are dropped."""
+    """Merge intervals given in any order. Empty intervals are dropped."""
     merged: Intervals = []
     for start, end in sorted(each for each in intervals if each[0] < each[1]):
         if merged and start <= merged[-1][1]:
@@ -24,7 +24,7 @@ def union(intervals: Iterable[Interval]) -> Intervals:
 
 
 def intersection(first: Intervals, second: Intervals) -> Intervals:
-    """Return the time that lies in both of two unions."""
+    """Return the intersection of two sets of intervals."""
     common: Intervals = []
     one = two = 0
     while one < len(first) and two < len(second):
@@ -40,7 +40,7 @@ def intersection(first: Intervals, second: Intervals) -> Intervals:
 
 
 def difference(first: Intervals, second: Intervals) -> Intervals:
-    """Return the time that lies in the first union and not in the second."""
+    """Return the part of the first set that is not in the second."""
     left: Intervals = []
     at = 0
     for start, end in first:
@@ -58,5 +58,5 @@ def difference(first: Intervals, second: Intervals) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Return how much time a union holds."""
+    """Return the total length of a set of intervals."""
     return sum(end - start for start, end in intervals)

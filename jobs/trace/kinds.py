@@ -1,4 +1,4 @@
-"""What operators and kernels are, by their names: a table, the first row that fits. It gives colours and shares."""
+"""Classify operators and kernels by name, using the first matching row of a table."""
 
 import re
 from functools import cache
@@ -11,7 +11,7 @@ OTHER: Final = "other"
 _TABLE: Final = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
-        ("python", r"\.py\(\d+\)"),  # whatever a user's file is called
+        ("python", r"\.py\(\d+\)"),  # first, because the name of a user's file may match another row
         (COMMUNICATION, r"^c10d::|^(gloo|nccl|mpi|ucc):|^nccl|^communication$"),
         ("attention", r"scaled_dot_product|flash|efficient_attention|fmha|attention"),
         ("convolution", r"(?i)conv(?!ert)|implicit|[fdw]grad(?!.*gemm)|winograd|im2col|wgrad"),
@@ -44,19 +44,19 @@ _TABLE: Final = tuple(
     )
 )
 KINDS: Final = (*dict.fromkeys(kind for kind, _ in _TABLE), OTHER)
-TELLING: Final = frozenset({MATMUL, "convolution", "attention", COMMUNICATION, "optimizer"})
+DECISIVE: Final = frozenset({MATMUL, "convolution", "attention", COMMUNICATION, "optimizer"})  # see `kind_on_device`
 
-# How NCCL's kernels are named; Holistic Trace Analysis goes by the same pattern.
+# The pattern by which Holistic Trace Analysis recognizes NCCL's kernels.
 _COMMUNICATION_KERNEL: Final = re.compile(r"nccl.*Kernel")
 
 
 @cache
 def kind_of(name: str) -> str:
-    """Return the kind of an operator, a range or a kernel."""
+    """Return the kind of an operator, a range or a kernel by its name."""
     return next((kind for kind, pattern in _TABLE if pattern.search(name)), OTHER)
 
 
 @cache
 def is_communication_kernel(name: str) -> bool:
-    """True for a kernel that moves data between ranks."""
+    """Return True if this is the name of a kernel that moves data between ranks."""
     return _COMMUNICATION_KERNEL.match(name) is not None

@@ -1,13 +1,13 @@
-"""Time by kind of module: of which module an operator is part, in the forward and in the backward.
+"""Time by kind of module: find the module of each operator, in the forward and in the backward.
 
-    modules    block1.attention ───────────────── block1.mlp ──────       ranges that the recorder marks around forwards
+    modules    block1.attention ───────────────── block1.mlp ──────       ranges that the recorder sets around forwards
     operators  aten::linear ─── aten::softmax ─── aten::linear ────
                      │ the profiler's link from forward to backward
     backward         └────────────→ AddmmBackward0 ───                   part of block1.attention, too
 
-On a CPU, the time is that of the threads within the phases forward and backward, which the kinds add up to. Of a
-pipeline, whose phases are not marked, it is the time within operators and modules. On a GPU it is the time of kernels
-other than communication. What hooks do in the backward, and the sums of gradients, are part of `other`.
+On a CPU, the times of all kinds add up to the phases forward and backward, or to the time within operators and modules
+in a pipeline, which does not mark these phases. On a GPU, they add up to the time of all kernels, without communication
+and without the phases data and optimizer. Hooks in the backward and the accumulation of gradients are part of `other`.
 """
 
 import re
@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from muster.jobs.trace.events import Event, Trace
 from muster.jobs.trace.intervals import Interval, Intervals, difference, intersection, length, union
 from muster.jobs.trace.kinds import COMMUNICATION, OTHER, kind_of
-from muster.jobs.trace.nesting import Nested, Node
+from muster.jobs.trace.nesting import Nested, NestedEvent
 from muster.jobs.trace.operators import kind_on_device, launched_in_steps
 
 LOSS: Final = "loss"
@@ -28,25 +28,25 @@ NO_FORWARD: Final = ("data", "optimizer")
 _LOSSES: Final = re.compile(r"aten::(cross_entropy|nll_|\w+_loss|kl_div|binary_cross_entropy|_?fused_linear_cross)")
 
 
-class Place(NamedTuple):
+class ModulePlace(NamedTuple):
     """The module that an operator is part of."""
 
     kind: str
     name: str
 
 
-OUTSIDE: Final = Place(OTHER, "")
+OUTSIDE: Final = ModulePlace(OTHER, "")
 
 
 class Places:
-    """Finds the module of every node of a trace."""
+    """A lookup of the module of any node of a trace, with a cache."""
 
     def __init__(self, nested: Nested) -> None:
-        self._known: dict[int, Place] = {}
+        self._known: dict[int, ModulePlace] = {}
         self._forward = forwards_of(nested)
 
-    def of(self, node: Node | None) -> Place:
-        """Return the innermost module around a node, or of a backward node, around its forward."""
+    def of(self, node: NestedEvent | None) -> ModulePlace:
+        """Return the innermost module around a node; for a backward node, the one around its forward node."""
         unknown = []
         while node is not None and id(node) not in self._known:
             unknown.append(node)
@@ -56,20 +56,20 @@ class Places:
             around = self._known[id(each)] = self._within(each, around)
         return around
 
-    def _within(self, node: Node, around: Place) -> Place:
+    def _within(self, node: NestedEvent, around: ModulePlace) -> ModulePlace:
         event, forward = node.event, self._forward.get(id(node))
         if event.module_kind:
-            return Place(event.module_kind, event.name)
+            return ModulePlace(event.module_kind, event.name)
         if forward is not None:
             return self.of(forward)
         if kind_of(event.name) == COMMUNICATION:
             return OUTSIDE
-        return Place(LOSS, around.name) if around.kind == OTHER and _LOSSES.match(event.name) else around
+        return ModulePlace(LOSS, around.name) if around.kind == OTHER and _LOSSES.match(event.name) else around
 
 
-def forwards_of(nested: Nested) -> dict[int, Node]:
-    """Return, by id of a backward node, the forward node that the profiler links it with."""
-    at: dict[tuple[object, float], Node] = {}
+def forwards_of(nested: Nested) -> dict[int, NestedEvent]:
+    """Map the id of each backward node to the forward node that the profiler links to it."""
+    at: dict[tuple[object, float], NestedEvent] = {}
     for node in nested.nodes:
         if node.event.category == "cpu_op":
             at.setdefault((node.event.lane, node.event.start_us), node)
@@ -78,7 +78,7 @@ def forwards_of(nested: Nested) -> dict[int, Node]:
         forward, backward = at.get(source), at.get(target)
         if forward is not None and backward is not None and forward.event.start_us < backward.event.start_us:
             found[id(backward)] = forward
-    # The link ends at the engine's event. The hooks in there, which communicate, are no part of the module.
+    # A link ends at the engine's event, which also contains hooks that communicate. Use the node inside that event.
     for node in nested.nodes:
         around = node.parent
         if around is not None and id(around) in found and around.event.name == f"{ENGINE}: {node.event.name}":
@@ -87,7 +87,7 @@ def forwards_of(nested: Nested) -> dict[int, Node]:
 
 
 def modules_of(nested: Nested) -> dict[str, float]:
-    """Return the seconds of the recorded steps by kind of module, the most first; {} if no module is marked."""
+    """Return the seconds of each kind of module in the recorded steps, largest first; {} if no module is marked."""
     if not any(node.event.module_kind for node in nested.nodes):
         return {}
     places = Places(nested)
@@ -122,10 +122,10 @@ def _spans(trace: Trace, phases: Iterable[str] | None) -> Intervals:
     return union((span.start_us, span.end_us) for span in spans if phases is None or span.phase in phases)
 
 
-def _stretches(nodes: Iterable[Node], places: Places) -> Iterator[tuple[str, Interval]]:
-    """Yield when each thread was in which kind of module: that of the innermost event at the time."""
+def _stretches(nodes: Iterable[NestedEvent], places: Places) -> Iterator[tuple[str, Interval]]:
+    """Yield intervals of each thread's time, each with the kind of module of the innermost event."""
     for _, lane in groupby((node for node in nodes if _counts(node.event)), key=lambda node: node.event.lane):
-        open_: list[Node] = []
+        open_: list[NestedEvent] = []
         at_us = 0.0
         for node in (*lane, None):
             until_us = float("inf") if node is None else node.event.start_us

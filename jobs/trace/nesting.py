@@ -1,7 +1,7 @@
-"""Which event ran inside which: by time, thread by thread; and which of them launched a kernel.
+"""Nest the events of each thread by time, and find the event that launched each kernel.
 
-The profiler's own stacks are of Python's frames only and not always there; that one event lies within another on the
-same thread holds for every trace, on CPU and CUDA, with Python's frames (`profile: {stacks: true}`) or without.
+The stacks in a trace are optional (`profile: {stacks: true}`) and have Python frames only. Nesting by time works for
+every trace, on CPU and CUDA.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,29 +11,29 @@ from muster.jobs.trace.events import LAUNCHES, Event, Trace
 
 
 @dataclass(slots=True)
-class Node:
-    """An event of a thread, and what it ran in; `inside_us` is the time that its own children took."""
+class NestedEvent:
+    """An event of a thread, and the event around it (`parent`). `inside_us`: the total time of its children."""
 
     event: Event
-    parent: "Node | None"
+    parent: "NestedEvent | None"
     inside_us: float = 0.0
 
     @property
     def self_us(self) -> float:
-        """Its time without that of its children."""
+        """The event's time without that of its children."""
         return max(0.0, self.event.duration_us - self.inside_us)
 
-    def path(self) -> list["Node"]:
-        """Return the nodes from the outermost one to this."""
-        nodes: list[Node] = []
-        node: Node | None = self
+    def path(self) -> list["NestedEvent"]:
+        """Return the nodes from the outermost one to this one."""
+        nodes: list[NestedEvent] = []
+        node: NestedEvent | None = self
         while node is not None:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
 
     def is_inside_its_like(self) -> bool:
-        """True when an event of the same name lies around it: its time is in that one's."""
+        """Return True if an enclosing event has the same name, and so already includes this event's time."""
         node = self.parent
         while node is not None:
             if node.event.name == self.event.name:
@@ -42,20 +42,20 @@ class Node:
         return False
 
 
-def nest(events: Sequence[Event]) -> list[Node]:
-    """Nest the events of one thread, parents before their children.
+def nest(events: Sequence[Event]) -> list[NestedEvent]:
+    """Nest the events of one thread; parents come before their children.
 
-    One that ends after what it began in (the clock of the trace rounds) counts as inside it.
+    Times in a trace are rounded, so an event that begins inside another one counts as its child even if it ends later.
     """
-    nodes: list[Node] = []
-    open_: list[Node] = []
+    nodes: list[NestedEvent] = []
+    open_: list[NestedEvent] = []
     for event in sorted(events, key=lambda each: (each.start_us, -each.end_us)):
         while open_ and open_[-1].event.end_us <= event.start_us:
             open_.pop()
         parent = open_[-1] if open_ else None
         if parent is not None:
             parent.inside_us += min(event.end_us, parent.event.end_us) - event.start_us
-        node = Node(event, parent)
+        node = NestedEvent(event, parent)
         nodes.append(node)
         open_.append(node)
     return nodes
@@ -63,16 +63,16 @@ def nest(events: Sequence[Event]) -> list[Node]:
 
 @dataclass(frozen=True)
 class Nested:
-    """A trace with its host events nested, and every launch by its correlation."""
+    """A trace with its host events nested, and with its launches by correlation."""
 
     trace: Trace
-    nodes: list[Node]
-    launches: dict[int, Node]
+    nodes: list[NestedEvent]
+    launches: dict[int, NestedEvent]
 
-    def launched(self) -> Iterator[tuple[Event, Node | None]]:
-        """Yield what ran on the device, each with the call that launched it, None in a trace that has no such calls.
+    def launched(self) -> Iterator[tuple[Event, NestedEvent | None]]:
+        """Yield each device event with the call that launched it, or with None if the trace has no launches at all.
 
-        What was launched before the recording began is left out: the device was still busy with an earlier step.
+        Events that were launched before the recording began belong to an earlier step and are left out.
         """
         for event in self.trace.device:
             launch = None if event.correlation is None else self.launches.get(event.correlation)

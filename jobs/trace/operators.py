@@ -1,24 +1,24 @@
-"""Where the time went by name: operators by their CPU and CUDA time, kernels, kinds, and the phases of the steps.
+"""Sum up CPU and CUDA time by operator, by kernel, by kind, and by phase of the step.
 
-    total   from an operator's begin to its end, with what it called; inside one of its own name it counts once
-    self    without what it called; on CUDA what it launched itself
+    total   time from start to end of an operator, with all calls inside it; a nested call of the same name adds nothing
+    self    the same without the calls inside it; on CUDA: time of the kernels that it launched itself
 
-Only what ran, or was launched, within a recorded step counts.
+Operators count if they began within a recorded step, kernels if they were launched within one.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from muster.jobs.trace.events import Event, Step, Trace
-from muster.jobs.trace.kinds import COMMUNICATION, MATMUL, OTHER, TELLING, kind_of
-from muster.jobs.trace.nesting import Nested, Node
+from muster.jobs.trace.events import Event, ProfiledStep, Trace
+from muster.jobs.trace.kinds import COMMUNICATION, DECISIVE, MATMUL, OTHER, kind_of
+from muster.jobs.trace.nesting import Nested, NestedEvent
 
 COUNTED = frozenset({"cpu_op", "user_annotation"})
 
 
 @dataclass
 class Operator:
-    """One name, summed over the recorded steps; a kernel has CUDA times only."""
+    """The total of all operators, ranges or kernels of one name over the recorded steps. Kernels have no CPU time."""
 
     name: str
     kind: str
@@ -30,7 +30,7 @@ class Operator:
 
 
 def operators_of(nested: Nested) -> list[Operator]:
-    """Sum up operators and ranges, those with the most CUDA time first, without CUDA those with the most CPU time."""
+    """Sum up operators and ranges by name, sorted by CUDA time, then CPU time, largest first."""
     found: dict[str, Operator] = {}
     for node in nested.nodes:
         event = node.event
@@ -46,8 +46,8 @@ def operators_of(nested: Nested) -> list[Operator]:
     return sorted(found.values(), key=lambda row: (-row.cuda_total_us, -row.cpu_total_us, row.name))
 
 
-def _charge(found: dict[str, Operator], event: Event, launch: Node | None, steps: list[Step]) -> None:
-    """Add a kernel's time to the operators that it was launched from."""
+def _charge(found: dict[str, Operator], event: Event, launch: NestedEvent | None, steps: list[ProfiledStep]) -> None:
+    """Add a kernel's time to the operators around its launch."""
     if launch is None or step_at(steps, launch.event.start_us) is None:
         return
     around = [node.event.name for node in launch.path() if node.event.category in COUNTED]
@@ -58,7 +58,7 @@ def _charge(found: dict[str, Operator], event: Event, launch: Node | None, steps
 
 
 def kernels_of(nested: Nested) -> list[Operator]:
-    """Sum up what ran on the device, the longest first."""
+    """Sum up device events by name, largest time first."""
     found: dict[str, Operator] = {}
     for event, launch in nested.launched():
         if step_at(nested.trace.steps, event.start_us if launch is None else launch.event.start_us) is None:
@@ -70,17 +70,17 @@ def kernels_of(nested: Nested) -> list[Operator]:
     return sorted(found.values(), key=lambda row: (-row.cuda_total_us, row.name))
 
 
-def kind_on_device(event: Event, launch: Node | None) -> str:
-    """Return a kernel's kind: that of the operator that launched it where it tells, else by the kernel's own name."""
+def kind_on_device(event: Event, launch: NestedEvent | None) -> str:
+    """Return a kernel's kind: that of the innermost DECISIVE operator around its launch, else that of its own name."""
     own = kind_of(event.name)
     if launch is None or event.category != "kernel" or own == COMMUNICATION:
         return own
     around = (kind_of(node.event.name) for node in reversed(launch.path()) if node.event.category == "cpu_op")
-    return next((kind for kind in around if kind in TELLING), own)
+    return next((kind for kind in around if kind in DECISIVE), own)
 
 
 def kinds_of(rows: Iterable[Operator]) -> dict[str, float]:
-    """Return seconds by kind, without what operators called: of kernels, or of operators where there are none."""
+    """Sum the self time of operators or kernels by kind, in seconds, largest first."""
     seconds: dict[str, float] = {}
     for row in rows:
         seconds[row.kind] = seconds.get(row.kind, 0.0) + (row.cuda_self_us or row.cpu_self_us) / 1e6
@@ -88,18 +88,18 @@ def kinds_of(rows: Iterable[Operator]) -> dict[str, float]:
 
 
 def matmul_share(kinds: dict[str, float]) -> float | None:
-    """Return the share of matrix products in all that was computed; None where nothing was."""
+    """Return the share of matrix products in the time of all kinds but communication; None if that time is 0."""
     total = sum(seconds for kind, seconds in kinds.items() if kind != COMMUNICATION)
     return kinds.get(MATMUL, 0.0) / total if total > 0.0 else None
 
 
 def phases_of(trace: Trace) -> dict[str, float]:
-    """Return the host's seconds by phase, over all recorded steps."""
+    """Return the host's seconds in each phase, summed over the recorded steps."""
     return _by_phase((span.phase, span.end_us - span.start_us) for step in trace.steps for span in step.spans)
 
 
 def device_phases_of(nested: Nested) -> dict[str, float]:
-    """Return the device's busy seconds by the phase that launched it; streams side by side count both."""
+    """Sum the seconds of device events by the phase that launched them. Events that overlap count in full."""
     found = launched_in_steps(nested)
     return _by_phase(
         (step.phase_at(launch.event.start_us) or OTHER, event.duration_us) for event, launch, step in found
@@ -107,7 +107,7 @@ def device_phases_of(nested: Nested) -> dict[str, float]:
 
 
 def device_spans_of(nested: Nested) -> dict[int, float]:
-    """Return, by step, the seconds from its first begin to its last end on the device; empty without one."""
+    """Map each step's number to the seconds from the start of its first device event to the end of its last one."""
     spans: dict[int, tuple[float, float]] = {}
     for event, _, step in launched_in_steps(nested):
         start_us, end_us = spans.get(step.number, (event.start_us, event.end_us))
@@ -115,15 +115,15 @@ def device_spans_of(nested: Nested) -> dict[int, float]:
     return {number: (end_us - start_us) / 1e6 for number, (start_us, end_us) in spans.items()}
 
 
-def launched_in_steps(nested: Nested) -> Iterator[tuple[Event, Node, Step]]:
-    """Yield what ran on the device and was launched within a step, with its launch."""
+def launched_in_steps(nested: Nested) -> Iterator[tuple[Event, NestedEvent, ProfiledStep]]:
+    """Yield the device events that were launched within a recorded step, each with its launch and the step."""
     for event, launch in nested.launched():
         if launch is not None and (step := step_at(nested.trace.steps, launch.event.start_us)) is not None:
             yield event, launch, step
 
 
-def step_at(steps: Iterable[Step], time_us: float) -> Step | None:
-    """Return the step at a time of the host."""
+def step_at(steps: Iterable[ProfiledStep], time_us: float) -> ProfiledStep | None:
+    """Return the step that contains a time on the host, or None."""
     return next((step for step in steps if step.start_us <= time_us < step.end_us), None)
 
 

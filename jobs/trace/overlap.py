@@ -1,4 +1,4 @@
-"""How much of the communication is hidden: our overlap ratio, of one rank, from its trace.
+"""The overlap ratio of one rank, from its trace: the share of its communication time in which it also computes.
 
     ratio = time in communication while computing / time in communication          0.0 nothing hidden ... 1.0 all of it
 
@@ -6,52 +6,53 @@
     computing   ██████████████                both are unions of intervals: two collectives at once count once
     while           ████████   ██             here (8 + 2) / (8 + 6) = 0.71
 
-This is the definition of Holistic Trace Analysis (`get_comm_comp_overlap`); ours is also taken step by step, and on
-CPUs, of which that knows nothing. That leaves out a trace's last step and rounds kernels to whole microseconds inwards
-unless told otherwise, which costs short kernels a percent.
+The definition is that of Holistic Trace Analysis (`get_comm_comp_overlap`). This module also computes the ratio for
+each step, and for CPUs, which HTA does not support. By default HTA omits the last step of a trace and rounds the bounds
+of kernels inwards to whole microseconds. That shortens brief kernels, so results can differ by a percent.
 
-On CUDA, communication is NCCL's kernels and computing every other kernel, on any stream; copies and memsets are
-neither. A kernel belongs to the step whose host side launched it.
+On CUDA, NCCL's kernels are communication, and every other kernel on any stream is computation. Copies and memsets are
+neither. A kernel belongs to the step in which the host launched it.
 
-On a CPU, communication is the profiler's span of each collective of gloo's (`gloo:all_reduce` and so on): from when a
-thread of gloo's takes it up to its end, the wait for slower ranks included, as in an NCCL kernel. Of a send or a
-receive it ends when somebody has waited for it. Computing is the time in which some thread is within an operator:
-`aten::...`, a node of the backward, a compiled region. The collective's own call, the engine's bookkeeping and Python
-between operators are not computing. So what a synchronous all-reduce waits is not hidden: `allreduce` has 0.0.
+On a CPU, communication is the profiler's span of each gloo collective (`gloo:all_reduce` and so on). The span begins
+when a gloo thread starts the collective. Like an NCCL kernel, it includes the wait for slower ranks. The span of a send
+or a receive ends when a thread has waited for it. Computation is the time in which any thread is within an operator:
+`aten::...`, a node of the backward, or a compiled region. The call of the collective, the bookkeeping of the autograd
+engine, and Python between operators are not computation. So mode `allreduce`, whose all-reduces are synchronous, has
+ratio 0.0.
 """
 
 from dataclasses import dataclass
 
-from muster.jobs.trace.events import Event, Step, Trace
+from muster.jobs.trace.events import Event, ProfiledStep, Trace
 from muster.jobs.trace.intervals import Intervals, difference, intersection, length, union
 from muster.jobs.trace.kinds import is_communication_kernel
 from muster.jobs.trace.nesting import Nested
 
-BOOKKEEPING = ("autograd::engine::evaluate_function", "torch::autograd::AccumulateGrad")  # hooks run in these
+BOOKKEEPING = ("autograd::engine::evaluate_function", "torch::autograd::AccumulateGrad")  # these events contain hooks
 CALLS = ("c10d::",)
 COMPILED = ("Torch-Compiled Region", "## Call CompiledFxGraph")
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Communication of a step or of several, in seconds; `hidden_s` of it passed while this rank computed."""
+    """The communication time of one or more steps, and the part of it during which this rank also computed."""
 
     communication_s: float
     hidden_s: float
 
     @property
     def ratio(self) -> float | None:
-        """The overlap ratio; None where nothing was communicated."""
+        """The overlap ratio; None if there was no communication."""
         return self.hidden_s / self.communication_s if self.communication_s > 0.0 else None
 
 
 def overlap_of(communication: Intervals, computing: Intervals) -> Overlap:
-    """Compare two unions of intervals in microseconds."""
+    """Compute the overlap of two sets of intervals in microseconds."""
     return Overlap(length(communication) / 1e6, length(intersection(communication, computing)) / 1e6)
 
 
 def added(parts: list[Overlap]) -> Overlap:
-    """Return the overlap of several steps as one."""
+    """Add up the overlaps of several steps."""
     return Overlap(sum(each.communication_s for each in parts), sum(each.hidden_s for each in parts))
 
 
@@ -67,7 +68,7 @@ def overlap_by_step(nested: Nested) -> list[Overlap]:
 
 
 def computing_on_cpu(trace: Trace) -> Intervals:
-    """Return when any thread was within an operator that computes."""
+    """Return the intervals in which any thread was within an operator that computes."""
     every: Intervals = []
     for events in trace.host.values():
         calls = union(_interval(each) for each in events if each.name.startswith(CALLS))
@@ -76,8 +77,8 @@ def computing_on_cpu(trace: Trace) -> Intervals:
     return union(every)
 
 
-def _kernels(nested: Nested, step: Step) -> Intervals:
-    """List the communication kernels that a step launched; without a launch in the trace their own time decides."""
+def _kernels(nested: Nested, step: ProfiledStep) -> Intervals:
+    """List the communication kernels launched in a step or, if the trace has no launches, that started in the step."""
     found = []
     for event, launch in nested.launched():
         if event.category == "kernel" and is_communication_kernel(event.name):

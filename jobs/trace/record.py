@@ -1,8 +1,8 @@
-"""What a profile says, as one record (`profile.json`) and as tables: made of a trace, read by `muster profile`.
+"""Summarize a trace as one record (`profile.json`), which `muster profile` reads, and as tables.
 
 {"version": 1, "rank": 0, "attempt": 0, ...facts of the rank,
  "steps": [{"step": 6, "seconds": 0.21, "communication_s": 0.06, "hidden_s": 0.02, "overlap": 0.33}, ...],
- "overlap": 0.33,            time in communication while computing / time in communication, all steps together
+ "overlap": 0.33,            time in communication while computing / time in communication, over all steps
  "phases": {"forward": 0.2, ...}, "device_phases": {...}, "kinds": {"matmul": 0.3, ...}, "matmul_share": 0.6,
  "modules": {"mlp": 0.1, ...}, "memory_over_time": [[0.01, 4096], ...], "allocations": [{"bytes": ...}, ...],
  "operators": [...], "kernels": [...], "memory": {...}, "files": {...}}
@@ -36,11 +36,11 @@ COLUMNS: Final = (
     ("cuda total ms", "cuda_total_us"),
     ("cuda self ms", "cuda_self_us"),
 )
-LONGEST: Final = 72  # letters of a name in a table
+LONGEST: Final = 72  # limit in characters for a name in a table
 
 
 def record_of(nested: Nested, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Summarize a trace; `facts` are what is known of the rank otherwise."""
+    """Summarize a trace; `facts` are further entries of the record, such as rank and attempt."""
     operators, kernels = operators_of(nested), kernels_of(nested)
     kinds = kinds_of(kernels if nested.trace.has_device else operators)
     modules = modules_of(nested)
@@ -71,7 +71,7 @@ def record_of(nested: Nested, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def operators_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Spell rows of operators as CSV."""
+    """Format rows of operators as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(Operator.__dataclass_fields__), lineterminator="\n")
     writer.writeheader()
@@ -80,17 +80,17 @@ def operators_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def operators_text(record: Mapping[str, Any]) -> str:
-    """Spell a record's operators, kernels, kinds and phases as plain text."""
+    """Format the phases, kinds, modules, operators and kernels of a record as plain text."""
     steps = [step["step"] for step in record["steps"]]
     parts = [
         f"rank {record['rank']}, attempt {record['attempt']}, {numbers(steps)} of {record.get('steps_of_job', '?')}"
     ]
-    parts += [_shares("phases, on the host", record["phases"])]
+    parts += [_shares("phases on the host", record["phases"])]
     if record["device_phases"]:
-        parts += [_shares("phases, on the device", record["device_phases"])]
+        parts += [_shares("phases on the device", record["device_phases"])]
     parts += [_shares("kinds" + " of kernels" * bool(record["kernels"]), record["kinds"])]
     if "modules" in record:
-        parts += [_shares("modules, forward and backward", record["modules"])]
+        parts += [_shares("modules in forward and backward", record["modules"])]
     parts += ["operators\n" + table_of(record["operators"])]
     if record["kernels"]:
         parts += ["kernels\n" + table_of(record["kernels"])]
@@ -98,14 +98,14 @@ def operators_text(record: Mapping[str, Any]) -> str:
 
 
 def numbers(steps: Sequence[int]) -> str:
-    """Spell which steps were recorded."""
+    """Format the numbers of the recorded steps."""
     if not steps:
         return "no step"
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]}-{steps[-1]}"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Lay out operators in columns; those of a device only where there is one."""
+    """Format operators as a table; a time column is left out if all its values are 0."""
     columns = [(head, key) for head, key in COLUMNS if any(row[key] for row in rows)]
     lines = ["  ".join([*(f"{head:>13}" for head, _ in columns), f"{'calls':>7}", f"{'kind':13}", "name"])]
     for row in rows:
@@ -115,7 +115,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def shortened(name: str) -> str:
-    """Cut the long name of a kernel."""
+    """Shorten the name of an operator or kernel to `LONGEST` characters."""
     return name if len(name) <= LONGEST else name[: LONGEST - 2] + ".."
 
 

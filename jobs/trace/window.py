@@ -1,4 +1,4 @@
-"""Which steps of an attempt are recorded: those asked for, or what a short job has. Pure."""
+"""Choose the steps of an attempt to record: those in the settings, or the last ones of a short attempt. Pure."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,8 +10,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Window:
-    """Steps `first` to `last` are recorded, counted from 1 over the whole job; `note` is what differs from the wish."""
+class ProfileWindow:
+    """The recorded steps, `first` to `last`, counted from 1 over the whole job.
+
+    `note` explains how they differ from the settings; empty if they do not.
+    """
 
     first: int
     last: int
@@ -19,27 +22,27 @@ class Window:
 
     @property
     def count(self) -> int:
-        """How many steps are recorded; 0 when there is none left."""
+        """The number of recorded steps; 0 if the attempt has no steps left."""
         return max(0, self.last - self.first + 1)
 
 
-def window_of(settings: "ProfileSettings", *, done: int, steps: int) -> Window:
-    """Place the recording in an attempt that begins with `done` steps done of `steps`; a short one is used to its end.
+def window_of(settings: "ProfileSettings", *, done: int, steps: int) -> ProfileWindow:
+    """Choose the steps to record in an attempt that begins after `done` of `steps` steps.
 
-    before     . . . . . R R R . . .      first_step 6, steps 3
+    11 left    . . . . . R R R . . .      first_step 6, steps 3
     8 left     . . . . . R R R
     7 left     . . . . R R R              one step earlier
-    2 left     R R                        fewer steps, none of which has warmed up
+    2 left     R R                        fewer steps, without a warm-up
     """
     left = steps - done
     count = min(settings.steps, left)
     if count <= 0:
-        return Window(done + 1, done, "nothing to profile: no step is left to do")
+        return ProfileWindow(done + 1, done, "nothing to profile: this attempt has no steps left")
     before = min(settings.first_step - 1, left - count)
     note = ""
     if before < settings.first_step - 1 or count < settings.steps:
         note = (
-            f"train.profile asks for {counted(settings.steps, 'step')} from step {settings.first_step} of an attempt "
-            f"on, this one has {left}: its last {count} recorded, {before} to warm up"
+            f"train.profile asks for {counted(settings.steps, 'step')} from step {settings.first_step} of an attempt; "
+            f"this one has {left}, so its last {count} are recorded, after {counted(before, 'warm-up step')}"
         )
-    return Window(done + before + 1, done + before + count, note)
+    return ProfileWindow(done + before + 1, done + before + count, note)

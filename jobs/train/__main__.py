@@ -6,13 +6,14 @@ import signal
 from muster.jobs.train.flags import parse
 
 args = parse()
-# Until the ranks have met, Ctrl-C ends this process at once: torch's import and its store do not react to Python's
-# handler.
+# Until the ranks have met, Ctrl-C ends this process at once, because Python's handler would not run while torch is
+# imported or its store waits.
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-# Read when torch is imported. Its warnings about a lost or late peer print C++ stacks around Muster's one line.
+# torch reads this when it is imported. Its warnings about a lost or late peer would print C++ stacks around Muster's
+# one-line message.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from muster.jobs.train.direct import main  # noqa: E402 - torch: only when there is something to train
+from muster.jobs.train.direct import main  # noqa: E402 - imports torch, which --help does not need
 
 main(args)

@@ -1,24 +1,25 @@
 """Compare two tensors that should be equal: are they bitwise equal, and if not, how far apart are they?
 
-Each class has its demands on every step:
+A mode belongs to one of three classes, which demand the following of every step:
 
   bitwise  Mode and reference train independently. Gradients, parameters, buffers, losses and output have the same bits.
   tight    The mode sums the same gradients in another order, so its sums may be off by rounding. How far such an error
-           grows in later steps depends on the job, not on the mode (one flipped maximum in a pool is a jump). So the
-           reference follows the mode: from the same state it computes its own gradient, compares, and then steps with
-           the mode's. Gradients must lie within a derived bound; all else must have the same bits.
+           grows in later steps depends on the job, not on the mode (if rounding changes which element of a pool is the
+           largest, the result jumps). So the reference follows the mode: from the same state it computes its own
+           gradient, compares, and then steps with the mode's gradient. Gradients must lie within the bound below;
+           everything else must have the same bits.
   near     The mode also sums in another order within the forward and backward, so that nothing before the optimizer has
-           the same bits. The reference follows. Gradients, losses and output must lie within the reach of rounding
-           that `rounding.py` measures from that state, with the bound added for gradients; all else must have the
+           the same bits. The reference follows. Gradients, losses and output must lie within the rounding error that
+           `rounding.py` measures from that state, plus the bound below for gradients; everything else must have the
            same bits.
 
-The bound: V numbers, summed in any order and divided before or after, are off by at most V roundings, each of at most
-eps times the sum of their magnitudes. Two orders differ by at most 2 V eps m, where m is the largest element of the
-mean
-over shards of |gradient|. With clipping the norms differ too, relatively by at most 2 V eps |m|_2 / |g|_2. eps is that
-of the gradients' dtype, or of the communication dtype if that is coarser: fp64 has a 5e8 times tighter bound than fp32,
-and communication in bf16 a 65536 times looser one. A dtype with a small exponent range loses up to its smallest number
-(6e-8 in fp16) of each besides. The distance after independent training is shown as drift.
+The bound: a sum of V numbers (V is the number of virtual ranks), divided before or after, has at most V rounding
+errors, each at most eps times the sum of the magnitudes. Two orders differ by at most 2 V eps m, where m is the largest
+element of the mean over shards of |gradient|. With clipping the norms differ too, relatively by at most
+2 V eps |m|_2 / |g|_2. eps is that of the gradients' dtype, or of the communication dtype if that is coarser. The bound
+for fp64 is 5e8 times tighter than for fp32; communication in bf16 makes it 65536 times looser. Rounding to a dtype with
+a small exponent range also loses up to its smallest number (6e-8 in fp16) per value. Reports show the distance after
+independent training as drift.
 """
 
 from dataclasses import asdict, dataclass
@@ -27,13 +28,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-FAR: Final = 2.0**62  # beyond it the distance of two float64 does not fit an int64
+FAR: Final = 2.0**62  # larger distances between two float64 may not fit an int64
 BITS: Final = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
 
 
 @dataclass(frozen=True)
-class Row:
-    """The comparison of one tensor. `ulp` counts representable numbers between the two values, None for integers."""
+class TensorComparison:
+    """The comparison of one tensor. `ulp` is the largest distance in representable numbers, None for integers."""
 
     name: str
     kind: str
@@ -43,7 +44,7 @@ class Row:
     difference: float
     tolerance: float
     ok: bool
-    # distance from the independent reference, if the tensor is judged by the one that follows
+    # distance from the reference that trains independently, if `difference` refers to the one that follows the mode
     drift: float | None = None
 
     def record(self) -> dict[str, Any]:
@@ -51,22 +52,22 @@ class Row:
         return asdict(self)
 
 
-def compare(name: str, kind: str, found: Tensor, wanted: Tensor, tolerance: float) -> Row:
+def compare(name: str, kind: str, found: Tensor, wanted: Tensor, tolerance: float) -> TensorComparison:
     """Compare two tensors of the same shape and dtype; a tolerance of 0 demands the same bits."""
     bitwise = same_bits(found, wanted)
     difference = 0.0 if bitwise else max_difference(found, wanted)
     ulp = ulp_distance(found, wanted) if found.dtype in BITS and found.numel() else None
     ok = bitwise or (tolerance > 0.0 and difference <= tolerance)
-    return Row(name, kind, list(found.shape), bitwise, ulp, difference, tolerance, ok)
+    return TensorComparison(name, kind, list(found.shape), bitwise, ulp, difference, tolerance, ok)
 
 
 def same_bits(found: Tensor, wanted: Tensor) -> bool:
-    """Return True if the bytes are the same: NaN equals itself, 0 differs from -0."""
+    """Return True if the bytes are the same: a NaN equals itself, and 0 differs from -0."""
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (found, wanted)))
 
 
 def max_difference(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest absolute difference; infinite if a value is NaN on one side."""
+    """Return the largest absolute difference, or infinity if a difference is NaN."""
     if found.numel() == 0:
         return 0.0
     largest = float((found.double() - wanted.double()).abs().max())
@@ -89,9 +90,9 @@ def _ordered(values: Tensor) -> Tensor:
 
 
 def gradient_bound(magnitude: float, virtual_ranks: int, *dtypes: torch.dtype) -> float:
-    """Return 2 V (eps m + the smallest number): how far two summation orders of one gradient may differ.
+    """Return the bound on the difference between two summation orders of one gradient: 2 V (eps m + smallest number).
 
-    `dtypes` are those of its storage and communication.
+    `dtypes` are the dtypes in which the gradient is stored and communicated.
     """
     infos = [torch.finfo(dtype) for dtype in dtypes]
     smallest = max(info.smallest_normal * info.eps for info in infos)

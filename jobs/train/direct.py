@@ -1,7 +1,7 @@
 """Start a rank without an agent: `python -m muster.jobs.train JOB.yaml` by hand, under torchrun, srun or mpirun.
 
-Rank 0 creates the run folder and sends its path to the others through the store (`direct_run.py`). Output of all ranks
-goes where the launcher sends it. Metrics and checkpoints are as in any run; `--resume RUN` continues from the newest
+Rank 0 creates the run folder and sends its path to the others through the store (`direct_run.py`). The launcher
+receives the output of all ranks. Metrics and checkpoints are as in any run; `--resume RUN` continues from the newest
 valid checkpoint.
 """
 
@@ -24,6 +24,7 @@ from muster.jobs.machine import network
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.direct import record
 from muster.jobs.spec.conflicts import unread
+from muster.jobs.spec.filled import fixed_batch, with_fixed_batch
 from muster.jobs.spec.job import Job, JobKind
 from muster.jobs.spec.load import load_job
 from muster.jobs.spec.train import TrainSettings
@@ -38,9 +39,9 @@ KIND: Final = JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank",
 
 
 def main(args: argparse.Namespace) -> NoReturn:
-    """Train as one rank, with the arguments that `flags.parse` read.
+    """Train as one rank, with the arguments from `flags.parse`, then exit.
 
-    This skips the interpreter's cleanup, in which a broken process group may change the exit code.
+    The interpreter's cleanup is skipped, because a broken process group may change the exit code there.
     """
     code = exits.STOPPED
     try:
@@ -49,7 +50,7 @@ def main(args: argparse.Namespace) -> NoReturn:
         complain("muster: stopped by the user")
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # a full disk or a closed pipe; only the exit code matters now
+            with suppress(OSError):  # on a full disk or a closed pipe, only the exit code matters now
                 stream.flush()
         os._exit(code)
 
@@ -57,10 +58,11 @@ def main(args: argparse.Namespace) -> NoReturn:
 def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
     """Detect this process's rank, meet the other ranks, and train."""
     loaded = load_job(Path(args.job), [KIND], args.overrides, allow_unread=args.resume is not None)
-    job, settings = loaded.job, settings_of(loaded.job)
     detected = detect(os.environ, flags_of(args))
     env = detected.env
     try:
+        loaded = with_fixed_batch(loaded, fixed_batch(loaded.job, env.world_size))
+        job, settings = loaded.job, settings_of(loaded.job)
         settings.check(env.world_size)
     except RefusedError as error:
         raise RefusedError(f"{args.job}: {error}") from error
@@ -94,7 +96,7 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
 
 
 def flags_of(args: argparse.Namespace) -> Flags:
-    """Return the command line's flags about ranks."""
+    """Return the command line's rank options."""
     return Flags(
         master_ip=args.master_ip,
         master_port=args.master_port,
@@ -110,13 +112,13 @@ def warn_of_one_rank(job: Job, detected: Detected) -> None:
     wanted = job.nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
     if detected.launcher == LOCAL and wanted > 1:
         complain(
-            f"muster: the job asks for {wanted} ranks, but this start has 1 (no rank variables found: see muster env); "
-            "--num-nodes and --rank start more"
+            f"muster: the job asks for {wanted} ranks, but this process runs alone "
+            "(no rank variables found: see muster env); use --num-nodes and --rank to start more"
         )
 
 
 def say_waiting(job: Job, detected: Detected) -> None:
-    """Tell a user who started a rank by hand where it waits for the others, and until when."""
+    """Print where a rank that was started by hand waits for the others, and until when."""
     env, seconds = detected.env, job.start_timeout_s
     if detected.launcher == "flags" and env.world_size > 1:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
@@ -125,14 +127,17 @@ def say_waiting(job: Job, detected: Detected) -> None:
 
 
 def threads_of(job: Job, env: RankEnv) -> int:
-    """Return the threads of a rank; `auto` divides the cores of this process among the node's ranks."""
+    """Return the number of threads of a rank; `auto` divides this process's cores among the node's ranks."""
     if job.threads_per_rank != "auto":
         return job.threads_per_rank
     return max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
 
 
 def use_interface_towards(address: str) -> None:
-    """Set gloo's network interface to the one that reaches the master, unless it is set: gloo uses the host name."""
+    """Set the network interface of gloo and NCCL to the one that reaches the master, unless gloo's is already set.
+
+    By default gloo uses the address of the host name, which may not reach the master.
+    """
     if GLOO_INTERFACES in os.environ:
         return
     if route := network.route_to(address):  # without a route, connecting will fail with its own message

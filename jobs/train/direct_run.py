@@ -22,33 +22,34 @@ from muster.jobs.runfolder.direct import begin
 from muster.jobs.runfolder.rundir import RunDir, find_run, new_run, runs_root
 from muster.jobs.saving.resume import Resume, newest
 from muster.jobs.spec.load import LoadedJob
-from muster.jobs.train.main import Start
+from muster.jobs.train.main import TrainStart
 
 RUN_FOLDER_KEY: Final = "run-folder"
-LAST_WORD_S: Final = 5.0
+ERROR_READ_S: Final = 5.0
 
 
-def share_start(store: Store, make: Callable[[], Start], env: RankEnv) -> Start:
+def share_start(store: Store, make: Callable[[], TrainStart], env: RankEnv) -> TrainStart:
     """Create the attempt's folder on rank 0, and send its path and its checkpoint to all ranks.
 
     Raises:
-        RunFolderError, StorageError, NoCheckpointError: on every rank, as for `begin_attempt` on rank 0.
+        RunFolderError, StorageError, NoCheckpointError: on rank 0, as `begin_attempt` does.
+        MusterError: on the other ranks, with rank 0's message and exit code.
     """
     if env.rank != 0:
-        said = parse_json(store.get(RUN_FOLDER_KEY))  # waits at most as long as `connect`
+        said = parse_json(store.get(RUN_FOLDER_KEY))  # has the same timeout as `connect`
         store.set(f"{RUN_FOLDER_KEY}/read/{env.rank}", "")
         if "error" in said:
             error = MusterError(f"rank 0: {said['error']}")
             error.exit_code = said["code"]
             raise error
-        return Start(RunDir(Path(said["path"])), said["attempt"], Resume.read(said["resume"]))
+        return TrainStart(RunDir(Path(said["path"])), said["attempt"], Resume.read(said["resume"]))
     try:
         start = make()
     except MusterError as error:
         store.set(RUN_FOLDER_KEY, json.dumps({"error": str(error), "code": error.exit_code}))
         readers = [f"{RUN_FOLDER_KEY}/read/{rank}" for rank in range(1, env.world_size)]
         with suppress(DistStoreError):  # the store ends with this process, so the others must read first
-            store.wait(readers, timedelta(seconds=LAST_WORD_S))
+            store.wait(readers, timedelta(seconds=ERROR_READ_S))
         raise
     resume = None if start.resume is None else asdict(start.resume)
     said = {"path": str(start.run.path), "attempt": start.attempt, "resume": resume}
@@ -56,7 +57,7 @@ def share_start(store: Store, make: Callable[[], Start], env: RankEnv) -> Start:
     return start
 
 
-def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argparse.Namespace) -> Start:
+def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argparse.Namespace) -> TrainStart:
     """Create a new run, or with `--resume` the next attempt of a run, and write its first events.
 
     Raises:
@@ -72,6 +73,6 @@ def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argpa
         if (resume := newest(run)) is None:
             raise NoCheckpointError(f"{run.path}: no usable checkpoint; omit --resume to start a new run")
     job, came_from = loaded.job, None if resume is None else asdict(resume)
-    # The run began with this process, not when its ranks met.
+    # The run's start time is that of this process, not the time when the ranks met.
     facts = {"name": job.name, "kind": job.kind, "grace_s": job.grace_s}
-    return Start(run, begin(run, env, hosts, args.began, came_from, **facts), resume)
+    return TrainStart(run, begin(run, env, hosts, args.began, came_from, **facts), resume)

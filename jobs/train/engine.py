@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.tensors.parts import Part
+from muster.jobs.tensors.parts import TensorPart
 from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.graph import GraphedSteps, require_cuda
 from muster.jobs.train.memory.held import Held, tensors_of
@@ -19,7 +19,8 @@ from muster.jobs.train.models.made import require_graphable
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.parallel.accumulate import Accumulation
 from muster.jobs.train.parallel.parallelize import RankModel, groups_of, parallelize
-from muster.jobs.train.profiling.clock import Clock
+from muster.jobs.train.parallel.replicated import ReplicatedStep
+from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 
 if TYPE_CHECKING:
@@ -29,20 +30,21 @@ if TYPE_CHECKING:
 class Engine:
     """A rank's part of a model, and its optimizer; runs training steps and predictions."""
 
-    def __init__(self, model: RankModel, numerics: Numerics, settings: "TrainSettings", clock: Clock) -> None:
+    def __init__(self, model: RankModel, numerics: Numerics, settings: "TrainSettings", clock: StepMarks) -> None:
         self.model = model
         self.replica = model.replica
         self.stages = model.stages
         self.clock = clock
         self.scaler = numerics.scaler()
         if self.stages is not None:
-            # Stages that finish early continue with the next step, unless all stages have to exchange something anyway.
+            # Stages that finish early continue with the next step, unless all stages exchange values in every step.
             agrees = settings.precision == "fp16" or settings.non_finite == "skip"
             self.scaler.agrees = agrees or settings.clip_norm is not None
             self.stages.attach(self.replica, self.scaler, model.whole.aliases)
         self.clip_norm = settings.clip_norm
         self.same_norm = settings.same_norm
-        self.runs = self.stages or Accumulation(self.replica, numerics, self.scaler, settings)
+        runs = ReplicatedStep if settings.sync == "data_parallel" else Accumulation
+        self.runs = self.stages or runs(self.replica, numerics, self.scaler, settings)
         self.optimizer: torch.optim.Optimizer = self.replica.build_optimizer(numerics, settings)
         self.state = model.state(self.optimizer, self.scaler.state())
         # A pipeline records graphs of its actions, not of whole steps.
@@ -52,22 +54,22 @@ class Engine:
 
     @property
     def not_timed(self) -> str:
-        """Why timelines lack collectives of this rank's steps; nothing if they have all."""
+        """The reason why timelines lack collectives of this rank's steps; empty if none are missing."""
         if self.graphed is not None:
-            return "a step that is replayed from a CUDA graph has no times inside"
+            return "no part of a step that is replayed from a CUDA graph can be timed"
         return (
-            "split layers exchange activations as they run" if self.model.world.tensor > 1 else self.replica.not_timed
+            "the exchanges within split layers are not timed" if self.model.world.tensor > 1 else self.replica.not_timed
         )
 
     @property
     def module(self) -> nn.Module:
-        """The layers that this rank has."""
+        """This rank's layers."""
         return self.model.module
 
     def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Train on this rank's part of a global batch.
 
-        Returns one float64 scalar per virtual rank of this rank: the sum of the losses of its samples.
+        Returns a float64 scalar for each of this rank's virtual ranks: the sum of the losses of its samples.
         """
         if self.graphed is None:
             return self._step(step, shards)
@@ -92,13 +94,13 @@ class Engine:
         )
 
     def figures(self) -> dict[str, Tensor]:
-        """Return further columns for the row of the last step: scalars that may still be on the device."""
-        return self.scaler.row()
+        """Return additional metrics columns for the last step, as scalars that may still be on the device."""
+        return self.scaler.row() | self.replica.figures()
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model in evaluation mode.
 
-        All ranks must call it equally often, because a forward may be a collective.
+        All ranks must call this equally often, because a forward may be a collective.
         """
         self.module.eval()
         with torch.no_grad():
@@ -106,12 +108,12 @@ class Engine:
         self.module.train()
         return outputs
 
-    def held_state(self) -> list[Part]:
+    def held_state(self) -> list[TensorPart]:
         """List the parts that this rank saves. Together, the ranks save each part once."""
         return self.state.parts()
 
-    def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
-        """List the parts to fill from a checkpoint's tensors. Call it before the first step."""
+    def wanted_state(self, stored: Mapping[str, Piece]) -> list[TensorPart]:
+        """List the parts to fill from a checkpoint's tensors. Must be called before the first step."""
         assert self.graphed is None or not self.graphed.recorded, "a recorded step would continue with the old state"
         return self.state.wanted(stored)
 
@@ -129,13 +131,13 @@ def build_engine(
     settings: "TrainSettings",
     model: nn.Module,
     world: World,
-    clock: Clock,
+    clock: StepMarks,
     numerics: Numerics,
     sample: Sequence[int] = (),
 ) -> Engine:
     """Split a model by the job's mode and build its optimizer: a collective.
 
-    `numerics` has placed the model. `sample` is the shape of one input, used to cut a pipeline.
+    `numerics.place` must have placed the model. `sample` is the shape of one input, used to cut a pipeline.
     """
     if settings.cuda_graph:
         require_cuda(world.device)

@@ -1,7 +1,7 @@
-"""Evaluation, with the same bits on any number of ranks unless they split layers.
+"""Evaluate a model. The result has the same bits on any number of ranks, unless ranks split layers.
 
-The evaluation samples are cut into fixed blocks, dealt round robin to the ranks, or to groups of ranks with one copy of
-the model. Each block is one forward. Its sums are float64, gathered, and added in the order of blocks.
+The evaluation samples are cut into fixed blocks, dealt round robin to the ranks, or to groups of ranks that share one
+copy of the model. Each block is one forward. Its sums are float64, gathered, and added in the order of blocks.
 """
 
 import math
@@ -24,9 +24,9 @@ BLOCK_SAMPLES: Final = 64
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over the evaluation samples, and a figure: accuracy, or perplexity for tokens.
+    """Mean loss over the evaluation samples, and a second metric: accuracy, or perplexity for tokens.
 
-    With a user's own loss there is no figure ("").
+    `figure` names the second metric. It is "" with a user's own loss, which has no second metric.
     """
 
     loss: float
@@ -35,7 +35,7 @@ class Evaluation:
     samples: int
 
     def row(self) -> dict[str, float]:
-        """Return the result as columns of a metrics row."""
+        """Return the result as columns for a metrics row."""
         return {"loss": self.loss, **({self.figure: self.value} if self.figure else {})}
 
     def text(self) -> str:
@@ -48,7 +48,7 @@ class Evaluation:
 
 
 def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype, loss: Loss = mean_loss) -> Evaluation | None:
-    """Evaluate the model on the evaluation samples: a collective; None if there are none."""
+    """Evaluate the model on the evaluation samples: a collective. Return None if there are none."""
     engine.model.synchronize_buffers()
     blocks = -(-data.eval_samples // BLOCK_SAMPLES)
     if blocks == 0:
@@ -56,7 +56,7 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype, loss:
     each = -(-blocks // world.data_ranks)
     mine = torch.zeros(each, 3, dtype=torch.float64, device=world.device)  # (blocks, [loss sum, correct, predictions])
     for row in range(each):
-        # Ranks that shard parameters must run forwards together, so a rank without a block left repeats the last one.
+        # Ranks that shard parameters must run every forward together, so a rank without a block repeats the last one.
         block = row * world.data_ranks + world.data_rank
         inputs, targets = data.eval_batch(block_indices(min(block, blocks - 1), data.eval_samples))
         outputs = engine.predict(move_inputs(inputs, world.device, dtype))
@@ -82,7 +82,7 @@ def block_indices(block: int, samples: int) -> Tensor:
 
 
 def measure(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return loss sum, correct predictions and number of predictions for outputs (..., classes): (3,) float64."""
+    """Return loss sum, correct predictions and all predictions of outputs (..., classes), as (3,) float64."""
     flat, wanted = outputs.flatten(0, -2), targets.flatten()  # (predictions, classes), (predictions,)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     loss_sum = F.cross_entropy(flat, wanted, reduction="none").double().sum()
@@ -91,6 +91,6 @@ def measure(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def measure_by(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of a user's own loss over the samples, 0 and the number of samples: (3,) float64."""
+    """Return the sum of a user's own loss over the samples, 0, and the number of samples, as (3,) float64."""
     total = loss(outputs, targets).double() * len(targets)
     return torch.stack([total, torch.zeros_like(total), torch.full_like(total, len(targets))])

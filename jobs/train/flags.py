@@ -8,16 +8,16 @@ from muster.jobs.hosts.ranks import DEFAULT_MASTER_PORT
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; omitted flags are detected. `began` is the time of this call in unix seconds."""
+    """Parse the command line. `began` is the time of this call in unix seconds."""
     parser = argparse.ArgumentParser(
         prog="python -m muster.jobs.train", description="Train as one rank, without an agent."
     )
     parser.add_argument("job", metavar="JOB", help="the job file (YAML); it must have a train: section")
-    parser.add_argument("--master-ip", metavar="ADDRESS", help="address of rank 0's node, at which the others reach it")
+    parser.add_argument("--master-ip", metavar="ADDRESS", help="address at which the other ranks reach rank 0")
     parser.add_argument("--master-port", type=int, metavar="PORT", help=f"default: {DEFAULT_MASTER_PORT}")
     parser.add_argument("--num-nodes", type=int, metavar="N")
     parser.add_argument("--rank", type=int, metavar="R", help="rank of this process")
-    parser.add_argument("--local-rank", type=int, metavar="L", help="its number on this node")
+    parser.add_argument("--local-rank", type=int, metavar="L", help="number of this process on its node")
     parser.add_argument("--ranks-per-node", type=int, metavar="K")
     parser.add_argument("--runs", metavar="DIR", help="folder of all runs (default: MUSTER_RUNS, else ./runs)")
     parser.add_argument("--resume", metavar="RUN", help="resume a run, given by path, id or a part of the id")

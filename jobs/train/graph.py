@@ -1,4 +1,4 @@
-"""Record whole training steps as CUDA graphs, launched by one call instead of hundreds, for models with short kernels.
+"""Record whole training steps as CUDA graphs. A replay is one launch, which speeds up models with short kernels.
 
     steps of one form     0        1        2        3         4        5
     execution          eager    eager    eager    record,   replay   replay
@@ -7,8 +7,8 @@
 A graph contains the whole step: forward, backward, the wrapper's communication on its own stream, clipping and the
 optimizer. A graph replays recorded addresses, so everything that outlives a step must stay in place: parameters,
 optimizer state, buckets, and the learning rate, which is a tensor on the device. Steps of another form (the last batch
-of an epoch, an uneven shard) run eagerly until they have been seen as often, and then get their own graph. Recording
-does not execute, so the recorded step is replayed at once.
+of an epoch, an uneven shard) also run eagerly three times, and then get their own graph. Recording executes nothing, so
+the recorded step is replayed at once.
 """
 
 from collections import Counter
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.data.loading import MicroInput, ShardInput
-from muster.jobs.train.profiling.clock import Clock
+from muster.jobs.train.profiling.clock import StepMarks
 
 EAGER_STEPS: Final = 3  # after them, all lazy setup is done: optimizer state, compiled code, NCCL's connections
-MOST_GRAPHS: Final = 4  # each keeps its own inputs; steps have two forms, seldom more
+MOST_GRAPHS: Final = 4  # each keeps its own inputs; steps rarely have more than two forms
 
 Form = tuple[Any, ...]
 
@@ -33,24 +33,24 @@ Step = Callable[[int, Sequence[ShardInput]], list[Tensor]]
 
 
 class GraphedSteps:
-    """Runs training steps; records each form of step once and then replays it.
+    """A runner of training steps, which records each form of step once and then replays it.
 
-    It has no reference to its engine: NCCL destroys no group that a recorded graph uses, and a cycle would keep the
-    graph alive.
+    It has no reference to its engine, because a reference cycle would keep graphs alive, and NCCL cannot destroy a
+    group while a graph uses it.
     """
 
-    def __init__(self, clock: Clock, device: torch.device) -> None:
+    def __init__(self, clock: StepMarks, device: torch.device) -> None:
         require_cuda(device)
         self.clock = clock
         self.recorded: dict[Form, RecordedStep] = {}
         self._device = device
-        # Steps before the recording run on its stream, too, so that per-stream objects are created for this stream.
+        # Eager steps run on the recording stream, too, so that per-stream objects are created for it.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._seen: Counter[Form] = Counter()
 
     def run(self, work: Step, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Run a step on this rank's part of a global batch, from a graph if there is one for its form."""
+        """Run a step on this rank's part of a global batch: eagerly, or by replaying the graph of its form."""
         form = form_of(shards)
         recorded = self.recorded.get(form)
         if recorded is None:
@@ -77,7 +77,7 @@ class GraphedSteps:
             except RuntimeError as error:
                 raise RefusedError(
                     f"train.cuda_graph: the step could not be recorded: {error}; set cuda_graph: false, "
-                    "or remove whatever synchronizes with the host within a step"
+                    "or remove operations that synchronize with the host within a step"
                 ) from error
 
 
@@ -102,7 +102,7 @@ class RecordedStep:
 
 
 def form_of(shards: Sequence[ShardInput]) -> Form:
-    """Return everything that a recorded step fixes: virtual ranks, shapes and dtypes, samples and weights."""
+    """Return the properties that a recorded step fixes: virtual ranks, shapes and dtypes, samples and weights."""
     return tuple(
         (
             shard.virtual_rank,
@@ -136,7 +136,7 @@ def require_cuda(device: torch.device) -> None:
     """Check that the device can record graphs.
 
     Raises:
-        RefusedError: if it is not a CUDA device.
+        RefusedError: if `device` is not a CUDA device.
     """
     if device.type != "cuda":
         raise RefusedError(

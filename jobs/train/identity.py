@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint; `jobs/spec/kept.py` defines which part of it must not change."""
+"""The metadata of a checkpoint; `jobs/spec/kept.py` defines which settings in it must not change before a resume."""
 
 import hashlib
 import json

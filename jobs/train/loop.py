@@ -1,9 +1,9 @@
 """The training loop: read, step, record. Report at log points, evaluate after epochs, save when due.
 
-before a step     stop here, if the rank parent asked for it (a drain)
+before a step     stop if the rank parent asked for it (a drain)
 a step            data, forward, backward, communication, optimizer
 a log point       all ranks exchange the losses since the last one, and whether to save
-not finite        a log point at once if all ranks know of it; then the attempt fails
+not finite        the attempt fails, after a last log point if all ranks know of it
 the end           save, if the job has checkpoints
 """
 
@@ -25,12 +25,12 @@ from muster.jobs.train.data.loading import Steps, move, read_steps
 from muster.jobs.train.data.sampling import Plan, plan_of, total_steps
 from muster.jobs.train.engine import Engine, build_engine
 from muster.jobs.train.evaluate import evaluate
-from muster.jobs.train.metrics import Files, Metrics, Summary, Units
+from muster.jobs.train.metrics import Files, LogSummary, Metrics, Units
 from muster.jobs.train.models import model_of
 from muster.jobs.train.models.made import digest_of, loss_of
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import learning_rate, set_learning_rate
-from muster.jobs.train.profiling.clock import Clock, clock_for
+from muster.jobs.train.profiling.clock import StepMarks, clock_for
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
 from muster.jobs.train.screen import Screen
 from muster.jobs.train.soundness import Soundness, require_finite
@@ -47,13 +47,13 @@ NOT_RECORDING = NotRecording()
 
 @dataclass(frozen=True)
 class Trainer:
-    """Everything with which one rank trains."""
+    """The settings and objects that one rank trains with."""
 
     settings: "TrainSettings"
     world: World
     data: Data
     plan: Plan
-    clock: Clock
+    clock: StepMarks
     engine: Engine
     dtype: torch.dtype
     timeline: NotRecording = NOT_RECORDING
@@ -101,20 +101,31 @@ def train(
 ) -> bool:
     """Train from step `first` to the end of the job. Every rank calls this.
 
-    Returns True if the ranks were told to stop before the end and have saved.
+    Returns True if the ranks were asked to stop, and stopped before the end after saving.
 
     Raises:
-        NotFiniteError: if losses or weights are not finite any more; they are not saved.
+        NotFiniteError: if a loss or weight is not finite. Such a state is not saved.
     """
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
     trainer = replace(trainer, timeline=recorder_of(trainer, files))
-    metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps, patient=saving.patient)
+    metrics = Metrics(
+        files,
+        trainer.world,
+        trainer.clock,
+        units,
+        attempt=attempt,
+        steps=steps,
+        patient=saving.patient,
+        evaluates=bool(trainer.settings.evaluate),
+        epoch_samples=trainer.plan.samples,
+    )
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
         with profiling:  # the profile is written after everything is saved
             done = run_steps(
                 trainer, metrics, screen, steps, first=first, saving=saving, replay=replay, profiling=profiling
             )
+            metrics.finish()
             require_finite(trainer.engine, trainer.world, done)
             saving.finish(done, metrics.recent)
         if profiling.summary is not None:
@@ -143,7 +154,10 @@ def run_steps(
     replay: Replay | None = None,
     profiling: NotProfiling = NOT_PROFILING,
 ) -> int:
-    """Run steps `first` to `steps` - 1, or until the rank parent says stop; return the number of steps done in all."""
+    """Run steps `first` to `steps` - 1, or until the rank parent requests a stop.
+
+    Returns the number of completed steps, including those before `first`.
+    """
     settings, engine, clock = trainer.settings, trainer.engine, trainer.clock
     inputs = read_steps(trainer.own_steps(), first, steps, workers=settings.loader_workers)
     pace, done = Pace(), first
@@ -187,8 +201,8 @@ def run_steps(
 
 def report_steps(
     metrics: Metrics, screen: Screen, saving: NotSaving, replay: Replay | None, done: int, timeline: NotRecording
-) -> Summary:
-    """Run a log point: exchange losses and notes, write the rows and report progress."""
+) -> LogSummary:
+    """Run a log point: exchange losses and the savers' notes, write the rows and report progress."""
     summary = metrics.report(saving.note(done))
     timeline.record(done)
     screen.step(summary)

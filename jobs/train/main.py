@@ -1,7 +1,7 @@
-"""Entry point of a rank of a `train:` job: meet the others, check that all read the same, train, report the end.
+"""Entry point of a rank of a `train:` job: meet the other ranks, check that all have the same job and data, and train.
 
-`run_rank` is called in a process forked from the warm one, with its rank in the environment. `direct.py` makes the same
-calls if another launcher started the ranks.
+`run_rank` is called in a process forked from the warm one, with its rank in the environment. `direct.py` calls the same
+functions if another launcher started the ranks.
 """
 
 import hashlib
@@ -31,11 +31,12 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.replay import Replay, logged_losses
 from muster.jobs.saving.resume import Resume
 from muster.jobs.saving.saver import Saver, Target
-from muster.jobs.saving.schedule import Schedule, failures_so_far
+from muster.jobs.saving.schedule import SaveSchedule, failures_so_far
 from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.plain import plain_job
-from muster.jobs.tensors.parts import Part
-from muster.jobs.tensors.snapshot import Snapshot
+from muster.jobs.tensors.parts import TensorPart
+from muster.jobs.tensors.snapshot import MemorySnapshot
+from muster.jobs.train.asynchronous import train_asynchronously
 from muster.jobs.train.data import Data, open_data, require_batch
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.identity import kept_of, meta_of
@@ -44,7 +45,7 @@ from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.parallel.syncs import needs_group
 from muster.jobs.train.profiling.marking import subject_of
-from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
+from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, ProfileRecorder, prepare
 from muster.jobs.train.restoring import restore
 from muster.jobs.user import code
 from muster.jobs.world.guard import guarded, make_own_folder, show_stacks
@@ -71,14 +72,14 @@ def run_rank(payload: Mapping[str, Any]) -> int:
         job = plain_job(payload["job"])
         if not payload.get("saving"):
             job = replaced(job, checkpoint=None)
-        start = Start(run_of(env), env.attempt, Resume.read(payload.get("resume")))
+        start = TrainStart(run_of(env), env.attempt, Resume.read(payload.get("resume")))
         return train_in(start, job, join(job, env, reporter), reporter)
 
     return guarded(work)
 
 
 def settings_of(job: "Job") -> "TrainSettings":
-    """Return the section of a `train:` job."""
+    """Return a job's `train:` section."""
     return cast("TrainSettings", job.settings)
 
 
@@ -86,11 +87,11 @@ def run_of(env: RankEnv) -> RunDir:
     """Return the run folder named in the environment.
 
     Raises:
-        RefusedError: if there is none.
+        RefusedError: if the environment names no run folder.
     """
     if not env.run_dir:
         raise RefusedError(
-            f"environment: {ranks.RUN_DIR} is not set; start this through muster or python -m muster.jobs.train"
+            f"environment: {ranks.RUN_DIR} is not set; start ranks by muster or python -m muster.jobs.train"
         )
     return RunDir(Path(env.run_dir))
 
@@ -111,7 +112,7 @@ def join(job: "Job", env: RankEnv, reporter: Reporter) -> World:
 
 
 def join_group(store: Store, job: "Job", env: RankEnv, peers: Sequence[Peer]) -> World:
-    """Create the process group of ranks that have met, on the devices that they see."""
+    """Choose this rank's device, and create the process group of the ranks that have met."""
     device = choose_device(settings_of(job).device, env.rank, peers)
     return open_world(store, env, device, job.start_timeout_s)
 
@@ -119,7 +120,7 @@ def join_group(store: Store, job: "Job", env: RankEnv, peers: Sequence[Peer]) ->
 def make_deterministic(settings: "TrainSettings") -> None:
     """Make this process's kernels deterministic if the job asks for it."""
     if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it; read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS; read when CUDA starts
         torch.use_deterministic_algorithms(True)
 
 
@@ -127,10 +128,10 @@ def open_same_data(job: "Job", world: World) -> Data:
     """Open the job's data.
 
     Raises:
-        RefusedError: if another rank reads another job or other data, or a batch is larger than the data set.
+        RefusedError: if ranks read different jobs or different data, or a batch is larger than the data set.
     """
     settings = settings_of(job)
-    spelt = {**values(settings), "data": None}  # the path of a text may differ between nodes
+    spelt = {**values(settings), "data": None}  # its paths may differ between nodes; contents are compared below
     digest = hashlib.sha256(json.dumps(spelt, sort_keys=True).encode()).hexdigest()
     require_equal(world, "the job file", digest, "give every rank the same file")
     data = open_data(settings)
@@ -140,20 +141,20 @@ def open_same_data(job: "Job", world: World) -> Data:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Where an attempt writes, and the checkpoint it resumes from."""
+class TrainStart:
+    """An attempt: its run folder, its number, and the checkpoint that it resumes from."""
 
     run: RunDir
     attempt: int
     resume: Resume | None = None
 
 
-def train_in(start: Start, job: "Job", world: World, reporter: Reporter) -> int:
+def train_in(start: TrainStart, job: "Job", world: World, reporter: Reporter) -> int:
     """Train, with metrics and checkpoints in the run folder; return the rank's exit code.
 
     Raises:
         RunFolderError, StorageError: if the folder cannot be written.
-        RefusedError, NoCheckpointError: if the checkpoint to resume from is missing, or belongs to another job.
+        RefusedError, NoCheckpointError: if the checkpoint to load is missing or belongs to another job.
     """
     keep_freed_memory()
     folder = start.run.attempt(start.attempt)
@@ -172,13 +173,17 @@ def train_in(start: Start, job: "Job", world: World, reporter: Reporter) -> int:
     if job.checkpoint is not None or start.resume is not None:
         kept = kept_of(trainer.settings, data, trainer.plan)
         if start.resume is not None:
-            first, replay = go_on(start, start.resume, trainer, kept, reporter)
+            first, replay = load_state(start, start.resume, trainer, kept, reporter)
         if job.checkpoint is not None and first < trainer.steps:
             saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter)
-    run, timeline = (start.run.metrics, folder.timeline) if world.rank == 0 else (None, None)
-    files = Files(folder.metrics(world.rank), run, timeline, events)
+    of_run = (start.run.metrics, folder.timeline, events, start.run.epochs) if world.rank == 0 else (None,)
+    files = Files(folder.metrics(world.rank), *of_run)
     profiling = build_profiling(start, job, trainer, first)
     memory.watch(trainer.engine)
+    if trainer.settings.sync == "asynchronous":
+        with memory:
+            train_asynchronously(trainer, files, reporter, attempt=start.attempt)
+        return exits.DONE
     with memory:
         drained = train(
             trainer,
@@ -195,10 +200,10 @@ def train_in(start: Start, job: "Job", world: World, reporter: Reporter) -> int:
     return exits.REQUEUE if job.checkpoint is not None else exits.STOPPED
 
 
-def go_on(
-    start: Start, resume: Resume, trainer: Trainer, kept: Mapping[str, Any], reporter: Reporter
+def load_state(
+    start: TrainStart, resume: Resume, trainer: Trainer, kept: Mapping[str, Any], reporter: Reporter
 ) -> tuple[int, Replay | None]:
-    """Load a checkpoint into the trainer; return its number of steps, and on rank 0 the audit of repeated steps."""
+    """Load a checkpoint into the trainer; return its step, and on rank 0 the audit of repeated steps."""
     moved = move(trainer.own_steps()[resume.step], trainer.world.device, trainer.dtype)
     loaded = restore(start.run, resume, trainer.engine, trainer.world, kept, moved.shards)
     if trainer.world.rank != 0:
@@ -212,8 +217,8 @@ def go_on(
     return loaded.step, Replay(logged_losses(start.run.metrics, after=loaded.step, attempt=start.attempt), reporter)
 
 
-def facts_of(start: Start, job: "Job", world: World) -> dict[str, Any]:
-    """Return the identifying columns of a rank's records."""
+def facts_of(start: TrainStart, job: "Job", world: World) -> dict[str, Any]:
+    """Return the columns that identify a rank's records."""
     return {
         "rank": world.rank,
         "world_size": world.size,
@@ -227,27 +232,27 @@ def facts_of(start: Start, job: "Job", world: World) -> dict[str, Any]:
     }
 
 
-def build_profiling(start: Start, job: "Job", trainer: Trainer, first: int) -> NotProfiling:
-    """Build the profiler for this rank's steps, if the job asks for it."""
+def build_profiling(start: TrainStart, job: "Job", trainer: Trainer, first: int) -> NotProfiling:
+    """Build the profiler of this rank's steps, if the job asks for one."""
     settings, world = trainer.settings, trainer.world
     if not settings.profile.on:
         return NOT_PROFILING
     facts = facts_of(start, job, world)
     folder = start.run.attempt(start.attempt).profile(world.rank)
     subject = subject_of(trainer.engine, settings)
-    return Recorder(
+    return ProfileRecorder(
         settings.profile, folder, trainer.clock, world.device, facts, subject=subject, done=first, steps=trainer.steps
     )
 
 
 def build_saver(
-    start: Start,
+    start: TrainStart,
     first: int,
     settings: "CheckpointSettings",
     trainer: Trainer,
     kept: Mapping[str, Any],
     reporter: Reporter,
-) -> Saver[Part]:
+) -> Saver[TensorPart]:
     """Build the saver of this rank's part of the trainer's state."""
     began_from = start.resume.checkpoint if start.resume is not None else None
     own_code = code.files_of(Path.cwd())
@@ -267,14 +272,14 @@ def build_saver(
         )
 
     elapsed_s, failures = failures_so_far(start.run)
-    schedule = Schedule(settings, first, elapsed_s=elapsed_s, failures=failures)
+    schedule = SaveSchedule(settings, first, elapsed_s=elapsed_s, failures=failures)
     target = Target(start.run, start.attempt, began_from, first)
-    room = partial(Snapshot, device=trainer.world.device)
+    room = partial(MemorySnapshot, device=trainer.world.device)
     return Saver(target, settings, trainer.engine.held_state, room, trainer.world, schedule, describe, reporter)
 
 
 def describe(job: "Job", data: Data, world: World) -> str:
-    """Return one line that says what is trained, how and on what data."""
+    """Describe a training in one line: model, data, mode, precision and ranks."""
     settings = settings_of(job)
     over = "" if settings.is_pipeline else f" over {settings.virtual_world_size(world.size)} virtual ranks"
     exact = f", exact{over}" if settings.exact else ""

@@ -1,14 +1,13 @@
-"""The metrics of a run, as rows: each rank writes its own steps, rank 0 also the loss over the global batch.
+"""The metrics of a run, as rows. Each rank writes its own row for every step; rank 0 also writes rows of the whole run.
 
     attempt-NNN/metrics-RRRRR.jsonl   every step of a rank; written at log points, and at least every second
-    metrics.jsonl                     every step of the run; written by rank 0 at log points; a step that is repeated in
-        a
-                                      later attempt is written again
+    epochs.jsonl                      every epoch of the run (`epochs.py`); written by rank 0
+    metrics.jsonl                     every step of the run, with the loss over the global batch; written by rank 0 at
+                                      log points; a step that is repeated in a later attempt is written again
 
-Between log points a step costs two list appends. At a log point one all-gather exchanges the losses of all virtual
-ranks
-since the last one. They are added in the order of virtual ranks, so the losses are the same numbers on every transport,
-and with `exact` on every world size.
+Between log points a step costs two list appends. At a log point, one all-gather exchanges the losses of all virtual
+ranks since the last log point. They are added in the order of virtual ranks, so the losses are the same numbers on
+every transport, and with `exact` on every world size.
 """
 
 import math
@@ -27,13 +26,14 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.basics.terminal import warn
 from muster.jobs.train.data.sampling import GlobalBatch
-from muster.jobs.train.profiling.clock import Clock, StepTimes
+from muster.jobs.train.epochs import EpochLog
+from muster.jobs.train.profiling.clock import StepMarks, StepTimes
 from muster.jobs.world.tensorboard import EventFiles
 from muster.jobs.world.world import World, add_in_order
 
 FLUSH_S: Final = 1.0
-SHOWN: Final = ("loss", "lr", "rate", "step_s")  # in TensorBoard, beside further columns of a step
-RECENT: Final = 20  # losses that a checkpoint carries
+SHOWN: Final = ("loss", "lr", "rate", "step_s")  # columns in TensorBoard, besides the additional ones of a step
+RECENT: Final = 20  # number of losses stored in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,17 @@ class Units:
 
 @dataclass(frozen=True)
 class Files:
-    """The paths of rows: a rank's own file; on rank 0 also those of the run and the attempt."""
+    """The files for rows: a rank's own, and on rank 0 also the run's metrics and the attempt's timeline."""
 
     own: Path
     run: Path | None
     timeline: Path | None = None
-    events: EventFiles | None = None  # on rank 0, if the job asks for them
+    events: EventFiles | None = None  # for TensorBoard, on rank 0, if the job asks for them
+    epochs: Path | None = None
 
 
 @dataclass(frozen=True)
-class Summary:
+class LogSummary:
     """The results of a log point: the newest step, and the speed since the last log point."""
 
     step: int
@@ -69,38 +70,41 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One completed step; `losses` are this rank's sums per virtual rank."""
+class TrainedStep:
+    """One completed step. `losses` has the sum of losses of each of this rank's virtual ranks."""
 
     batch: GlobalBatch
     losses: list[Tensor]
     samples: int
     lr: float
     time: float
-    profile: str | None = None  # how the profiler treated it
-    figures: Mapping[str, Tensor] = field(default_factory=dict)  # further columns: scalars
+    profile: str | None = None  # "warm-up", "recorded" or "written", if the profiler was active
+    figures: Mapping[str, Tensor] = field(default_factory=dict)  # additional columns: scalars
 
     @property
     def number(self) -> int:
-        """The step counted from 1, as rows have it."""
+        """The step counted from 1, as in rows."""
         return self.batch.step + 1
 
 
 class Metrics:
-    """Collects steps and writes their rows."""
+    """A collector of completed steps, which writes their rows."""
 
     def __init__(
         self,
         files: Files,
         world: World,
-        clock: Clock,
+        clock: StepMarks,
         units: Units,
         *,
         attempt: int,
         steps: int,
         patient: bool = False,
+        evaluates: bool = False,
+        epoch_samples: int = 0,
     ) -> None:
-        # If the job has checkpoints, a full disk first costs saves; only the third in a row ends training.
+        # `patient`, with checkpoints: if the disk is full, rows wait in memory, and training ends at the third failed
+        # save in a row.
         self.own = RowLog(files.own, patient=patient, say=warn)
         self.run = RowLog(files.run, patient=patient, say=warn) if files.run is not None else None
         self.events = files.events
@@ -109,8 +113,10 @@ class Metrics:
         self.units = units
         self.common = {"attempt": attempt, "rank": world.rank}
         self.steps = steps
-        self._steps: list[Step] = []  # since the last log point
-        self._times: list[StepTimes] = []  # for the first of these steps, whose own rows are written already
+        log = RowLog(files.epochs, patient=patient, say=warn) if files.epochs is not None else None
+        self.epochs = EpochLog(log, self.common, evaluates=evaluates, samples=epoch_samples)
+        self._steps: list[TrainedStep] = []  # since the last log point
+        self._times: list[StepTimes] = []  # times of the steps whose rows this rank has already written
         self._flushed = time.monotonic()
         self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self.evaluated = evaluations_in(files.run)
@@ -130,8 +136,8 @@ class Metrics:
         profile: str | None = None,
         figures: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        """Record a completed step; write this rank's rows if the last write is at least a second ago."""
-        self._steps.append(Step(batch, losses, samples, lr, time.time(), profile, figures))
+        """Record a completed step; write this rank's rows if it last wrote at least a second ago."""
+        self._steps.append(TrainedStep(batch, losses, samples, lr, time.time(), profile, figures))
         if time.monotonic() - self._flushed >= FLUSH_S:
             self.flush()
 
@@ -147,10 +153,10 @@ class Metrics:
             rows.append(self._row(step, times, loss, step.samples) | {"samples": step.samples})
         self.own.append(rows)
 
-    def report(self, note: Sequence[float] = ()) -> Summary:
+    def report(self, note: Sequence[float] = ()) -> LogSummary:
         """Write all rows so far: a collective, at the same step on every rank.
 
-        `note` has this rank's numbers for the others, the same count on each. Every rank receives all notes.
+        `note` has numbers for the other ranks, equally many on each rank. Every rank receives all notes.
         """
         self.flush()
         losses, notes = gather_losses(
@@ -158,6 +164,16 @@ class Metrics:
         )
         steps, times = self._steps, self._times
         self._steps, self._times = [], []
+        return self.write_steps(steps, times, losses, notes)
+
+    def write_steps(
+        self,
+        steps: Sequence[TrainedStep],
+        times: Sequence[StepTimes],
+        losses: Sequence[float],
+        notes: list[list[float]],
+    ) -> LogSummary:
+        """Write the run's rows of the steps since the last log point, on rank 0; return their summary."""
         if self.run is not None:
             rows = [
                 self._row(step, each, loss, step.batch.samples)
@@ -166,13 +182,22 @@ class Metrics:
             self.run.append(rows)
             if self.events is not None:
                 self.events.write(rows, (*SHOWN, *steps[-1].figures))
+            for step, each, loss in zip(steps, times, losses, strict=True):
+                batch = step.batch
+                self.epochs.add(
+                    *(batch.epoch + 1, step.number, batch.stop),
+                    samples=batch.samples,
+                    loss=loss,
+                    seconds=each.step_s,
+                )
+            self._write_epochs()
         units = sum(step.batch.samples for step in steps) * self.units.per_sample
         rate = units / max(sum(each.step_s for each in times), 1e-9)
         last = steps[-1]
         numbered = [(step.number, loss) for step, loss in zip(steps, losses, strict=True)]
         self.recent.extend(numbered)
         broken = next((number for number, loss in numbered if not math.isfinite(loss)), None)
-        return Summary(last.number, last.batch.epoch + 1, losses[-1], rate, self.units.name, broken, numbered, notes)
+        return LogSummary(last.number, last.batch.epoch + 1, losses[-1], rate, self.units.name, broken, numbered, notes)
 
     def evaluation(self, step: int, epoch: int, measured: dict[str, float]) -> None:
         """Write the row of an evaluation, on rank 0.
@@ -181,13 +206,24 @@ class Metrics:
         """
         values = {name: finite(value) for name, value in measured.items()}
         row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
-        if self.events is not None:  # again, too: the first step of this attempt has purged what followed
+        if self.events is not None:
+            # A repeated result, too: this attempt has purged what earlier ones wrote for later steps.
             self.events.write([row | values], values, "evaluation/")
-        if self.run is None or self.evaluated.get(step) == values:
-            return
-        self.run.append([row | self.common | values])
+        if self.run is not None and self.evaluated.get(step) != values:
+            self.run.append([row | self.common | values])
+        self.epochs.evaluated(epoch, values)
+        self._write_epochs()
 
-    def _row(self, step: Step, times: StepTimes, loss: float, samples: int) -> dict[str, Any]:
+    def finish(self) -> None:
+        """Write the rows of epochs whose evaluation did not take place."""
+        self._write_epochs(at_end=True)
+
+    def _write_epochs(self, *, at_end: bool = False) -> None:
+        rows = self.epochs.write(self.units.per_sample, f"{self.units.name}/s", at_end=at_end)
+        if self.events is not None and rows:
+            self.events.write(rows, ("loss", "rate", "seconds"), "epoch/")
+
+    def _row(self, step: TrainedStep, times: StepTimes, loss: float, samples: int) -> dict[str, Any]:
         return {
             "step": step.number,
             "steps": self.steps,
@@ -205,7 +241,7 @@ class Metrics:
 
 
 def finite(value: float) -> float | None:
-    """Return a number, or None for NaN and infinity, which JSON lacks."""
+    """Return the value, or None for NaN and infinity, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 

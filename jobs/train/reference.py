@@ -2,11 +2,11 @@
 
 Each step: for every virtual rank in order, run forward and backward on its micro-batches from zero gradients; sum the
 shards' gradients from first to last; divide once by their number; clip; step. Batch norm keeps the running statistics
-of
-virtual rank 0.
+of virtual rank 0.
 
-It trains independently, or follows a mode: it computes its own gradients at every step, then steps with the mode's (see
-`compare.py`). For a mode that splits layers it also measures how far rounding reaches (`rounding.py`).
+The reference trains independently or follows a mode. To follow, it computes its own gradients at every step, then steps
+with the mode's gradients (see `compare.py`). If the mode splits layers or sequences, it also measures how far
+rounding can move the results (`rounding.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ OUTPUT: Final = "output on test batch"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """The results of training, with the same fields for the reference and every mode."""
 
     losses: list[float]  # of each step, over the global batch
@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Setting:
-    """The common settings of both sides: settings, data, plan of batches, number of steps, device."""
+    """The inputs that mode and reference share: settings, data, plan of batches, number of steps, device."""
 
     settings: "TrainSettings"
     data: Data
@@ -91,12 +91,14 @@ class Reference:
         per_layer = settings.is_pipeline and settings.model.draws
         self.seeds = LayerSeeds(layers_of(model, settings), settings.seed) if per_layer else None
         self.terms: dict[str, Tensor] = {}  # for a pipeline's gradients: sums of magnitudes over micro-batches
-        self.bounds: list[dict[str, float]] = []  # for each step: how far another order of summation may differ
-        self.rounding = Rounding(model, settings.seed) if setting.tensor > 1 else None
-        self.reach: dict[str, float] = {}  # for all losses and the output: how far rounding may reach
+        self.bounds: list[dict[str, float]] = []  # for each step: the allowed differences of gradients
+        self.rounding = (
+            Rounding(model, settings.seed) if setting.tensor > 1 or settings.mode_name == "terapipe" else None
+        )
+        self.reach: dict[str, float] = {}  # the allowed differences of losses and output, by rounding
         self.optimizer = self.numerics.optimizer(self.model.parameters(), settings.optimizer)
 
-    def run(self, test_inputs: Tensor, follow: Sequence[Mapping[str, Tensor]] | None = None) -> Outcome:
+    def run(self, test_inputs: Tensor, follow: Sequence[Mapping[str, Tensor]] | None = None) -> TrainingOutcome:
         """Train all steps, with the gradients of `follow` if given; return the results."""
         reader = Steps(self.setting.data, self.setting.plan, range(self.setting.plan.virtual_ranks))
         losses, gradients = [], []
@@ -117,19 +119,19 @@ class Reference:
             if self.rounding is not None and follow is not None:
                 self.reach |= self.rounding.reach(lambda: {OUTPUT: self._output(test_inputs)})
             output = self._output(test_inputs)
-        return Outcome(losses, gradients, state_of(self.model), output)
+        return TrainingOutcome(losses, gradients, state_of(self.model), output)
 
     def _output(self, inputs: Tensor) -> Tensor:
         """Return the model's outputs.
 
-        For a pipeline, run its micro-batches separately: on a GPU the batch size matters.
+        A pipeline's micro-batches run separately, because on a GPU the batch size affects rounding.
         """
         parts = self.setting.plan.accumulation if self.setting.settings.is_pipeline else 1
         lengths = part_lengths(len(inputs), parts)
         return torch.cat([self.numerics.logits(self.model, each) for each in torch.split(inputs, lengths)])
 
     def _reach(self, step: int, work: StepInput) -> dict[str, float]:
-        """Return how far rounding may reach in the gradients of a step; record the maximum for losses."""
+        """Return the largest effect of rounding on each gradient of a step; record the largest effect on losses."""
         if self.rounding is None:
             return {}
 
@@ -148,9 +150,10 @@ class Reference:
         return found
 
     def _gradients(self, step: int, shards: tuple[ShardInput, ...]) -> tuple[float, dict[str, float]]:
-        """Compute the gradients of a step into the parameters.
+        """Compute the gradients of a step, and store them in the parameters.
 
-        Returns the sum of the losses of its samples, and how far another order of summation over shards may differ.
+        Returns the sum of the losses of its samples, and for each gradient the bound on its difference to another order
+        of summation.
         """
         loss_sums, of_shards, terms = [], [], len(shards)
         for shard in shards:
@@ -180,7 +183,7 @@ class Reference:
         return add_in_order(loss_sums), bounds
 
     def _clip(self, magnitudes: list[Tensor]) -> float:
-        """Clip if the job does; return the weight of rounding in the norm: |m|_2 / |g|_2, or 0 without clipping."""
+        """Clip if asked to; return |m|_2 / |g|_2 for the norm's rounding error (`compare.py`), else 0."""
         norm = self.setting.settings.clip_norm
         if norm is None:
             return 0.0
@@ -188,7 +191,7 @@ class Reference:
         return float(torch.stack([each.norm() for each in magnitudes]).norm()) / max(before, 1e-30)
 
     def _shard(self, step: int, shard: ShardInput) -> float:
-        """Compute one virtual rank's gradients into the parameters; return the sum of the losses of its samples."""
+        """Compute and store one virtual rank's gradients; return the sum of the losses of its samples."""
         self.model.zero_grad(set_to_none=True)
         for module in self.model.modules():
             if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
@@ -227,6 +230,6 @@ def mean_of(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copy parameters and buffers by name; shared ones only once."""
+    """Copy parameters and buffers by name, shared ones only once."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in named}

@@ -2,19 +2,17 @@
 
 If layers are split, the sums within matrix products of the forward and backward are taken in another order, and
 everything after them computes with the results. No formula bounds the effect, because it depends on all later layers.
-So
-the step is repeated a few times, each time with random noise of the size of its rounding added to every product, and
-the
+So the step is repeated a few times, with random noise of the size of the rounding error added to every product, and the
 largest deviations of loss, logits and gradients are measured (Parker 1997).
 
     y = x W'       noise of up to eps |x| |W'|, element by element: the most that an order of summation can change
     dx = dy W      noise of up to eps |dy| |W|
     dW = dy' x     noise of up to eps |dy'| |x|
 
-eps is that of the dtype of the computation; under autocast that of the dtype cast to. The bound is FACTOR times the
-largest deviation of an element, plus eps of the largest element for its own rounding. A term that is missing from a
-sum,
-or added twice, deviates by its full size: a million times as much in float32.
+eps belongs to the dtype of the computation, which under autocast is the dtype cast to. The bound is FACTOR times the
+sum of the largest deviation of an element and, for its own rounding, eps times the largest element. A term that is
+missing from a sum, or added twice, changes it by the term's full size, in float32 about a million times as much as
+rounding does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,18 +33,18 @@ Values = Mapping[str, Tensor]
 
 
 class Rounding:
-    """Adds rounding noise to the products of a model's linear layers within `moving`."""
+    """Rounding noise for the products of a model's linear layers, added within `moving`."""
 
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
         self.layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
         device = next(model.parameters()).device
-        # separate, so that dropout's random numbers stay the same
+        # a separate generator, so that dropout's random numbers stay the same
         self.draws = torch.Generator(device).manual_seed(seed)
 
     def reach(self, compute: Callable[[], Values]) -> dict[str, float]:
-        """Return how far each value computed by `compute` may deviate: the largest deviation of its elements.
+        """Return the bound on the deviation of each value that `compute` returns.
 
-        Compiled code runs eagerly meanwhile, because it would be recompiled for the changed layers.
+        Compiled code runs eagerly here, because it would be recompiled for the changed layers.
         """
         with torch.compiler.set_stance("force_eager"):
             return self._reach(compute)
@@ -86,7 +84,7 @@ class Rounding:
 
 
 class _Moved(torch.autograd.Function):
-    """A noisy linear layer: x (..., inputs), weight (outputs, inputs), bias (outputs,) or None to (..., outputs)."""
+    """A noisy linear layer: maps x (..., inputs) to (..., outputs), with weight (outputs, inputs) and optional bias."""
 
     @staticmethod
     def forward(

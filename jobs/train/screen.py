@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from muster.jobs.hosts import ranks
 from muster.jobs.node.reports import Reporter
-from muster.jobs.train.metrics import Summary
+from muster.jobs.train.metrics import LogSummary
 from muster.jobs.world.world import World
 
 if TYPE_CHECKING:
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Screen:
-    """Reports progress on rank 0: as text, and to the rank parent if there is one."""
+    """The output of training progress on rank 0: as text, and to the rank parent if there is one."""
 
     def __init__(self, world: World, reporter: Reporter, steps: int, *, patient: bool = False) -> None:
         self.speaks = world.rank == 0
-        self.patient = patient  # tolerate a full disk under standard output for as long as saving does
+        self.patient = patient  # ignore errors of standard output on a full disk
         self.reporter = reporter
         self.steps = steps
-        self.warned = False  # warn once: all later losses are not finite either
+        self.warned = False  # warn only once, because later losses will not be finite either
         self.progress: Progress | None = None
         self.task: TaskID | None = None
 
@@ -45,7 +45,7 @@ class Screen:
             return
         try:
             print(text, flush=True)
-        except OSError:  # the text stays buffered, and is written when there is space again
+        except OSError:  # the text stays buffered, and is written once there is space
             if not self.patient:
                 raise
 
@@ -54,13 +54,13 @@ class Screen:
         if self.speaks:
             self.reporter.first_step(done)
 
-    def step(self, summary: Summary) -> None:
+    def step(self, summary: LogSummary) -> None:
         """Show a log point."""
         if not self.speaks:
             return
         if summary.broken is not None and not self.warned:
             self.warned = True
-            self.say(f"loss is not a number at step {summary.broken}: lower optimizer.lr, or set clip_norm")
+            self.say(f"loss is not finite at step {summary.broken}: lower train.optimizer.lr, or set train.clip_norm")
         rate = f"{summary.rate:.0f}" if summary.rate >= 100 else f"{summary.rate:.3g}"
         width = len(str(self.steps))
         self.say(

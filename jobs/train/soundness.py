@@ -1,19 +1,17 @@
-"""Check that training stays finite. Otherwise end the attempt, because its state would be worthless.
+"""End the attempt if losses, gradients or weights are not finite, because its state would be worthless.
 
 A step whose loss or gradients are not finite is discarded (`numerics/scaling.py`), and the attempt fails there. The
-next
-attempt resumes from the last valid checkpoint, in case the cause was a transient fault; the same failure at the same
-step
-twice ends the run. With `non_finite: skip` training continues, until no loss was finite for several log points.
+next attempt resumes from the last valid checkpoint, in case the cause was a transient fault; the same failure at the
+same step twice ends the run. With `non_finite: skip` training continues, until no loss was finite for several log
+points.
 
     step          3: nan      4        5
     the GPU       discarded   begun
-    the host                  ends it          CPUs: in step 3, after a log point
+    the host                  ends it          on CPUs: in step 3, after a log point
 
 Stages of a pipeline decide separately, unless they exchange a norm anyway: to agree, all would have to wait for the
-last
-one in every step. A stage with non-finite values ends the attempt, and nothing more is saved.
-In fp16, discarding steps is part of the search for a loss scale; a non-finite loss ends the attempt at a log point.
+last one in every step. A stage with non-finite values ends the attempt, and nothing more is saved. In fp16, discarding
+steps is part of the search for a loss scale; a non-finite loss ends the attempt at a log point.
 """
 
 import math
@@ -29,20 +27,19 @@ from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.parallel.state import MODEL
 from muster.jobs.world.world import World
 
-LOG_POINTS: Final = 3  # in a row without any finite loss
+LOG_POINTS: Final = 3  # consecutive log points without any finite loss
 ADVICE: Final = "lower train.optimizer.lr, or set train.clip_norm"
 
 
 class NotFiniteError(MusterError):
-    """Losses or weights are not finite."""
+    """An error: losses or weights are not finite."""
 
 
 class Soundness:
-    """Tracks which steps were discarded, and the losses at log points, which are the same on all ranks.
+    """A tracker of discarded steps, and of the losses at log points, which are the same on all ranks.
 
     `first_lost` is the number of the first discarded step, counted from 1 after `done` steps, or 0. On a GPU it is
-    copied
-    to the host asynchronously after every step, so the host sees it one or more steps later.
+    copied to the host asynchronously after every step, so the host sees it one or more steps later.
     """
 
     def __init__(self, first_lost: Tensor, done: int = 0, *, stops: bool = True) -> None:
@@ -62,11 +59,11 @@ class Soundness:
         return self.stops and bool(self._told)
 
     def is_known_to_all(self, world: World, scaler: Scaler) -> bool:
-        """Return True if all ranks know of a discarded step after the same step, so that they can hold a log point."""
+        """Return True if all ranks notice a discarded step after the same step, so that they can run a log point."""
         return world.size == 1 or (scaler.agrees and world.device.type == "cpu")
 
     def end(self, step: int = 0) -> NoReturn:
-        """End training because of a discarded step, or an earlier `step`.
+        """End training because of the first discarded step, or `step` if that is earlier.
 
         Raises:
             NotFiniteError: always.
@@ -110,6 +107,6 @@ def require_finite(engine: Engine, world: World, done: int) -> None:
     ]
     mine = torch.tensor([min(broken, default=len(names))], device=world.device)
     if (first := min(int(each) for each in world.gather(mine))) < len(names):
-        # the same on all ranks, because the supervisor compares their messages
+        # All ranks report the same `first`, so that their messages agree.
         where = names[first].removeprefix(MODEL)
         raise NotFiniteError(f"weights are not finite after step {done}, first {where}: {ADVICE}")

@@ -1,18 +1,19 @@
-"""What all ranks did in the steps at log points: rows of `attempt-NNN/timeline.jsonl`.
+"""Record the work of all ranks in the steps at log points, as rows of `attempt-NNN/timeline.jsonl`.
 
     {"step": 20, "rank_of": [1, 3], "records": [[rank, kind, number, of, start_s, end_s], ...],    in every row
-     "schedule": "1f1b", "microbatches": 8, "chunks": 1}                                  of one pipeline
+     "schedule": "1f1b", "microbatches": 8, "chunks": 1, "slices": 1}                     of one pipeline
      "mode": "bucketed", "timed_by": "host", "apart_s": 2e-05, "not_timed": ""}           of data-parallel ranks
 
 A pipeline's record is an action or a message: `number` is its stage, `of` its micro-batch, and `rank_of` has the rank
 of every stage. A data-parallel rank's record is a phase of its clock (`of` is null, `communication` is the exposed
 wait), or a collective in order of launch (`of` is its bytes; it ends at the log point if it has not finished then).
-`rank_of` then lists the ranks, `apart_s` is by how much their clocks may differ, and `not_timed` is why collectives
-are missing.
+`rank_of` then lists the ranks, `apart_s` is the uncertainty of their clock offsets, and `not_timed` is the reason if
+collectives are missing.
 
 Ranks are those of the world. Times count from the first record of the step, on the clock of the row's first rank. A
-record takes about 45 bytes. A rank of a pipeline has some six a micro-batch. A data-parallel rank has five and one for
-each collective; all of the first 32 log points are recorded, then 16 whenever their number has doubled.
+record takes about 45 bytes. A pipeline rank has about six records per micro-batch. A data-parallel rank has five, and
+one for each collective. The first 32 log points are all recorded, then every second one up to 64, every fourth up to
+128, and so on.
 """
 
 from abc import ABC, abstractmethod
@@ -28,43 +29,45 @@ from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import append_line
 from muster.jobs.basics.terminal import warn
 from muster.jobs.train.parallel.stages import Stages
-from muster.jobs.train.profiling.clock import Clock
+from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.pipe.mesh import Mesh
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.measured import Record
 from muster.pipe.timeline import Offset, clock_offsets, offsets_by_meetings, on_one_clock, records_of
 
-DIGITS: Final = 7  # of a second: 0.1 us
+DIGITS: Final = 7  # decimals of seconds: 0.1 us
 COMPARED: Final = 10  # records between comparisons of clocks, which drift by 10 us a second and more
-DENSE_BITS: Final = 5  # of the first 2^5 log points, all are recorded
+DENSE_BITS: Final = 5  # the first 2**5 log points are all recorded
 
-Told = tuple[list[Record], list[Offset]]  # what a rank did, and, if it is a pipeline's first, how far clocks are off
+RankRecords = tuple[
+    list[Record], list[Offset]
+]  # a rank's records, and the clock offsets if it is a pipeline's first rank
 Span = tuple[str, int, int | None, float, float]  # kind, number, bytes, start and end
 
 
 class NotRecording:
-    """What the loop asks of a timeline."""
+    """The timeline interface of the training loop; this class records nothing."""
 
     def expect(self, log_point: bool) -> None:
-        """Prepare for the next step; whether a log point follows it is the same on every rank."""
+        """Prepare for the next step. `log_point`, the same on every rank, is True if a log point follows the step."""
 
     def record(self, step: int) -> None:
-        """Record the step just done: a collective."""
+        """Record the last step: a collective."""
 
 
-class Recorder(NotRecording, ABC):
-    """Gathers what all ranks did in the last step; rank 0 writes it."""
+class TimelineRecorder(NotRecording, ABC):
+    """A recorder that gathers the spans of all ranks in a step. Rank 0 writes them."""
 
     def __init__(self, world: World, path: Path | None) -> None:
         self.world = world
-        self.path = path  # None: on other ranks, and where it could not be written
+        self.path = path  # None on other ranks, and after a failed write
         self.offsets: list[Offset] = []
         self.recorded = 0
 
     def record(self, step: int) -> None:
-        """Gather and write the spans of the step just done."""
-        if self.recorded % COMPARED == 0:  # counted alike by all ranks: it is a collective
+        """Gather and write the spans of the last step."""
+        if self.recorded % COMPARED == 0:  # on all ranks at the same step, because it is a collective
             self.offsets = self._compare_clocks()
         self.recorded += 1
         told = [self._spans(), [[each.offset_s, each.uncertainty_s] for each in self.offsets]]
@@ -80,19 +83,19 @@ class Recorder(NotRecording, ABC):
 
     @abstractmethod
     def _compare_clocks(self) -> list[Offset]:
-        """Find out how far the ranks' clocks are off: a collective."""
+        """Measure the offsets of the ranks' clocks: a collective."""
 
     @abstractmethod
     def _spans(self) -> list[Any]:
-        """Return what this rank did in the step, as JSON has it, on its own clock."""
+        """Return this rank's spans in the step, as JSON values, on its own clock."""
 
     @abstractmethod
     def _rows(self, step: int, every: Sequence[Any]) -> list[dict[str, Any]]:
-        """Make rows of the spans and clock offsets of all ranks."""
+        """Convert the spans and clock offsets of all ranks to rows."""
 
 
-class PipelineRecorder(Recorder):
-    """Records the actions and messages of pipelines, which keep them in every step."""
+class PipelineRecorder(TimelineRecorder):
+    """A recorder of the actions and messages of pipelines, which measure these in every step."""
 
     def __init__(self, stages: Stages, path: Path | None) -> None:
         super().__init__(stages.world, path)
@@ -109,10 +112,10 @@ class PipelineRecorder(Recorder):
         return rows_of(step, self.pipeline.schedule, told, self.world)
 
 
-class StepRecorder(Recorder):
-    """Records the phases of data-parallel steps, and the collectives launched in them."""
+class StepRecorder(TimelineRecorder):
+    """A recorder of the phases of data-parallel steps, and of the collectives launched in them."""
 
-    def __init__(self, clock: Clock, world: World, path: Path | None, *, mode: str, not_timed: str) -> None:
+    def __init__(self, clock: StepMarks, world: World, path: Path | None, *, mode: str, not_timed: str) -> None:
         super().__init__(world, path)
         self.clock = clock
         self.facts = {"mode": mode, "timed_by": "device" if world.device.type == "cuda" else "host"}
@@ -136,7 +139,7 @@ class StepRecorder(Recorder):
         group = self.world.group
         if group is None or self.world.device.type == "cuda":
             return offsets_by_meetings(group)
-        # Rings of the next forward may be under way: pings are sent by the same thread, after them.
+        # Collectives for the next forward may be in flight. The same thread sends the pings after them.
         found: list[Offset] = []
         thread_of(group).start(lambda: found.extend(clock_offsets(group)))()
         return found
@@ -157,19 +160,19 @@ class StepRecorder(Recorder):
 
 
 def is_kept(log_point: int) -> bool:
-    """Say whether a log point, counted from 0, is recorded: all at first, then a fixed number for each doubling."""
+    """Return True if a log point, counted from 0, is recorded (see the module's docstring)."""
     return log_point % (1 << max(log_point.bit_length() - DENSE_BITS, 0)) == 0
 
 
 def gather(mine: Any, world: World) -> list[Any]:
-    """Return what every rank has told, as JSON has it: a collective."""
+    """Gather a JSON value from every rank: a collective."""
     if world.group is None:
         return [mine]
     return list(gather_json(mine, world.group, device_of(world.group)).values())
 
 
-def rows_of(step: int, schedule: Schedule, every: Sequence[Told], world: World) -> list[dict[str, Any]]:
-    """Put what all ranks did into rows, one for each pipeline, in order of their first ranks."""
+def rows_of(step: int, schedule: Schedule, every: Sequence[RankRecords], world: World) -> list[dict[str, Any]]:
+    """Convert the records of all ranks to rows, one for each pipeline, in order of their first ranks."""
     mesh = Mesh(world.data_ranks, world.pipe, world.tensor)
     pipelines = [mesh.ranks_of("pipe", first) for first in range(world.data_ranks * world.tensor)]
     return [
@@ -179,13 +182,14 @@ def rows_of(step: int, schedule: Schedule, every: Sequence[Told], world: World) 
 
 
 def row_of(step: int, schedule: Schedule, ranks: Sequence[int], records: Sequence[Record]) -> dict[str, Any]:
-    """Spell a step of a pipeline of these ranks, which may have fewer micro-batches than its schedule."""
+    """Return the row of a step of one pipeline. The step may have fewer micro-batches than the schedule."""
     return {
         "step": step,
         "schedule": schedule.name,
         "rank_of": [ranks[place] for place in schedule.rank_of],
         "microbatches": 1 + max((each.microbatch for each in records), default=-1),
         "chunks": schedule.stages // schedule.ranks,
+        "slices": schedule.slices,
         "records": [
             [each.rank, each.kind, each.stage, each.microbatch, _short(each.start_s), _short(each.end_s)]
             for each in records
@@ -194,7 +198,7 @@ def row_of(step: int, schedule: Schedule, ranks: Sequence[int], records: Sequenc
 
 
 def step_row(step: int, facts: Mapping[str, Any], every: Sequence[tuple[list[Span], Any]]) -> dict[str, Any]:
-    """Spell a data-parallel step; `every` rank gives its spans and, rank 0, how far all clocks are off."""
+    """Return the row of a data-parallel step. `every` has the spans of each rank, and rank 0's clock offsets."""
     offsets = [Offset(*each) for each in every[0][1]]
     began_s = min(
         start_s - offset.offset_s for (spans, _), offset in zip(every, offsets, strict=True) for *_, start_s, _ in spans

@@ -22,7 +22,7 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.modes import MODES, Exactness
 from muster.jobs.spec.plain import plain_job
-from muster.jobs.train.compare import Row, compare, max_difference
+from muster.jobs.train.compare import TensorComparison, compare, max_difference
 from muster.jobs.train.data.loading import move, move_inputs
 from muster.jobs.train.data.sampling import total_steps
 from muster.jobs.train.evaluate import block_indices
@@ -30,7 +30,7 @@ from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.main import join, open_same_data, run_of, settings_of
 from muster.jobs.train.metrics import global_losses
 from muster.jobs.train.numerics.optim import set_learning_rate
-from muster.jobs.train.reference import LOSS, OUTPUT, Outcome, Reference, Setting
+from muster.jobs.train.reference import LOSS, OUTPUT, Reference, Setting, TrainingOutcome
 from muster.jobs.world.guard import FAILED, guarded
 from muster.jobs.world.world import World
 
@@ -42,7 +42,7 @@ NOWHERE: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 def verify_rank(payload: Mapping[str, Any]) -> int:
-    """Take part in a comparison; rank 0 returns 1 if it fails. `payload`: {"job": serialized job, "steps": K}."""
+    """Run `verify` on one rank; rank 0 returns 1 if it fails. `payload`: {"job": serialized job, "steps": K}."""
 
     def work(reporter: Reporter) -> int:
         env = ranks.read(os.environ)
@@ -62,7 +62,10 @@ def reproducible(job: "Job") -> "Job":
 
 
 def verify(job: "Job", world: World, steps: int) -> dict[str, Any] | None:
-    """Compare mode and reference over some steps: a collective. Returns the record on rank 0, None elsewhere."""
+    """Train some steps in the mode and in one process, and compare the results: a collective.
+
+    Returns the record on rank 0, None elsewhere.
+    """
     data = open_same_data(job, world)
     trainer = build_trainer(settings_of(job), data, world)
     job_steps = max(total_steps(trainer.settings, trainer.plan), steps)
@@ -89,7 +92,7 @@ def verify(job: "Job", world: World, steps: int) -> dict[str, Any] | None:
     return judge(job, world, setting, outcome, test_inputs, differing)
 
 
-def run_mode(trainer: Trainer, setting: Setting, test_inputs: Tensor) -> Outcome:
+def run_mode(trainer: Trainer, setting: Setting, test_inputs: Tensor) -> TrainingOutcome:
     """Train some steps as the job does; only rank 0 keeps the gradients."""
     reader, engine = trainer.own_steps(), trainer.engine
     batches, losses, gradients = [], [], []
@@ -104,11 +107,16 @@ def run_mode(trainer: Trainer, setting: Setting, test_inputs: Tensor) -> Outcome
             gradients.append(whole)
     engine.model.synchronize_buffers()
     output = engine.predict(test_inputs)
-    return Outcome(global_losses(trainer.world, batches, losses), gradients, engine.model.full_state(), output)
+    return TrainingOutcome(global_losses(trainer.world, batches, losses), gradients, engine.model.full_state(), output)
 
 
 def judge(
-    job: "Job", world: World, setting: Setting, outcome: Outcome, test_inputs: Tensor, differing: dict[str, list[int]]
+    job: "Job",
+    world: World,
+    setting: Setting,
+    outcome: TrainingOutcome,
+    test_inputs: Tensor,
+    differing: dict[str, list[int]],
 ) -> dict[str, Any]:
     """Run the reference and return the record of the comparison."""
     promise, why = promise_of(setting.settings, world.size, shares_weights=setting.shares_weights)
@@ -142,12 +150,12 @@ def judge(
 
 
 def compare_outcomes(
-    found: Outcome,
-    wanted: Outcome,
+    found: TrainingOutcome,
+    wanted: TrainingOutcome,
     bounds: Sequence[Mapping[str, float]] | None,
-    alone: Outcome | None = None,
+    alone: TrainingOutcome | None = None,
     reach: Mapping[str, float] = NOWHERE,
-) -> list[Row]:
+) -> list[TensorComparison]:
     """Compare gradients within their bounds (None: bitwise), and parameters and buffers bitwise.
 
     Losses and output are compared bitwise too, unless `reach` limits their deviation by rounding. `alone` is the
@@ -169,17 +177,17 @@ def compare_outcomes(
     return rows
 
 
-def worst(rows: Sequence[Row]) -> Row:
+def worst(rows: Sequence[TensorComparison]) -> TensorComparison:
     """Return the row of the step that is nearest to its bound, or farthest beyond it."""
     return max(rows, key=lambda row: (not row.ok, row.difference / row.tolerance if row.tolerance else row.difference))
 
 
-def _named(outcome: Outcome) -> dict[str, Tensor]:
+def _named(outcome: TrainingOutcome) -> dict[str, Tensor]:
     return {**outcome.state, LOSS: torch.tensor(outcome.losses, dtype=torch.float64), OUTPUT: outcome.output}
 
 
 def promise_of(settings: "TrainSettings", world_size: int, *, shares_weights: bool) -> tuple[Exactness, str]:
-    """Return the class that a mode is tested for, and why.
+    """Return how closely a mode must match the reference (a class of `compare.py`), and why.
 
     `shares_weights`: the model uses a weight in several places.
     """
@@ -189,13 +197,15 @@ def promise_of(settings: "TrainSettings", world_size: int, *, shares_weights: bo
             if settings.is_pipeline
             else "shards are summed in order and divided once"
         )
-        return "bitwise", f"exact: {what}, as one process does"
+        return "bitwise", f"exact: {what}, as in one process"
     where = f"{split_text(settings)} on {counted(world_size, 'rank')}"
     if settings.split(world_size).tensor > 1:
-        return "near", f"{where}: products are summed over ranks, and later results contain their rounding"
+        return "near", f"{where}: matrix products are summed over ranks, so all later results may differ by rounding"
     if settings.communication_dtype is not None and world_size > 1:
-        return "tight", f"{where}: gradients are sent in {settings.communication_dtype}, and differ by its rounding"
+        return "tight", f"{where}: gradients are sent in {settings.communication_dtype}, so they differ by its rounding"
     split = settings.split(world_size)
+    if split.schedule == "terapipe":
+        return "near", f"{where}: attention and gradients add up the slices of a sequence one after another"
     if shares_weights and split.schedule and split.pipe * split.chunks > 1:
         return "tight", f"{where}: stages share a weight, and the gradients of its uses are summed at the end of a step"
     promise = MODES[settings.mode_name].exactness(world_size)

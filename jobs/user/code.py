@@ -3,8 +3,9 @@
     make: models/net.py:build        the file, in the working folder; the function in it
     args: {width: 256}               its keyword arguments
 
-The working folder is first on the path, so that a user's file can import its neighbours. Errors become one message that
-names the key of the job file; for an exception in the user's code, the traceback begins with the user's own frames.
+The working folder is first on `sys.path`, so that a user's file can import other files of that folder. Every error
+becomes one message that names the key of the job file. For an exception in the user's code, a traceback that begins
+with the user's own frames is printed first.
 """
 
 import hashlib
@@ -27,14 +28,14 @@ NOT_OURS: Final = frozenset({"site-packages", "dist-packages"})  # folders of in
 
 
 class UserCodeError(MusterError):
-    """A user's function raised during training."""
+    """An exception that a user's function raised during training."""
 
 
 def split(text: str) -> tuple[str, str]:
     """Split `models/net.py:build` into file (or module) and name.
 
     Raises:
-        ValueError: `text` has another form.
+        ValueError: if `text` has another form.
     """
     place, colon, name = text.rpartition(":")
     is_file = place.endswith(".py") and not Path(place).name.startswith(".")
@@ -48,7 +49,7 @@ def load(key: str, text: str, folder: Path) -> Any:
     """Import the object that a key of the job file names, with the working folder `folder` first on the path.
 
     Raises:
-        RefusedError: if the file, module or name does not exist, or the import raised.
+        RefusedError: if the file, module or name does not exist, or the import fails.
     """
     place, name = split(text)
     if str(folder) not in sys.path[:1]:
@@ -65,7 +66,7 @@ def make(key: str, text: str, args: Mapping[str, Any], folder: Path) -> Any:
     """Import a function or class, call it with `args` as keyword arguments, and return the result.
 
     Raises:
-        RefusedError: if it cannot be imported or called, takes other parameters, or raised.
+        RefusedError: if it cannot be imported or called, takes other parameters, or raises an exception.
     """
     function = load(f"{key}.make", text, folder)
     if not callable(function):
@@ -82,20 +83,20 @@ def require_parameters(key: str, text: str, function: Callable[..., Any], args: 
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-in functions: errors will show when it is called
+    except ValueError:  # a built-in function without a signature: wrong arguments raise when it is called
         return
     try:
         signature.bind(**args)
     except TypeError as error:
         given = ", ".join(args) or "none"
-        raise RefusedError(f"{key}: {text} takes {signature}, args gives {given}: {error}") from error
+        raise RefusedError(f"{key}: {text} takes {signature}, but args has {given}: {error}") from error
 
 
 def called(key: str, text: str, function: Callable[..., Any], *given: Any) -> Any:
-    """Call a user's function; convert its exceptions to one message after the traceback.
+    """Call a user's function. If it raises, print the traceback and raise an error with one message.
 
     Raises:
-        RefusedError: if it raised.
+        RefusedError: if the function raises.
     """
     return _guarded(key, text, lambda: function(*given))
 
@@ -118,7 +119,7 @@ def require_file(key: str, place: str, folder: Path) -> None:
     """
     if place.endswith(".py") and not (folder / place).is_file():
         raise RefusedError(
-            f"{key}: {place}: no such file in {folder}; correct it, or set workdir to the folder it is in"
+            f"{key}: {place}: no such file in {folder}; correct the name, or set workdir to the file's folder"
         )
 
 
@@ -129,7 +130,7 @@ def changed(before: Any, now: Mapping[str, str]) -> list[str]:
 
 
 def own_traceback(error: BaseException, folder: Path) -> str:
-    """Return a traceback that begins with the first frame in `folder`; the whole one if it has no such frame."""
+    """Return a traceback that begins with the first frame of the user's own files, or all of it if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((index for index, each in enumerate(frames) if is_own_file(Path(each.filename), folder)), 0)
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(frames[first:])]
@@ -137,7 +138,7 @@ def own_traceback(error: BaseException, folder: Path) -> str:
 
 
 def is_of_user(error: BaseException, folder: Path) -> bool:
-    """Return True if an exception passed through a file of the working folder that is not installed there."""
+    """Return True if the traceback of an exception has a frame in one of the user's own files."""
     return any(is_own_file(Path(each.filename), folder) for each in traceback.extract_tb(error.__traceback__))
 
 
@@ -171,14 +172,14 @@ def _imported(key: str, place: str, folder: Path) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
                 raise  # the missing module is imported by the user's module
-            missing = f"no module {error.name} for {sys.executable}"
-            raise RefusedError(f"{key}: {missing}, nor in {folder}; install it there, or correct the name") from error
+            missing = f"no module {error.name} in {folder} or for {sys.executable}"
+            raise RefusedError(f"{key}: {missing}; install it, or correct the name") from error
     require_file(key, place, folder)
     return _from_file((folder / place).resolve(), folder.resolve())
 
 
 def _from_file(path: Path, folder: Path) -> ModuleType:
-    """Import a file under the name that its neighbours use to import it, unless that name is taken."""
+    """Import a file under its module name, or under a unique name if another module has that name."""
     parts = path.relative_to(folder).with_suffix("").parts if path.is_relative_to(folder) else (path.stem,)
     name = ".".join(parts)
     if all(part.isidentifier() for part in parts):

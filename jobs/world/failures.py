@@ -1,7 +1,7 @@
-"""Tell victims from culprits: was an exception only caused by the loss of another rank?
+"""Distinguish victims from culprits: decide whether an exception was caused only by the loss of another rank.
 
-The patterns match messages of gloo, NCCL and the store, from torch 2.11 to 2.13. A rank that reports a lost connection
-is a victim if any other rank failed for a reason of its own.
+The patterns match messages of gloo, NCCL and the store in torch 2.11 to 2.13. A rank that reports a lost connection is
+a victim if any other rank failed for a reason of its own.
 """
 
 import re
@@ -28,7 +28,7 @@ TRANSPORTS: Final = re.compile(
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return True if the error, or a cause of it, is that another rank failed, is gone or is silent."""
+    """Return True if an error, or one of its causes, shows that another rank failed, is gone or is silent."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, StartTimeoutError | CollectiveTimeoutError | ConnectionError | StageFailedError):

@@ -1,10 +1,10 @@
-"""A process forked for one piece of work, from its parent's side. It sends messages, shows progress, leaves last words.
+"""Fork a process for one task, and follow its messages, its progress and its standard error in the parent.
 
     pipe        JSON lines, one per message
-    page        jobs/node/page.py: `beats` grows whenever it begins something, so that a hang is detected
-    last words  its standard error, an anonymous file: C++ messages before an abort, and the stacks of a stuck process
+    page        jobs/node/page.py: the process raises `beats` whenever it begins an action, so a hang can be detected
+    last words  the end of its standard error (an anonymous file): C++ messages before an abort, stacks if stuck
 
-It dies with its parent, which must have no threads when it forks.
+The process dies with its parent, which must have no threads when it forks.
 """
 
 import faulthandler
@@ -32,7 +32,7 @@ from muster.jobs.world.failures import is_lost_connection
 
 CHUNK: Final = 1 << 16
 MOST_WORDS: Final = 400  # limit in characters for the last words in a message
-MOST_COPIED: Final = 1 << 16  # limit in bytes for the copy of them in the rank's log
+MOST_COPIED: Final = 1 << 16  # limit in bytes for the copy of its standard error in the rank's log
 DUMP_S: Final = 1.0
 DUMP_POLL_S: Final = 0.02
 STANDARD_ERROR: Final = 2
@@ -49,15 +49,15 @@ How = Literal["done", "raised", "died", "silent"]
 class Ended:
     """How the process ended.
 
-    `done`: it finished its work. `raised`: by an exception. `died`: by a signal, or an exit of its own. `silent`: it
-    was killed because it made no progress for too long, or its time was over.
+    `done`: it finished its work. `raised`: it raised an exception. `died`: it was ended by a signal, or exited early.
+    `silent`: it was killed because it made no progress for too long, or exceeded its time limit.
     """
 
     how: How
     time: float  # unix seconds
     beats: int = 0
     message: str = ""
-    lost: bool = False  # the cause is that another rank was gone
+    lost: bool = False  # True: caused by the loss of another rank
     stopped: bool = False  # silent because a signal (such as SIGSTOP) had stopped it
 
 
@@ -76,13 +76,13 @@ class Forked:
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(work, parent, writing, self)
+            _run_child(work, parent, writing, self)
         os.close(writing)
 
     def followed(self, hear: Tell, is_over: Callable[[], bool], poll_s: float) -> Ended:
-        """Process its messages until it ends, or kill it once `is_over`; reap it and return how it ended.
+        """Pass the process's messages to `hear` until it ends, or kill it once `is_over()`; return how it ended.
 
-        `is_over` is called at least every `poll_s`, after all earlier messages were processed.
+        `is_over` is called at least every `poll_s` seconds, after all messages so far were processed.
         """
         while (messages := self.told(poll_s)) is not None:
             for message in messages:
@@ -92,7 +92,7 @@ class Forked:
         return self.buried(silent=False)
 
     def told(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """Wait at most `timeout_s` for messages; return None once it has ended and there are no more."""
+        """Wait at most `timeout_s` for messages and return them; None once the process has ended."""
         if not select.select([self._pipe], [], [], timeout_s)[0]:
             return []
         data = os.read(self._pipe, CHUNK)
@@ -105,9 +105,9 @@ class Forked:
         return messages
 
     def buried(self, *, silent: bool) -> Ended:
-        """Reap it, after killing it if it is `silent`, and return how it ended.
+        """Reap the process, after killing it if it is `silent`, and return how it ended.
 
-        Its standard error is copied to ours.
+        The process's standard error is copied to our own.
         """
         beats, where, stopped = self.page.beats, "", False
         if silent:
@@ -129,17 +129,17 @@ class Forked:
             return replace(made, how="silent", message=where, stopped=stopped)
         how = f"was killed by {linux.signal_name(-code)}" if code < 0 else f"ended with code {code}"
         said = f"{how}; last words: {words}" if words else how
-        # C++ aborts on an uncaught error; NCCL's watchdog does so on a lost peer too.
+        # C++ aborts on an uncaught error. NCCL's watchdog also aborts when it has lost a peer.
         lost = -code == signal.SIGABRT and is_lost_connection(RuntimeError(words))
         return replace(made, how="died", message=said, lost=lost)
 
     def _where(self) -> str:
-        """Make it write its stacks; return the innermost call of its main thread, which comes last."""
+        """Make the process write its stacks; return the innermost call of the main thread, which is written last."""
         before = os.fstat(self._words).st_size
         linux.kill_quietly(self.pid, signal.SIGQUIT)
         deadline = time.monotonic() + DUMP_S
         text, seen = "", None
-        while text != seen and time.monotonic() < deadline:  # until it stops growing
+        while text != seen and time.monotonic() < deadline:  # until no more text arrives
             time.sleep(DUMP_POLL_S)
             seen, text = text or None, os.pread(self._words, CHUNK, before).decode(errors="replace")
         stack = text.rpartition("(most recent call first):")[2]
@@ -147,19 +147,19 @@ class Forked:
         return f"{'/'.join(found[1].split('/')[-2:])}:{found[2]} {found[3]}" if found else ""
 
     def _last_words(self) -> str:
-        """Return the end of its standard error on one line, and copy its standard error to that of this process."""
+        """Return the end of the process's standard error as one line, and copy the text to our own standard error."""
         size = os.fstat(self._words).st_size
         text = os.pread(self._words, MOST_COPIED, max(0, size - MOST_COPIED)).decode(errors="replace")
         if text:
-            with suppress(OSError):  # a full disk: the row contains the text, too
+            with suppress(OSError):  # the disk may be full; the message of `Ended` contains the text, too
                 sys.stderr.write(text)
                 sys.stderr.flush()
         said = " ".join(line for line in text.splitlines() if not NOISE.match(line))
         return " ".join(said.split())[-MOST_WORDS:]
 
 
-def _become(work: Work, parent: int, writing: int, process: Forked) -> NoReturn:
-    """Become the worker. This fresh child must not return into the parent's code, whatever happens."""
+def _run_child(work: Work, parent: int, writing: int, process: Forked) -> NoReturn:
+    """Run the work in the forked child, then exit. The child must never return into the parent's code."""
     code = 1
     try:
         linux.die_with_parent(parent)
@@ -170,8 +170,8 @@ def _become(work: Work, parent: int, writing: int, process: Forked) -> NoReturn:
         os.dup2(process._words, STANDARD_ERROR)
         faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
         os.close(process._pipe)
-        # After a fork torch recreates its thread pool on first use. autograd's threads use it at once, and one of them
-        # can find none: "Invalid thread pool!"
+        # After a fork, torch recreates its thread pool on first use. If autograd's threads all use it first at the same
+        # time, one of them may fail with "Invalid thread pool!", so recreate the pool here.
         torch.set_num_threads(torch.get_num_threads())
 
         def tell(message: dict[str, Any]) -> None:
@@ -186,7 +186,7 @@ def _become(work: Work, parent: int, writing: int, process: Forked) -> NoReturn:
         except Exception as error:
             text = " ".join(str(error).split())[:MOST_WORDS]
             message, lost = f"{type(error).__name__}: {text}", is_lost_connection(error)
-            print(message, file=sys.stderr) if lost else traceback.print_exc()  # a victim's stack is of no use
+            print(message, file=sys.stderr) if lost else traceback.print_exc()  # the stack of a victim is useless
             tell({"raised": {"message": message, "lost": lost, "time": time.time()}})
     finally:
         with suppress(OSError):

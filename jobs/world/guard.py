@@ -1,4 +1,4 @@
-"""Run a rank's work and turn its end, normal or not, into a report, a message on standard error, and an exit code."""
+"""Run a rank's work, and convert its end or failure to a report, a message on standard error, and an exit code."""
 
 import errno
 import faulthandler
@@ -40,12 +40,12 @@ def guarded(work: Callable[[Reporter], int]) -> int:
         complain(f"muster: {error}")
         return error.exit_code
     except Exception as error:
-        # a print may hit the full disk before a metrics row does
+        # a full disk can fail a print before it fails the write of a metrics row
         full = isinstance(error, OSError) and error.errno in DISK_ERRORS
         reporter.failed(error, peer=is_lost_connection(error))  # a victim must not be reported as the culprit
         complain(traceback.format_exc().rstrip("\n"))
         return exits.STORAGE if full else FAILED
-    if dist.is_initialized():  # not after a failure, when it may wait for a dead peer
+    if dist.is_initialized():  # only after success: after a failure, this could wait for a dead peer
         dist.destroy_process_group()
     return ended
 
@@ -55,7 +55,7 @@ def running_user_code(where: str) -> Iterator[None]:
     """Attribute exceptions to the user if they passed through a file of the working folder.
 
     Raises:
-        UserCodeError: instead of such an exception, after printing the user's own traceback. The message begins with
+        UserCodeError: in place of such an exception, after printing the user's own traceback. The message begins with
             `where`.
     """
     try:
@@ -70,7 +70,7 @@ def running_user_code(where: str) -> Iterator[None]:
 
 
 def measured(reporter: Reporter, bad: str, path: Path) -> int:
-    """End a measurement whose records are written: return 0, or report what is `bad` and return 1."""
+    """Return the exit code of a measurement after its records are written: 0, or 1 after reporting the text `bad`."""
     if not bad:
         return 0
     bad = f"{bad}; see {path.name} for the reasons"
@@ -81,7 +81,7 @@ def measured(reporter: Reporter, bad: str, path: Path) -> int:
 
 def complain(text: str) -> None:
     """Print on standard error if possible."""
-    with suppress(OSError):  # it may be on the disk that is full; the exit code still reports it
+    with suppress(OSError):  # standard error may be on a full disk; the exit code still reports the failure
         print(text, file=sys.stderr, flush=True)
 
 

@@ -19,18 +19,18 @@ from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.world.world import Peer, this_peer
 
 POLL_S: Final = 0.1
-BACKLOG: Final = 4096  # connections before the store accepts; the kernel may lower it
-LEAST_S: Final = 1.0  # minimum, if the master answered just before the deadline
+BACKLOG: Final = 4096  # limit for connections that wait to be accepted; the kernel may lower it
+LEAST_S: Final = 1.0  # minimum timeout, for a master that answered just before the deadline
 
 
 def connect(env: RankEnv, timeout_s: float) -> Store:
-    """Connect to the store of the attempt; rank 0 serves it unless an agent does.
+    """Connect to the store of the attempt. Rank 0 serves the store unless an agent does.
 
     Raises:
         RefusedError: if the master port is taken.
         StartTimeoutError: if nothing answered at the master address in time.
     """
-    prefix = f"muster/attempt-{env.attempt}"  # torchrun's store survives its restarts, and has other keys
+    prefix = f"muster/attempt-{env.attempt}"  # torchrun's store outlives a restart, and contains other keys
     if env.world_size == 1 and not env.agent_store:
         return PrefixStore(prefix, HashStore())
     deadline = time.monotonic() + timeout_s
@@ -57,7 +57,7 @@ def connect(env: RankEnv, timeout_s: float) -> Store:
         if serves:
             raise RefusedError(
                 f"{env.master_addr}:{env.master_port}: rank 0 cannot serve the store here: {_first_line(error)}; "
-                "give the address of this machine, or another --master-port"
+                "use an address of this machine, or another --master-port"
             ) from error
         raise late from error
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -68,7 +68,7 @@ def listen(env: RankEnv) -> socket.socket:
     """Bind the master port: on loopback if the master address is loopback, else on all addresses of this machine.
 
     Raises:
-        RefusedError: if it is taken, or this user may not bind it.
+        RefusedError: if the port is taken, or this user may not bind it.
     """
     port = env.master_port
     try:
@@ -86,14 +86,14 @@ def listen(env: RankEnv) -> socket.socket:
 
 
 def answers(address: str, port: int, deadline: float) -> bool:
-    """Wait until a port accepts connections; return False if it does not before `deadline` (monotonic seconds)."""
+    """Wait until a port accepts connections; return False if `deadline` (monotonic seconds) passes first."""
     while (remaining_s := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((address, port), timeout=remaining_s) as probe:
                 # A socket whose own port happens to be the target connects to itself: that is not the master.
                 if probe.getsockname() != probe.getpeername():
                     return True
-        except OSError:  # not started yet, or its name does not resolve yet
+        except OSError:  # the master has not started yet, or its name cannot be resolved yet
             time.sleep(min(POLL_S, max(deadline - time.monotonic(), 0.0)))
     return False
 
@@ -102,8 +102,8 @@ def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
     """Wait until every rank has arrived; return them in rank order.
 
     Raises:
-        RefusedError: if another process has arrived as this rank.
-        StartTimeoutError: if ranks did not arrive (the message names them), or rank 0 ended and took the store with it.
+        RefusedError: if another process has arrived with the same rank.
+        StartTimeoutError: if ranks did not arrive (the message names them), or the process that serves the store ended.
     """
     if store.add(f"claim/{env.rank}", 1) > 1:
         raise RefusedError(

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, in `<run>/tensorboard`."""
+"""Write event files for TensorBoard, in `<run>/tensorboard`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,35 +10,35 @@ from muster.jobs.basics.terminal import warn
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-PLACE: Final = frozenset({"step", "time"})  # of a row: where its numbers belong
+PLACE: Final = frozenset({"step", "time"})  # keys of a row that are not written as scalars
 
 
 class EventFiles:
-    """Writes rows of metrics as scalars; the files of all attempts are one run to TensorBoard.
+    """A writer of metrics as scalars. TensorBoard shows the files of all attempts as one run.
 
-    The first step of an attempt purges what an earlier one has written from that step on: those steps are done again.
+    A resumed attempt repeats some steps. So its first write purges the older scalars from its first step on.
     """
 
     def __init__(self, run: Path, asked: str) -> None:
-        """Check that the package is there; `asked` is the setting that needs it.
+        """Check that tensorboard is installed. `asked`: the setting that needs it, for the message.
 
         Raises:
-            RefusedError: this Python has no tensorboard.
+            RefusedError: if this Python has no tensorboard.
         """
         try:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError as error:
             raise RefusedError(
-                f"{asked} needs the package tensorboard in the Python of rank 0; install it, or leave {asked} out"
+                f"{asked} needs the package tensorboard in the Python of rank 0; install it, or remove {asked}"
             ) from error
         self.folder = run / "tensorboard"
         self._files: SummaryWriter | None = None
         self._is_full = False
 
     def write(self, rows: Sequence[Mapping[str, Any]], names: Iterable[str] | None = None, prefix: str = "") -> None:
-        """Write the numbers of rows, all of them or some; each row has a step and a time.
+        """Write the numbers of each row under the given `names`, or all its numbers, at the row's `step` and `time`.
 
-        A disk that is full ends the event files of this attempt, not the training.
+        If a write fails (the disk may be full), warn and write no more in this attempt. Training continues.
         """
         if self._is_full or not rows:
             return

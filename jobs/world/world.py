@@ -1,4 +1,4 @@
-"""This rank's world: its device, its process group, and the few small collectives that training needs.
+"""The world of a rank: its device, its process group, and the few small collectives that training needs.
 
 A single rank that synchronizes nothing needs no process group; `group` is then None.
 """
@@ -69,7 +69,7 @@ class World:
         return (pipe_rank * self.data_ranks + self.data_rank) * self.tensor + self.tensor_rank
 
     def readers(self, gathered: Sequence[T]) -> Sequence[T]:
-        """Select one value per part of a batch from the values of all ranks; ranks of one part give the same value."""
+        """Select one value per part of a batch from the values of all ranks, which agree if they read the same part."""
         return gathered[: self.data_ranks * self.tensor : self.tensor]
 
     def meet(self) -> None:
@@ -87,7 +87,7 @@ class World:
 
 @dataclass(frozen=True)
 class Peer:
-    """The host of a rank and the CUDA devices it sees. Ranks for which this is equal share those devices."""
+    """The host of a rank and the CUDA devices it sees. Ranks whose `Peer` is equal share these devices."""
 
     host: str
     visible: str | None  # CUDA_VISIBLE_DEVICES
@@ -100,12 +100,12 @@ def this_peer() -> Peer:
 
 
 def choose_device(wanted: str, rank: int, peers: Sequence[Peer], *, key: str = "train.device") -> torch.device:
-    """Return the device of a rank: CUDA if asked for, or if every rank can have one. Pure, and the same on all ranks.
+    """Return the device of a rank: CUDA if asked for, or if every rank can have a GPU. Pure; the same on all ranks.
 
     `key` is the name of the setting, for the message.
 
     Raises:
-        RefusedError: if CUDA was asked for and some ranks have none, or only some ranks have one.
+        RefusedError: if CUDA was asked for and some ranks have no GPU, or if only some ranks have one.
     """
     if wanted == "cpu":
         return torch.device("cpu")
@@ -190,7 +190,7 @@ def require_equal(world: World, what: str, digest: str, hint: str) -> None:
 
 
 def add_in_order(values: Iterable[float]) -> float:
-    """Add from first to last. `sum` compensates from Python 3.12 on, so its bits depend on the Python version."""
+    """Add values from first to last. The built-in `sum` rounds differently from Python 3.12 on (compensated sums)."""
     total = 0.0
     for value in values:
         total += value

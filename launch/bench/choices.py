@@ -1,4 +1,4 @@
-"""Options that stand for settings of a job's section, as tables: add them to a parser, read and check them."""
+"""Command-line options that set fields of a job's section: tables of options, and functions that add and read them."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.spec import mistakes, yamlfile
-from muster.jobs.spec.yamlfile import Document, KeyPath, Place
+from muster.jobs.spec.yamlfile import Document, KeyPath, KeyPlace
 from muster.launch.common.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
 
 LONGEST_NAME: Final = 64
@@ -19,7 +19,7 @@ PLOTS: Final = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
-class Choice:
+class SectionOption:
     """An option that sets one field of a section."""
 
     flag: str
@@ -65,7 +65,7 @@ def number(text: str) -> float:
         raise ValueError(f"must be a number, got {text!r}") from None
 
 
-def add(group: argparse._ActionsContainer, choices: Sequence[Choice], switches: Sequence[Switch]) -> None:
+def add(group: argparse._ActionsContainer, choices: Sequence[SectionOption], switches: Sequence[Switch]) -> None:
     """Add options to a parser, or to one of its groups."""
     for choice in choices:
         group.add_argument(choice.flag, metavar=choice.metavar, help=choice.help)
@@ -82,15 +82,17 @@ class Output:
     json: bool = False
 
     def check(self) -> None:
-        """Refuse files that could not be written. Errors as for `check_output`."""
+        """Check that the files can be written. Errors as for `check_output`."""
         check_output("--out", self.out, (".json",))
         check_output("--plot", self.plot, PLOTS)
 
 
 def add_measuring(parser: argparse.ArgumentParser, *, plot: str) -> None:
-    """Add the options for results of a measurement, and those of `muster run`; `plot`: what the plot shows."""
+    """Add the options for a measurement's results, and those of `muster run`. `plot` describes the plot."""
     results = parser.add_argument_group("results")
-    results.add_argument("--out", metavar="FILE.json", help="write all records there, and the rows beside it as .csv")
+    results.add_argument(
+        "--out", metavar="FILE.json", help="write all records to this file, and the rows to a .csv file beside it"
+    )
     results.add_argument("--plot", metavar="FILE", help=f"draw {plot}: .png, .svg or .pdf")
     add_json(parser)
     add_overrides(parser)
@@ -100,12 +102,12 @@ def add_measuring(parser: argparse.ArgumentParser, *, plot: str) -> None:
 
 
 def changes(
-    given: Mapping[str, Any], model: type[BaseModel], choices: Sequence[Choice], switches: Sequence[Switch]
+    given: Mapping[str, Any], model: type[BaseModel], choices: Sequence[SectionOption], switches: Sequence[Switch]
 ) -> dict[str, Any]:
-    """Return the settings changed by the options `given`, checked one by one and in combination.
+    """Return the settings that the options in `given` change, checked individually and in combination.
 
     Raises:
-        UsageError: if some are wrong; names all of them at once.
+        UsageError: if an option is invalid. The message lists all invalid options.
     """
     found: dict[str, Any] = {}
     unread: set[str] = set()
@@ -123,7 +125,7 @@ def changes(
         if given[switch.field] is not None:
             found[switch.field] = given[switch.field]
     flags = {switch.field: switch.flag for switch in switches} | {choice.field: choice.flag for choice in choices}
-    places: dict[KeyPath, Place] = {(field,): Place(flag) for field, flag in flags.items()}
+    places: dict[KeyPath, KeyPlace] = {(field,): KeyPlace(flag) for field, flag in flags.items()}
     document = Document("the options", found, places)
     mistakes.check(model, found, document)
     mistaken = [mistake for mistake in document.mistakes if not unread.intersection(mistake.path)]
@@ -134,12 +136,12 @@ def changes(
 
 
 def job_text(words: Sequence[str], **sections: Any) -> str:
-    """Return the text of the job file for a command line without one; `words` form its name."""
+    """Return the text of a job file built from the command line; `words` form the job's name."""
     return yamlfile.dump({"name": "-".join(words)[:LONGEST_NAME].rstrip("-._"), **sections})
 
 
 def check_output(flag: str, given: str | None, suffixes: tuple[str, ...]) -> None:
-    """Refuse a file that could not be written, before anything is measured.
+    """Check before a measurement that its output file can be written.
 
     Raises:
         UsageError: if its folder is missing or not writable, or its suffix is not one of `suffixes`.
@@ -150,7 +152,7 @@ def check_output(flag: str, given: str | None, suffixes: tuple[str, ...]) -> Non
     if path.suffix not in suffixes:
         raise UsageError(f"{flag} {given}: must end in {' or '.join(suffixes)}")
     if not path.parent.is_dir():
-        raise UsageError(f"{flag} {given}: no such folder: {path.parent}; make it, or choose another")
+        raise UsageError(f"{flag} {given}: no such folder: {path.parent}; create it, or choose another")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         found = "is a folder" if path.is_dir() else f"you may not write into {path.parent.absolute()}"
         raise UsageError(f"{flag} {given}: {found}; choose another file")

@@ -1,4 +1,4 @@
-"""The closed forms in the output of `muster predict`, for an exchange or a job, with the numbers filled in."""
+"""The closed-form formulas that `muster predict` prints for an exchange or a job, with the numbers filled in."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 from muster.launch.bench.state_sizes import count_text
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.cost.load import Load
+    from muster.collectives_bench.cost.load import RankLoad
     from muster.collectives_bench.cost.modes import Way
     from muster.collectives_bench.cost.profile import Profile
     from muster.jobs.spec.train import TrainSettings
@@ -15,7 +15,7 @@ MOST_RINGS: Final = 4  # shown below a table of exchanges
 
 
 def ring(profile: "Profile", operation: str, nbytes: int, ranks: int, seconds: float | None) -> dict[str, Any] | None:
-    """Return a ring's counts, the predicted time and, if they were given, the link's latency and bandwidth."""
+    """Return a ring's steps and bytes, its predicted time and, if given with --link, the latency and bandwidth."""
     from muster.collectives_bench.cost.closed import ring_of
 
     found = ring_of(operation, nbytes, ranks)
@@ -46,7 +46,7 @@ def ring_text(record: dict[str, Any]) -> str:
 
 
 def of_job(
-    settings: "TrainSettings", load: "Load", profile: "Profile", nodes: int, ways: "Sequence[Way]"
+    settings: "TrainSettings", load: "RankLoad", profile: "Profile", nodes: int, ways: "Sequence[Way]"
 ) -> dict[str, Any]:
     """Return a job's closed forms: the ring of its gradients, the messages between its stages, and the best bucket."""
     from muster.collectives_bench.cost.buckets import Lanes
@@ -64,7 +64,7 @@ def of_job(
             load.recipe.gradient,
             host_s,
         )
-    except RefusedError:  # the profile has no all-reduce, which the rows of the modes report
+    except RefusedError:  # the profile has no all-reduce; the rows of the modes say so
         pass
     return {
         "ring": ring(profile, "all_reduce", gradients, load.ranks, seconds),
@@ -73,8 +73,8 @@ def of_job(
     }
 
 
-def _boundaries(settings: "TrainSettings", load: "Load", ways: "Sequence[Way]") -> dict[str, Any] | None:
-    """Return the messages between the stages of the job's own pipeline, else of one with a stage per rank."""
+def _boundaries(settings: "TrainSettings", load: "RankLoad", ways: "Sequence[Way]") -> dict[str, Any] | None:
+    """Return the messages between pipeline stages. Without a pipeline, assume one with a stage per rank."""
     from muster.collectives_bench.cost.modes import cut, messages
     from muster.jobs.basics.errors import RefusedError
     from muster.launch.bench.own_split import own_split
@@ -83,7 +83,7 @@ def _boundaries(settings: "TrainSettings", load: "Load", ways: "Sequence[Way]") 
     if settings.is_pipeline:
         try:
             way, load = own_split(settings, load)
-        except RefusedError:  # its cut is for another number of layers or ranks
+        except RefusedError:  # the job's cut does not fit this number of layers or ranks
             return None
     if way is None or way.schedule is None:
         return None
@@ -97,7 +97,7 @@ def _boundaries(settings: "TrainSettings", load: "Load", ways: "Sequence[Way]") 
 
 
 def job_text(record: dict[str, Any], simulated: float | None) -> list[str]:
-    """Format the closed forms of a job; `simulated`: the best bucket of the simulated curve, if there is one."""
+    """Format the closed forms of a job. `simulated` is the best bucket size in bytes by simulation, if known."""
     lines = [f"closed forms: {ring_text(record['ring'])}"] if record["ring"] else []
     lines += [_pipeline_text(record["pipeline"])] if record["pipeline"] else []
     return lines + ([_bucket_text(record["bucket"], simulated)] if record["bucket"] else [])
@@ -109,8 +109,8 @@ def _pipeline_text(pipe: dict[str, Any]) -> str:
     if len(set(sizes)) == 1 and len(sizes) == p - 1:
         formula = f"(P - 1) B N_f = {p - 1} x {batch} x {count_text(sizes[0])}"
     return (
-        f"{pipe['mode']} with P = {p} stages: a forward sends {formula} = {count_text(pipe['forward_bytes'])} bytes,\n"
-        "  over all boundaries; a backward sends the same amount"
+        f"{pipe['mode']} with P = {p} stages: a forward pass sends {formula} = "
+        f"{count_text(pipe['forward_bytes'])} bytes,\n  over all boundaries; a backward pass sends the same amount"
     )
 
 
@@ -121,6 +121,6 @@ def _bucket_text(bucket: dict[str, Any], simulated: float | None) -> str:
     beside = "muster predict --buckets simulates it" if simulated is None else f"simulated: {size_text(simulated)}"
     return (
         f"best bucket: sqrt(s w o) = sqrt({s} B x {w} B/s x {o}) = {size_text(bucket['bucket_bytes'])} ({beside})\n"
-        f"  n = {bucket['buckets']:.3g} buckets cost s / (w n) + n o = {time_text(bucket['cost_s'], 3)}, where the "
-        "backward hides all but the last"
+        f"  n = {bucket['buckets']:.3g} buckets cost s / (w n) + n o = {time_text(bucket['cost_s'], 3)} if the "
+        "backward pass hides all but the last"
     )

@@ -1,4 +1,4 @@
-"""`muster bench compare A B`: whether each row that two results share is better, worse or the same, and why."""
+"""`muster bench compare A B`: a verdict (better, worse or the same) on each row that two results share."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from muster.launch.bench import results
 from muster.launch.common.options import add_json, add_runs
 
 if TYPE_CHECKING:
-    from muster.jobs.measuring.compare import Comparison, Verdict
+    from muster.jobs.measuring.compare import Comparison, RowVerdict
     from muster.jobs.measuring.launches import MeasuredRow
 
 FAILING: Final = {"worse": {"worse"}, "better": {"better"}, "any": {"worse", "better"}}
@@ -20,16 +20,18 @@ COLUMNS: Final = ("row", "before>", "after>", "time>", "from>", "to>", "launches
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.add_argument("before", metavar="BEFORE", help="a result file, a run (id or folder), or several, as in A1,A2")
     parser.add_argument(
-        "before", metavar="BEFORE", help="a result file, or a run (its id or its folder), or several, as in A1,A2"
+        "after",
+        metavar="AFTER",
+        help="the other side, in the same forms; measure in the order A B B A to cancel out drift",
     )
-    parser.add_argument("after", metavar="AFTER", help="the same; alternating runs (A B B A) cancel out drift")
     parser.add_argument(
         "--fail-on",
         metavar="WHAT",
         choices=sorted(FAILING),
-        help="worse, better or any: exit with 1 if a row has this verdict or nothing could be judged; with worse and "
-        "any also if a row is no longer measured",
+        help="worse, better or any: exit with 1 if a row has this verdict, or if no row could be judged; with worse "
+        "or any, also if a row of BEFORE has no time in AFTER",
     )
     add_runs(parser)
     add_json(parser)
@@ -54,15 +56,15 @@ def _rows(word: str, runs: str | None) -> "Sequence[MeasuredRow]":
 
 
 def gate(found: "Comparison[Any]", fail_on: str) -> int:
-    """Return 1 if a row or the total has the verdict `fail_on`; also if a row is gone or nothing could be judged."""
+    """Return 1 if a row or the total has the verdict `fail_on`, a row has vanished, or no row could be judged."""
     said = {each.verdict for each in (*found.rows, found.together)}
     if said == {"no verdict"}:
-        print(f"muster: --fail-on {fail_on}: no row could be judged, so nothing is known to be good", file=sys.stderr)
+        print(f"muster: --fail-on {fail_on}: no row could be judged; measure more launches", file=sys.stderr)
         return 1
     if found.vanished and "worse" in FAILING[fail_on]:
         rows = counted(found.vanished, "row")
-        text = f"{rows} that {'was' if found.vanished == 1 else 'were'} measured before"
-        text += f" {'has' if found.vanished == 1 else 'have'} no time after"
+        text = f"{rows} that {'was' if found.vanished == 1 else 'were'} measured in BEFORE"
+        text += f" {'has' if found.vanished == 1 else 'have'} no time in AFTER"
         print(f"muster: --fail-on {fail_on}: {text}", file=sys.stderr)
         return 1
     return int(bool(said & FAILING[fail_on]))
@@ -81,7 +83,7 @@ def record(found: "Comparison[Any]") -> dict[str, Any]:
     }
 
 
-def _plain(verdict: "Verdict[Any]", labels: dict[str, Any]) -> dict[str, Any]:
+def _plain(verdict: "RowVerdict[Any]", labels: dict[str, Any]) -> dict[str, Any]:
     values = {**vars(verdict), **labels}
     del values["row"]
     for name in ("ratio", "low", "high"):  # JSON has no infinity: null stands for an open end of an interval
@@ -90,7 +92,7 @@ def _plain(verdict: "Verdict[Any]", labels: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(found: "Comparison[Any]") -> str:
-    """Format a comparison as a table. `time`: after / before, above 1 is slower; `from` and `to`: its interval."""
+    """Format a comparison as a table. `time` is after / before (above 1: slower); `from` and `to` are its interval."""
     from muster.launch.common import screen
 
     measured = [each.row for each in found.rows if each.row is not None]
@@ -100,7 +102,7 @@ def render(found: "Comparison[Any]") -> str:
     return f"{screen.table(COLUMNS, rows)}\n{found.line()}"
 
 
-def _cells(verdict: "Verdict[Any]") -> tuple[str | None, ...]:
+def _cells(verdict: "RowVerdict[Any]") -> tuple[str | None, ...]:
     from muster.collectives_bench.sizes import time_text
 
     times = (None if value is None else time_text(value / 1e6) for value in (verdict.before_us, verdict.after_us))

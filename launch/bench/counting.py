@@ -1,4 +1,4 @@
-"""Have the ranks' Python count the job's own model and optimizer, so that this process needs no torch."""
+"""Counts of a user's own model and optimizer, made in the ranks' Python so that this process needs no torch."""
 
 import json
 import os
@@ -24,17 +24,19 @@ TIMEOUT_S: Final = 300.0
 
 @dataclass(frozen=True)
 class OwnCode:
-    """The counts of the user's code in a job; None if the job makes no model, or no optimizer."""
+    """The counts of the model and the optimizer that the user's code builds; None for those it does not build."""
 
     model: Counted | None = None
-    state_bytes: int | None = None  # of the optimizer, per parameter element
+    state_bytes: int | None = None  # optimizer state per parameter element
 
 
 def own_code(job: "Job", settings: "TrainSettings", workdir: str | None = None) -> OwnCode:
-    """Count the objects that the user's code makes, if the job names any; `workdir`: used instead of the job's.
+    """Count the model and optimizer that the user's code builds, if the job names such code.
+
+    `workdir` replaces the job's own working folder.
 
     Raises:
-        RefusedError: if the code fails, or its Python has no torch.
+        RefusedError: if the code fails, or the ranks' Python has no torch.
     """
     if settings.model.make is None and settings.optimizer.make is None:
         return OwnCode()
@@ -59,12 +61,14 @@ def _asked(job: "Job", workdir: str) -> Mapping[str, Any]:
             check=False,
         )
     except OSError as error:
-        raise RefusedError(f"python: cannot start {words[0]} in {workdir}: {error.strerror}; correct it") from error
+        raise RefusedError(
+            f"python: cannot start {words[0]} in {workdir}: {error.strerror}; correct python: in the job"
+        ) from error
     except subprocess.TimeoutExpired as error:
-        raise RefusedError(f"train: the user's code took longer than {TIMEOUT_S:g} s to build and follow") from error
+        raise RefusedError(f"train: counting the user's model took longer than {TIMEOUT_S:g} s") from error
     if done.returncode:
         raise RefusedError(
-            f"train: counting the model ended with {done.returncode}; see the output of {words[0]} above"
+            f"train: counting the model ended with exit code {done.returncode}; see the output of {words[0]} above"
         )
     record: Mapping[str, Any] = json.loads(done.stdout)
     return record

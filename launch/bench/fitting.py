@@ -1,4 +1,4 @@
-"""`muster bench fit R... -o profile.json`: fit a profile to results, and report its error on held-out data."""
+"""`muster bench fit R... -o profile.json`: a cost profile fitted to results, and its error on held-out data."""
 
 import argparse
 import json
@@ -82,14 +82,13 @@ def render(profile: "Profile") -> str:
 
     lines = [f"# {profile.made_of}"] if profile.made_of else []
     lines += [
-        "# mean, max, in 10 %: errors at sizes left out one at a time, except the first and the last; 90 %: the error "
-        "that",
-        "# 90 % of predictions stay within; alpha and beta are those of the line: time = alpha + S * beta",
+        "# mean, max, in 10 %: errors when one size at a time is held out (never the first or last); 90 %: the error",
+        "# that 90 % of predictions stay within; alpha, beta: parameters of the line time = alpha + S * beta",
         screen.table(COLUMNS, [_cells(each) for each in profile.curves if not each.back_to_back]),
     ]
     behind = sum(each.back_to_back for each in profile.curves)
-    lines += [f"and {behind} of calls back to back"] if behind else []
-    ends = "; the first and the last size of a curve are never left out" if profile.held_out_sizes else ""
+    lines += [f"and {behind} of back-to-back calls"] if behind else []
+    ends = "; the first and the last size of a curve are never held out" if profile.held_out_sizes else ""
     lines += ["", *(_constants(each) for each in profile.constants)]
     lines += [
         "",
@@ -100,9 +99,9 @@ def render(profile: "Profile") -> str:
 
 
 def text(errors: "Errors | None") -> str:
-    """Format errors as one line: mean, median, maximum, shares."""
+    """Format errors as one line with mean, median, maximum, and the shares within 10 % and 20 %."""
     if errors is None:
-        return "none: fewer than three worlds, or four sizes of an operation"
+        return "none: needs three worlds, or four sizes of an operation"
     return (
         f"mean {errors.mean:.1%}, median {errors.median:.1%}, max {errors.largest:.1%}, within 10 %: "
         f"{errors.within_10:.0%}, within 20 %: {errors.within_20:.0%}, of {errors.points} points"
@@ -142,7 +141,7 @@ def _constants(constants: "Constants") -> str:
         f"{what} {1e-9 / taken:.3g} GB/s"
         for what, taken in (
             ("a link", constants.beta_s),
-            ("a rank, both ways together,", constants.rank_s),
+            ("a rank in both directions together", constants.rank_s),
             ("all ranks of a host", constants.host_s),
             ("sums", constants.gamma_s),
             ("copies", constants.delta_s),

@@ -4,7 +4,7 @@ import statistics
 from typing import TYPE_CHECKING, Final
 
 from muster.collectives_bench.plan import cells_of, order_of
-from muster.collectives_bench.records import Block, Cell, Header, Pair
+from muster.collectives_bench.records import BenchCell, BenchHeader, Block, Pair
 from muster.collectives_bench.results.files import FORMAT
 from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.basics.words import counted
@@ -15,32 +15,32 @@ from muster.launch.bench.watching import View
 if TYPE_CHECKING:
     from rich.console import Group
 
-Record = Header | Block | Pair | End
+Record = BenchHeader | Block | Pair | End
 STATE_STYLE: Final = {"ok": "", "wrong": "bold red", "failed": "red", "timeout": "red"}
 COLUMN: Final = 11  # width of a size's column in characters
 
 
 class CollectivesView(View):
-    """The progress of a `bench:` job: blocks done, the current cell, the medians so far."""
+    """The progress of a `bench:` job: finished blocks, the current cell, and the medians so far."""
 
     def __init__(self, run: RunDir) -> None:
         super().__init__(run, FORMAT)
 
     def forget(self) -> None:
-        """Reset to the state without records."""
-        self.header: Header | None = None
-        self.cells: list[Cell] = []
+        """Forget all records."""
+        self.header: BenchHeader | None = None
+        self.cells: list[BenchCell] = []
         self.launches = 0
         self.blocks: list[Block] = []
         self.pairs: list[Pair] = []
         self.is_over = False
-        self._states: dict[Cell, str] = {}
-        self._medians: dict[Cell, list[float]] = {}
-        self._done: dict[int, set[Cell]] = {}
+        self._states: dict[BenchCell, str] = {}
+        self._medians: dict[BenchCell, list[float]] = {}
+        self._done: dict[int, set[BenchCell]] = {}
 
     def take(self, record: Record) -> None:
         """Process one record."""
-        if isinstance(record, Header):
+        if isinstance(record, BenchHeader):
             self.header, self.launches = record, record.settings.launches
             self.cells = [] if record.settings.pairs else cells_of(record.settings, record.world.ranks)
         elif isinstance(record, Block):
@@ -57,7 +57,7 @@ class CollectivesView(View):
 
     @property
     def launch(self) -> int:
-        """The current launch, from 0: the newest that has written a record or, if that one is complete, the next."""
+        """The current launch, from 0: the newest with a record or, if that launch is complete, the next one."""
         if not self.cells:
             return max((pair.launch for pair in self.pairs), default=0)
         newest = max(self._done, default=0)
@@ -78,7 +78,7 @@ class CollectivesView(View):
         return len(self.cells) * self.launches
 
     @property
-    def current(self) -> Cell | None:
+    def current(self) -> BenchCell | None:
         """The cell being measured: the first unfinished one in the launch's order."""
         if self.header is None or self.is_over:
             return None
@@ -86,18 +86,18 @@ class CollectivesView(View):
         order = order_of(self.cells, self.launch, self.header.settings.seed)
         return next((self.cells[index] for index in order if self.cells[index] not in done), None)
 
-    def median_us(self, cell: Cell) -> float | None:
+    def median_us(self, cell: BenchCell) -> float | None:
         """Return the median of the launches' medians so far."""
         found = self._medians.get(cell)
         return statistics.median(found) if found else None
 
-    def state(self, cell: Cell) -> str:
-        """Return ok, the state of the last block that was not ok, or "" before the first block."""
+    def state(self, cell: BenchCell) -> str:
+        """Return the state of the cell's last failed block, "ok" if no block failed, or "" if none is done."""
         return self._states.get(cell, "")
 
     def line_of(self, record: Record) -> str | None:
-        """Return the plain line for a record, if it has one: for a start, a failure, or the end of a launch."""
-        if isinstance(record, Header):
+        """Return a line of text for the start, a failure, or the end of a launch; None for other records."""
+        if isinstance(record, BenchHeader):
             what = counted(len(self.cells), "cell") if self.cells else "pairs"
             launches = f"{self.launches} launch{'es' * (self.launches != 1)}"
             return f"measuring {what} in {launches}: {record.world.text}"
@@ -127,7 +127,7 @@ class CollectivesView(View):
         return f"launch {pair.launch + 1} of {self.launches}: {counted(len(alike), 'pair')}"
 
     def table(self, width: int) -> "Group | None":
-        """Return the medians so far: one line per operation and way, one column per size, as far as they fit."""
+        """Return the medians so far: one line per operation and way, and as many columns of sizes as fit."""
         from rich import box
         from rich.console import Group
         from rich.table import Table
@@ -158,7 +158,7 @@ class CollectivesView(View):
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in head]
         return Group(*lines, *([grid] if ways else []))
 
-    def _entry(self, cell: Cell | None, current: Cell | None) -> str:
+    def _entry(self, cell: BenchCell | None, current: BenchCell | None) -> str:
         if cell is None:
             return ""
         state, median_us = self.state(cell), self.median_us(cell)
@@ -169,7 +169,7 @@ class CollectivesView(View):
         return f"[{style}]{text}[/{style}]" if style and text else text
 
 
-def _way(cell: Cell) -> str:
+def _way(cell: BenchCell) -> str:
     return f"{cell.operation} {cell.dtype} {cell.way}" if cell.asked_bytes else cell.operation
 
 

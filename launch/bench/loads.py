@@ -1,4 +1,4 @@
-"""The input of predictions: the job, the load that it puts on a rank, and the memory limit of a rank."""
+"""The input of predictions: a job, the memory and computation it needs per rank, and the memory limit of a rank."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.launch.bench.source import quantity
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.cost.load import Load, Recipe
+    from muster.collectives_bench.cost.load import RankLoad, Recipe
     from muster.jobs.models.anatomy import Anatomy
     from muster.jobs.spec.job import Job
     from muster.jobs.spec.train import TrainSettings
@@ -22,7 +22,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def train_job(path: str, overrides: Sequence[str]) -> "Job":
-    """Load a job that trains.
+    """Load a `train:` job.
 
     Raises:
         JobFileError: if the file is invalid.
@@ -31,7 +31,7 @@ def train_job(path: str, overrides: Sequence[str]) -> "Job":
     from muster.jobs.spec.load import load_job
     from muster.launch.common.kinds import KINDS
 
-    job = load_job(Path(path), KINDS, list(overrides), allow_unread=True).job  # another mode may read the key
+    job = load_job(Path(path), KINDS, list(overrides), allow_unread=True).job  # another mode may use these keys
     if job.kind != "train":
         raise RefusedError(f"{path}: is a {job.kind}: job; only the steps of a train: job can be predicted")
     return job
@@ -41,7 +41,7 @@ def ranks_of(job: "Job", path: str, option: str) -> int:
     """Return the number of a job's ranks.
 
     Raises:
-        UsageError: if it depends on the hosts; the message names the option that sets it.
+        UsageError: if the number of ranks depends on the hosts. The message names the `option` that sets it.
     """
     if not isinstance(job.ranks_per_node, int):
         raise UsageError(f"{path}: ranks_per_node: {job.ranks_per_node} depends on the hosts; give {option}")
@@ -50,27 +50,30 @@ def ranks_of(job: "Job", path: str, option: str) -> int:
 
 def load_of(
     job: "Job", *, ranks: int, backend: str, microbatches: int | None = None, own: "OwnCode | None" = None
-) -> "Load":
-    """Return the state and the computation of a job's rank; `microbatches` of pipelines default to the job's.
+) -> "RankLoad":
+    """Return the memory and the computation that a job needs per rank.
 
-    `own`: the objects of the user's code, as counted by `counting.py`.
+    `microbatches` of a pipeline defaults to the job's number. `own` is the user's model, counted by `counting.py`.
 
     Raises:
-        RefusedError: if the job makes its own model, and it has not been counted.
+        RefusedError: if the job's model comes from user code and `own` does not have it.
     """
-    from muster.collectives_bench.cost.load import SIZES, Load
+    from muster.collectives_bench.cost.load import SIZES, RankLoad
     from muster.jobs.spec.expand import FILL
+    from muster.jobs.spec.filled import fixed_batch
     from muster.jobs.spec.train import TrainSettings
 
-    settings = job.settings
+    settings = fixed_batch(job, ranks).settings
     assert isinstance(settings, TrainSettings)
+    if settings.sync == "data_parallel":
+        ranks = max(ranks, settings.replicas)  # devices of the one rank
     if microbatches is None:
         of_split = None if settings.parallel is None else settings.parallel.microbatches
         microbatches = of_split or settings.microbatches or (FILL * ranks if settings.is_pipeline else MICROBATCHES)
     if microbatches < 1:
         raise UsageError(f"--microbatches {microbatches}: must be 1 or more")
     sent_as, bucket_mb = settings.communication_dtype, settings.bucket_size_mb
-    return Load(
+    return RankLoad(
         model=_anatomy(settings, own),
         recipe=_recipe(settings, own),
         ranks=ranks,
@@ -83,6 +86,7 @@ def load_of(
         shards=settings.virtual_world_size(ranks) if settings.exact else None,
         accumulation=settings.grad_accumulation,
         accumulate=settings.accumulate,
+        servers=settings.servers,
         reshard=settings.reshard_after_forward,
         recompute=settings.activation_checkpointing,
         sequence=settings.sequence_parallel,
@@ -112,5 +116,5 @@ def _recipe(settings: "TrainSettings", own: "OwnCode | None") -> "Recipe":
 
 
 def memory_limit(text: str | None) -> float | None:
-    """Return a size in bytes. Errors as for `quantity`."""
+    """Return the limit in bytes, or None if there is none. Errors as for `quantity`."""
     return None if text is None else quantity("--memory", text, _MEMORY, UNITS, "a size such as 80G or 512M")

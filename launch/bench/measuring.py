@@ -1,4 +1,4 @@
-"""A measurement: runs one after another, each displayed while it measures, then one result of them all."""
+"""Execution of a measurement: one run after another, a live display of each, and one result that joins them all."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,37 +13,37 @@ from muster.launch.bench.report import say
 from muster.launch.bench.watching import BenchConsole, View, watching
 from muster.launch.scheduler.held_signals import ended_by_signal
 from muster.launch.scheduler.slurm_run import close
-from muster.launch.submit.prepare import Prepared
+from muster.launch.submit.prepare import PreparedSubmission
 from muster.launch.submit.request import Request
 from muster.launch.submit.start import begin
-from muster.slurm.states import Outcome
+from muster.slurm.states import JobOutcome
 
 
 @dataclass(frozen=True)
-class World:
-    """One prepared run, or the reason why it is refused."""
+class PreparedWorld:
+    """One prepared run, or the error that refused it."""
 
     label: str
-    prepared: Prepared | None
+    prepared: PreparedSubmission | None
     refusal: MusterError | None = None
 
 
 def check(request: Request, output: Output) -> None:
-    """Refuse requests that cannot work, before anything starts.
+    """Check a request before anything starts.
 
     Raises:
-        UsageError: if people would have to start the ranks, or a file could not be written.
+        UsageError: if the ranks would be started by hand, or an output file cannot be written.
     """
     if request.on == "hand":
         raise UsageError(
             "--on hand: muster bench starts its runs itself; write a job file, start it with muster cmd JOB.yaml, "
-            "and show it with muster bench show RUN"
+            "and print the result with muster bench show RUN"
         )
     output.check()
 
 
-def measure(worlds: Sequence[World], view_of: Callable[[RunDir], View], output: Output) -> int:
-    """Measure, show and write; return the exit code of the first failed world, or 1 for a bad result."""
+def measure(worlds: Sequence[PreparedWorld], view_of: Callable[[RunDir], View], output: Output) -> int:
+    """Run every world, then print and write the result; return the first nonzero exit code, or 1 for a bad result."""
     codes, runs, unmeasured = [], [], []
     for number, world in enumerate(worlds, 1):
         if len(worlds) > 1:
@@ -66,8 +66,8 @@ def measure(worlds: Sequence[World], view_of: Callable[[RunDir], View], output: 
     return code or bad
 
 
-def run_world(world: World, view_of: Callable[[RunDir], View]) -> int:
-    """Run one world to its end; return its exit code. Errors have been printed then."""
+def run_world(world: PreparedWorld, view_of: Callable[[RunDir], View]) -> int:
+    """Run one world until it ends; print its errors and return its exit code."""
     if world.prepared is None:
         assert world.refusal is not None
         say(f"muster: {world.refusal}")
@@ -75,8 +75,8 @@ def run_world(world: World, view_of: Callable[[RunDir], View]) -> int:
     return run_watched(world.prepared, view_of(world.prepared.context.run))
 
 
-def run_watched(prepared: Prepared, view: View) -> int:
-    """Start a run and show it until it ends; return its exit code. Errors have been printed then."""
+def run_watched(prepared: PreparedSubmission, view: View) -> int:
+    """Start a run and show it until it ends; print its errors and return its exit code."""
     run, console = prepared.context.run, BenchConsole()
     try:
         with watching(view, console):
@@ -84,7 +84,7 @@ def run_watched(prepared: Prepared, view: View) -> int:
     except MusterError as error:
         say(f"muster: {error}")
         if run.path.is_dir():
-            close(run, Outcome(error.exit_code, str(error)))
+            close(run, JobOutcome(error.exit_code, str(error)))
         return error.exit_code
     except KeyboardInterrupt:
         return exits.STOPPED

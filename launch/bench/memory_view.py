@@ -1,4 +1,4 @@
-"""`muster memory JOB.yaml`: the predicted memory of a job's fullest rank in every mode, as records and as a table."""
+"""`muster memory JOB.yaml`: the predicted memory of a job's fullest rank in each mode, as records and as a table."""
 
 import math
 from contextlib import suppress
@@ -11,7 +11,7 @@ from muster.launch.bench import counting, loads
 from muster.launch.bench.wanted import Wanted
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.cost.load import Load
+    from muster.collectives_bench.cost.load import RankLoad
     from muster.collectives_bench.cost.modes import Way
     from muster.jobs.models.counted import Counted
     from muster.jobs.spec.train import TrainSettings
@@ -30,10 +30,10 @@ COLUMNS: Final = (
 )
 KINDS: Final = ("parameters", "gradients", "optimizer", "buffers", "communication", "activations")
 LEGEND: Final = """\
-Of the rank with the largest total; 1 MB is 2^20 bytes. communication: buffers for sending gradients and parameters;
-total: at the peak, with all activations, the largest gradient twice if several backwards accumulate, and float32
-gradients of a 16-bit step if those are more. Not counted: Python with torch (300 MB on a CPU, a CUDA context on a GPU),
-freed blocks that the allocator keeps, scratch memory of kernels."""
+Sizes are those of the rank with the largest total; 1 MB is 2^20 bytes. communication: buffers for sending gradients and
+parameters. total: memory at the peak, when all activations exist; it includes a second copy of the largest gradient if
+several backward passes accumulate, or the float32 gradients of a 16-bit step if those are larger. Not counted: Python
+with torch (300 MB on a CPU, a CUDA context on a GPU), the allocator's cached blocks, and scratch memory of kernels."""
 
 
 def predict(asked: Wanted) -> dict[str, Any]:
@@ -73,11 +73,11 @@ def predict(asked: Wanted) -> dict[str, Any]:
 def _modes(
     asked: Wanted,
     settings: "TrainSettings",
-    load: "Load",
+    load: "RankLoad",
     limit: float | None,
     made: "Counted | None",
 ) -> list[dict[str, Any]]:
-    """Return a row for every requested mode, and one for the job's own product of modes."""
+    """Return a row for each requested mode, and one for the job's own combination of modes, if it combines several."""
     from muster.jobs.spec.expand import split_text
     from muster.launch.bench.own_split import at_world, own_split
 
@@ -85,7 +85,7 @@ def _modes(
     if not settings.is_product and settings.mode_name in rows:
         if asked.world is None and asked.microbatches is None:
             with suppress(RefusedError):  # the mode's own row gives the reason
-                way, of = own_split(settings, load)  # with the stages that the job sets
+                way, of = own_split(settings, load)  # uses the stages set by the job
                 rows[settings.mode_name] = _of_way(split_text(settings), way, of, limit)
         rows[settings.mode_name]["is_jobs"] = True
     if settings.is_product and asked.modes is None:
@@ -108,7 +108,7 @@ def _modes(
     return list(rows.values())
 
 
-def _of_way(name: str, way: "Way", load: "Load", limit: float | None) -> dict[str, Any]:
+def _of_way(name: str, way: "Way", load: "RankLoad", limit: float | None) -> dict[str, Any]:
     from muster.collectives_bench.cost.memory import masters_alone_text, memory_of
     from muster.collectives_bench.cost.steps import USABLE
 
@@ -154,9 +154,9 @@ def _row(row: dict[str, Any], record: dict[str, Any]) -> list[str | None]:
         note = row.get("note") or f"{record['model']} {what}"
         return [mark, row["mode"], *[None] * 7, "; ".join([*notes, note])]
     if row["fits"] is False:
-        notes.append(f"does not fit into {size_text(record['memory_limit'])}, of which nine tenths are used")
+        notes.append(f"does not fit into nine tenths of {size_text(record['memory_limit'])}")
     if row["explained"]:
-        notes.append("0 parameters: see below")
+        notes.append("0 parameters: see the note below")
     values = [row["memory"][kind] for kind in (*KINDS, "total")]
     sizes = ["?" if value is None else size_text(value) if value else "0" for value in values]
     return [mark, row["mode"], *sizes, "; ".join(notes)]

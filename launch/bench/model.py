@@ -11,7 +11,7 @@ from muster.jobs.basics.words import unknown
 from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.settings import NAMES, OF_TRAIN, Pass, TimingSettings
 from muster.launch.bench import choices
-from muster.launch.bench.choices import Choice, Output, Switch, number, whole, word_list
+from muster.launch.bench.choices import Output, SectionOption, Switch, number, whole, word_list
 from muster.launch.bench.loads import train_job
 from muster.launch.common.options import given
 from muster.launch.common.program_words import COMMAND_LINE
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 EPILOG: Final = """\
 The timed work is what train: would run on one rank: its model, loss, precision and optimizer (AdamW), on a random
-batch. Each launch of a row runs in its own process. A row that exceeds memory or its time limit shows the reason
+batch. Each launch of a row runs in its own process. A row that runs out of memory or time shows the reason
 instead of a time. The exit code is 1 if a row failed, or if no row has a time.
 """
 
 
 def _each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a reader of words that must be in a table; its error suggests the nearest word in the table."""
+    """Return a parser for lists of words from `valid`. Its error suggests the most similar valid word."""
 
     def read(text: str) -> list[str]:
         if wrong := [word for word in word_list(text) if word not in valid]:
@@ -38,7 +38,7 @@ def _each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 AGAIN: Final = ("activation_checkpointing", "activation_checkpointing")
-OF_JOB: Final = {  # field of TimingSettings: the key of the train: section that is its default
+OF_JOB: Final = {  # field of TimingSettings: the key of the train: section with its default
     "batch": "batch_size",
     "precision": "precision",
     "compile": "compile",
@@ -47,41 +47,49 @@ OF_JOB: Final = {  # field of TimingSettings: the key of the train: section that
     "seed": "seed",
 }
 CHOICES: Final = (
-    Choice("--model", "model", word_list, "NAME,NAME", "gpt-small, vgg11, ...; one row each; or all"),
-    Choice(
+    SectionOption("--model", "model", word_list, "NAME,NAME", "such as gpt-small,vgg11, one row each; or all"),
+    SectionOption(
         "--pass",
         "passes",
         _each_of("pass", get_args(Pass)),
         "PASS,PASS",
-        "forward, backward (with the forward), step (all; default: each)",
+        "forward, backward (includes the forward), step (a whole step); default: all three",
     ),
-    Choice(
+    SectionOption(
         "--precision",
         "precision",
         _each_of("precision", get_args(Precision)),
         "P,P",
         "fp32 (default), bf16, fp16, pure_bf16, fp64",
     ),
-    Choice("--warmup", "warmup", whole, "N", "untimed steps at the start of a launch (default: 1)"),
-    Choice("--steps", "steps", whole, "N", "timed steps of a launch (default: 2)"),
-    Choice("--launches", "launches", whole, "N", "fresh processes for each row: the unit of comparison (default: 3)"),
-    Choice("--batch", "batch", whole, "N", "samples (default: 16)"),
-    Choice("--context", "context", whole, "N", "GPTs only: tokens of a sample (default: 128)"),
-    Choice("--vocabulary", "vocabulary", whole, "N", "GPTs only: size of the vocabulary (default: 10000)"),
-    Choice("--norm", "norm", str, "NAME", "GPTs only: rms (default), layer"),
-    Choice("--device", "device", str, "NAME", "auto (default), cpu, cuda"),
-    Choice("--timeout", "timeout_s", number, "S", "time limit for a launch of a row (default: 300)"),
-    Choice("--seed", "seed", whole, "N", "of the model and its batch (default: 0)"),
+    SectionOption("--warmup", "warmup", whole, "N", "untimed steps at the start of each launch (default: 1)"),
+    SectionOption("--steps", "steps", whole, "N", "timed steps of each launch (default: 2)"),
+    SectionOption(
+        "--launches",
+        "launches",
+        whole,
+        "N",
+        "fresh processes per row; compare treats each as one observation (default: 3)",
+    ),
+    SectionOption("--batch", "batch", whole, "N", "samples per batch (default: 16)"),
+    SectionOption("--context", "context", whole, "N", "GPTs only: tokens per sample (default: 128)"),
+    SectionOption("--vocabulary", "vocabulary", whole, "N", "GPTs only: size of the vocabulary (default: 10000)"),
+    SectionOption("--norm", "norm", str, "NAME", "GPTs only: normalization, rms (default), rms_fused or layer"),
+    SectionOption("--device", "device", str, "NAME", "auto (default), cpu, cuda"),
+    SectionOption(
+        "--timeout", "timeout_s", number, "S", "time limit in seconds for one launch of a row (default: 300)"
+    ),
+    SectionOption("--seed", "seed", whole, "N", "seed of the model and its batch (default: 0)"),
 )
 SWITCHES: Final = (
-    Switch("--compile", "compile", True, "use torch.compile, block by block"),
-    Switch("--activation-checkpointing", "activation_checkpointing", True, "recompute every block in the backward"),
-    Switch("--bias", "bias", True, "GPTs only: linear layers have biases"),
-    Switch("--untied", "tied", False, "GPTs only: the head does not share the embedding's weight"),
+    Switch("--compile", "compile", True, "apply torch.compile to each block"),
     Switch(
-        "--dtypes", "dtypes", True, "instead of times: show the types that autocast chooses for each layer in a step"
+        "--activation-checkpointing", "activation_checkpointing", True, "recompute every block in the backward pass"
     ),
-    Switch("--no-matmul", "matmul", False, "do not time a matrix product as a reference for the rows"),
+    Switch("--bias", "bias", True, "GPTs only: give linear layers biases"),
+    Switch("--untied", "tied", False, "GPTs only: give the head its own weight instead of the embedding's"),
+    Switch("--dtypes", "dtypes", True, "show the types that autocast chooses for each layer, instead of times"),
+    Switch("--no-matmul", "matmul", False, "skip the matrix product that is timed as a reference"),
 )
 
 
@@ -109,9 +117,7 @@ def run(args: argparse.Namespace) -> int:
     request, output = given(args, Request), given(args, Output)
     measuring.check(request, output)
     if args.model is None and args.trained is None:
-        raise UsageError(
-            f"--model: is missing; name one or several of {', '.join(NAMES)}, or all, or give a train: job"
-        )
+        raise UsageError(f"--model: is missing; name some of {', '.join(NAMES)}, or all, or give a train: job")
     job = None if args.trained is None else _timeable(args.trained)
     asked = _asked(args, job)
     words, of_job = ["model", *asked.get("model", [])], dict[str, Any]()
@@ -121,19 +127,21 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare(replace(request, job=COMMAND_LINE, job_text=text))
     if asked.get("device") == "cuda" and prepared.submission.route.is_here and not visible_gpus():
         raise RefusedError("--device: cuda: this machine has no GPU; name a host that has one (-w HOST), or use cpu")
-    return measuring.measure([measuring.World("", prepared)], ModelView, output)
+    return measuring.measure([measuring.PreparedWorld("", prepared)], ModelView, output)
 
 
 def _timeable(path: str) -> "Job":
-    """Load a job whose model is timed.
+    """Load the job whose model is to be timed.
 
     Raises:
         JobFileError: if the file is invalid.
-        RefusedError: if the job does not train, or sets a Python other than Muster's.
+        RefusedError: if the job does not train, or sets `python:`.
     """
     job = train_job(path, ())
     if job.python is not None:
-        raise RefusedError(f"{path}: python: muster bench model times in Muster's own Python; remove python")
+        raise RefusedError(
+            f"{path}: python: muster bench model runs in Muster's own Python; remove python: from the job"
+        )
     return job
 
 
@@ -142,6 +150,6 @@ def _asked(args: argparse.Namespace, job: "Job | None") -> dict[str, Any]:
     if job is None:
         return choices.changes(vars(args), TimingSettings, CHOICES, SWITCHES)
     section: dict[str, Any] = job.settings.model_dump(mode="json", exclude_unset=True)
-    own = Choice("JOB", "train", lambda path: {key: section[key] for key in OF_TRAIN if key in section}, "", "")
+    own = SectionOption("JOB", "train", lambda path: {key: section[key] for key in OF_TRAIN if key in section}, "", "")
     asked = choices.changes({**vars(args), "JOB": args.trained}, TimingSettings, (own, *CHOICES), SWITCHES)
     return {key: section[given] for key, given in OF_JOB.items() if given in section} | asked

@@ -1,4 +1,4 @@
-"""The display of `muster bench model` while a rank measures: the rows so far, or a plain line for each."""
+"""The display of `muster bench model` while a rank measures: a table of the rows so far, or a line for each row."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ class ModelView(View):
         super().__init__(run, FORMAT)
 
     def forget(self) -> None:
-        """Reset to the state without records."""
+        """Forget all records."""
         self._records: list[Record] = []
 
     def take(self, record: Record) -> None:
@@ -29,7 +29,7 @@ class ModelView(View):
         self._records.append(record)
 
     def line_of(self, record: Record) -> str | None:
-        """Return the plain line for a record, if it has one: for the start, and for each row."""
+        """Return a line of text for the start and for each finished row; None for other records."""
         if isinstance(record, Header):
             machine = record.machine
             return f"timing {counted(len(record.settings.cases()), 'row')} on {machine.gpu or machine.cpu}"

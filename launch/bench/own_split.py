@@ -1,4 +1,4 @@
-"""A job's own split in terms of the cost model: its product of modes, and the stages of its pipeline."""
+"""A job's own combination of modes and its pipeline stages, converted to the terms of the cost model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from muster.jobs.basics.errors import RefusedError
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.cost.load import Load
+    from muster.collectives_bench.cost.load import RankLoad
     from muster.collectives_bench.cost.modes import Way
-    from muster.jobs.models.anatomy import Anatomy, Part
+    from muster.jobs.models.anatomy import Anatomy, ModelOperation
     from muster.jobs.spec.modes import Parallel
     from muster.jobs.spec.train import TrainSettings
 
 
-def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
-    """Return a job's mode and load, with its degrees, micro-batches and stages.
+def own_split(settings: "TrainSettings", load: "RankLoad") -> "tuple[Way, RankLoad]":
+    """Return a job's mode, and `load` with the job's parallel degrees, micro-batches and stages.
 
-    A pipeline that is cut by measured times is treated as one that is cut by operations.
+    A pipeline that is cut by measured times is treated like one that is cut by operation counts.
 
     Raises:
         RefusedError: if the split does not fit the number of ranks, or the model.
@@ -25,7 +25,10 @@ def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
     from muster.collectives_bench.cost.load import Split
     from muster.collectives_bench.cost.modes import WAYS
 
-    parallel, way = settings.split(load.ranks), WAYS[settings.mode_name]
+    way = WAYS[settings.mode_name]
+    if settings.sync == "data_parallel":  # the load's ranks are devices of one rank
+        return way, load
+    parallel = settings.split(load.ranks)
     if way.family not in ("pipe", "tensor"):
         return way, load
     stages: Sequence[Sequence[str]] = ()
@@ -40,10 +43,10 @@ def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
 
 
 def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
-    """Return the settings of a product of modes, with its data degree scaled to another number of ranks.
+    """Return `settings` with the data-parallel degree scaled to another number of ranks.
 
     Raises:
-        RefusedError: if the other degrees do not divide the ranks.
+        RefusedError: if the pipe and tensor degrees do not divide the ranks.
     """
     from muster.jobs.spec.split import ParallelSettings
 
@@ -76,8 +79,8 @@ def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -
     return [names[begin : begin + length] for begin, length in zip(cuts, lengths(cuts, len(names)), strict=True)]
 
 
-def _weight(by: str, parts: "Sequence[Part]") -> float:
-    """Return a layer's weight for the cut; `operations` counts those of matrix products and convolutions."""
+def _weight(by: str, parts: "Sequence[ModelOperation]") -> float:
+    """Return a layer's weight in the cut into stages; `operations` counts only matrix products and convolutions."""
     if by == "count":
         return 1.0
     if by == "parameters":
@@ -85,10 +88,10 @@ def _weight(by: str, parts: "Sequence[Part]") -> float:
     return float(sum(part.flops + part.backward_flops for part in parts if _multiplies(part)))
 
 
-def _multiplies(part: "Part") -> bool:
+def _multiplies(part: "ModelOperation") -> bool:
     from muster.jobs.models.counted import CountedPart
 
-    if isinstance(part, CountedPart):  # only operations of this kind are counted
+    if isinstance(part, CountedPart):  # its `flops` counts only such operations
         return True
     matrix = any(len(tensor.shape) > 1 for tensor in part.tensors) and part.name != "embed"
     return matrix or part.repeats > 1

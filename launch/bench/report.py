@@ -1,4 +1,4 @@
-"""A result and its outputs: the report on standard output, files, plots, and rows for comparison."""
+"""The outputs of a result: the report on standard output, files, plots, and rows for comparison."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +22,18 @@ Write = Callable[[Path], None]
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """One result, with functions that print, write and plot it."""
 
     whole: BaseModel
     lines: Callable[[], list[str]]
-    rows: "Callable[[], Sequence[MeasuredRow]]"  # with runs of one world or model joined
-    missing: str  # what was requested but not measured; empty if nothing is missing
+    rows: "Callable[[], Sequence[MeasuredRow]]"  # runs of the same world or model are joined
+    missing: str  # requested but unmeasured parts; empty if there are none
     is_bad: bool
     write: Write
     write_rows: Write | None  # None: there are no rows
     draw: Write
+    draw_over_ranks: Write | None = None  # None for models, which are timed on one rank
 
     def show(self, *, as_json: bool) -> int:
         """Print the report, as text or JSON; return 1 for a bad result."""
@@ -46,7 +47,7 @@ class Report:
             RunFolderError, StorageError: if a file cannot be written; the runs keep the measurements.
             UsageError: as for `plot`.
         """
-        try:  # write the file first, because a closed reader (| head) ends this process; print even if writing fails
+        try:  # write the file first: printing to a closed pipe (| head) ends this process; print even if writing fails
             if output.out is not None:
                 self._save(Path(output.out))
         finally:
@@ -55,8 +56,8 @@ class Report:
             self.plot(Path(output.plot))
         return code
 
-    def plot(self, path: Path, *, flag: str = "--plot") -> None:
-        """Draw the plot into the file that an option names.
+    def plot(self, path: Path, *, flag: str = "--plot", over_ranks: bool = False) -> None:
+        """Draw the plot into a file; `flag` is the option that named it. `over_ranks`: plot against ranks.
 
         Raises:
             UsageError: if there is nothing to draw.
@@ -64,9 +65,12 @@ class Report:
         """
         from muster.jobs.measuring.figures import NothingToPlotError
 
+        draw = self.draw_over_ranks if over_ranks else self.draw
+        if draw is None:
+            raise UsageError("--over ranks: is for collectives; a model alone runs on one rank")
         try:
             with naming(flag):
-                self.draw(path)
+                draw(path)
         except NothingToPlotError as error:
             raise UsageError(f"{flag} {path}: {error}") from error
         say(f"wrote {path}")
@@ -79,12 +83,12 @@ class Report:
                     say(f"wrote {file}")
 
 
-def of_models(timings: "Timings") -> Report:
-    """Return the report of timings of models."""
+def of_models(timings: "Timings") -> BenchReport:
+    """Return the report of model timings."""
     from muster.jobs.timing import files, plots, table
     from muster.jobs.timing.rows import joined_rows
 
-    return Report(
+    return BenchReport(
         timings,
         partial(table.report_lines, timings),
         partial(joined_rows, timings),
@@ -96,15 +100,15 @@ def of_models(timings: "Timings") -> Report:
     )
 
 
-def of_collectives(result: "Result", unmeasured: Sequence[str] = ()) -> Report:
-    """Return the report of collectives; `unmeasured`: the worlds of the grid without any measurement."""
+def of_collectives(result: "Result", unmeasured: Sequence[str] = ()) -> BenchReport:
+    """Return the report of collectives. `unmeasured` lists the worlds of the grid without any measurement."""
     from muster.collectives_bench.results import files, plots
     from muster.collectives_bench.results.missing import missing
     from muster.collectives_bench.results.report import is_failed, report_lines
     from muster.collectives_bench.results.rows import rows_of
 
     rows = rows_of(result)
-    return Report(
+    return BenchReport(
         result,
         partial(report_lines, result, unmeasured),
         lambda: rows,
@@ -113,17 +117,20 @@ def of_collectives(result: "Result", unmeasured: Sequence[str] = ()) -> Report:
         partial(files.write_result, result),
         partial(files.write_csv, rows) if rows else None,
         partial(plots.plot, rows),
+        partial(plots.plot, rows, axis_name="ranks"),
     )
 
 
 @contextmanager
 def naming(flag: str) -> Iterator[None]:
-    """Name the option in errors about an unwritable file, since the usual advice, `--runs`, would not help."""
+    """Name the option `flag` in errors about an unwritable file, instead of the usual advice to change `--runs`."""
     try:
         yield
     except (RunFolderError, StorageError) as error:
         found = str(error).partition(";")[0]
-        raise type(error)(f"{flag}: {found}; choose another place; the runs keep the measurements") from error
+        raise type(error)(
+            f"{flag}: {found}; choose another file (the run folders still have the measurements)"
+        ) from error
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The compute times of a rank in a finished run (forward, backward and optimizer), from the rows of its metrics."""
+"""The compute times of a finished run's slowest rank (forward, backward, optimizer), read from its metrics."""
 
 from itertools import islice
 from pathlib import Path
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
 
 MOST_STEPS: Final = 1_000_000
-# the first steps, which fill caches, make first calls, and let DistributedDataParallel rebuild its buckets
+# first steps, slowed by cold caches, first calls, and DistributedDataParallel rebuilding its buckets
 SKIPPED: Final = 2
 PHASES: Final = ("forward_s", "backward_s", "optimizer_s")
 
 
 def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "tuple[Compute, str]":
-    """Return compute times from a run of the same model, scaled to `samples` per rank, and a text about their origin.
+    """Return compute times from a run of the same model, scaled to `samples` per rank, and a text naming their source.
 
-    Forward and backward are assumed to be proportional to the number of samples.
+    Forward and backward times are assumed to be proportional to the number of samples.
 
     Raises:
-        NotFoundError: if there is no such run.
-        RefusedError: if it trained something else, or too few steps.
+        NotFoundError: if the run does not exist.
+        RefusedError: if the run trained another model, or too few steps.
     """
     from muster.collectives_bench.cost.exposed import Compute
 
@@ -36,7 +36,7 @@ def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "
     ranks = [found for path in _newest(run) if (found := _of_rank(path))]
     if not ranks:
         raise RefusedError(
-            f"--run {given}: has no more than {SKIPPED} steps with times; train more steps, or give --forward-ms"
+            f"--run {given}: has at most {SKIPPED} steps with times; train more steps, or give --forward-ms"
         )
     slowest = max(ranks, key=lambda times: times["forward_s"] + times["backward_s"])
     scale = samples / slowest["samples"]

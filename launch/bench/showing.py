@@ -1,6 +1,6 @@
-"""`muster bench show R...`: print the report of runs or result files, as it was printed after the measurement.
+"""`muster bench show R...`: the report of runs or result files, as printed after the measurement.
 
-Collectives and timings of models have separate kinds of report, which cannot be combined.
+Collectives and model timings have different reports, which cannot be combined.
 """
 
 import argparse

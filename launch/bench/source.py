@@ -1,4 +1,4 @@
-"""The source of predictions: the profile named by `--profile`, or a link given by `--link` and `--latency`."""
+"""The cost profile behind a prediction: the one named by `--profile`, or one built from `--link` and `--latency`."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|ns)?", re.IGNORECASE)
 
 
 def source_of(asked: Wanted) -> "Profile":
-    """Return the profile that `--profile` names, or one for `--link`.
+    """Return the profile that `--profile` names, or build one from `--link`.
 
     Raises:
         UsageError: if neither or both are given, or a value is invalid.
@@ -29,9 +29,11 @@ def source_of(asked: Wanted) -> "Profile":
     if asked.link is not None and asked.profile is None:
         return profile.link(parse_rate(asked.link), parse_time(asked.latency or "0"), name=f"link of {asked.link}")
     if asked.profile is None or asked.link is not None:
-        raise UsageError("give --profile FILE.json (muster bench fit makes it), or --link RATE such as 100Gbit")
+        raise UsageError("give either --profile FILE.json (from muster bench fit) or --link RATE such as 100Gbit")
     if asked.latency is not None:
-        raise UsageError(f"--latency {asked.latency}: belongs to --link; a profile has its own")
+        raise UsageError(
+            f"--latency {asked.latency}: belongs to --link; remove it, since a profile has its own latency"
+        )
     return profile.load(Path(asked.profile))
 
 
@@ -48,7 +50,7 @@ def parse_time(text: str) -> float:
 def quantity(
     flag: str, text: str, pattern: re.Pattern[str], units: Mapping[str, float], wanted: str, *, least: float = 1e-9
 ) -> float:
-    """Read a number and its unit, which are the two groups of a pattern.
+    """Read a number and its unit, which are the two groups of `pattern`.
 
     Raises:
         UsageError: if the text does not match the pattern, or the number is less than `least`.

@@ -1,7 +1,7 @@
-"""`muster memory --parameters N`: model states of a rank at every ZeRO stage, from a number of parameters. Pure.
+"""`muster memory --parameters P`: the size of a rank's model states at each ZeRO stage. Pure.
 
 Parameters, gradients and optimizer states take P (p + g + K o) bytes (Rajbhandari et al. 2020). Each stage divides one
-more of the three by the number of ranks. `collectives_bench/cost/memory.py` uses the same formula.
+more of the three by the number of ranks. `collectives_bench/cost/memory.py` has the formula.
 """
 
 import re
@@ -19,15 +19,15 @@ DECIMAL: Final = (1000, ("B", "kB", "MB", "GB", "TB", "PB", "EB"))
 BINARY: Final = (1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
 COLUMNS: Final = ("", *(f"{kind}>" for kind in KINDS[:3]), "a rank>", "or>", "all ranks>", "or>", "bytes of a rank")
 LEGEND: Final = """\
-parameters, gradients and optimizer states only; activations, buffers and communication are extra:
-muster memory JOB.yaml predicts those. K counts every optimizer state, float32 master weights included:
+Sizes of parameters, gradients and optimizer states only. Activations, buffers and communication are extra:
+muster memory JOB.yaml predicts them. K counts every optimizer state, including float32 master weights:
 0: plain SGD, 1: SGD with momentum, 2: Adam, 3: Adam with master weights for 16-bit parameters"""
 _COUNT = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:e\+?\d{1,2})?)\s*([kmbgt]?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The request of a command line."""
+class StateSizesRequest:
+    """The options that describe a model by its number of parameters."""
 
     parameters: str
     optimizer_states: int | None
@@ -35,8 +35,8 @@ class Asked:
     world: int | None
 
 
-def sizes_of(asked: Asked) -> dict[str, Any]:
-    """Return the sizes at every stage as plain values, in bytes.
+def sizes_of(asked: StateSizesRequest) -> dict[str, Any]:
+    """Return the sizes at each ZeRO stage as plain values, in bytes.
 
     Raises:
         UsageError: if a number is missing or out of range.
@@ -81,7 +81,7 @@ def render(record: dict[str, Any]) -> str:
 
 
 def size_in(units: tuple[int, tuple[str, ...]], nbytes: float) -> str:
-    """Format a size with four figures, in the largest unit in which it is at least 1."""
+    """Format a size with four digits, in the largest unit in which it is at least 1."""
     step, names = units
     place = 0
     while nbytes >= step and place < len(names) - 1:
@@ -90,7 +90,7 @@ def size_in(units: tuple[int, tuple[str, ...]], nbytes: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Format a large number in millions or billions, with an exponent: 10e9, 123.6e6, 4096."""
+    """Format a count, with an exponent from a million on, such as 10e9, 123.6e6 or 4096."""
     for exponent in (9, 6):
         if count >= 10**exponent:
             return f"{count / 10**exponent:.6g}e{exponent}"

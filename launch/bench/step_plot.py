@@ -1,4 +1,4 @@
-"""A plot of a job's predicted steps: bars of compute and exposed communication, memory, and the bucket curve."""
+"""A plot of a job's predicted steps: compute and exposed communication, memory, and the curve over bucket sizes."""
 
 from pathlib import Path
 from typing import Any

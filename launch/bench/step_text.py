@@ -22,8 +22,8 @@ def render(record: dict[str, Any]) -> str:
     lines += ["", *_verdict(record)]
     if record["not_predicted"]:
         lines.append(
-            f"the job's own split, {record['not_predicted']}, was not compared: steps of products of modes are not "
-            "predicted"
+            f"the job's own split, {record['not_predicted']}, was not compared: step times of combined modes cannot "
+            "be predicted"
         )
     buckets = record.get("buckets")
     if buckets:
@@ -45,11 +45,11 @@ def _source(record: dict[str, Any]) -> str:
     compute = record["compute"]
     if compute is None:
         return (
-            "compute times are unknown, so only memory and communication, none of it hidden, are predicted; "
+            "compute times are unknown, so only memory and total communication (none hidden) are predicted; "
             "give --forward-ms and --backward-ms, or --run RUN"
         )
     times = ", ".join(f"{name} {seconds(compute[f'{name}_s'])}" for name in ("forward", "backward", "optimizer"))
-    return f"compute of a rank: {times} ({compute['source']})"
+    return f"compute times of a rank: {times} ({compute['source']})"
 
 
 def _full(row: dict[str, Any]) -> list[str | None]:
@@ -117,7 +117,7 @@ def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:
     ]
     lines = [screen.table(BUCKETS, rows), ""]
     lines.append(
-        "step: from the beginning of the backward to the last byte"
+        "step: from the start of the backward pass to the last byte received"
         + ("" if known else ", with all gradients ready at once")
     )
     best, error = size_text(buckets["best"]), f"{100 * buckets['error']:.1f} %"
@@ -131,7 +131,7 @@ def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:
 
 
 def seconds(value: float | None) -> str | None:
-    """Format a time with three figures, in s, ms or us."""
+    """Format a time with three digits, in s, ms or us."""
     if value is None:
         return None
     from muster.collectives_bench.sizes import time_text

@@ -1,7 +1,7 @@
-"""`muster predict JOB.yaml`: predict a job's steps in every mode, its buckets, and the memory of a rank, as tables.
+"""`muster predict JOB.yaml`: the predicted step times of a job in each mode, its bucket sizes, and a rank's memory.
 
-Compute times are given, or read from a finished run of the same model. Without them only communication and memory are
-predicted.
+Compute times come from options, or from a finished run of the same model. Without them only communication and memory
+are predicted.
 """
 
 import math
@@ -13,14 +13,14 @@ from muster.launch.bench import loads
 from muster.launch.bench.wanted import Wanted
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.cost.buckets import Choice, Point
+    from muster.collectives_bench.cost.buckets import BestSize, CurvePoint
     from muster.collectives_bench.cost.exposed import Compute
-    from muster.collectives_bench.cost.load import Load
+    from muster.collectives_bench.cost.load import RankLoad
     from muster.collectives_bench.cost.profile import Profile
-    from muster.collectives_bench.cost.steps import Ranking, Row
+    from muster.collectives_bench.cost.steps import ModePrediction, Ranking
     from muster.jobs.spec.job import Job
 
-STANDARD_ERROR: Final = 0.10  # for a profile that was not measured, or has no error
+STANDARD_ERROR: Final = 0.10  # of a profile without a measured error
 
 
 def predict(asked: Wanted) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def predict(asked: Wanted) -> dict[str, Any]:
 
     Raises:
         UsageError, JobFileError: if options or files are wrong.
-        RefusedError: if the job does not train, or the profile lacks its world.
+        RefusedError: if the job does not train, or the profile lacks the job's world.
     """
     from muster.collectives_bench.cost import steps
     from muster.jobs.spec.train import TrainSettings
@@ -66,8 +66,8 @@ def predict(asked: Wanted) -> dict[str, Any]:
     return record
 
 
-def _own_product(job: "Job", load: "Load", limit: float | None) -> list[dict[str, Any]]:
-    """Return the row of a job with a product of modes, for which only memory is predicted."""
+def _own_product(job: "Job", load: "RankLoad", limit: float | None) -> list[dict[str, Any]]:
+    """Return the row of a job that combines modes; only its memory is predicted."""
     from muster.collectives_bench.cost import steps
     from muster.collectives_bench.cost.memory import memory_of
     from muster.jobs.spec.expand import split_text
@@ -78,12 +78,12 @@ def _own_product(job: "Job", load: "Load", limit: float | None) -> list[dict[str
     if not job.settings.is_product:
         return []
     way, of = own_split(job.settings, load)
-    row = steps.Row(way, None, None, memory_of(way, of), True, ("the job's own; its step is not predicted",))
+    row = steps.ModePrediction(way, None, None, memory_of(way, of), True, ("the job's own; its step is not predicted",))
     return [{**_row(steps.with_limit(row, limit)), "mode": split_text(job.settings)}]
 
 
 def job_of(asked: Wanted) -> "Job":
-    """Load the job, which must train on a known number of ranks.
+    """Load a `train:` job that has a known number of ranks.
 
     Raises:
         JobFileError, UsageError: if the file or an option is wrong.
@@ -99,12 +99,12 @@ def job_of(asked: Wanted) -> "Job":
     return job
 
 
-def compute_of(asked: Wanted, job: "Job", load: "Load") -> "tuple[Compute | None, str]":
-    """Return a rank's compute times for its part of the batch, and a text about their origin.
+def compute_of(asked: Wanted, job: "Job", load: "RankLoad") -> "tuple[Compute | None, str]":
+    """Return a rank's compute times for its part of the batch, and a text naming their source.
 
     Raises:
-        UsageError: if times are given twice, or incompletely.
-        RefusedError: if the run does not fit the job.
+        UsageError: if times come from both options and a run, or some are missing.
+        RefusedError: if the run trained another model than the job.
     """
     from muster.collectives_bench.cost.exposed import Compute
     from muster.launch.bench.run_times import times_of_run
@@ -112,7 +112,9 @@ def compute_of(asked: Wanted, job: "Job", load: "Load") -> "tuple[Compute | None
     given = (asked.forward_ms, asked.backward_ms, asked.optimizer_ms)
     if asked.measured_run is not None:
         if any(each is not None for each in given):
-            raise UsageError("--run: has compute times already; leave --forward-ms, --backward-ms, --optimizer-ms out")
+            raise UsageError(
+                "--run: already gives compute times; leave out --forward-ms, --backward-ms and --optimizer-ms"
+            )
         return times_of_run(asked.measured_run, asked.runs, job, samples=load.own_batch)
     if asked.forward_ms is None and asked.backward_ms is None:
         if asked.optimizer_ms is not None:
@@ -126,7 +128,7 @@ def compute_of(asked: Wanted, job: "Job", load: "Load") -> "tuple[Compute | None
     return Compute(asked.forward_ms / 1e3, asked.backward_ms / 1e3, (asked.optimizer_ms or 0.0) / 1e3), "given"
 
 
-def _row(row: "Row") -> dict[str, Any]:
+def _row(row: "ModePrediction") -> dict[str, Any]:
     return {
         "mode": row.way.name,
         "built": row.way.is_built,
@@ -150,7 +152,9 @@ def _ranking(ranking: "Ranking | None") -> dict[str, Any] | None:
     }
 
 
-def _buckets(asked: Wanted, load: "Load", compute: "Compute | None", profile: "Profile", nodes: int) -> dict[str, Any]:
+def _buckets(
+    asked: Wanted, load: "RankLoad", compute: "Compute | None", profile: "Profile", nodes: int
+) -> dict[str, Any]:
     """Predict the curve over bucket sizes of data-parallel training."""
     from muster.collectives_bench.cost import buckets
     from muster.collectives_bench.cost.exposed import NO_COMPUTE, Times, own_buckets
@@ -170,10 +174,10 @@ def _buckets(asked: Wanted, load: "Load", compute: "Compute | None", profile: "P
 
 
 def bucket_sizes(text: str | None) -> Sequence[int]:
-    """Return the sizes in `--buckets`; [] if it has no value.
+    """Return the sizes in `--buckets`, or [] if the option has no value.
 
     Raises:
-        UsageError: if one is not a size.
+        UsageError: if the text has an invalid size.
     """
     from muster.collectives_bench.sizes import parse_sizes
 
@@ -183,7 +187,7 @@ def bucket_sizes(text: str | None) -> Sequence[int]:
         raise UsageError(f"--buckets: {error}") from error
 
 
-def _choice(points: "Sequence[Point]", choice: "Choice") -> dict[str, Any]:
+def _choice(points: "Sequence[CurvePoint]", choice: "BestSize") -> dict[str, Any]:
     return {
         "points": [vars(point) for point in points],
         "best": choice.best.bucket_bytes,

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One field per option; a command without an option uses the field's default."""
+    """One field per option; a command that lacks an option uses the field's default."""
 
     job: str = ""
     overrides: tuple[str, ...] = ()
@@ -20,7 +20,7 @@ class Wanted:
     modes: str | None = None
     microbatches: int | None = None
     memory: str | None = None
-    buckets: str | None = None  # sizes; empty: the default ones; None: no curve
+    buckets: str | None = None  # sizes; "": the default sizes; None: no curve
     forward_ms: float | None = None
     backward_ms: float | None = None
     optimizer_ms: float | None = None
@@ -32,7 +32,7 @@ class Wanted:
 
     @property
     def ways(self) -> "list[Way]":
-        """The modes that are named, or all of them. Errors as for `cost.modes.ways`."""
+        """The modes named by `--modes`, or all modes. Errors as for `cost.modes.ways`."""
         from muster.collectives_bench.cost import modes
 
         return modes.ways(None if self.modes is None else [name.strip() for name in self.modes.split(",")])

@@ -1,6 +1,6 @@
-"""The display of a measurement in progress, on standard error: a growing table on a terminal, else plain lines.
+"""The display of a measurement in progress, on standard error: a growing table on a terminal, plain lines elsewhere.
 
-A thread reads the run's bench.jsonl four times a second, so it does not matter which process supervises the run.
+A thread reads the run's bench.jsonl four times a second. This works no matter which process supervises the run.
 """
 
 import shutil
@@ -36,7 +36,7 @@ class View(ABC):
         self.forget()
 
     def poll(self) -> list[Any]:
-        """Process the records since the last call and return them; a new attempt resets the view."""
+        """Process and return the records written since the last call. A new attempt resets the view."""
         newest = max(self.run.attempt_numbers(), default=-1)
         if newest != self._attempt:
             self._attempt, self._file = newest, LineFollower(self.run.attempt(newest).bench)
@@ -49,7 +49,7 @@ class View(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Reset to the state without records."""
+        """Forget all records."""
 
     @abstractmethod
     def take(self, record: Any) -> None:
@@ -69,7 +69,7 @@ class BenchConsole(Console):
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
-        self._drawing = threading.Lock()  # the table is drawn by one thread, the end printed by another
+        self._drawing = threading.Lock()  # one thread draws the table, another one prints the end
         self._ended = False
         self.finish: Callable[[], None] = self.hide  # called before the end is printed
 
@@ -78,12 +78,12 @@ class BenchConsole(Console):
         self.say(f"run {run_path}")
 
     def lines(self, stream: str, lines: Sequence[str], rank: int = 0) -> None:
-        """Show rank 0's standard error; its standard output is replaced by the report."""
+        """Show rank 0's standard error. The report replaces its standard output."""
         if stream == "err":
             super().lines(stream, lines, rank)
 
     def progress(self, report: Mapping[str, Any]) -> None:
-        """Show no progress line, because there are no steps."""
+        """Show no progress line, because a measurement has no steps."""
 
     def show(self, table: "Group") -> None:
         """Draw the table below all lines, or update it; do nothing once the run has ended."""
@@ -123,7 +123,7 @@ class BenchConsole(Console):
 
 @contextmanager
 def watching(view: View, console: BenchConsole) -> Iterator[None]:
-    """Show a run's records while the block within runs, or until the console prints the run's end."""
+    """Show a run's records until the `with` block ends or the console prints the run's end."""
     over = threading.Event()
     failures: list[BaseException] = []
 
@@ -153,7 +153,7 @@ def watching(view: View, console: BenchConsole) -> Iterator[None]:
 
 
 def show(view: View, console: BenchConsole) -> None:
-    """Process new records and show them. The table is drawn only after a change, to leave CPU time for the ranks."""
+    """Process new records and show them. The table is redrawn only after a change, to save CPU time for the ranks."""
     new = view.poll()
     if console.draws:
         if new and (table := view.table(console.width)) is not None:

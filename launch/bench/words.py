@@ -1,4 +1,4 @@
-"""The command line of a measurement: the operations, their settings, and the worlds."""
+"""The command line of `muster bench`: operations, their settings, and the worlds to measure."""
 
 import argparse
 import itertools
@@ -13,7 +13,7 @@ from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.spec import yamlfile
 from muster.launch.bench import choices
-from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
+from muster.launch.bench.choices import SectionOption, Switch, number, whole, word_list
 
 
 def _sizes(text: str) -> list[int]:
@@ -21,29 +21,50 @@ def _sizes(text: str) -> list[int]:
 
 
 CHOICES: Final = (
-    Choice("--sizes", "sizes", _sizes, "SIZES", "8, 36.9MB, 512K:1G, 512K:1G:4, or a list: course, small, default"),
-    Choice("--dtype", "dtypes", word_list, "TYPE,TYPE", "fp32 (default), bf16, fp16, int32"),
-    Choice("--place", "places", str, "PLACE", "in: results replace their inputs; out; both (default: the usual one)"),
-    Choice("--call", "calls", word_list, "CALL,CALL", "sync (default), async"),
-    Choice("--backend", "backend", str, "NAME", "auto (default), gloo, nccl"),
-    Choice("--device", "device", str, "NAME", "auto (default), cpu, cuda"),
-    Choice("--launches", "launches", whole, "N", "fresh starts of all processes: the unit of comparison (default: 5)"),
-    Choice("--block-s", "block_s", number, "S", "seconds for the samples of one size in a launch (default: 0.25)"),
-    Choice("--timeout-s", "timeout_s", number, "S", "a call that takes longer is abandoned (default: 30)"),
-    Choice("--pair-size", "pair_bytes", parse_size, "SIZE", "size of the messages of --pairs (default: 4M)"),
-    Choice("--seed", "seed", whole, "N", "seed for the order of the cells (default: 0)"),
+    SectionOption(
+        "--sizes",
+        "sizes",
+        _sizes,
+        "SIZES",
+        "such as 8, 36.9MB, 512K:1G or 512K:1G:4, or a named list: course, small, default",
+    ),
+    SectionOption("--dtype", "dtypes", word_list, "TYPE,TYPE", "fp32 (default), bf16, fp16, int32"),
+    SectionOption(
+        "--place",
+        "places",
+        str,
+        "PLACE",
+        "in: results overwrite their inputs; out: they do not; both (default: the operation's usual one)",
+    ),
+    SectionOption("--call", "calls", word_list, "CALL,CALL", "sync (default), async"),
+    SectionOption("--backend", "backend", str, "NAME,NAME", "auto (default), gloo, nccl; several are compared"),
+    SectionOption("--device", "device", str, "NAME", "auto (default), cpu, cuda"),
+    SectionOption(
+        "--launches",
+        "launches",
+        whole,
+        "N",
+        "fresh starts of all processes; compare treats each as one observation (default: 5)",
+    ),
+    SectionOption("--block-s", "block_s", number, "S", "seconds of samples per size and launch (default: 0.25)"),
+    SectionOption("--timeout-s", "timeout_s", number, "S", "timeout of a call, in seconds (default: 30)"),
+    SectionOption("--pair-size", "pair_bytes", parse_size, "SIZE", "message size for --pairs (default: 4M)"),
+    SectionOption("--seed", "seed", whole, "N", "seed for the order of the cells (default: 0)"),
 )
 SWITCHES: Final = (
     Switch(
-        "--wire", "wire", True, "also count the bytes sent by the network interfaces, and compare with the formulas"
+        "--wire",
+        "wire",
+        True,
+        "also count the bytes sent by the network interfaces, and compare them with the formulas",
     ),
-    Switch("--pairs", "pairs", True, "measure every pair of nodes instead, and name slow nodes and links"),
-    Switch("--no-check", "check", False, "do not compare every element of every result"),
+    Switch("--pairs", "pairs", True, "measure every pair of nodes instead, to find slow nodes and links"),
+    Switch("--no-check", "check", False, "do not check the elements of results"),
 )
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Add the options that stand for settings, and those that name the worlds."""
+    """Add the options that change settings, and the options that choose the worlds."""
     group = parser.add_argument_group("what is measured")
     choices.add(group, CHOICES, SWITCHES)
     worlds = parser.add_argument_group("worlds (one run each)")
@@ -81,11 +102,25 @@ def changes(given: Mapping[str, Any]) -> dict[str, Any]:
     return choices.changes(given, BenchSettings, CHOICES, SWITCHES)
 
 
-def worlds(nodes: str | None, ranks_per_node: str | None) -> list[tuple[int | None, int | str | None]]:
-    """Return the nodes and ranks per node of each world, with ranks varying fastest; None if not given.
+def settings(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings that options change, one mapping for each backend of `--backend`.
 
     Raises:
-        UsageError: if a number is invalid or given twice.
+        UsageError: as for `choices.changes`, or if a backend is given twice.
+    """
+    if given["backend"] is None:
+        return [changes(given)]
+    names = word_list(given["backend"])
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"--backend {given['backend']}: {twice} is given twice; give each once")
+    return [changes({**given, "backend": name}) for name in names]
+
+
+def worlds(nodes: str | None, ranks_per_node: str | None) -> list[tuple[int | None, int | str | None]]:
+    """Return the nodes and ranks per node of each world, with ranks varying fastest; a missing option yields None.
+
+    Raises:
+        UsageError: if a number is invalid or repeated.
     """
     ranks = _counts("--ranks-per-node", ranks_per_node, "slots")
     return list(itertools.product(_counts("--nodes", nodes), ranks))  # type: ignore[arg-type]
@@ -99,7 +134,7 @@ def _counts(flag: str, text: str | None, *also: str) -> list[int | str | None]:
         value: int | str = word if word in also else int(word) if word.isdecimal() else 0
         if value == 0:
             wanted = " or ".join(("a whole number from 1", *also))
-            raise UsageError(f"{flag} {text}: must be {wanted}, with commas between several, got {word!r}")
+            raise UsageError(f"{flag} {text}: must be {wanted}, or several separated by commas, got {word!r}")
         if value in found:
             raise UsageError(f"{flag} {text}: {word} is given twice; give each once")
         found.append(value)
@@ -107,11 +142,11 @@ def _counts(flag: str, text: str | None, *also: str) -> list[int | str | None]:
 
 
 def job_text(names: list[str], settings: dict[str, Any], nodes: int, ranks_per_node: int | str) -> str:
-    """Return the text of the job file for a command line without one."""
+    """Return the text of a job file that measures the operations."""
     words = ["bench", *(["pairs"] if settings.get("pairs") else names)]
     return choices.job_text(words, nodes=nodes, ranks_per_node=ranks_per_node, bench={"operation": names, **settings})
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:
-    """Convert settings to the form of `--set`, to override those of a job file."""
+    """Convert settings to `--set` overrides of a job file."""
     return [f"bench.{name}={yamlfile.flow(value).removesuffix('...').strip()}" for name, value in settings.items()]

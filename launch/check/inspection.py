@@ -1,9 +1,9 @@
-"""Ask every node of a job what it has and reaches. Nothing is started.
+"""Ask every node of a job about its hardware, software and network. No rank is started.
 
-    hello ──→ three heartbeats (its clock), what it is and has, the run folder and a nonce in it
+    hello ──→ three heartbeats (for its clock), the facts about the node, the run folder and a nonce in it
     node 0 ──→ binds a port as for a run ──→ every node tries to reach it
 
-A node that has not answered within the deadline is reported. The class implements the Gate of a transport
+A node that has not answered by the deadline is reported. `Inspection` implements the transports' `Gate` interface
 (transports/base.py).
 """
 
@@ -19,16 +19,16 @@ from muster.jobs.basics.files import write_text
 from muster.launch.check.judges import Answer
 from muster.launch.plan.plan import Context
 from muster.launch.plan.program import needs
-from muster.launch.supervision.crew import ClockOffset
 from muster.launch.supervision.master import own_address
+from muster.launch.supervision.run_nodes import ClockOffset
 from muster.launch.supervision.startup import prepare_message
 from muster.launch.transports.base import Transport
 from muster.launch.wire.channel import Channel, ChannelClosed, NotAMessage
 from muster.launch.wire.messages import Beat, Broken, Bye, FromAgent, Heartbeat, Inspect, Inspected, Prepared
 
-LIMIT_S: Final = 9.0  # for all of it, so that the report appears within 10 s
+LIMIT_S: Final = 9.0  # for the whole inspection, so that the report appears within 10 s
 BEAT_S: Final = 1.0
-BEATS: Final = 3  # sent at once; the fastest one gives the best clock offset
+BEATS: Final = 3  # sent together; the fastest reply gives the best clock offset
 PATH_MAX: Final = 4096  # Linux's limit on the length of a path
 QUESTIONS: Final = 3  # per node
 
@@ -43,16 +43,16 @@ class Inspection:
         self.master = ""  # "address:port" once node 0 has bound it
         self.nonce = secrets.token_hex(16)
         self._clocks = [ClockOffset() for _ in names]
-        self._answered = [0] * len(names)  # number of answered questions
+        self._answered = [0] * len(names)  # number of answered questions per node
         self._opened: list[Channel] = []
-        self._channels: dict[int, Channel] = {}  # of the nodes that have greeted
+        self._channels: dict[int, Channel] = {}  # of the nodes that have said hello
         self._tasks: set[asyncio.Task[None]] = set()
         self._missing = set(range(len(names)))
         self._all_done = asyncio.Event()
         self._refused: MusterError | None = None
 
     async def run(self, show: Callable[[], None]) -> None:
-        """Ask all nodes, call `show` once there is nothing more to wait for, then dismiss the agents.
+        """Ask all nodes, call `show` when all have answered or the time is up, then dismiss the agents.
 
         Raises:
             MusterError: if no agent can be started at all, or the run folder cannot be written.
@@ -120,7 +120,7 @@ class Inspection:
         folder = interpreter.folder if interpreter else ""
         python = self.context.warm_python if program else ()
         env = {**self.context.site.env, **self.context.job.env}
-        if python and "PYTHONPATH" in env:  # its torch may be in that folder
+        if python and "PYTHONPATH" in env:  # torch may be installed there
             python = ("env", f"PYTHONPATH={env['PYTHONPATH']}", *python)
         channel.post(
             Inspect(program=program[:PATH_MAX], script=script[:PATH_MAX], folder=folder[:PATH_MAX], python=python)
@@ -177,7 +177,9 @@ class Inspection:
     def _look(self, node: int) -> None:
         """Check whether a node has answered all questions that it can be asked."""
         first = self.answers[0]
-        lost = not self.master and bool(first.error or first.no_master)  # then no node can be asked to reach it
+        lost = not self.master and bool(
+            first.error or first.no_master
+        )  # node 0's address is unknown, so no node is asked to reach it
         if self._answered[node] >= QUESTIONS - lost and self.answers[node].ahead_s is not None:
             self._done(node)
 
@@ -190,7 +192,7 @@ class Inspection:
             self._all_done.set()
 
     def _conclude(self) -> None:
-        """Mark the nodes that have not answered in time; check whose marks in the run folder are readable here."""
+        """Record which nodes have not answered in time, and whose nonces in the run folder can be read here."""
         for node, answer in enumerate(self.answers):
             if answer.error is None and answer.hello is None:
                 answer.error = UnreachableError(
@@ -198,17 +200,17 @@ class Inspection:
                     f"{answer.host} true"
                 )
             if answer.facts.get("storage", {}).get("where") == "shared":
-                # never looked for before, so that no cache remembers its absence
+                # first lookup of this file, so that no cache remembers it as missing
                 mark = self.context.run.nonce(str(node))
                 try:
                     answer.marked = mark.read_text(encoding="utf-8") == self.nonce
                 except OSError:
                     answer.marked = False
 
-    # All of them ------------------------------------------------------------------------------------------------------
+    # All nodes --------------------------------------------------------------------------------------------------------
 
     async def _beat(self) -> None:
-        """Send beats, so that the agents' leases do not end."""
+        """Send heartbeats, so that the agents' leases do not expire."""
         while True:
             await asyncio.sleep(BEAT_S)
             for channel in self._channels.values():

@@ -1,7 +1,7 @@
-"""The judgement of a node, one function for each column of `muster check`. Pure.
+"""The checks of a node's answers, with one function per column of `muster check`. Pure.
 
-Each function gets the node's answers, the job's expectations, and what is usual among the nodes. Every problem comes
-with its remedy. A warning does not prevent a run: it may cost speed, or just be a surprise.
+Each function gets the node's answers, the job's expectations, and the values that most nodes have. Every problem is
+shown with its remedy. A warning does not prevent a run, but the run may be slower than expected.
 """
 
 from collections import Counter
@@ -28,24 +28,24 @@ OF_SITE: Final = "interpreter in the site file"
 
 @dataclass
 class Answer:
-    """The answers of one node. `error`: why there is no agent, or why it ended early."""
+    """The answers of one node. `error`: why its agent did not start, or ended early."""
 
     host: str
     error: MusterError | None = None
     hello: Hello | None = None
     facts: Facts = field(default_factory=lambda: Facts())
-    ahead_s: float | None = None  # how far its clock is ahead
+    ahead_s: float | None = None  # how far its clock is ahead of ours
     marked: bool | None = None  # whether its mark in the run folder could be read here
-    no_master: str = ""  # for node 0: why it has no address for the others
+    no_master: str = ""  # for node 0: why it has no address that the others could reach
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The expectations of the job and this machine."""
+    """The values that the job and this machine expect of every node."""
 
     code: str  # fingerprint of the code here
-    ranks: tuple[int, ...]  # per node
-    torch: bool  # ranks run our functions, and the nodes can report the torch that they will use
+    ranks: tuple[int, ...]  # number of ranks on each node
+    torch: bool  # ranks run Muster's functions, and the nodes can report which torch they will use
     python: str  # the key that names the ranks' Python, and its file
     device: str  # auto, cpu or cuda; "" for a user's program
     master: str  # "address:port", "" if unknown
@@ -55,7 +55,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Cell:
+class NodeProperty:
     """One property of one node: the text to show, its state and, unless it is good, the reason and the remedy."""
 
     text: str
@@ -65,19 +65,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Usual:
-    """What most nodes have, to find those that differ."""
+    """The values that most nodes have, used to find the nodes that differ."""
 
     python: str
     torch: str | None
     cores: int
     available_mib: float
     gpus: tuple[str, ...]
-    reach: int  # other nodes that tried to reach node 0
-    reached: int  # those of them that reached it
+    reach: int  # number of other nodes that tried to reach node 0
+    reached: int  # number of them that succeeded
 
     @classmethod
     def of(cls, answers: Sequence[Answer]) -> "Usual":
-        """Compute the usual values; of equally common ones, the first node's is used."""
+        """Return the most common value of each property. If two are equally common, the earlier node's is used."""
         tries = [answer.facts["connect"] for answer in answers[1:] if "connect" in answer.facts]
         return cls(
             python=_commonest([_minor(each) for each in _all(answers, "python")], ""),
@@ -90,177 +90,189 @@ class Usual:
         )
 
 
-Judge = Callable[[int, Answer, Expected, Usual], Cell]
+Judge = Callable[[int, Answer, Expected, Usual], NodeProperty]
 
 
-def _python(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _python(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     version = answer.facts["python"]
     if _minor(version) != usual.python:
-        why = f"runs Python {version}, most nodes {usual.python}; make them alike with {expected.python}"
-        return Cell(version, WARNING, why)
-    return Cell(version)
+        why = f"runs Python {version}, but most nodes run {usual.python}; set one for all with {expected.python}"
+        return NodeProperty(version, WARNING, why)
+    return NodeProperty(version)
 
 
-def _torch(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _torch(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     version, where = answer.facts["torch"], answer.facts.get("executable", "its interpreter")
     if not expected.torch:
-        return Cell(version or "-")
+        return NodeProperty(version or "-")
     if version is None:
         install = "install it there" if expected.python == OF_JOB else "run ./setup.sh there"
         why = f"{where} has no torch, which the ranks need; {install}, or set {expected.python}"
-        return Cell("none", BAD, why)
+        return NodeProperty("none", BAD, why)
     if version.partition("+")[0] != str(usual.torch).partition("+")[0]:
-        why = f"has torch {version}, most nodes {usual.torch}, and ranks of two versions may not work together"
+        why = f"has torch {version}, but most nodes have {usual.torch}; different versions may not work together"
         how = "" if expected.python == OF_JOB else ": ./setup.sh"
-        return Cell(version, BAD, f"{why}; install one version everywhere{how}")
+        return NodeProperty(version, BAD, f"{why}; install one version everywhere{how}")
     if version != usual.torch:
-        return Cell(version, WARNING, f"has another build of torch, {version}, than most nodes, {usual.torch}")
-    return Cell(version)
+        return NodeProperty(
+            version, WARNING, f"has a different build of torch ({version}) than most nodes ({usual.torch})"
+        )
+    return NodeProperty(version)
 
 
-def _code(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _code(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     code = answer.facts["code"]
     text = answer.facts.get("commit") or code
     if code != expected.code:
         root = answer.facts.get("root", "its folder")
-        why = f"has other code of Muster in {root} ({code}, here {expected.code})"
-        return Cell(text, BAD, f"{why}; run muster sync, or bring both to one commit")
-    return Cell(text)
+        why = f"has a different version of Muster in {root} ({code}, here {expected.code})"
+        return NodeProperty(text, BAD, f"{why}; run muster sync, or use the same commit on both")
+    return NodeProperty(text)
 
 
-def _program(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _program(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     if "program" in answer.facts.get("failed", {}):
         return _missing(answer, "program")
     why = answer.facts.get("program", "")
     if not why:
-        return Cell("ok")
+        return NodeProperty("ok")
     if expected.torch:
-        return Cell("none", BAD, f"lacks the job's Python: {why}; bring it there, or correct python in the job file")
-    return Cell("none", BAD, f"lacks the program of the command: {why}; bring it there, or set python or workdir")
+        return NodeProperty(
+            "none", BAD, f"lacks the job's Python: {why}; install it there, or correct python in the job file"
+        )
+    return NodeProperty(
+        "none", BAD, f"lacks the program of the command: {why}; copy it there, or set python or workdir"
+    )
 
 
-def _clock(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _clock(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     if answer.ahead_s is None:
-        return Cell("?", WARNING, "did not answer a heartbeat, so its clock was not compared")
+        return NodeProperty("?", WARNING, "did not answer a heartbeat, so its clock was not compared")
     text = f"{answer.ahead_s:+.1f} s" if abs(answer.ahead_s) >= CLOCK_SHOWN_S else "ok"
-    do = "set it, and keep it right: chronyc makestep, or timedatectl set-ntp true"
+    do = "set it, and keep it synchronized: chronyc makestep, or timedatectl set-ntp true"
     if abs(answer.ahead_s) > SKEW_BAD_S:
-        return Cell(text, BAD, f"its clock is off by {answer.ahead_s:+.0f} s; {do}")
+        return NodeProperty(text, BAD, f"its clock is off by {answer.ahead_s:+.0f} s; {do}")
     if abs(answer.ahead_s) > SKEW_WARN_S:
-        return Cell(text, WARNING, f"its clock is off by {answer.ahead_s:+.1f} s; {do}")
-    return Cell(text)
+        return NodeProperty(text, WARNING, f"its clock is off by {answer.ahead_s:+.1f} s; {do}")
+    return NodeProperty(text)
 
 
-def _network(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _network(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     route = answer.facts["route"]
     if route is None:
         why = (
             f"has no route to the master {expected.master}; give an address that it reaches: --master-addr, or --iface"
         )
-        return Cell("none", BAD, why)
+        return NodeProperty("none", BAD, why)
     interface, address = route
     if interface == "lo" and not expected.one_host:
-        why = f"it reaches the master {expected.master} through lo, which the other nodes do not share"
-        return Cell(f"lo {address}", BAD, f"{why}; give the address of node 0 that they reach: --master-addr")
-    return Cell(f"{interface} {address}")
+        why = f"it reaches the master {expected.master} through lo, which the other nodes cannot reach"
+        return NodeProperty(f"lo {address}", BAD, f"{why}; give an address of node 0 that they reach: --master-addr")
+    return NodeProperty(f"{interface} {address}")
 
 
-def _master(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _master(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     if not expected.one_host and (answer.facts.get("route") or [""])[0] == "lo":
-        return Cell("-", UNKNOWN)  # the column before reports it
+        return NodeProperty("-", UNKNOWN)  # the previous column reports it
     why = answer.facts["connect"]
     nobody = usual.reach > 1 and not usual.reached
     if node == 0 and nobody:
         firewall = "open its firewall for the other nodes, or give another network: --iface or --master-addr"
-        return Cell("unreached", BAD, f"no other node reaches it at {expected.master}; {firewall}")
+        return NodeProperty("unreached", BAD, f"no other node reaches it at {expected.master}; {firewall}")
     if not why:
-        return Cell("ok")
+        return NodeProperty("ok")
     if nobody:
-        return Cell("no", WARNING, f"cannot reach the master at {expected.master}: {why}, as no other node can")
+        return NodeProperty("no", WARNING, f"cannot reach the master at {expected.master}: {why}; no other node can")
     firewall = "open the firewall between the nodes, or give another network: --iface or --master-addr"
-    return Cell("no", BAD, f"cannot reach the master at {expected.master}: {why}; {firewall}")
+    return NodeProperty("no", BAD, f"cannot reach the master at {expected.master}: {why}; {firewall}")
 
 
-def _storage(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _storage(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     storage = answer.facts["storage"]
     if storage["where"] == "none":
-        return Cell("none", BAD, f"has nowhere to keep the run: {storage['why']}; choose a folder with --runs DIR")
+        return NodeProperty(
+            "none", BAD, f"has nowhere to keep the run: {storage['why']}; choose a folder with --runs DIR"
+        )
     if storage["where"] == "apart":
         why = f"cannot see {expected.run}: logs and metrics come over the network, and failover across nodes is off"
-        return Cell("apart", WARNING, f"{why}; for shared storage choose it with --runs DIR")
+        return NodeProperty("apart", WARNING, f"{why}; to share storage, name a shared folder with --runs DIR")
     if answer.marked is False:
-        why = f"reads {expected.run}, but what it writes there is not seen here; is it mounted from another place?"
-        return Cell("one way", BAD, f"{why} choose a folder with --runs DIR that all share")
-    return Cell("shared")
+        why = f"reads {expected.run}, but its files there are not visible here; is it mounted from another place?"
+        return NodeProperty("one way", BAD, f"{why} choose a folder with --runs DIR that all share")
+    return NodeProperty("shared")
 
 
-def _free(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _free(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     storage = answer.facts.get("storage")
     if storage is None or "free_mib" not in storage:
-        return Cell("?", UNKNOWN)  # the column before gives the reason
+        return NodeProperty("?", UNKNOWN)  # the previous column gives the reason
     free, path = storage["free_mib"], storage["path"]
     if free < FREE_WARN_MIB:
         state = BAD if free < FREE_BAD_MIB else WARNING
-        return Cell(_mib(free), state, f"has {_mib(free)} free in {path}; free some space, or choose --runs DIR")
-    return Cell(_mib(free))
+        return NodeProperty(
+            _mib(free), state, f"has {_mib(free)} free in {path}; free some space, or choose --runs DIR"
+        )
+    return NodeProperty(_mib(free))
 
 
-def _cores(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _cores(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     cores = answer.facts["cores"]
     ranks = expected.ranks[node]
     if cores < ranks and expected.remote:
-        why = f"has {cores} cores for {ranks} ranks, which will slow one another down; lower ranks_per_node"
-        return Cell(str(cores), WARNING, why)
+        why = f"has {cores} cores for {ranks} ranks, which will slow each other down; lower ranks_per_node"
+        return NodeProperty(str(cores), WARNING, why)
     if cores < usual.cores:
-        return Cell(str(cores), WARNING, f"has {cores} cores, most nodes {usual.cores}: the others will wait for it")
-    return Cell(str(cores))
+        return NodeProperty(
+            str(cores), WARNING, f"has {cores} cores, but most nodes have {usual.cores}: the others will wait for it"
+        )
+    return NodeProperty(str(cores))
 
 
-def _memory(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _memory(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     memory = answer.facts["memory"]
     text = f"{_mib(memory['available_mib'])} of {_mib(memory['total_mib'])}"
     if memory["available_mib"] < usual.available_mib * MEMORY_SHARE:
-        why = f"has {_mib(memory['available_mib'])} of memory free, the usual is {_mib(usual.available_mib)}"
-        return Cell(text, WARNING, f"{why}; see who uses it: ps aux --sort -rss")
-    return Cell(text)
+        why = f"has {_mib(memory['available_mib'])} of memory free, but most nodes have {_mib(usual.available_mib)}"
+        return NodeProperty(text, WARNING, f"{why}; see which processes use it: ps aux --sort -rss")
+    return NodeProperty(text)
 
 
-def _gpus(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _gpus(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     gpus = answer.facts["gpus"]
     text = f"{len(gpus)} x {gpus[0]}" if gpus else "-"
     if expected.device == "cpu":
-        return Cell(text)
-    bad = BAD if expected.torch else WARNING  # a user's program may use only some of the nodes' GPUs
+        return NodeProperty(text)
+    bad = BAD if expected.torch else WARNING  # a user's program need not use GPUs on every node
     if not gpus and (usual.gpus or expected.device == "cuda"):
-        wanted = "the job's device is cuda" if expected.device == "cuda" else "most nodes have"
-        return Cell(
+        wanted = "the job's device is cuda" if expected.device == "cuda" else "most nodes have one"
+        return NodeProperty(
             "none",
             bad,
-            f"has no GPU, and {wanted}; see nvidia-smi there, leave it out, or run all on the CPU: train.device=cpu",
+            f"has no GPU, but {wanted}; run nvidia-smi there, leave the node out, or set train.device=cpu",
         )
     if gpus and not usual.gpus:
-        why = "has GPUs, and most nodes have none; ranks of both kinds cannot run together: set train.device=cpu"
-        return Cell(text, bad, why)
+        why = "has GPUs, but most nodes have none; ranks on CPU and GPU cannot run together: set train.device=cpu"
+        return NodeProperty(text, bad, why)
     if tuple(gpus) != usual.gpus:
-        return Cell(text, WARNING, f"has {text}, most nodes {len(usual.gpus)} x {usual.gpus[0]}")
-    return Cell(text)
+        return NodeProperty(text, WARNING, f"has {text}, but most nodes have {len(usual.gpus)} x {usual.gpus[0]}")
+    return NodeProperty(text)
 
 
-def _files(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def _files(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     limits = answer.facts["limits"]
     soft = limits["open_files"]
     if 0 <= soft < OPEN_FILES:
-        return Cell(
+        return NodeProperty(
             str(soft), WARNING, f"allows {soft} open files, which many ranks or data workers exceed; raise ulimit -n"
         )
-    return Cell("ok")
+    return NodeProperty("ok")
 
 
-def _missing(answer: Answer, fact: str, state: str = WARNING) -> Cell:
-    why = answer.facts.get("failed", {}).get(fact, "its agent did not say")
+def _missing(answer: Answer, fact: str, state: str = WARNING) -> NodeProperty:
+    why = answer.facts.get("failed", {}).get(fact, "its agent did not report it")
     if answer.error is not None:
-        return Cell("?", UNKNOWN)  # the first column gives the reason
-    return Cell("?", state, f"cannot determine its {NAMES.get(fact, fact)}: {why}")
+        return NodeProperty("?", UNKNOWN)  # the first column gives the reason
+    return NodeProperty("?", state, f"cannot determine its {NAMES.get(fact, fact)}: {why}")
 
 
 def _all(answers: Iterable[Answer], fact: str) -> list[Any]:
@@ -299,13 +311,17 @@ COLUMNS: Final[dict[str, tuple[str, Judge]]] = {
 }
 
 
-def judged(title: str, node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+def judged(title: str, node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     """Return the cell of a node in a column."""
     fact, judge = COLUMNS[title]
     if answer.hello is None:
-        return Cell("-", UNKNOWN)
+        return NodeProperty("-", UNKNOWN)
     if fact in OF_MASTER and not expected.master:
-        return Cell("none", BAD, answer.no_master) if fact == "route" and answer.no_master else Cell("?", UNKNOWN)
+        return (
+            NodeProperty("none", BAD, answer.no_master)
+            if fact == "route" and answer.no_master
+            else NodeProperty("?", UNKNOWN)
+        )
     if fact and fact not in answer.facts:
         return _missing(answer, fact, BAD if fact == "gpus" and expected.device == "cuda" else WARNING)
     return judge(node, answer, expected, usual)

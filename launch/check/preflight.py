@@ -1,4 +1,4 @@
-"""The table of `muster check`: one row per node, and the conclusions from it. Pure.
+"""The table of `muster check`, with one row per node, and the conclusions drawn from it. Pure.
 
 answers (inspection.py) ── judges ──→ rows ──→ table, JSON, exit code, the option that leaves out the bad nodes
 """
@@ -9,18 +9,18 @@ from typing import Final
 
 from muster.jobs.basics import exits
 from muster.jobs.hosts import nodelist
-from muster.launch.check.judges import BAD, COLUMNS, GOOD, WARNING, Answer, Cell, Expected, Usual, judged
+from muster.launch.check.judges import BAD, COLUMNS, GOOD, WARNING, Answer, Expected, NodeProperty, Usual, judged
 
 QUIET: Final = ("program", "GPUs", "files")
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """One node's row."""
+    """The row of one node."""
 
     node: int
     host: str
-    cells: dict[str, Cell]
+    cells: dict[str, NodeProperty]
 
     @property
     def state(self) -> str:
@@ -30,7 +30,7 @@ class NodeRow:
 
 
 def rows(answers: Sequence[Answer], expected: Expected) -> list[NodeRow]:
-    """Judge all nodes."""
+    """Return the row of every node."""
     usual = Usual.of(answers)
     found = []
     for node, answer in enumerate(answers):
@@ -40,7 +40,7 @@ def rows(answers: Sequence[Answer], expected: Expected) -> list[NodeRow]:
 
 
 def exit_code(found: Sequence[NodeRow], answers: Sequence[Answer]) -> int:
-    """Return 0 if no node is bad, 69 if one cannot be reached, else 78."""
+    """Return 0 if no node is bad, 69 if a node cannot be reached, else 78."""
     bad = [row for row in found if row.state == BAD]
     if not bad:
         return exits.DONE
@@ -55,13 +55,13 @@ def without(found: Sequence[NodeRow]) -> str:
 
 
 def titles(found: Sequence[NodeRow]) -> list[str]:
-    """List the columns to show; those of QUIET only if they have something to report."""
+    """List the columns to show. A column in QUIET is shown only if it reports a problem."""
     said = {title: {row.cells[title].text for row in found} - {"-", "ok"} for title in found[0].cells}
     return [title for title, texts in said.items() if texts or title not in QUIET]
 
 
 def remarks(found: Sequence[NodeRow], state: str) -> list[str]:
-    """Return one line for each reason behind cells in this state, with its nodes and the remedy."""
+    """Return one line for each distinct reason of cells in this state, with the affected nodes and the remedy."""
     reasons: dict[str, list[str]] = {}
     for row in found:
         for cell in row.cells.values():
@@ -70,21 +70,21 @@ def remarks(found: Sequence[NodeRow], state: str) -> list[str]:
     return [f"{nodelist.fold(hosts)}: {why}" for why, hosts in reasons.items()]
 
 
-def _agent(answer: Answer) -> Cell:
+def _agent(answer: Answer) -> NodeProperty:
     if answer.error is not None:
-        return Cell("failed", BAD, str(answer.error).removeprefix(f"{answer.host}: "))
-    return Cell("ok")
+        return NodeProperty("failed", BAD, str(answer.error).removeprefix(f"{answer.host}: "))
+    return NodeProperty("ok")
 
 
 def _one_machine(found: list[NodeRow], answers: Sequence[Answer], expected: Expected) -> list[NodeRow]:
-    """Warn if two names are the same machine, because it would do the work of both."""
+    """Warn if two host names mean the same machine, which would then do the work of both."""
     seen: dict[str, str] = {}
     for row, answer in zip(found, answers, strict=True):
         machine = answer.facts.get("machine")
         if machine is None or not expected.remote or row.cells["agent"].state == BAD:
             continue
         if first := seen.get(machine):
-            why = f"is the same machine as {first}; take one of the two names out of the hosts"
-            row.cells["agent"] = Cell("twice", WARNING, why)
+            why = f"is the same machine as {first}; remove one of the two names from the hosts"
+            row.cells["agent"] = NodeProperty("twice", WARNING, why)
         seen.setdefault(machine, row.host)
     return found

@@ -1,4 +1,4 @@
-"""`muster bench`: measure what the network can do, and look at, compare, draw and fit what came of it."""
+"""`muster bench`: measure collective operations, and show, compare, plot and fit the results."""
 
 import argparse
 from dataclasses import replace
@@ -10,22 +10,22 @@ from muster.launch.bench.words import add_choices
 from muster.launch.common.options import given
 
 if TYPE_CHECKING:
-    from muster.launch.bench.grid import Grid
+    from muster.launch.bench.grid import BenchGrid
 
-# A first word that is one of these is a command of its own; anything else is measured.
+# Subcommands: if the first word is none of these, it names the operations or the job file to measure.
 WITHIN: Final = {
     "model": ("muster.launch.bench.model", "time models alone: forward, backward or whole steps, with peak memory"),
-    "show": ("muster.launch.bench.showing", "print results again: of runs, or of result files"),
+    "show": ("muster.launch.bench.showing", "print the results of runs or result files again"),
     "compare": (
         "muster.launch.bench.comparing",
-        "say of every row of two results whether it is better, worse or the same",
+        "compare two results row by row: better, worse or the same",
     ),
-    "plot": ("muster.launch.bench.plotting", "draw results into a PNG, SVG or PDF"),
+    "plot": ("muster.launch.bench.plotting", "plot results as PNG, SVG or PDF"),
     "fit": ("muster.launch.bench.fitting", "fit the cost model to results, and save it as the profile of a cluster"),
 }
 EPILOG: Final = f"""\
 muster bench {" | ".join(WITHIN)} have options of their own: muster bench compare --help.
-The exit code is that of the first world that failed; 1 where a value was wrong, or an operation crashed or stalled.
+The exit code is that of the first world that failed, or 1 if a result was wrong or an operation crashed or stalled.
 """
 
 
@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     return measure(prepare_worlds(grid), CollectivesView, output)
 
 
-def grid_of(args: argparse.Namespace) -> "Grid":
-    """Return what a command line asks for; errors as `words.changes` and `words.worlds`."""
-    from muster.launch.bench.grid import Grid
+def grid_of(args: argparse.Namespace) -> "BenchGrid":
+    """Return the grid that the command line describes. Errors as for `words.settings` and `words.worlds`."""
+    from muster.launch.bench.grid import BenchGrid
     from muster.launch.submit.request import Request
 
     worlds = words.worlds(args.nodes, args.ranks_per_node)
     request = replace(given(args, Request), nodes=None, ranks_per_node=None)
-    return Grid(",".join(args.what), words.changes(vars(args)), worlds, request)
+    return BenchGrid(",".join(args.what), words.settings(vars(args)), worlds, request)

@@ -1,4 +1,4 @@
-"""`muster box`: a small cluster inside this machine, with ssh and Slurm, to rehearse on and to break."""
+"""`muster box`: a small cluster inside this machine, with ssh and Slurm, for rehearsals and failure tests."""
 
 import argparse
 import json
@@ -33,47 +33,65 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     def add(verb: str, phrase: str) -> argparse.ArgumentParser:
         child = verbs.add_parser(verb, help=phrase, description=phrase + ".")
-        default = "box" if verb in ("up", "down") else "all" if verb == "status" else "box, or the only one"
-        child.add_argument("--name", metavar="X", help=f"which box (default: {default})")
+        default = "box" if verb in ("up", "down") else "all" if verb == "status" else "box, or the only box"
+        child.add_argument("--name", metavar="X", help=f"name of the box (default: {default})")
         return child
 
-    _configure_up(add("up", "make a box of nodes with a network, ssh, and Slurm if asked"))
-    add("down", "remove a box and everything in it, also one that was left half made")
-    options.add_json(add("status", "show a box, or all boxes: every node, and how it is"))
-    ssh = add("ssh", "log in to a node, or run a command there as ssh does")
+    _configure_up(add("up", "create a box: nodes with a network, ssh, and optionally Slurm"))
+    add("down", "remove a box and everything in it, even if its creation failed halfway")
+    options.add_json(add("status", "show the state of every node, in one box or in all"))
+    ssh = add("ssh", "log in to a node over ssh, or run a command there")
     _add_node(ssh)
     ssh.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER)
-    inside = add("exec", "run a command among the processes of a node, in the current folder")
+    inside = add("exec", "run a command inside a node without ssh, in the current folder")
     _add_node(inside)
     inside.add_argument("command", metavar="-- CMD", nargs=argparse.REMAINDER)
-    fail = add("fail", "let a node fail as machines do")
+    fail = add("fail", "make a node fail like a real machine")
     _add_node(fail)
     fail.add_argument(
         "--how",
         choices=tuple(WAYS),
         default="power",
-        help="power: silent and dead (default); kill: dead, peers see it; unplug: silent, runs on; freeze: stopped",
+        help="power: dies without closing connections (default); kill: its processes die and peers notice; "
+        "unplug: loses its network but runs on; freeze: its processes are suspended",
     )
-    _add_node(add("heal", "bring a node back as it was"))
-    rate = add("rate", "set the speed of all links, or make a slow pair or a slow node")
+    _add_node(add("heal", "undo a node's failure"))
+    rate = add("rate", "set the speed of all links, of one node's link, or between two nodes")
     rate.add_argument(
-        "rate", metavar="RATE", help="such as 100mbit; none: unlimited. For all links: ends slow ones too"
+        "rate", metavar="RATE", help="such as 100mbit; none: unlimited. Without other options, sets all links"
     )
     which = rate.add_mutually_exclusive_group()
-    which.add_argument("--between", metavar="NODE", nargs=2, help="only between these two; none: as all others")
-    which.add_argument("--of", metavar="NODE", help="only this node's link; none: as all others")
+    which.add_argument(
+        "--between", metavar="NODE", nargs=2, help="only between these two nodes; RATE none removes their own limit"
+    )
+    which.add_argument("--of", metavar="NODE", help="only this node's link; RATE none removes its own limit")
 
 
 def _configure_up(up: argparse.ArgumentParser) -> None:
-    up.add_argument("--nodes", metavar="N", type=int, default=4, help=f"how many, up to {MAX_NODES} (default: 4)")
-    up.add_argument("--rate", metavar="RATE", default="1gbit", help="of every link, each way; none: unlimited (1gbit)")
-    up.add_argument("--slurm", action="store_true", help="with munge, slurmctld on one more node `head`, and slurmds")
     up.add_argument(
-        "--private-storage", action="store_true", help="each node has its own run root: nothing is shared through it"
+        "--nodes", metavar="N", type=int, default=4, help=f"number of nodes, up to {MAX_NODES} (default: 4)"
+    )
+    up.add_argument(
+        "--rate",
+        metavar="RATE",
+        default="1gbit",
+        help="speed of each link and direction; none: unlimited (default: 1gbit)",
+    )
+    up.add_argument(
+        "--slurm",
+        action="store_true",
+        help="run Slurm: munge, slurmd on every node, and slurmctld on an extra node `head`",
+    )
+    up.add_argument(
+        "--private-storage", action="store_true", help="give each node its own folder of runs instead of a shared one"
     )
     options.add_runs(up)
     up.add_argument(
-        "--clock", metavar="NODE=OFFSET", action="append", default=[], help="logins there see another time, as +180s"
+        "--clock",
+        metavar="NODE=OFFSET",
+        action="append",
+        default=[],
+        help="shift the clock that logins on this node see, as in node1=+180s",
     )
 
 
@@ -82,7 +100,7 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the verb says."""
+    """Run the chosen verb."""
     return VERBS[args.verb](args)
 
 
@@ -100,17 +118,17 @@ def _up(args: argparse.Namespace) -> int:
     spec = state.spec
     flag, suffix = name_flag(spec.name), "" if spec.name == DEFAULT_NAME else f":{spec.name}"
     print(f"box {spec.name}: {counted(spec.nodes, 'node')} in {spec.network}{', with Slurm' if spec.slurm else ''}")
-    print(f"try: muster run JOB --hosts box{suffix}, muster box ssh{flag} node0; the end: muster box down{flag}")
+    print(f"try: muster run JOB --hosts box{suffix}, muster box ssh{flag} node0; remove it: muster box down{flag}")
     return 0
 
 
 def _down(args: argparse.Namespace) -> int:
     name = check_name(args.name or DEFAULT_NAME)
     if take_down(name):
-        print(f"box {name}: gone")
+        print(f"box {name}: removed")
         return 0
     others = ", ".join(box_names())
-    print(f"box {name}: nothing there" + (f"; there is {others}" if others else ""))
+    print(f"box {name}: does not exist" + (f"; existing boxes: {others}" if others else ""))
     return 0
 
 
@@ -120,7 +138,7 @@ def _status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"boxes": [each.to_json() for each in found]}, indent=2))
     else:
-        print("\n\n".join(_render(each) for each in found) or "no box; make one: sudo muster box up")
+        print("\n\n".join(_render(each) for each in found) or "no box exists; create one: sudo muster box up")
     return 0
 
 
@@ -132,7 +150,7 @@ def _render(box: BoxStatus) -> str:
     if box.slurm_conf is not None:
         lines.append(f"SLURM_CONF={box.slurm_conf} sinfo")
     if box.private_runs is not None:
-        lines.append(f"each node has its own {box.private_runs}")
+        lines.append(f"each node has its own copy of {box.private_runs}")
     rows = (
         (each.node, each.address, each.state, "listens" if each.sshd else None, each.slurm, each.processes)
         for each in box.nodes
@@ -148,7 +166,7 @@ def _ssh(args: argparse.Namespace) -> int:
 def _exec(args: argparse.Namespace) -> int:
     words = _words(args.command)
     if not words:
-        raise UsageError(f"exec {args.node}: no command; wanted: muster box exec {args.node} -- CMD")
+        raise UsageError(f"exec {args.node}: the command is missing; run muster box exec {args.node} -- CMD")
     argv = _box(args).exec_argv(args.node, words)
     os.execv(argv[0], argv)
 

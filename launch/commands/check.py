@@ -1,4 +1,7 @@
-"""`muster check JOB.yaml`: every node of the job, one row each, within 10 s, and nothing is started."""
+"""`muster check JOB.yaml`: a check of every node within 10 s, one row per node, without starting the job.
+
+If all nodes have GPUs, an NCCL smoke test between two of them follows.
+"""
 
 import argparse
 
@@ -7,19 +10,26 @@ from muster.launch.common.options import add_json, add_request, given
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.epilog = "muster check job.yaml -H hosts.txt             one row for each node"
+    parser.epilog = (
+        "muster check job.yaml -H hosts.txt             one row for each node\n"
+        "muster check job.yaml -H hosts.txt --smoke     and an all-reduce between two of them, also without GPUs"
+    )
     add_request(parser)
+    parser.add_argument(
+        "--smoke",
+        action=argparse.BooleanOptionalAction,
+        help="exchange data between two nodes, and show the network used (default: if all nodes have GPUs)",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask all nodes, print the report; the exit code is 0, 69 when a node cannot be reached, else 78.
+    """Check all nodes and print the report; return 0, 69 if a node cannot be reached, or 78 for other problems.
 
     Raises:
-        MusterError: as `muster run` does before it starts anything.
+        MusterError: if `muster run` would refuse the job.
     """
     from muster.launch.check.report import check
-    from muster.launch.submit.prepare import prepare
     from muster.launch.submit.request import Request
 
-    return check(prepare(given(args, Request)), as_json=args.json)
+    return check(given(args, Request), as_json=args.json, smoke=args.smoke)

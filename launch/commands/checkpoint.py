@@ -1,4 +1,4 @@
-"""`muster checkpoint list|verify|show|export`: what a run has saved. Nothing of the run is changed."""
+"""`muster checkpoint list|verify|show|export`: the checkpoints of a run. These commands never change the run."""
 
 import argparse
 import json
@@ -13,16 +13,16 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import BadCheckpointError, NoCheckpointError, StorageError, UsageError
 from muster.jobs.checkpoint.export import export
 from muster.jobs.checkpoint.lineage import candidates, folder_names
-from muster.jobs.checkpoint.manifest import Manifest, read_manifest
+from muster.jobs.checkpoint.manifest import CheckpointManifest, read_manifest
 from muster.jobs.checkpoint.names import identity, step_and_attempt
 from muster.jobs.checkpoint.verify import is_verified, verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import options, screen
 
-MB: Final = 1 << 20  # as in settings
-LAST_TIME: Final = 253402300800  # the end of the year 9999: a clock can show it
-LONGEST: Final = 160  # characters of a fact
+MB: Final = 1 << 20  # as in job files
+LAST_TIME: Final = 253402300800  # unix seconds at the end of the year 9999, the latest time that can be printed
+LONGEST: Final = 160  # characters shown of a value
 LISTED: Final = ("checkpoint", "state", "step>", "attempt>", "MB>", "saved", "world>", "mode", "note")
 VERIFIED: Final = ("checkpoint", "state", "MB>", "seconds>", "note")
 TENSORS: Final = ("tensor", "type", "shape", "parts>", "MB>")
@@ -30,8 +30,11 @@ ASIDE: Final = {"bad-": "put aside", "trash-": "being deleted"}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One folder; `state` is verified, committed, unfinished, bad, put aside, being deleted, unreadable, or good."""
+class CheckpointRow:
+    """One checkpoint folder.
+
+    `state` is verified, committed, unfinished, bad, put aside, being deleted, unreadable, or good.
+    """
 
     checkpoint: str
     state: str
@@ -50,27 +53,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "muster checkpoint list RUN\nmuster checkpoint export RUN -o model.safetensors"
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, phrase in (
-        ("list", "list the checkpoints of a run, in the order in which they would be tried"),
-        ("verify", "read every byte of them and say which are good; exit code 66 when one is not"),
-        ("show", "show what one says of itself, and its tensors"),
-        ("export", "write parameters and buffers into one safetensors file of plain names"),
+        ("list", "list the checkpoints of a run, in the order in which resume tries them"),
+        ("verify", "read every byte of the checkpoints and print which are good; exit code 66 if one is bad"),
+        ("show", "show the metadata and the tensors of a checkpoint"),
+        ("export", "write parameters and buffers into one safetensors file with plain names"),
     ):
         action = actions.add_parser(name, help=phrase, description=f"{phrase}.")
         options.add_run(action)
         if name != "list":
             one = action.add_mutually_exclusive_group()
             which = "all" if name == "verify" else "the newest good one"
-            one.add_argument("--checkpoint", metavar="NAME", help=f"this one, such as step-00000050.a000 ({which})")
-            one.add_argument("--step", metavar="N", type=int, help="the one after N steps")
+            one.add_argument("--checkpoint", metavar="NAME", help=f"such as step-00000050.a000 (default: {which})")
+            one.add_argument("--step", metavar="N", type=int, help="the checkpoint after N steps")
         if name == "export":
             action.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write")
-            action.add_argument("--force", action="store_true", help="replace the file if there is one")
+            action.add_argument("--force", action="store_true", help="replace an existing file")
         else:
             options.add_json(action)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one action on one run."""
+    """Run the chosen action."""
     run_dir = options.the_run(args)
     return ACTIONS[args.action](run_dir, args)
 
@@ -98,7 +101,7 @@ def _verify(run_dir: RunDir, args: argparse.Namespace) -> int:
             rows.append(replace(row, seconds=round(time.monotonic() - begun, 3)))
     if not rows:
         raise NoCheckpointError(
-            f"{run_dir.checkpoints}: nothing is committed; {run_dir.command('checkpoint list')} shows what is there"
+            f"{run_dir.checkpoints}: no finished checkpoint; {run_dir.command('checkpoint list')} lists the folders"
         )
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -119,7 +122,7 @@ def _show(run_dir: RunDir, args: argparse.Namespace) -> int:
     width = max(map(len, facts))
     for key, value in facts.items():
         text = _printable(value)
-        more = "… (all of it: --json)" if len(text) > LONGEST else ""
+        more = "… (--json prints all)" if len(text) > LONGEST else ""
         print(f"{_printable(key):{width}}  {text[:LONGEST]}{more}")
     rows = (
         (name, tensor.dtype, list(tensor.shape), len(tensor.parts), _megabytes(tensor.nbytes))
@@ -132,7 +135,7 @@ def _show(run_dir: RunDir, args: argparse.Namespace) -> int:
 def _export(run_dir: RunDir, args: argparse.Namespace) -> int:
     path = Path(args.output).absolute()
     if path.is_dir() or (path.exists() and not args.force):
-        raise UsageError(f"{path}: is there already; name another file, or add --force to replace a file")
+        raise UsageError(f"{path}: already exists; name another file, or add --force to replace it")
     folder, manifest = _pick(run_dir, args, verify)
     count = export(folder, manifest, path)
     print(f"{path}: {count} tensors of {folder.name}, {_megabytes(path.stat().st_size)} MB")
@@ -140,9 +143,14 @@ def _export(run_dir: RunDir, args: argparse.Namespace) -> int:
 
 
 def _pick(
-    run_dir: RunDir, args: argparse.Namespace, read: Callable[[CheckpointDir], Manifest]
-) -> tuple[CheckpointDir, Manifest]:
-    """Return the first that is good of those asked for; of one that was named, say why it is not."""
+    run_dir: RunDir, args: argparse.Namespace, read: Callable[[CheckpointDir], CheckpointManifest]
+) -> tuple[CheckpointDir, CheckpointManifest]:
+    """Return the first good checkpoint among the chosen ones.
+
+    Raises:
+        BadCheckpointError: if `--checkpoint` names a bad checkpoint.
+        NoCheckpointError: if none of them is good.
+    """
     for folder in _asked_for(run_dir, args):
         try:
             return folder, read(folder)
@@ -152,39 +160,39 @@ def _pick(
             if args.checkpoint is not None:
                 raise
             _say(f"{folder.name} is bad: {error}")
-    there = f"{run_dir.command('checkpoint list')} shows what is there"
-    raise NoCheckpointError(f"{run_dir.checkpoints}: no good one of those; {there}")
+    there = f"{run_dir.command('checkpoint list')} lists the checkpoints"
+    raise NoCheckpointError(f"{run_dir.checkpoints}: none of the chosen checkpoints is good; {there}")
 
 
 def _asked_for(run_dir: RunDir, args: argparse.Namespace) -> list[CheckpointDir]:
     if args.checkpoint is not None:
         if step_and_attempt(args.checkpoint) is None or args.checkpoint not in folder_names(run_dir):
-            there = f"{run_dir.command('checkpoint list')} shows what is there"
+            there = f"{run_dir.command('checkpoint list')} lists the checkpoints"
             raise NoCheckpointError(f"{run_dir.checkpoints}: no checkpoint {args.checkpoint!r:.80}; {there}")
         return [CheckpointDir(run_dir.checkpoints / args.checkpoint)]
     return [each for each in candidates(run_dir, say=_say) if args.step is None or identity(each)[0] == args.step]
 
 
 def _row(
-    run_dir: RunDir, name: str, *, is_in_line: bool, read: Callable[[CheckpointDir], Manifest] = read_manifest
-) -> Row:
-    """Look at one folder, as deeply as `read` does."""
+    run_dir: RunDir, name: str, *, is_in_line: bool, read: Callable[[CheckpointDir], CheckpointManifest] = read_manifest
+) -> CheckpointRow:
+    """Return the row of one folder; `read` decides how thoroughly the checkpoint is checked."""
     attempt, step = _place(name) or (0, 0)
     for prefix, state in ASIDE.items():
         if name.startswith(prefix):
-            return Row(name, state, step, attempt)
+            return CheckpointRow(name, state, step, attempt)
     folder = CheckpointDir(run_dir.checkpoints / name)
     try:
         manifest = read(folder)
         state = "good" if read is verify else "verified" if is_verified(folder, manifest) else "committed"
     except FileNotFoundError:
-        return Row(name, "unfinished", step, attempt)
+        return CheckpointRow(name, "unfinished", step, attempt)
     except BadCheckpointError as error:
-        return Row(name, "bad", step, attempt, note=str(error))
+        return CheckpointRow(name, "bad", step, attempt, note=str(error))
     except StorageError as error:
-        return Row(name, "unreadable", step, attempt, note=str(error))
+        return CheckpointRow(name, "unreadable", step, attempt, note=str(error))
     meta = manifest.meta
-    return Row(
+    return CheckpointRow(
         name,
         state,
         step,
@@ -193,11 +201,11 @@ def _row(
         saved if isinstance(saved := meta.get("saved"), (int, float)) and 0 <= saved < LAST_TIME else None,
         world if isinstance(world := meta.get("world_size"), int) else None,
         mode if isinstance(mode := meta.get("mode"), str) and mode.isprintable() else None,
-        "" if is_in_line else "of a branch that was given up",
+        "" if is_in_line else "on an abandoned branch",
     )
 
 
-def _listed(row: Row) -> tuple[object, ...]:
+def _listed(row: CheckpointRow) -> tuple[object, ...]:
     saved = None if row.saved is None else screen.clock(row.saved)
     return (
         *(row.checkpoint, row.state, row.step, row.attempt, _megabytes(row.bytes)),
@@ -206,7 +214,7 @@ def _listed(row: Row) -> tuple[object, ...]:
 
 
 def _place(name: str) -> tuple[int, int] | None:
-    """Return attempt and step of a folder, also of one that was put aside; None for any other name."""
+    """Return attempt and step of a checkpoint folder, even if it was put aside; None for other names."""
     for prefix in ASIDE:
         name = name.removeprefix(prefix)
     found = step_and_attempt(name)
@@ -214,7 +222,7 @@ def _place(name: str) -> tuple[int, int] | None:
 
 
 def _printable(value: object) -> str:
-    """Write a value that a stranger may have chosen, without what a terminal would obey."""
+    """Format an untrusted value without control characters that a terminal would interpret."""
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""`muster cmd JOB.yaml`: the lines to paste, one on each node and in any order, to start a run by hand."""
+"""`muster cmd JOB.yaml`: command lines that start a run by hand, one to paste on each node, in any order."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one line per node; the lines of one call belong together."""
+    """Print one line per node. Lines printed by one call start the same run."""
     from muster.launch.plan.program import replaced
     from muster.launch.submit.byhand import labelled, lines
     from muster.launch.submit.prepare import prepare
@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     from muster.launch.wire.handshake import new_secret
 
     request = given(args, Request)
-    prepared = prepare(request, here=False)  # the lines are for other machines
+    prepared = prepare(request, here=False)  # the lines run on other machines
     changes, context = [*request.changes(), *prepared.loaded.typed_paths], prepared.context
-    if context.interpreter is not None and replaced(context):  # node 0's shell may have another Python active
+    if context.interpreter is not None and replaced(context):  # the shell on node 0 may use another Python
         changes.append(f"python={json.dumps(context.interpreter.words)}")
     words = [] if request.program else [str(Path(request.job).absolute())]
     words += [word for change in changes for word in ("--set", change)]

@@ -1,4 +1,4 @@
-"""`muster compare RUN|SWEEP...`: where the time of a step went in several runs, and which of them is faster."""
+"""`muster compare RUN|SWEEP...`: the parts of a step's time in several runs, and which run is faster."""
 
 import argparse
 import json
@@ -7,8 +7,8 @@ from muster.launch.common import options
 from muster.launch.sweeps.rows import chosen_rows, configure_rows
 
 EPILOG = """\
-muster compare bucketed-2026 zero1-2026=ours      two runs; a word behind = names a row
-muster compare sweep-vgg11 --baseline mode=ddp    the points of a sweep against one of them
+muster compare bucketed-2026 zero1-2026=ours      two runs; the second row is named ours
+muster compare sweep-vgg11 --baseline mode=ddp    all points of a sweep, compared with one of them
 """
 
 
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the comparison; errors as `chosen_rows`."""
+    """Print the comparison. Errors as for `chosen_rows`."""
     from muster.launch.look import comparison_view
 
     rows = chosen_rows(args).rows

@@ -1,10 +1,10 @@
-"""`muster completion SHELL`: a script that lets bash, zsh or fish complete commands, options and names of runs."""
+"""`muster completion SHELL`: completion of commands, options and run names in bash, zsh or fish."""
 
 import argparse
 from collections.abc import Sequence
 from typing import Final
 
-ASK: Final = "muster completion words +"  # argparse would drop a --
+ASK: Final = "muster completion words +"  # + and not --, which argparse would drop
 SCRIPTS: Final = {
     "bash": f"""\
 _muster() {{
@@ -31,7 +31,7 @@ source <(muster completion bash)                  in ~/.bashrc
 source <(muster completion zsh)                   in ~/.zshrc, after compinit
 muster completion fish | source                   in ~/.config/fish/config.fish
 """
-RUNS: Final = ("RUN", "RUN|SWEEP", "JOB|RUN")  # arguments that name a run
+RUNS: Final = ("RUN", "RUN|SWEEP", "JOB|RUN")  # metavars of arguments that name a run
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +40,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", metavar="SHELL", choices=[*SCRIPTS, "words"], help=", ".join(SCRIPTS))
     parser.add_argument(
         "words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
-    )  # of a command line; the last one is completed
+    )  # words of a command line; the last one is completed
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script; or, for the script, what the last word of a command line may become.
+    """Print the script or, when called by that script, the completions of a command line's last word.
 
     Raises:
-        UsageError: if words are given without need.
+        UsageError: if words follow the name of the shell.
     """
     from muster.jobs.basics.errors import UsageError
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def completions(words: Sequence[str]) -> list[str]:
-    """Return what the last of some words after `muster` may become; nothing: the shell offers files."""
+    """Return the completions of the last word after `muster`; if there are none, the shell offers files."""
     from muster.launch.cli import PHRASES, command_of
 
     *before, last = words or [""]
@@ -83,11 +83,11 @@ def completions(words: Sequence[str]) -> list[str]:
 
 
 def _runs() -> list[str]:
-    """Return the names of the newest runs, the newest first."""
+    """Return the names of all runs, newest first."""
     from muster.jobs.basics.errors import MusterError
     from muster.jobs.runfolder.rundir import list_runs, runs_root
 
     try:
         return [run.run_id for run in reversed(list_runs(runs_root(None)))]
-    except MusterError:  # while a word is typed is no time to say that the folder cannot be read
+    except MusterError:  # errors would disturb the user while typing
         return []

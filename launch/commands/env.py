@@ -1,4 +1,4 @@
-"""`muster env`: which rank this process would be, who said so, and what each value came from."""
+"""`muster env`: the rank that this process would have, and the variable that determined each value."""
 
 import argparse
 import json
@@ -14,12 +14,16 @@ from muster.launch.common.options import add_json
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.epilog = "srun muster env                                 which rank each process would be"
+    parser.epilog = "srun muster env                                 the rank of each process"
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is detected; when it is refused, what was seen, then the reason as an error."""
+    """Print the detected rank and the variables seen.
+
+    Raises:
+        MusterError: if the variables contradict each other or are incomplete; the variables are printed first.
+    """
     record, error = describe(os.environ)
     print(json.dumps(record, indent=2) if args.json else render(record))
     if error is not None:
@@ -28,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(environ: Mapping[str, str]) -> tuple[dict[str, Any], MusterError | None]:
-    """Return the detected rank as plain values (null when refused), and the refusal."""
+    """Return the detected rank as plain values (None if refused), and the error that refused it, if any."""
     record: dict[str, Any] = {"launcher": None, "rank_environment": None, "seen": seen(environ), "error": None}
     try:
         detected = detect(environ, Flags())
@@ -43,7 +47,7 @@ def describe(environ: Mapping[str, str]) -> tuple[dict[str, Any], MusterError | 
 
 
 def render(record: dict[str, Any]) -> str:
-    """Lay the record out: who started this process, its rank, and the variables that were looked at."""
+    """Format the record: the launcher of this process, its rank, and the variables seen."""
     from muster.launch.common.screen import table
 
     lines = [f"started by  {record['launcher'] or 'unknown'}"]

@@ -1,4 +1,4 @@
-"""`muster hosts`: node lists there and back, and what hosts a file or a manifest names."""
+"""`muster hosts`: conversion of node lists, hosts files and CloudLab manifests."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the subcommands and their options."""
     parser.epilog = (
-        "muster hosts 'n[01-16,20]'                      one host a line\n"
+        "muster hosts 'n[01-16,20]'                      one host per line\n"
         "muster hosts from-manifest m.xml --login alice"
     )
     commands = parser.add_subparsers(metavar="COMMAND", dest="what", required=True)
@@ -30,24 +30,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         return each
 
     lists = "node lists, such as 'n[01-16,20]'; - reads standard input"
-    add("expand", "print the names of a node list, one a line", _expand).add_argument(
+    add("expand", "print the names in a node list, one per line", _expand).add_argument(
         "lists", metavar="LIST", nargs="+", help=lists
     )
-    names = "names, divided by spaces, commas or new lines; - reads standard input"
+    names = "names separated by spaces, commas or newlines; - reads standard input"
     add("fold", "print names as a short node list", _fold).add_argument("names", metavar="NAME", nargs="+", help=names)
     manifest = add("from-manifest", "print a CloudLab manifest as a hosts file", _from_manifest)
     manifest.add_argument("file", metavar="FILE", help="the manifest (XML)")
-    add_login(manifest, "--login", "--user", help="user name on the nodes (default: the own one)")
-    manifest.add_argument("--lan", metavar="NAME", help="the LAN of the ranks (default: the one that joins all nodes)")
-    hostfile = add("from-hostfile", "check a hosts file of any form, and print it in ours", _from_hostfile)
-    hostfile.add_argument("file", metavar="FILE", help="DeepSpeed's, MPI's, or ours")
+    add_login(manifest, "--login", "--user", help="user name on the nodes (default: your own)")
+    manifest.add_argument("--lan", metavar="NAME", help="the LAN for the ranks (default: the LAN that joins all nodes)")
+    hostfile = add("from-hostfile", "check a hosts file in any format, and print it in Muster's", _from_hostfile)
+    hostfile.add_argument("file", metavar="FILE", help="a hosts file in the format of DeepSpeed, MPI or Muster")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was asked for.
+    """Run the chosen conversion and print the result.
 
     Raises:
-        UsageError, JobFileError: a list, a file or a manifest is wrong.
+        UsageError, JobFileError: if a list, a file or a manifest is invalid.
     """
     data, text = args.do(args)
     print(json.dumps(data, indent=2) if args.json else text, end="\n" if args.json else "")
@@ -65,9 +65,9 @@ def _fold(args: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _names(words: Sequence[str]) -> list[str]:
-    """Return the names of several lists, each once, in order."""
+    """Return the distinct names of several lists, in order."""
     lists = [part for word in words for part in (sys.stdin.read() if word == "-" else word).split()]
-    # A comma may stand at the end of a word, or by itself: what people paste is `a, b` and `a ,b`.
+    # Pasted lists look like `a, b` or `a ,b`, so a word may end or begin with a comma, or be one.
     return expand(",".join(part for word in lists if (part := word.strip(","))))
 
 

@@ -1,7 +1,7 @@
-"""`muster logs`: what the ranks wrote, merged, each line with its rank.
+"""`muster logs`: the merged output of the ranks, each line prefixed with its rank.
 
-Without -f: attempt after attempt, rank after rank. With -f: what is there in that order, then lines as they come,
-from all files of the chosen ranks, also of those that appear later, until the run has ended.
+Without -f, lines are ordered by attempt, then by rank. With -f, existing lines come first in that order, then new lines
+as they are written, including those of files that appear later, until the run ends.
 """
 
 import argparse
@@ -29,8 +29,8 @@ STREAMS: Final = {"out": ("out",), "err": ("err",), "both": ("out", "err")}
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which lines to print; None is every one."""
+class LineFilter:
+    """The criteria for lines to print; None matches every line."""
 
     ranks: frozenset[int] | None
     nodes: frozenset[int] | None
@@ -41,8 +41,8 @@ class Choice:
     tail: int | None
 
 
-class Line(NamedTuple):
-    """One whole line of one rank."""
+class LogLine(NamedTuple):
+    """One complete line of a rank's output."""
 
     rank: int
     node: int | None
@@ -53,33 +53,33 @@ class Line(NamedTuple):
 
 @dataclass
 class Logs:
-    """The chosen log files of a run, found as they appear."""
+    """A reader of the chosen log files of a run. It opens new files as they appear."""
 
     run: RunDir
-    choice: Choice
+    choice: LineFilter
     files: dict[tuple[int, int, str], LineFollower] = field(default_factory=dict)
     nodes: dict[int, dict[int, int]] = field(default_factory=dict)
 
-    def read(self, *, over: bool) -> Iterator[Line]:
-        """Yield the new whole lines; when the run is over also the unfinished last ones."""
+    def read(self, *, over: bool) -> Iterator[LogLine]:
+        """Yield new complete lines and, if the run is over, unterminated last lines."""
         newest = self._discover()
         for (attempt, rank, stream), follower in sorted(self.files.items(), key=_out_first):
             node = self.nodes[attempt].get(rank)
             if self.choice.nodes is not None and node not in self.choice.nodes:
                 continue
             for line in follower.poll():
-                yield Line(rank, node, attempt, stream, decoded(line))
+                yield LogLine(rank, node, attempt, stream, decoded(line))
             if over or attempt < newest:
                 for line in follower.flush():
-                    yield Line(rank, node, attempt, stream, decoded(line))
+                    yield LogLine(rank, node, attempt, stream, decoded(line))
 
     def are_past(self) -> bool:
-        """Say whether the chosen attempts have all been followed by another: nothing more will come."""
+        """Return whether a later attempt follows all chosen ones, so that no more lines will come."""
         chosen = self.choice.attempts
         return chosen is not None and max(chosen) < max(self.run.attempt_numbers(), default=0)
 
     def _discover(self) -> int:
-        """Add the files that have appeared; return the newest attempt."""
+        """Add log files that have appeared; return the number of the newest attempt."""
         attempts = self.run.attempt_numbers()
         for attempt in attempts:
             chosen = self.choice.attempts
@@ -105,24 +105,26 @@ class Logs:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster logs`."""
     parser.epilog = (
-        "muster logs --rank 3                            the newest run's rank 3\n"
-        "muster logs RUN -f                              as they are written"
+        "muster logs --rank 3                            rank 3 of the newest run\n"
+        "muster logs RUN -f                              print lines as they are written"
     )
     options.add_run(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on as lines come, until the run has ended")
+    parser.add_argument("-f", "--follow", action="store_true", help="keep printing new lines until the run ends")
     parser.add_argument("--rank", metavar="0,8-15", help="only these ranks (default: all)")
     parser.add_argument("--node", metavar="0,2", help="only ranks of these nodes")
-    parser.add_argument("--attempt", metavar="N|all", help="an attempt, or all (default: the newest, and later ones)")
-    parser.add_argument("--grep", metavar="RE", help="only lines in which this regular expression is found")
+    parser.add_argument(
+        "--attempt", metavar="N|all", help="one attempt, or all (default: the newest and any later ones)"
+    )
+    parser.add_argument("--grep", metavar="RE", help="only lines that match this regular expression")
     parser.add_argument("--stream", choices=tuple(STREAMS), default="both", help="standard output, error, or both")
     tail = options.whole("--tail", least=0)
-    parser.add_argument("--tail", metavar="N", type=tail, help="begin at the last N lines of each file")
-    parser.add_argument("--raw", action="store_true", help="lines as they were written, without prefix")
+    parser.add_argument("--tail", metavar="N", type=tail, help="start with the last N lines of each file")
+    parser.add_argument("--raw", action="store_true", help="print lines unchanged, without prefix")
     options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the chosen lines; with -f until the run has ended."""
+    """Print the chosen lines; with -f, until the run ends."""
     folder = options.the_run(args)
     state = read_state(folder)
     logs = Logs(folder, choose(args, folder, state))
@@ -132,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     while args.follow and not state.is_over and not logs.are_past():
         time.sleep(POLL_S)
         if _size(folder.events) != written or time.monotonic() - seen_at >= STATE_EVERY_S:
-            # The state before the lines: what was written before the end is then read after it.
+            # Read the state before the lines, so that lines written before the end are not missed.
             seen_at, written = time.monotonic(), _size(folder.events)
             state = read_state(folder)
         printer.show(logs.read(over=state.is_over))
@@ -141,14 +143,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def choose(args: argparse.Namespace, folder: RunDir, state: RunState) -> Choice:
-    """Check the options against the run.
+def choose(args: argparse.Namespace, folder: RunDir, state: RunState) -> LineFilter:
+    """Return the filter that the options describe.
 
     Raises:
-        UsageError: a rank, node or attempt that the run does not have, or a pattern that is none.
+        UsageError: if the run does not have a chosen rank, node or attempt, or the pattern is invalid.
     """
     attempts = folder.attempt_numbers()
-    return Choice(
+    return LineFilter(
         ranks=None
         if args.rank is None
         else rankset.parse(args.rank, option="--rank", count=_world_size(folder, state)),
@@ -162,7 +164,7 @@ def choose(args: argparse.Namespace, folder: RunDir, state: RunState) -> Choice:
 
 
 class Printer:
-    """Lines on standard output, flushed after each look."""
+    """A printer of log lines on standard output."""
 
     def __init__(self, *, raw: bool, as_json: bool, pattern: re.Pattern[str] | None) -> None:
         self.raw = raw
@@ -170,11 +172,11 @@ class Printer:
         self.pattern = pattern
         self.coloured = is_coloured(sys.stdout)
         self.attempt: int | None = None
-        self._output = terminal.raw(sys.stdout)  # `show` escapes what is not to stay raw
+        self._output = terminal.raw(sys.stdout)  # `show` escapes lines itself unless --raw is set
         self.prefixes: dict[tuple[int, int | None], str] = {}
 
-    def show(self, lines: Iterable[Line]) -> None:
-        """Print the lines that fit the pattern; a change of attempt is said on standard error."""
+    def show(self, lines: Iterable[LogLine]) -> None:
+        """Print the lines that match the pattern, and note changes of attempt on standard error."""
         for line in lines:
             text = line.line if self.raw else terminal.last_state(line.line)
             if self.pattern is not None and not self.pattern.search(text):
@@ -190,7 +192,7 @@ class Printer:
             print(f"muster: attempt {attempt}", file=sys.stderr)
         self.attempt = attempt
 
-    def _render(self, line: Line, text: str) -> str:
+    def _render(self, line: LogLine, text: str) -> str:
         if self.as_json:
             record = {"rank": line.rank, "node": line.node, "attempt": line.attempt, "stream": line.stream}
             return json.dumps({**record, "line": text})
@@ -203,13 +205,13 @@ class Printer:
 
 
 def _world_size(folder: RunDir, state: RunState) -> int:
-    """Return how many ranks the run ever had: a shrunk attempt has fewer than the one before."""
+    """Return the largest number of ranks in any attempt; an attempt may have fewer ranks than the one before."""
     found = [rank for attempt in folder.attempt_numbers() for rank, _, _ in log_files(folder.attempt(attempt).path)]
     return max(state.world_size or 1, *(rank + 1 for rank in found), 1)
 
 
 def _nodes(folder: RunDir, state: RunState) -> int:
-    """Return how many nodes the run ever had, likewise."""
+    """Return the largest number of nodes in any attempt."""
     found = [max(node_of_rank(folder, attempt).values(), default=0) for attempt in folder.attempt_numbers()]
     return max(state.nodes or 1, *(node + 1 for node in found), 1)
 
@@ -238,15 +240,17 @@ def _pattern(given: str | None) -> re.Pattern[str] | None:
     try:
         return re.compile(given)
     except re.error as error:
-        raise UsageError(f"--grep: {given!r} is no regular expression: {error}; put \\ before ( [ * + ? .") from error
+        raise UsageError(
+            f"--grep: {given!r} is not a valid regular expression: {error}; put \\ before ( [ * + ? ."
+        ) from error
 
 
 def _why_empty(state: RunState) -> str:
     if state.transport == DIRECT:
-        return "no rank has a log file; it was started directly, so look where its starter sends output"
-    return "none of the chosen ranks has written anything" + ("" if state.is_over else " yet; -f waits")
+        return "no rank has a log file, because the run was started directly; look at the output of its launcher"
+    return "none of the chosen ranks has written anything" + ("" if state.is_over else " yet; add -f to wait")
 
 
 def _say_restarted(path: Path) -> None:
     sys.stdout.flush()
-    print(f"muster: {path.name} was cut or replaced; reading it again from its start", file=sys.stderr)
+    print(f"muster: {path.name} was truncated or replaced; reading it again from the start", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`muster memory`: predict what a rank holds, from a job file or from a number of parameters; show what a run held."""
+"""`muster memory`: a rank's memory, predicted from a job file or a number of parameters, or measured in a run."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from muster.launch.bench.counting import OwnCode
 
 MOST_SHOWN: Final = 8  # ranks
-OPTIONS: Final = {  # by what they belong to
+OPTIONS: Final = {  # grouped by the input they apply to
     "a job file": (
         ("--world", "world"),
         ("--modes", "modes"),
@@ -28,7 +28,7 @@ OPTIONS: Final = {  # by what they belong to
 }
 EPILOG: Final = """\
 muster memory job.yaml --world 8 --memory 80G     parameters, gradients, optimizer, buffers, activations, by mode
-muster memory                                     what the newest run's ranks held, beside the formula
+muster memory                                     measured and predicted memory of the newest run
 muster memory --parameters 10e9 --optimizer-states 3 --bits 16,16,32 --world 8      ZeRO stages without a model
 """
 
@@ -39,38 +39,53 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     parser.epilog = EPILOG
     parser.add_argument(
-        "target", metavar="JOB|RUN", nargs="?", help="a job file (YAML), or a run: its id, part of it (the newest)"
+        "target",
+        metavar="JOB|RUN",
+        nargs="?",
+        help="a job file (YAML), or a run by its id or part of it (default: the newest run)",
     )
     options.add_json(parser)
-    numbers = parser.add_argument_group("of a number of parameters, without a model")
-    numbers.add_argument("--parameters", metavar="P", help="how many, such as 10e9, 10B or 1.3M; needs --world, too")
+    numbers = parser.add_argument_group("for a number of parameters, without a model")
     numbers.add_argument(
-        "--optimizer-states", metavar="K", type=int, help="0: plain SGD, 1: momentum, 2: Adam, 3: with masters"
+        "--parameters", metavar="P", help="number of parameters, such as 10e9, 10B or 1.3M; requires --world"
     )
-    numbers.add_argument("--bits", metavar="P,G,O", help="of parameters, gradients, optimizer states (default: 32)")
-    job = parser.add_argument_group("of a job")
-    job.add_argument("--world", metavar="N", type=int, help="ranks (default: the job's)")
-    job.add_argument("--modes", metavar="NAMES", help="only these, with commas (default: all, built or not)")
-    job.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where the job says device: cuda")
-    job.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80G: a mode may fill nine tenths of it")
+    numbers.add_argument(
+        "--optimizer-states",
+        metavar="K",
+        type=int,
+        help="states per parameter: 0 plain SGD, 1 momentum, 2 Adam, 3 Adam with float32 masters",
+    )
+    numbers.add_argument(
+        "--bits", metavar="P,G,O", help="bits per parameter, gradient and optimizer state (default: 32)"
+    )
+    job = parser.add_argument_group("for a job")
+    job.add_argument("--world", metavar="N", type=int, help="number of ranks (default: the job's)")
+    job.add_argument("--modes", metavar="NAMES", help="only these modes, separated by commas (default: all)")
+    job.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl if the job has device: cuda")
+    job.add_argument("--memory", metavar="SIZE", help="memory per rank, such as 80G; a mode may use nine tenths of it")
     job.add_argument(
-        "--microbatches", metavar="M", type=int, help=f"of pipelines (default: the job's, else {MICROBATCHES})"
+        "--microbatches",
+        metavar="M",
+        type=int,
+        help=f"micro-batches of pipelines (default: the job's, else {MICROBATCHES})",
     )
     options.add_set(job, "train.batch_size=256")
-    run = parser.add_argument_group("of a run")
-    run.add_argument("--rank", metavar="LIST", help=f"these ranks, like 0,8-15 (default: the fullest {MOST_SHOWN})")
+    run = parser.add_argument_group("for a run")
+    run.add_argument("--rank", metavar="LIST", help=f"ranks such as 0,8-15 (default: the fullest {MOST_SHOWN})")
     options.add_attempt(run, "that said anything")
     options.add_runs(run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a table of predictions, or of a run.
+    """Print predicted or measured memory as a table.
 
     Raises:
-        UsageError: options that do not go together, or make no sense.
+        UsageError: if options contradict each other or are invalid.
     """
     if args.parameters is not None and args.target is not None:
-        raise UsageError(f"--parameters {args.parameters}: needs no job and no run; leave {args.target} out")
+        raise UsageError(
+            f"--parameters {args.parameters}: cannot be combined with a job or a run; leave {args.target} out"
+        )
     is_job = args.target is not None and is_job_file(args.target)
     here = "a job file" if is_job else "a run" if args.parameters is None else "--parameters"
     allowed = {flag for flag, _ in OPTIONS[here]}
@@ -78,20 +93,20 @@ def run(args: argparse.Namespace) -> int:
         for flag, name in flags:
             if flag not in allowed and getattr(args, name) not in (None, []):
                 raise UsageError(
-                    f"{flag}: does not go with {here}; leave it out, or {'give' if owner[0] == '-' else 'name'} {owner}"
+                    f"{flag}: does not apply to {here}; leave it out, or {'add' if owner[0] == '-' else 'name'} {owner}"
                 )
     return {"--parameters": _of_numbers, "a job file": _of_job, "a run": _of_run}[here](args)
 
 
 def is_job_file(target: str) -> bool:
-    """True for what is a job file and not a run, even if it is not there."""
+    """Return whether `target` names a job file, existing or not, rather than a run."""
     return Path(target).suffix in (".yaml", ".yml") or Path(target).is_file()
 
 
 def _of_numbers(args: argparse.Namespace) -> int:
     from muster.launch.bench import state_sizes
 
-    record = state_sizes.sizes_of(options.given(args, state_sizes.Asked))
+    record = state_sizes.sizes_of(options.given(args, state_sizes.StateSizesRequest))
     print(json.dumps(record, indent=1) if args.json else state_sizes.render(record))
     return 0
 
@@ -128,10 +143,10 @@ def _of_run(args: argparse.Namespace) -> int:
 
 
 def _own_code(folder: "RunDir", attempt: int) -> "tuple[OwnCode | None, str]":
-    """Count what the user's code of a run makes; None, and why, where it cannot be counted."""
+    """Count the model and optimizer that a run's user code builds; return None and the reason if that fails."""
     from muster.launch.look import memories
 
     try:
         return memories.own_code_of(folder, attempt), ""
-    except (MusterError, OSError, KeyError, AttributeError) as error:  # nothing read from a run folder is trusted
+    except (MusterError, OSError, KeyError, AttributeError) as error:  # run folders are not trusted
         return None, str(error)

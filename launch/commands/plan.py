@@ -1,4 +1,4 @@
-"""`muster plan JOB.yaml`: what `run` would do, and why, without doing it."""
+"""`muster plan JOB.yaml`: a preview of what `muster run` would do, and why."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
     from muster.jobs.spec.train import TrainSettings
     from muster.launch.plan.plan import NodePlan
-    from muster.launch.submit.prepare import Prepared
+    from muster.launch.submit.prepare import PreparedSubmission
 
 UNDECIDED = (
     "MUSTER_RUN_ID",
@@ -26,14 +26,14 @@ UNDECIDED = (
     "TORCHELASTIC_RUN_ID",
     "MASTER_PORT",
 )
-WIDEST = 48  # characters of a value: PATH would push its origin off the screen; --json has all of it
+WIDEST = 48  # characters shown of a value, so that PATH leaves room for its origin; --json has all
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = (
         "muster plan job.yaml -H hosts.txt\n"
-        "muster plan -n 4 train.py                       which Python it gets, and why"
+        "muster plan -n 4 train.py                       shows the Python it uses, and why"
     )
     add_request(parser)
     add_json(parser)
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compute the plan as records, then print them."""
-    from muster.launch.plan.plan import Machine, plan_nodes
+    from muster.launch.plan.plan import NodeMachine, plan_nodes
     from muster.launch.submit.prepare import prepare, this_machine
     from muster.launch.submit.request import Request
     from muster.launch.submit.routes import commands_of
@@ -49,15 +49,15 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare(given(args, Request))
     nodes = prepared.context.placement.nodes
     local = prepared.route.transport == "local"
-    # What other machines have is known when their agents answer.
-    machines = [this_machine()] * len(nodes) if local else [Machine(node.host, ()) for node in nodes]
+    # The hardware of other machines is unknown until their agents answer.
+    machines = [this_machine()] * len(nodes) if local else [NodeMachine(node.host, ()) for node in nodes]
     record = describe(prepared, plan_nodes(prepared.context, machines, None), commands_of(prepared.submission))
     print(json.dumps(record, indent=2) if args.json else render(record))
     return 0
 
 
-def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[str]]) -> dict[str, Any]:
-    """Return the whole plan as plain values; `null` where only the start itself decides."""
+def describe(prepared: "PreparedSubmission", plans: "list[NodePlan]", commands: list[list[str]]) -> dict[str, Any]:
+    """Return the plan as plain values; None for values that are decided only at the start."""
     from muster.jobs.spec.train import TrainSettings
 
     job, context = prepared.context.job, prepared.context
@@ -100,7 +100,7 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
 def pipeline_of(job: "Job", settings: "TrainSettings", world_size: int) -> dict[str, Any]:
     """Return a pipeline's schedule, its micro-batches, and the layers of every stage.
 
-    The stages are None where only the ranks know the layers: they are timed there, or the user's code makes them.
+    The stages are None if only the ranks know them: they time the layers, or the user's code builds the model.
     """
     from muster.jobs.spec.expand import split_text
     from muster.launch.bench.loads import load_of
@@ -129,7 +129,7 @@ def _value(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(record: dict[str, Any]) -> str:
-    """Lay the records out as text: nodes, ranks with what differs between them, what they share, commands."""
+    """Format the plan as text: ranks and the variables that differ between them, shared variables, commands."""
     ranks = [rank for node in record["nodes"] for rank in node["ranks"]]
     lines = [
         f"job {record['name']}: {record['kind']}, {counted(len(record['nodes']), 'node')}, "
@@ -139,7 +139,7 @@ def render(record: dict[str, Any]) -> str:
         "",
     ]
     own, shared = _split(ranks)
-    axes = [] if len(ranks[0]["places"]) < 2 else list(ranks[0]["places"])  # one alone is the rank
+    axes = [] if len(ranks[0]["places"]) < 2 else list(ranks[0]["places"])  # on a single axis, the place is the rank
     rows = [["rank", *axes, "node", "host", "address", "cores", "threads", *own]]
     for node in record["nodes"]:
         for rank in node["ranks"]:
@@ -153,7 +153,7 @@ def render(record: dict[str, Any]) -> str:
     lines += _pipeline_lines(record["pipeline"])
     lines += ["", "environment of every rank"]
     lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in shared])
-    lines += ["", "environment of the process that they are forked from"]
+    lines += ["", "environment of the process that forks the ranks"]
     environment = record["nodes"][0]["environment"]
     lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in environment])
     lines += ["", "commands"]
@@ -169,13 +169,13 @@ def render(record: dict[str, Any]) -> str:
 
 
 def _pipeline_lines(pipeline: dict[str, Any] | None) -> list[str]:
-    """Say in which order a pipeline's ranks work, and on which layers."""
+    """Format the schedule of a pipeline and the layers of each stage."""
     if pipeline is None:
         return []
     parts = counted(pipeline["microbatches"], "micro-batch")
     lines = ["", f"pipeline {pipeline['split']}, {parts} a step"]
     if pipeline["stages"] is None:
-        return [*lines, "  the ranks cut its layers at the start: they time them (cut: profile), or make the model"]
+        return [*lines, "  the ranks assign layers to stages at the start (cut: profile, or your own model)"]
     rows = [["  stage", "pipe", "layers", "from", "to"]]
     for each in pipeline["stages"]:
         layers = each["layers"]
@@ -184,7 +184,7 @@ def _pipeline_lines(pipeline: dict[str, Any] | None) -> list[str]:
 
 
 def _split(ranks: list[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Tell the variables that differ between ranks from those that all share."""
+    """Return the names of variables that differ between ranks, and the variables that all ranks share."""
     values: dict[str, set[str | None]] = {}
     for rank in ranks:
         for each in rank["environment"]:
@@ -201,7 +201,7 @@ def _shown(value: str | None) -> str:
 
 
 def _columns(rows: list[list[str]], *, headed: bool = False) -> list[str]:
-    """Align the columns of rows; where the terminal is too narrow, write each row as a sentence over several lines."""
+    """Align the columns of rows. If the terminal is too narrow, write each row as wrapped text instead."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     limit = terminal_columns()

@@ -1,4 +1,4 @@
-"""`muster plot KIND RUN|SWEEP...`: one picture of several runs, or its numbers as a table."""
+"""`muster plot KIND RUN|SWEEP...`: a plot of several runs, or its numbers as a table."""
 
 import argparse
 import json
@@ -8,24 +8,26 @@ from muster.launch.common import options
 from muster.launch.sweeps.rows import chosen_rows, configure_rows
 
 if TYPE_CHECKING:
-    from muster.launch.look.comparison import Row
+    from muster.launch.look.comparison import RunRow
     from muster.launch.look.plots.series import Plot
 
 ABOUT: Final = {
-    "split_time": "where the time of a step goes: stacked bars",
-    "throughput": "samples or tokens per second of all ranks: bars",
-    "scaling": "rate against ranks for each mode, the ideal line, and efficiency",
-    "loss": "loss against step, warm-up included",
-    "memory": "peak memory of the fullest rank, beside the formula's",
-    "timeline": "the newest recorded step of each run: lanes of computation and communication",
+    "split_time": "the parts of a step's time, as stacked bars",
+    "throughput": "samples or tokens per second of all ranks, as bars",
+    "scaling": "rate against ranks for each mode, with the ideal line and the efficiency",
+    "loss": "loss against step, including warm-up",
+    "loss_time": "loss against seconds since the start of the first step",
+    "memory": "peak memory of the fullest rank, measured and predicted",
+    "timeline": "computation and communication in the newest recorded step of each run",
 }
+LOSSES: Final = ("loss", "loss_time")
 EPILOG: Final = "\n".join(
     [
         *(f"{kind:12}{about}" for kind, about in ABOUT.items()),
         "",
-        "muster plot split_time ddp-2026 zero1-2026=ours --output time.png    a word behind = names a row",
-        "muster plot scaling sweep-vgg11                                      the numbers as a table",
-        "Runs with the same name are repeats: they become one row with error bars.",
+        "muster plot split_time ddp-2026 zero1-2026=ours --output time.png    the second row is named ours",
+        "muster plot scaling sweep-vgg11                                      print the numbers as a table",
+        "Runs with the same name count as repeats and form one row with error bars.",
     ]
 )
 
@@ -35,20 +37,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("kind", metavar="KIND", choices=[*ABOUT], help=", ".join(ABOUT))
     configure_rows(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="draw it into this file: .png, .svg or .pdf")
+    parser.add_argument("-o", "--output", metavar="FILE", help="draw the plot into this file: .png, .svg or .pdf")
     options.add_json(parser)
     a_step, a_rank = options.whole("--step", least=1), options.whole("--rank", least=0)
-    parser.add_argument("--step", metavar="N", type=a_step, help="of a timeline: this step (default: the newest)")
-    parser.add_argument("--rank", metavar="R", type=a_rank, help="of a timeline: this rank, or its pipeline")
+    parser.add_argument("--step", metavar="N", type=a_step, help="timeline only: this step (default: the newest)")
+    parser.add_argument("--rank", metavar="R", type=a_rank, help="timeline only: this rank, or its pipeline")
 
 
 def run(args: argparse.Namespace) -> int:
     """Draw the plot, or print its numbers.
 
     Raises:
-        UsageError: the file cannot be written, or the rows have nothing to plot.
-        RefusedError: matplotlib is not installed.
-        NotFoundError: as `chosen_rows`.
+        UsageError: if the file cannot be written, or the rows have nothing to plot.
+        RefusedError: if matplotlib is not installed.
+        NotFoundError: as for `chosen_rows`.
     """
     from pathlib import Path
 
@@ -74,12 +76,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _of_rows(args: argparse.Namespace) -> "tuple[Plot, list[Row]]":
+def _of_rows(args: argparse.Namespace) -> "tuple[Plot, list[RunRow]]":
     from muster.launch.look.memories import expected_peak
     from muster.launch.look.plots.series import plot_of
 
-    if args.kind == "loss" and args.skip is None and not args.skip_epochs:
-        args.skip = 0  # the losses of warm-up steps are as good as any
+    if args.kind in LOSSES and args.skip is None and not args.skip_epochs:
+        args.skip = 0  # losses are valid during warm-up, too
     chosen = chosen_rows(args)
     formulas: dict[str, float] = {}
     if args.kind == "memory":
@@ -89,7 +91,7 @@ def _of_rows(args: argparse.Namespace) -> "tuple[Plot, list[Row]]":
     return plot_of(args.kind, chosen.rows, chosen.groups, baseline=baseline, formulas=formulas), chosen.rows
 
 
-def _of_steps(args: argparse.Namespace) -> "tuple[Plot, list[Row]]":
+def _of_steps(args: argparse.Namespace) -> "tuple[Plot, list[RunRow]]":
     from muster.jobs.runfolder.rundir import runs_root
     from muster.launch.look.plots.lanes import timeline_plot
     from muster.launch.look.timelines import read_timeline
@@ -103,11 +105,12 @@ def _of_steps(args: argparse.Namespace) -> "tuple[Plot, list[Row]]":
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the command line, from what it was read into."""
+    """Rebuild the command line from the parsed options."""
     import shlex
 
     words = ["muster", "plot", args.kind, *args.targets]
     for flag in ("baseline", "skip", "skip_epochs", "step", "rank", "runs", "output"):
-        if (value := getattr(args, flag)) not in (None, 0) or (flag == "skip" and value == 0 and args.kind != "loss"):
+        value = getattr(args, flag)
+        if value not in (None, 0) or (flag == "skip" and value == 0 and args.kind not in LOSSES):
             words += [f"--{flag.replace('_', '-')}", str(value)]
     return shlex.join(words)

@@ -1,4 +1,4 @@
-"""`muster predict`: times of exchanges, and of a job's steps, from the profile of a cluster or from a link's speed."""
+"""`muster predict`: predicted times of exchanges or of a job's steps, from a cluster's profile or a link's speed."""
 
 import argparse
 import json
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 COLUMNS: Final = ("operation", "size>", "ranks>", "nodes>", "time>", "from>", "to>", "algbw>", "busbw>", "how")
 EPILOG: Final = """\
-muster predict --profile P.json --op all_reduce --bytes 36.9MB --world 16     how long an exchange takes
-muster predict --link 100Gbit --op all_reduce --bytes 20e9 --world 8          the same by the formulas alone
-muster predict --profile P.json JOB.yaml                                      buckets, steps and memory of a job
-Sizes are those of muster bench (S); 1 MB is 2^20 bytes. Ranks behind --link are on a node each unless --nodes is given.
+muster predict --profile P.json --op all_reduce --bytes 36.9MB --world 16     time of an exchange
+muster predict --link 100Gbit --op all_reduce --bytes 20e9 --world 8          the same, from the formula alone
+muster predict --profile P.json JOB.yaml                                      steps and memory of a job
+Sizes mean the same as in muster bench (S); 1 MB is 2^20 bytes. With --link, each rank has its own node unless --nodes
+is given.
 """
 
 
@@ -26,16 +27,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("job", metavar="JOB", nargs="?", help="a job file: predict its steps instead of an exchange")
     source = parser.add_argument_group("from")
-    source.add_argument("--profile", metavar="FILE.json", help="what muster bench fit has made")
-    source.add_argument("--link", metavar="RATE", help="a link's speed, such as 100Gbit, without any measurement")
-    source.add_argument("--latency", metavar="TIME", help="of a message over --link, such as 50us (default: 0)")
+    source.add_argument("--profile", metavar="FILE.json", help="the profile written by muster bench fit")
+    source.add_argument(
+        "--link", metavar="RATE", help="use a link of this speed, such as 100Gbit, instead of a profile"
+    )
+    source.add_argument("--latency", metavar="TIME", help="latency of a message over --link, such as 50us (default: 0)")
     exchange = parser.add_argument_group("an exchange")
-    exchange.add_argument("--op", metavar="NAMES", help="operations of muster bench with commas, all, or ours")
-    exchange.add_argument("--bytes", metavar="SIZES", help="36.9MB, 512K:1G, 20e9, or several with commas")
-    exchange.add_argument("--world", metavar="RANKS", help="ranks, or several numbers with commas")
-    exchange.add_argument("--nodes", metavar="N", type=int, help="nodes they are on (default: as measured)")
-    exchange.add_argument("--backend", choices=("gloo", "nccl"), help="default: the one that was measured")
-    exchange.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "int32"), help="default: the one measured")
+    exchange.add_argument(
+        "--op", metavar="NAMES", help="operations of muster bench, separated by commas; or all; or ours"
+    )
+    exchange.add_argument(
+        "--bytes", metavar="SIZES", help="such as 36.9MB, 512K:1G or 20e9; separate several by commas"
+    )
+    exchange.add_argument("--world", metavar="RANKS", help="number of ranks; separate several by commas")
+    exchange.add_argument(
+        "--nodes", metavar="N", type=int, help="number of nodes (default: the profile's for these ranks)"
+    )
+    exchange.add_argument("--backend", choices=("gloo", "nccl"), help="default: the profile's")
+    exchange.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "int32"), help="default: the profile's")
     options.add_json(parser)
     steps = parser.add_argument_group("a job's steps")
     steps.add_argument(
@@ -44,18 +53,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         dest="overrides",
-        help="override one value of the job, as in train.batch_size=256; may be repeated",
+        help="override a value of the job, as in train.batch_size=256; can be repeated",
     )
-    steps.add_argument("-n", "--ranks-per-node", metavar="M", type=int, help="as --set ranks_per_node=M")
-    steps.add_argument("--modes", metavar="NAMES", help="only these, with commas (default: all, built or not)")
-    steps.add_argument("--microbatches", metavar="M", type=int, help="of pipelines (default: the job's, else 8)")
-    steps.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80G: a mode may fill nine tenths of it")
-    steps.add_argument("--buckets", metavar="SIZES", nargs="?", const="", help="the curve over bucket sizes, 1M:64M")
-    steps.add_argument("--plot", metavar="FILE", help="draw it too: .png, .svg or .pdf")
-    compute = parser.add_argument_group("how long a rank computes for its part of a batch")
+    steps.add_argument("-n", "--ranks-per-node", metavar="M", type=int, help="same as --set ranks_per_node=M")
+    steps.add_argument("--modes", metavar="NAMES", help="only these modes, separated by commas (default: all)")
+    steps.add_argument(
+        "--microbatches", metavar="M", type=int, help="micro-batches of pipelines (default: the job's, else 8)"
+    )
+    steps.add_argument(
+        "--memory", metavar="SIZE", help="memory per rank, such as 80G; a mode may use nine tenths of it"
+    )
+    steps.add_argument(
+        "--buckets", metavar="SIZES", nargs="?", const="", help="predict the step for bucket sizes such as 1M:64M"
+    )
+    steps.add_argument("--plot", metavar="FILE", help="also draw a plot: .png, .svg or .pdf")
+    compute = parser.add_argument_group("compute times of a rank for its part of the batch")
     for name in ("forward", "backward", "optimizer"):
-        compute.add_argument(f"--{name}-ms", metavar="MS", type=float, help=f"its {name}, in milliseconds")
-    compute.add_argument("--run", metavar="RUN", dest="measured_run", help="or a run of this model that measured it")
+        compute.add_argument(f"--{name}-ms", metavar="MS", type=float, help=f"{name} time in milliseconds")
+    compute.add_argument(
+        "--run", metavar="RUN", dest="measured_run", help="take the times from this run of the same model"
+    )
     options.add_runs(compute)
 
 
@@ -63,13 +80,15 @@ def run(args: argparse.Namespace) -> int:
     """Predict exchanges, or the steps of a job.
 
     Raises:
-        UsageError: options that do not go together, or make no sense.
-        RefusedError: the profile does not know.
+        UsageError: if options contradict each other or are invalid.
+        RefusedError: if the profile lacks the operation or the world.
     """
     if args.job is not None:
         for flag, value in (("--op", args.op), ("--bytes", args.bytes), ("--world", args.world)):
             if value is not None:
-                raise UsageError(f"{flag} {value}: predicts an exchange, {args.job} a job's steps; give one of them")
+                raise UsageError(
+                    f"{flag} {value}: is for exchanges and cannot be combined with the job {args.job}; leave one out"
+                )
         return _steps(args)
     records = predictions(args)
     print(json.dumps(records, indent=1) if args.json else render(records))
@@ -91,14 +110,14 @@ Asked = tuple[str, int, int, int]  # operation, bytes, ranks, nodes
 
 
 def predictions(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Predict every operation at every size in every world, as plain values."""
+    """Predict each operation for each size and world; return plain values."""
     from muster.launch.bench.closed_forms import ring
     from muster.launch.bench.source import source_of
 
     known = source_of(options.given(args, Wanted))
     for flag, value in (("--op", args.op), ("--world", args.world)):
         if value is None:
-            raise UsageError(f"{flag} is missing: wanted a job file, or --op, --bytes and --world")
+            raise UsageError(f"{flag} is missing; give a job file, or --op, --bytes and --world")
     if args.nodes is not None and args.nodes < 1:
         raise UsageError(f"--nodes {args.nodes}: must be a whole number from 1")
     asked = []
@@ -116,7 +135,7 @@ def predictions(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _operations(text: str) -> list[str]:
-    """Return the operations of a list as `muster bench` takes it, in the order given."""
+    """Return the operations named by a list in the form of `muster bench`, in the given order."""
     from muster.collectives_bench.catalog import OPERATIONS
     from muster.collectives_bench.settings import ALL, OURS
     from muster.launch.bench import words
@@ -133,7 +152,7 @@ def _sizes(operation: str, text: str | None) -> list[int]:
     if operation in OPERATIONS and not OPERATIONS[operation].has_size:
         return [0]
     if text is None:
-        raise UsageError(f"--bytes is missing: {operation} has a size, such as 36.9MB")
+        raise UsageError(f"--bytes is missing; {operation} needs a size such as 36.9MB")
     try:
         return parse_sizes(text)
     except ValueError as error:
@@ -144,11 +163,11 @@ def _worlds(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise UsageError(f"--world {text}: wanted numbers of ranks, such as 16 or 2,4,8") from None
+        raise UsageError(f"--world {text}: must be numbers of ranks, such as 16 or 2,4,8") from None
 
 
 def describe(asked: Asked, prediction: "Prediction") -> dict[str, Any]:
-    """Return a prediction as plain values; GB/s is 1e9 bytes a second."""
+    """Return a prediction as plain values; `algbw` and `busbw` are in 1e9 bytes per second."""
     from muster.collectives_bench.catalog import OPERATIONS
 
     operation, size, ranks, nodes = asked
@@ -169,7 +188,7 @@ def describe(asked: Asked, prediction: "Prediction") -> dict[str, Any]:
 
 
 def render(records: list[dict[str, Any]]) -> str:
-    """Lay predictions out as a table; what to be wary of stands below, once."""
+    """Format predictions as a table, followed by each distinct warning once."""
     from muster.collectives_bench.sizes import size_text, time_text
     from muster.jobs.basics.words import counted
     from muster.launch.bench.closed_forms import MOST_RINGS, ring_text

@@ -1,4 +1,4 @@
-"""`muster profile`: what the ranks of a run recorded where `train.profile` was on."""
+"""`muster profile`: the profiles that a run's ranks recorded because `train.profile` was set."""
 
 import argparse
 import json
@@ -14,7 +14,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "muster profile RUN     after muster run JOB --set train.profile=true"
     options.add_run(parser)
     options.add_json(parser)
-    parser.add_argument("--rank", metavar="LIST", help="say more of these ranks, like 0,8-15 (default: the slowest)")
+    parser.add_argument(
+        "--rank", metavar="LIST", help="show details of these ranks, such as 0,8-15 (default: the slowest)"
+    )
     options.add_attempt(parser, "with a profile")
 
 

@@ -1,4 +1,4 @@
-"""`muster report RUN|SWEEP...`: one HTML page with everything about them; it opens anywhere, without a network."""
+"""`muster report RUN|SWEEP...`: a self-contained HTML page about runs or sweeps, viewable without a network."""
 
 import argparse
 import shlex
@@ -9,12 +9,12 @@ from muster.launch.sweeps.rows import configure_rows
 
 if TYPE_CHECKING:
     from muster.jobs.runfolder.rundir import RunDir
-    from muster.launch.look.history import History
-    from muster.launch.look.report.page import Report
+    from muster.launch.look.history import AttemptHistory
+    from muster.launch.look.report.page import ReportPage
 
 EPILOG: Final = """\
-muster report vgg11-2026                      writes vgg11-2026....html here
-muster report sweep-vgg11 --output vgg.html   the points of a sweep beside each other
+muster report vgg11-2026                      write vgg11-2026....html into this folder
+muster report sweep-vgg11 --output vgg.html   compare the points of a sweep
 """
 
 
@@ -22,20 +22,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = EPILOG
     configure_rows(parser)
+    parser.add_argument("-o", "--output", metavar="FILE.html", type=Path, help="default: NAME.html in this folder")
     parser.add_argument(
-        "-o", "--output", metavar="FILE.html", type=Path, help="default: the run's or sweep's name, here"
+        "--files", action="store_true", help="also write PNG, CSV and JSON files into a folder beside the page"
     )
-    parser.add_argument("--files", action="store_true", help="also write PNG, CSV and JSON into a folder beside it")
-    parser.add_argument("--force", action="store_true", help="replace a file that is not a report")
+    parser.add_argument("--force", action="store_true", help="replace the file even if it is not a report")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page.
 
     Raises:
-        NotFoundError: there is no such run or sweep.
-        UsageError: `--baseline` names no row or several, or the file is none of ours.
-        RunFolderError, StorageError: it cannot be written.
+        NotFoundError: if a run or sweep does not exist.
+        UsageError: if `--baseline` matches no row or several, or the output file exists and is not a report.
+        RunFolderError, StorageError: if the page cannot be written.
     """
     from muster.launch.cli import version
     from muster.launch.common import screen
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> str:
-    """Return the command line, from what it was read into."""
+    """Rebuild the command line from the parsed options."""
     words = ["muster", "report", *args.targets]
     for flag in ("baseline", "skip", "skip_epochs", "runs", "output"):
         if (value := getattr(args, flag)) is not None and (flag != "skip_epochs" or value):
@@ -65,7 +65,7 @@ def _command(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _why(run: "RunDir") -> "tuple[History, str]":
+def _why(run: "RunDir") -> "tuple[AttemptHistory, str]":
     from muster.launch.commands import why
 
     explained = why.explain(run)
@@ -73,7 +73,7 @@ def _why(run: "RunDir") -> "tuple[History, str]":
 
 
 def _name(args: argparse.Namespace) -> str:
-    """Name a report after its run or sweep, if there is one."""
+    """Return the name of the only run or sweep, or "report" if there are several."""
     from muster.jobs.runfolder.rundir import find_run, runs_root
     from muster.launch.sweeps.sweep import named_sweep
 
@@ -85,16 +85,16 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def _check(output: Path, *, force: bool) -> None:
-    """Refuse to replace what is no report.
+    """Check that writing `output` would not replace a file other than a report.
 
     Raises:
-        UsageError: the file is there, and is none.
+        UsageError: if the name does not end in .html, or the file exists and is not a report.
     """
     from muster.jobs.basics.errors import UsageError
     from muster.launch.look.report.page import MARK
 
     if output.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"--output {output}: a report is an HTML file; give a name that ends in .html")
+        raise UsageError(f"--output {output}: must be an HTML file; give a name that ends in .html")
     if force or not output.exists():
         return
     head = ""
@@ -102,11 +102,11 @@ def _check(output: Path, *, force: bool) -> None:
         with output.open("rb") as file:
             head = file.read(1 << 10).decode(errors="replace")
     if f'content="{MARK}"' not in head:
-        raise UsageError(f"{output}: is there and is not a report of Muster's; choose another --output, or add --force")
+        raise UsageError(f"{output}: exists and is not a Muster report; choose another --output, or add --force")
 
 
-def _write_files(report: "Report", folder: Path, command: str) -> None:
-    """Write each picture as PNG and its numbers as CSV, the rows as CSV, and all of it as JSON; errors as `run`."""
+def _write_files(report: "ReportPage", folder: Path, command: str) -> None:
+    """Write the plots as PNG and CSV, the rows as CSV, and everything as JSON. Errors as for `run`."""
     import json
 
     from muster.jobs.basics.files import folder_error, write_bytes

@@ -1,8 +1,8 @@
-"""`muster save`: have a running training save a checkpoint now, and wait until it has. It goes on meanwhile.
+"""`muster save`: make a run save a checkpoint now and continue.
 
-A program of the user's can do so once it has opened a session.
+A user's program can save on request, too, once it has opened a session.
 
-save.json → rank 0 finds it at its next log point → all ranks save → the `saved` row
+save.json is written → rank 0 reads it at its next log point → all ranks save → a `saved` row appears in the events
 """
 
 import argparse
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask for a checkpoint, and say after which step it is."""
+    """Request a checkpoint, wait for it, and print its step."""
     if not args.timeout > 0:
         raise UsageError(f"--timeout: must be more than 0 seconds, got {args.timeout:g}")
     folder = options.the_run(args)
@@ -47,39 +47,40 @@ def check(run: RunDir) -> RunState:
     """Return the state of a run that can save now.
 
     Raises:
-        RefusedError: it has no checkpoints, its program has opened no session, it has ended, or has no supervisor.
+        RefusedError: if the job has no checkpoints, its program has opened no session, or the run has ended or has no
+            supervisor.
     """
     state = read_state(run)
     if state.transport == DIRECT:
-        asks = f"ask its rank 0 on {state.host}: kill -USR1 {state.pid}"
-        how = asks if state.continue_with else "it saves when its own time has come"
-        raise RefusedError(f"{run.run_id}: was started directly, so no supervisor passes this on; {how}")
+        asks = f"signal rank 0 yourself on {state.host}: kill -USR1 {state.pid}"
+        how = asks if state.continue_with else "wait for the next scheduled checkpoint"
+        raise RefusedError(f"{run.run_id}: was started directly and has no supervisor to ask; {how}")
     job = Submission.read(run).context.job
     if job.kind not in ("train", "command"):
-        raise RefusedError(f"{run.run_id}: runs a {job.kind}: job, of which Muster saves nothing")
+        raise RefusedError(f"{run.run_id}: runs a {job.kind}: job, which has no checkpoints")
     if job.kind == "train" and job.checkpoint is None:
         raise RefusedError(
-            f"{run.run_id}: its job has no checkpoint: section, so it saves nothing; add one and start anew"
+            f"{run.run_id}: its job has no checkpoint: section, so it saves nothing; add one and start a new run"
         )
     if state.is_over or state.state == "lost":
         raise RefusedError(
-            f"{run.run_id}: does not run ({state.label}); {run.command('checkpoint list')} shows what it has saved"
+            f"{run.run_id}: is not running ({state.label}); {run.command('checkpoint list')} lists its checkpoints"
         )
     if job.kind == "command" and "session" not in read_rows(run).told:
         raise RefusedError(
             f"{run.run_id}: its program has opened no session (muster.session()), so Muster cannot save it; wait until "
-            "it has, or have it save its own checkpoints"
+            "it opens one, or let it save its own checkpoints"
         )
     return state
 
 
 def save(run: RunDir, state: RunState, timeout_s: float) -> dict[str, Any]:
-    """Ask for a checkpoint and return its `saved` row.
+    """Request a checkpoint and return its `saved` row.
 
     Raises:
-        RefusedError: the run ended first.
-        StorageError: the save failed.
-        StartTimeoutError: there is no checkpoint in time.
+        RefusedError: if the run ends first.
+        StorageError: if the save fails.
+        StartTimeoutError: if the checkpoint is not written in time.
     """
     rows = LineFollower(run.events, offset=run.events.stat().st_size)
     run.ask_to_save("muster save")

@@ -1,4 +1,4 @@
-"""`muster schedule`: draw a pipeline's step, tell its bubble beside the formula's, or compare all schedules."""
+"""`muster schedule`: a drawing of a pipeline's step with its bubble, or a comparison of all schedules."""
 
 import argparse
 import json
@@ -7,12 +7,13 @@ from typing import Final
 from muster.launch.common.options import add_json, given, whole
 
 EPILOG: Final = """\
-muster schedule                                       all schedules beside each other, 4 ranks and 8 micro-batches
-muster schedule 1f1b -p 4 -m 8                        one of them, drawn
+muster schedule                                       compare all schedules with 4 ranks and 8 micro-batches
+muster schedule 1f1b -p 4 -m 8                        draw one schedule
 muster schedule zbv -p 4 -m 8 --costs 7,6,7 --message 0.5 --svg zbv.svg
-Costs are times of a rank's whole part of the model for one micro-batch: forward, gradient of its inputs, gradient of
-its weights; a stage of a rank that has several takes its share of them. In flight are the micro-batches whose
-activations a rank keeps at most; an activation of one of two stages counts half. The formula knows no costs.
+--costs F,I,W: times of a rank for one micro-batch and all its stages: forward, gradient of inputs, gradient of weights.
+These times are divided equally among the stages of a rank. In flight: the largest number of micro-batches whose
+activations a rank keeps; with two stages per rank, the activations of one stage count half. The formula assumes that
+F = I = W and that messages take no time.
 """
 
 
@@ -23,12 +24,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for names, letter, default, phrase in (
         (("-p", "--ranks"), "P", 4, "ranks of the pipeline (default: 4)"),
         (("-m", "--microbatches"), "M", 8, "micro-batches of a step (default: 8)"),
-        (("--chunks",), "V", None, "stages a rank has, of interleaved (default: 2)"),
+        (("--chunks",), "V", None, "stages per rank, only for interleaved (default: 2)"),
+        (("--slices",), "S", None, "slices of every sequence, only for terapipe (default: 4)"),
     ):
         parser.add_argument(*names, metavar=letter, type=whole(names[0], least=1), default=default, help=phrase)
-    parser.add_argument("--costs", metavar="F,I,W", default="1,1,1", help="times of a rank (default: 1,1,1)")
+    parser.add_argument(
+        "--costs", metavar="F,I,W", default="1,1,1", help="a rank's times for one micro-batch (default: 1,1,1)"
+    )
     parser.add_argument("--message", metavar="S", default="0", help="time of a message between ranks (default: 0)")
-    parser.add_argument("--svg", metavar="FILE", help="draw it into a file, too")
+    parser.add_argument("--svg", metavar="FILE", help="also draw the schedule into this file")
     add_json(parser)
 
 
@@ -36,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     """Draw one schedule, or compare all.
 
     Raises:
-        UsageError: no such schedule, or numbers that make none.
-        RunFolderError: the file cannot be written.
+        UsageError: if the schedule does not exist, or the numbers are invalid for it.
+        RunFolderError: if the file cannot be written.
     """
     from muster.jobs.basics.errors import UsageError
     from muster.launch.common import screen
@@ -46,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.svg and args.name is None:
         raise UsageError(f"--svg {args.svg}: draws one schedule; name one of {', '.join(SCHEDULES)}")
-    shown = view.all_of(given(args, view.Asked))
+    shown = view.all_of(given(args, view.ScheduleRequest))
     records = [view.record(*each) for each in shown]
     if args.svg:
         screen.save(args.svg, view.picture(records[0], *shown[0]))

@@ -1,11 +1,11 @@
-"""`muster schema`: the JSON Schema of the job file, for editors that complete and check YAML by it."""
+"""`muster schema`: the JSON Schema of the job file, for editors that complete and check YAML."""
 
 import argparse
 import json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the options: none."""
+    """Set the epilog; the command has no options."""
     parser.epilog = "muster schema > muster.schema.json"
 
 

@@ -1,4 +1,4 @@
-"""`muster status`: one run, how far it is, and every rank."""
+"""`muster status`: the state of one run, its progress, and its ranks."""
 
 import argparse
 import json
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.words import counted
-from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.common import options, screen
 from muster.launch.records import lease
 from muster.launch.records.runstate import DIRECT, RunState, read_state
+from muster.launch.sweeps.sweep import SweepRecord, named_sweep
 
 MOST_SHOWN: Final = 1000  # ranks
 FAILED: Final = ("failed", "victim")
@@ -19,20 +20,25 @@ RANK_COLUMNS: Final = ("rank>", "node>", "host", "pid>", "state", "exit>")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster status`."""
-    parser.epilog = "muster status RUN --json"
+    parser.epilog = "muster status RUN --json\nmuster status sweep-vgg11    the table of a sweep"
     options.add_run(parser)
     options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the state of a run."""
+    """Print the state of a run, or the table of a sweep."""
+    if (sweep := named_sweep(runs_root(args.runs), args.run)) is not None:
+        from muster.launch.sweeps.sweep_show import show
+
+        show(SweepRecord.read(sweep), sweep, as_json=args.json)
+        return 0
     state = read_state(options.the_run(args))
     print(json.dumps(state.to_json(), indent=2) if args.json else render(state))
     return 0
 
 
 def render(state: RunState) -> str:
-    """Render one run as lines of `what  value` and a table of its ranks."""
+    """Format a run's facts, one per line, and a table of its ranks."""
     took = screen.duration(state.seconds)
     facts = [
         ("run", f"{state.run_id}  {state.label}"),
@@ -69,12 +75,12 @@ def _job(state: RunState) -> str:
 
 def _attempt(state: RunState) -> str | None:
     if state.attempt is None:
-        return f"{counted(state.restarts + 1, 'attempt')} before" if state.restarts else None
+        return f"{counted(state.restarts + 1, 'attempt')} so far" if state.restarts else None
     return f"{state.attempt}, after {counted(state.restarts, 'restart')}" if state.restarts else str(state.attempt)
 
 
 def _saved(state: RunState) -> str | None:
-    """Say what the run could go on from, and while it runs how much work is not in it yet."""
+    """Describe the newest checkpoint and, while the run continues, its age."""
     if state.checkpoint is None:
         return None
     age = "" if state.is_over else f", {screen.duration(max(0.0, time.time() - state.checkpoint.time))} ago"
@@ -96,16 +102,19 @@ def _step(state: RunState) -> str | None:
 def _note(state: RunState) -> str | None:
     if state.state == "lost" and not state.sure:
         return (
-            f"its supervisor on {state.host} gave its last sign of life {screen.duration(state.heard_s)} ago; "
-            f"after {lease.DEAD_S:g} s it counts as lost"
+            f"its supervisor on {state.host} was last heard from {screen.duration(state.heard_s)} ago; "
+            f"after {lease.DEAD_S:g} s the run counts as lost"
         )
     if state.state == "lost":
         resumes = state.checkpoint is not None or state.kind == "command"
         run = RunDir(Path(state.path))
-        ways = f"{run.command('resume')} goes on, " * resumes
-        ways += f"{run.command('why')} says what is known, {run.command('stop')} ends what is left"
+        ways = f"{run.command('resume')} resumes the run, " * resumes
+        ways += f"{run.command('why')} shows what is known, {run.command('stop')} ends leftover processes"
         return f"its supervisor (pid {state.pid}) is gone; {ways}"
     if not state.sure:
-        where = f"on {state.host}" if state.host else "where this cannot be seen"
-        return f"its supervisor runs {where}: the state is as last written, ask there to be sure"
+        where = f"on {state.host}" if state.host else "on an unknown host"
+        return (
+            f"its supervisor runs {where}; this is the last state written to the folder; "
+            "run muster status there to be sure"
+        )
     return None

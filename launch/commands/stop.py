@@ -1,4 +1,4 @@
-"""`muster stop`: ask a run's supervisor to stop it, and wait until it has; without a supervisor, end what is left."""
+"""`muster stop`: stop a run through its supervisor or, if that is gone, end the leftover processes of the run."""
 
 import argparse
 import json
@@ -15,11 +15,9 @@ from muster.launch.sweeps.sweep_stop import stop_sweep
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster stop`."""
     options.add_run(parser)
-    parser.epilog = (
-        "muster stop RUN\nmuster stop sweep-vgg11    the runs of a sweep: they are stopped, and no other one begins"
-    )
+    parser.epilog = "muster stop RUN\nmuster stop sweep-vgg11    stop the runs of a sweep and start no further ones"
     parser.add_argument("--grace", metavar="S", type=float, help="seconds between TERM and KILL (default: the job's)")
-    parser.add_argument("--now", action="store_true", help="KILL at once, without TERM and without saving first")
+    parser.add_argument("--now", action="store_true", help="send KILL immediately, without TERM and without saving")
     options.add_json(parser)
 
 
@@ -37,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
         print(each.sentence())
     stopped = sum(not each.was_over for each in outcomes)
     found = {"sweep": sweep.name, "stopped": stopped, "runs": [each.to_json() for each in outcomes]}
-    print(json.dumps(found) if args.json else f"{sweep.name}: stopped {counted(stopped, 'run')}; no other one begins")
+    print(json.dumps(found) if args.json else f"{sweep.name}: stopped {counted(stopped, 'run')}; no further run starts")
     return 0

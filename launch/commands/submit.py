@@ -1,4 +1,4 @@
-"""`muster submit JOB.yaml`: start a run and leave. It prints the run's id; status, logs, why and stop do the rest."""
+"""`muster submit JOB.yaml`: the start of a run in the background. It prints the run's id and returns."""
 
 import argparse
 import shlex
@@ -14,15 +14,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = "muster submit job.yaml --on slurm --dry-run     show the batch script"
     add_request(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and do nothing")
-    parser.add_argument("--parsable", action="store_true", help="print the run's id and nothing else")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, without submitting it")
+    parser.add_argument("--parsable", action="store_true", help="print only the run's id")
     parser.add_argument(
-        "--no-snapshot", action="store_true", help="use the code as it will be then, not a copy of what it is now"
+        "--no-snapshot",
+        action="store_true",
+        help="use the code as it is when the job starts, instead of a copy made now",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare, then hand over."""
+    """Prepare the run, start or queue it, and print its id."""
     from muster.launch.submit import start
     from muster.launch.submit.prepare import prepare
     from muster.launch.submit.request import Request
@@ -41,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text_of(submission: "Submission") -> str:
-    """Return what would be submitted: a batch script, or the commands that start the agents."""
+    """Return the text of the submission: a batch script, or the commands that start the agents."""
     from muster.launch.scheduler import queueing, submitit_run
     from muster.launch.submit.routes import commands_of
 

@@ -1,4 +1,4 @@
-"""`muster sync`: bring this checkout's code to the hosts, and see that all have the same."""
+"""`muster sync`: a copy of this checkout on all hosts, with a check that all hosts have the same code."""
 
 import argparse
 import json
@@ -10,18 +10,20 @@ from muster.launch.common.options import add_hosts, add_json, given
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = "muster sync -H hosts.txt"
-    parser.add_argument("--to", metavar="DIR", help="folder on the hosts (default: the site file's code, else as here)")
-    parser.add_argument("--site", metavar="FILE", help="the site file: what belongs to this cluster and not to a job")
+    parser.add_argument(
+        "--to", metavar="DIR", help="folder on the hosts (default: code: in the site file, else the same path as here)"
+    )
+    parser.add_argument("--site", metavar="FILE", help="the site file, with the settings of the cluster")
     add_hosts(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Bring the code to all hosts; say what became of each.
+    """Copy the code to all hosts and print the outcome of each.
 
     Raises:
-        UsageError, JobFileError, RefusedError: there are no hosts, or they cannot be read.
-        RunFolderError: the code cannot be read here.
+        UsageError, JobFileError, RefusedError: if there are no hosts, or their list cannot be read.
+        RunFolderError: if the code on this machine cannot be read.
     """
     from muster.jobs.basics.boot import CODE_ROOT
     from muster.jobs.basics.errors import UsageError

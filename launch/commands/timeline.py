@@ -1,4 +1,4 @@
-"""`muster timeline RUN`: draw what every rank did in a step, and a pipeline's bubble beside the simulated one."""
+"""`muster timeline RUN`: a drawing of what each rank did in a step, with a pipeline's measured and simulated bubble."""
 
 import argparse
 import json
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 EPILOG: Final = """\
 muster timeline RUN --step 40 --svg step.svg
 
-Data-parallel ranks have two lines each: what the rank did, and how many of its collectives were under way. A
-collective lasts from its launch to its end on that rank; what of it passes while the rank computes is hidden.
+A data-parallel rank has two lines: its activity, and the number of its collectives in progress. A collective lasts
+from its launch to its end on that rank. The time during which the rank also computes is hidden.
 
-Ranks are those of the run. Of several pipelines the slowest is drawn, for which the others wait when gradients are
-averaged, and all are listed: ranks of one column do the same work, so one that is busy for longer is a slow one.
-The simulated bubble is that of ranks that do nothing else, where every action takes the mean of its kind and stage.
+If there are several pipelines, the slowest one is drawn, because the others wait for it when gradients are averaged.
+All pipelines are listed below. Ranks in one column do the same work, so a rank that is busy for longer is slow.
+The simulated bubble assumes that every action takes the mean time of its kind and stage.
 """
 
 
@@ -27,18 +27,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_run(parser)
     options.add_json(parser)
     a_step, a_rank = options.whole("--step", least=1), options.whole("--rank", least=0)
-    parser.add_argument("--step", metavar="N", type=a_step, help="this step (default: the newest that was recorded)")
+    parser.add_argument("--step", metavar="N", type=a_step, help="this step (default: the newest recorded one)")
     options.add_attempt(parser, "that has it")
     parser.add_argument("--rank", metavar="R", type=a_rank, help="this rank, or its pipeline (default: the slowest)")
-    parser.add_argument("--svg", metavar="FILE", help="draw it into a file, too")
+    parser.add_argument("--svg", metavar="FILE", help="also draw the step into this file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one recorded step.
 
     Raises:
-        UsageError: a number that cannot be.
-        RunFolderError: nothing was recorded, or the file cannot be written.
+        UsageError: if an option is invalid.
+        NotFoundError: if the step was not recorded.
+        RunFolderError: if the file cannot be written.
     """
     from muster.launch.common import screen
     from muster.launch.look.data_steps import DataStep

@@ -1,17 +1,19 @@
-"""`muster verify JOB.yaml --steps K`: prove that the job's mode computes what one process computes.
+"""`muster verify JOB.yaml --steps K`: a check that the job's mode computes the same result as a single process.
 
-With `--with FILE.py:CLASS` a class of the user's takes the place of the mode, and its properties are listed.
+With `--with FILE.py:CLASS`, a user's class replaces the mode, and each of its properties is tested.
 """
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.jobs.spec.modes import MODES
 from muster.launch.common.options import add_job, add_json, add_runs, add_transport, given, whole
 
 if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
+    from muster.jobs.spec.train import TrainSettings
 
 ENTRY: Final = "muster.jobs.train.verify:verify_rank"
 PROVE: Final = "muster.jobs.train.proving.run:prove_rank"
@@ -27,20 +29,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     steps, phrase = whole("--steps", least=1), "optimizer steps to compare (default: 3)"
     parser.add_argument("--steps", type=steps, default=3, metavar="K", help=phrase)
-    own = parser.add_argument_group("a class of yours (docs/own-code.md)")
-    own.add_argument("--with", metavar="FILE.py:CLASS", dest="cls", help="check this class in place of the job's mode")
-    own.add_argument("--as", choices=KINDS, dest="kind", help="its kind (default: found by its methods)")
-    own.add_argument("--args", metavar="JSON", help="further keyword arguments of the class, such as '{\"depth\": 2}'")
-    own.add_argument("--waive", metavar="NAMES", help="properties that may fail, with commas: overlap,buckets")
+    own = parser.add_argument_group("your own class (docs/own-code.md)")
+    own.add_argument("--with", metavar="FILE.py:CLASS", dest="cls", help="check this class instead of the job's mode")
+    own.add_argument("--as", choices=KINDS, dest="kind", help="kind of the class (default: inferred from its methods)")
+    own.add_argument("--args", metavar="JSON", help="keyword arguments for the class, such as '{\"depth\": 2}'")
+    own.add_argument("--waive", metavar="NAMES", help="properties that may fail, separated by commas: overlap,buckets")
     add_transport(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the mode or the class in one run, then show what was found.
+    """Check the mode or the class in a run, and print the result.
 
     Raises:
-        UsageError: the job is no `train:` job, or options do not go together.
-        RefusedError: a class is to be checked on one rank.
+        UsageError: if the job is not a `train:` job, or options contradict each other.
+        RefusedError: if a class is checked on a single rank, or the mode's result depends on the order of ranks.
     """
     from muster.jobs.basics.reading import read_json
     from muster.launch.submit.prepare import prepare
@@ -51,11 +53,17 @@ def run(args: argparse.Namespace) -> int:
     options = class_options(args)
     prepared = prepare(given(args, Request))
     if prepared.context.job.kind != "train":
-        raise UsageError(f"{args.job}: only a train: job can be verified, this is a {prepared.context.job.kind}: job")
+        raise UsageError(f"{args.job}: is a {prepared.context.job.kind}: job; only train: jobs can be verified")
     if options:
         options["silent_s"] = prepared.context.job.hang_s or SILENT_S
         if prepared.context.placement.world_size < 2:
-            raise RefusedError("--with: one rank has nothing to share; give the job at least two, with -n 2")
+            raise RefusedError("--with: needs at least two ranks; run the job with -n 2")
+    settings, ranks = cast("TrainSettings", prepared.context.job.settings), prepared.context.placement.world_size
+    if not options and MODES[settings.mode_name].exactness(ranks) == "none":
+        raise RefusedError(
+            f"mode {settings.mode_name} on {ranks} ranks depends on the order in which they finish, so no two runs are "
+            "equal and there is nothing to compare; verify it on one rank: muster verify ... -N 1 -n 1"
+        )
     entry = PROVE if options else ENTRY
     prepared = prepared.changed(entry=entry, options={"steps": args.steps, **options}, job=once(prepared.context.job))
     code, written = begin(prepared, Console(quiet=True)), prepared.context.run.verify
@@ -74,15 +82,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def once(job: "Job") -> "Job":
-    """Return a job without restarts: a comparison that fails would fail again."""
+    """Return the job without restarts, because a failed comparison would fail again."""
     return job.model_copy(update={"restart": None})
 
 
 def class_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what the ranks are told of a user's class; nothing without `--with`.
+    """Return the options that the ranks receive about a user's class; {} without `--with`.
 
     Raises:
-        UsageError: an option is malformed, or has no effect.
+        UsageError: if an option is malformed or has no effect.
     """
     from muster.jobs.basics.words import did_you_mean
     from muster.jobs.user.code import split
@@ -91,7 +99,7 @@ def class_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.cls is None:
         for name, value in (("--as", args.kind), ("--args", args.args), ("--waive", args.waive)):
             if value is not None:
-                raise UsageError(f"{name}: is for a class of yours; add --with FILE.py:CLASS, or leave it out")
+                raise UsageError(f"{name}: applies only to your own class; add --with FILE.py:CLASS, or leave it out")
         return {}
     try:
         split(args.cls)
@@ -105,15 +113,15 @@ def class_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def class_args(text: str | None) -> dict[str, Any]:
-    """Read `--args`.
+    """Parse the value of `--args`.
 
     Raises:
-        UsageError: it is no JSON object.
+        UsageError: if `text` is not a JSON object.
     """
     try:
         found = json.loads(text or "{}")
     except json.JSONDecodeError as error:
-        raise UsageError(f"--args: is no JSON: {error}; write it as '{{\"depth\": 2}}'") from error
+        raise UsageError(f"--args: is not valid JSON: {error}; write it as '{{\"depth\": 2}}'") from error
     if not isinstance(found, dict):
-        raise UsageError(f"--args: must be a JSON object, as '{{\"depth\": 2}}', got {text}")
+        raise UsageError(f"--args: must be a JSON object such as '{{\"depth\": 2}}', got {text}")
     return found

@@ -1,4 +1,4 @@
-"""`muster watch`: a run as it goes on, its nodes and ranks, from its folder alone."""
+"""`muster watch`: a live view of a run, its nodes and its ranks, read from the run folder alone."""
 
 import argparse
 import json
@@ -10,37 +10,35 @@ from typing import TYPE_CHECKING, Final
 from muster.launch.common import options, rankset
 
 if TYPE_CHECKING:
-    from muster.launch.look.watch.frame import Choice
+    from muster.launch.look.watch.frame import ViewChoice
     from muster.launch.look.watch.keys import Terminal
-    from muster.launch.look.watch.watched import Watch, Watched
+    from muster.launch.look.watch.watched import RunReader, WatchedRun
 
 REFRESH_S: Final = 1.0
-SHARE: Final = 0.04  # of a core: what takes longer to read and draw is read less often
+SHARE: Final = 0.04  # share of a core; if reading and drawing take longer, frames are drawn less often
 ALL: Final = 1 << 11  # ranks whose steps are read for the first frame
-WIDE: Final = 120  # columns, where nobody says how wide
+WIDE: Final = 120  # columns if the width of the terminal is unknown
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster watch`."""
-    parser.epilog = "muster watch                                    the newest run; q leaves"
+    parser.epilog = "muster watch                                    watch the newest run; q quits"
     options.add_run(parser)
-    parser.add_argument("--once", action="store_true", help="print one frame and leave; so it is where no terminal is")
-    parser.add_argument("--ranks", metavar="LIST", help="show these ranks only, such as 0,8-15")
-    parser.add_argument(
-        "--json", action="store_true", help="print a record each second until the run is over, as a line of JSON"
-    )
+    parser.add_argument("--once", action="store_true", help="print one frame and exit (the default without a terminal)")
+    parser.add_argument("--ranks", metavar="LIST", help="show only these ranks, such as 0,8-15")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON each second until the run is over")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show a run until it is over, or until somebody leaves."""
-    from muster.launch.look.watch.frame import Choice
-    from muster.launch.look.watch.watched import Watch
+    """Show a run until it is over or the user quits."""
+    from muster.launch.look.watch.frame import ViewChoice
+    from muster.launch.look.watch.watched import RunReader
 
-    watch = Watch(options.the_run(args))
+    watch = RunReader(options.the_run(args))
     watched = watch.look(sweep=ALL)
     count = max(1, len(watched.ranks))
     ranks = None if args.ranks is None else rankset.parse(args.ranks, option="--ranks", count=count)
-    choice = Choice(ranks=ranks)
+    choice = ViewChoice(ranks=ranks)
     if args.json:
         return _records(watch, watched, once=args.once)
     if not args.once and not watched.state.is_over and sys.stdout.isatty():
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _records(watch: "Watch", watched: "Watched", *, once: bool) -> int:
+def _records(watch: "RunReader", watched: "WatchedRun", *, once: bool) -> int:
     while True:
         print(json.dumps(watched.to_json()), flush=True)
         if once or watched.state.is_over:
@@ -61,8 +59,8 @@ def _records(watch: "Watch", watched: "Watched", *, once: bool) -> int:
         watched = watch.look()
 
 
-def _print(watched: "Watched", choice: "Choice") -> None:
-    """Print one frame, as long as it needs to be."""
+def _print(watched: "WatchedRun", choice: "ViewChoice") -> None:
+    """Print one frame with all its rows."""
     from muster.launch.common import screen
     from muster.launch.look.watch.frame import draw
 
@@ -72,8 +70,8 @@ def _print(watched: "Watched", choice: "Choice") -> None:
         console.print(line, no_wrap=True, crop=False, soft_wrap=True)
 
 
-def _live(watch: "Watch", choice: "Choice") -> "tuple[Watched, Choice] | None":
-    """Draw frames until the run is over, or somebody leaves (None)."""
+def _live(watch: "RunReader", choice: "ViewChoice") -> "tuple[WatchedRun, ViewChoice] | None":
+    """Draw frames until the run is over, or return None if the user quits."""
     from muster.launch.look.watch.keys import Suspended, opened, stand_still
 
     while True:
@@ -86,7 +84,7 @@ def _live(watch: "Watch", choice: "Choice") -> "tuple[Watched, Choice] | None":
             return None
 
 
-def _frames(watch: "Watch", choice: "Choice", terminal: "Terminal") -> "tuple[Watched, Choice] | None":
+def _frames(watch: "RunReader", choice: "ViewChoice", terminal: "Terminal") -> "tuple[WatchedRun, ViewChoice] | None":
     from muster.launch.look.watch.frame import draw
 
     shown: frozenset[int] = choice.ranks or frozenset()
@@ -109,7 +107,7 @@ def _frames(watch: "Watch", choice: "Choice", terminal: "Terminal") -> "tuple[Wa
             keys = terminal.keys(max(0.0, due - time.monotonic()))
 
 
-def _moved(choice: "Choice", key: str, height: int) -> "Choice":
+def _moved(choice: "ViewChoice", key: str, height: int) -> "ViewChoice":
     from dataclasses import replace
 
     steps = {"j": 1, "k": -1, " ": height // 2, "b": -(height // 2), "g": -choice.top, "G": 1 << 30}

@@ -1,4 +1,4 @@
-"""`muster why`: the first failure of a run, who it took along, what every attempt came to, and the next step."""
+"""`muster why`: the first failure of a run, the ranks that failed because of it, all attempts, and what to do next."""
 
 import argparse
 import json
@@ -8,30 +8,33 @@ from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics import exits
-from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.common import options, processes, rankset, screen
 from muster.launch.common.fields import typed_lines
 from muster.launch.common.follow import tail_lines
-from muster.launch.look.history import History, read_history
+from muster.launch.look.history import AttemptHistory, read_history
 from muster.launch.look.history_view import attempt_lines
 from muster.launch.records.advice import for_run, next_step
 from muster.launch.records.runrows import Rows, read_ending, read_rows
 from muster.launch.records.runstate import RunState, is_here, read_state
-from muster.launch.records.verdict import Ending, judge, lost_too
+from muster.launch.records.verdict import RankEnd, judge, lost_too
+from muster.launch.sweeps.sweep import named_sweep
 
 LAST_LINES: Final = 20
-TOOK_ALONG: Final = {  # cause of a victim: what is said of one rank, of several, and of its link to the first failure
+TOOK_ALONG: Final = {  # phrases by cause of a victim: for one rank, for several, and for the link to the first failure
     "peer": ("lost its connection", "lost their connection", " to it"),
     "stopped": ("was stopped", "were stopped", " because of it"),
     "own": ("failed", "failed", " after it"),
+    "tolerated": ("was lost", "were lost", ", which the other ranks tolerated"),
 }
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a run is as it is: `first` and `victims` are of `attempt`, the newest one that was judged.
+    """The reason for a run's current state.
 
-    `going_on` is what would go on with it, if anything can.
+    `first` and `victims` belong to `attempt`, the newest attempt with a verdict. `going_on` is the command that resumes
+    the run and the step where it continues, or None.
     """
 
     run_id: str
@@ -41,15 +44,15 @@ class Explanation:
     message: str
     attempt: int | None
     started: float | None
-    first: Ending | None
-    victims: tuple[Ending, ...]
+    first: RankEnd | None
+    victims: tuple[RankEnd, ...]
     known: tuple[str, ...]
-    history: History
+    history: AttemptHistory
     next_step: str
     going_on: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record for --json, `class` spelt as in the rows."""
+        """Return the record for --json, with the key `class` as in event rows instead of `class_name`."""
         record = _as_in_rows(asdict(self))
         record["history"]["attempts"] = [_as_in_rows(each) for each in record["history"]["attempts"]]
         return record
@@ -57,25 +60,30 @@ class Explanation:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster why`."""
-    parser.epilog = "muster why RUN"
+    parser.epilog = "muster why RUN\nmuster why sweep-vgg11    every point of a sweep that failed, or was lost"
     options.add_run(parser)
     options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print why a run ended, or is as it is."""
+    """Print the explanation of a run's state, or of the points of a sweep that are not done."""
+    if (sweep := named_sweep(runs_root(args.runs), args.run)) is not None:
+        from muster.launch.sweeps.sweep_show import explained
+
+        print(explained(sweep, explain, render, as_json=args.json))
+        return 0
     explanation = explain(options.the_run(args))
     print(json.dumps(explanation.to_json(), indent=2) if args.json else render(explanation))
     return 0
 
 
 def explain(run: RunDir) -> Explanation:
-    """Take the verdict of the newest judged attempt; without one, judge by what the rows say."""
+    """Explain a run by the verdict of its newest attempt or, without a verdict, by its event rows."""
     state, rows = read_state(run), read_rows(run)
     newest = deque(typed_lines(run.attempts), maxlen=1)
     verdict = newest[0] if newest and _is_of_now(newest[0], state) else _verdict_of(state, rows)
     first = read_ending(verdict.get("first"))
-    if state.is_over and state.class_name:  # the run's own end, which may weigh more than one attempt
+    if state.is_over and state.class_name:  # the end of the run takes precedence over that of an attempt
         ended = {"class": state.class_name, "code": state.code, "message": state.message or verdict.get("message")}
         verdict = {**verdict, **ended, "next_step": verdict.get("next_step") if _agree(verdict, ended) else None}
     return Explanation(
@@ -91,12 +99,12 @@ def explain(run: RunDir) -> Explanation:
         known=_known(run, state, rows) if state.state == "lost" else (),
         history=read_history(run, state),
         next_step=_next_step(state, verdict),
-        going_on=_going_on(state),
+        going_on=_resuming(state),
     )
 
 
 def render(explanation: Explanation) -> str:
-    """Render an explanation: one headline, then what failed, who followed, every attempt, what is known, what to do."""
+    """Format an explanation: headline, first failure, its victims, known facts, attempts, and what to do."""
     each = explanation
     lines = [_headline(each)]
     if each.first is not None:
@@ -114,8 +122,8 @@ def render(explanation: Explanation) -> str:
     return "\n".join(lines)
 
 
-def took_along(victims: tuple[Ending, ...], *, first: Ending | None) -> str:
-    """Name the victims by what became of them, and all nodes among them, in one line."""
+def took_along(victims: tuple[RankEnd, ...], *, first: RankEnd | None) -> str:
+    """Describe in one line what happened to the victims, and name nodes that were lost as a whole."""
     parts = []
     for cause, (one, several, link) in TOOK_ALONG.items():
         names = [each.rank for each in victims if each.cause == cause and each.rank is not None]
@@ -129,20 +137,20 @@ def _headline(each: Explanation) -> str:
     if each.state in ("done", "stopped"):
         return f"{each.run_id} is {each.state}" if each.state == "done" else f"{each.run_id} was stopped"
     if each.state == "failed":
-        # The class `failed` is that of any other code: it says nothing more.
+        # The class `failed` is omitted, because it only repeats the state.
         what = [each.class_name] if each.class_name not in ("", "failed") else []
         what += [] if each.code is None else [f"exit code {each.code}"]
         return f"{each.run_id} failed" + (f": {', '.join(what)}" if what else "")
     if each.state == "lost":
-        return f"{each.run_id} is lost: its supervisor ended without a verdict"
+        return f"{each.run_id} is lost: its supervisor ended without recording a verdict"
     if each.state == "lost?":
-        return f"{each.run_id} may be lost: its supervisor, on another host, gives no sign of life"
+        return f"{each.run_id} may be lost: its supervisor on another host has not been heard from"
     if each.attempt is not None and (each.first is not None or each.code):
         return f"{each.run_id} is {each.state}; attempt {each.attempt} failed"
     return f"{each.run_id} is {each.state}; nothing has failed so far"
 
 
-def _failure(each: Explanation, first: Ending) -> list[str]:
+def _failure(each: Explanation, first: RankEnd) -> list[str]:
     after = "" if each.started is None else f", {screen.duration(first.ended - each.started)} after its start"
     attempt = f" of attempt {each.attempt}" if each.attempt else ""
     lines = [f"  first{attempt}: {first.sentence()}", f"  at {screen.clock(first.ended)}{after}"]
@@ -152,13 +160,13 @@ def _failure(each: Explanation, first: Ending) -> list[str]:
 
 
 def _is_of_now(verdict: dict[str, Any], state: RunState) -> bool:
-    """Say whether a verdict explains the run as it is: what ended without one is not explained by an earlier one's."""
+    """Return whether a verdict explains the current state: the run continues, or its last attempt has this verdict."""
     goes_on = not state.is_over and state.state != "lost"
     return goes_on or state.attempt in (None, verdict.get("attempt"))
 
 
 def _verdict_of(state: RunState, rows: Rows) -> dict[str, Any]:
-    """Make the verdict that a finished, direct or lost run did not leave behind."""
+    """Reconstruct the missing verdict of a finished, direct or lost run from its rows."""
     endings = [ending for row in rows.exited if (ending := read_ending(row)) is not None]
     failed = [ending for ending in endings if ending.cause in ("own", "peer")]
     made = judge(endings, None).record() if failed else {}
@@ -167,35 +175,37 @@ def _verdict_of(state: RunState, rows: Rows) -> dict[str, Any]:
 
 
 def _agree(verdict: dict[str, Any], ended: dict[str, Any]) -> bool:
-    """Say whether the run ended as its newest attempt did, so that the advice for that one is still right."""
+    """Return whether the run ended like its newest attempt, so that the attempt's advice still applies."""
     return all(verdict.get(key) == ended[key] for key in ("class", "message"))
 
 
 def _next_step(state: RunState, verdict: dict[str, Any]) -> str:
-    """Return what to do; what goes on with the run stands apart."""
+    """Return advice on what to do next, without the command that resumes the run (see `_resuming`)."""
     run = RunDir(Path(state.path))
     if not state.is_over and state.state != "lost":
         return f"{run.command('watch')} follows it, {run.command('logs -f')} shows its output"
-    if state.state == "done" or (state.state == "stopped" and _going_on(state)):
+    if state.state == "done" or (state.state == "stopped" and _resuming(state)):
         return ""
     first, message = verdict.get("first"), str(verdict.get("message") or "")
     class_name, given = str(verdict.get("class") or ""), verdict.get("next_step")
-    if (state.state == "lost" and first is None) or state.class_name == "stopped":  # a verdict knows no checkpoints
-        class_name, given = state.state + "-unsaved" * (_going_on(state) is None), None
+    if (
+        state.state == "lost" and first is None
+    ) or state.class_name == "stopped":  # a verdict's advice ignores checkpoints
+        class_name, given = state.state + "-unsaved" * (_resuming(state) is None), None
     given = given or next_step(class_name, first, message)
     return for_run(str(given), run)
 
 
-def _going_on(state: RunState) -> str | None:
-    """Return the command that goes on with a run that is over, where that is possible."""
+def _resuming(state: RunState) -> str | None:
+    """Return the command that resumes a run that is over, or None if it cannot be resumed."""
     if state.state == "done" or not (state.is_over or state.state == "lost"):
         return None
     resume = state.continue_with or RunDir(Path(state.path)).command("resume")
     if state.checkpoint is not None:
-        mended = "once that is changed back, " * (state.code == exits.REFUSED)
-        where = f"goes on after step {state.checkpoint.step} ({state.checkpoint.name})"
+        mended = "once the change is undone, " * (state.code == exits.REFUSED)
+        where = f"continues after step {state.checkpoint.step} ({state.checkpoint.name})"
         return f"{mended}{resume} {where}"
-    return f"{resume} starts the program once more" if state.kind == "command" else None
+    return f"{resume} starts the program again" if state.kind == "command" else None
 
 
 def _as_in_rows(record: dict[str, Any]) -> dict[str, Any]:
@@ -203,10 +213,10 @@ def _as_in_rows(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known(run: RunDir, state: RunState, rows: Rows) -> tuple[str, ...]:
-    """Say what a lost run left: when its supervisor last wrote, how far it came, what still runs."""
+    """List facts about a lost run: when its supervisor last wrote, its last step, and processes still running."""
     facts = [f"its supervisor was pid {state.pid} on {state.host}; it last wrote at {screen.clock(rows.last_time)}"]
     if state.step is not None:
-        facts.append(f"the last step written is {state.progress}")
+        facts.append(f"the last recorded step is {state.progress}")
     ended = [each.rank for each in state.ranks if each.state != "unknown"]
     some = f"rank{'s' * (len(ended) > 1)} {rankset.fold(ended)} had ended"
     facts.append(some if ended else "no rank is known to have ended")

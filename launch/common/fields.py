@@ -1,9 +1,9 @@
-"""The types and bounds of values in a run's records, in one place, so that no reader trusts the size of a value.
+"""The types and bounds of values in a run's records, which every reader checks before it uses a value.
 
     {"rank": 3, "time": 1e400, "world_size": 3e9, "host": ["a"], "code": 1}      as it is in the file
     {"rank": 3, "code": 1}                                                       as its readers get it
 
-A value of another type, or out of bounds, is dropped as if the row did not have it. Readers handle missing values.
+A value with the wrong type or out of bounds is dropped, as if it were missing. Readers handle missing values.
 """
 
 import math
@@ -15,10 +15,10 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import LATEST_S, parse_json
 from muster.jobs.machine.linux import signal_number
 
-MOST_RANKS: Final = 100_000  # the names of their files have five digits
+MOST_RANKS: Final = 100_000  # rank numbers in file names have five digits
 MOST_ATTEMPTS: Final = 10_000
-MOST_PIDS: Final = 1 << 22  # the kernel's own limit
-MOST: Final = 1 << 53  # larger floats are not exact integers
+MOST_PIDS: Final = 1 << 22  # the kernel's limit
+MOST: Final = 1 << 53  # floats represent all integers up to this one exactly
 LARGEST: Final = 1e100  # products and sums of smaller numbers stay finite
 LONGEST_TEXT: Final = 1 << 13
 MOST_LINES: Final = 1000
@@ -37,43 +37,43 @@ def real(value: Any) -> float | None:
 
 
 def below(most: int, least: int = 0) -> Callable[[Any], int | None]:
-    """Return a reader of whole numbers from `least` to below `most`."""
+    """Return a reader that accepts whole numbers from `least` up to, but not including, `most`."""
     return lambda value: number(value, most - 1, least)
 
 
 def moment(value: Any) -> float | None:
-    """Return a time in Unix seconds within the range of a calendar, else None."""
+    """Return a time in Unix seconds if a calendar date can represent it, else None."""
     seconds = real(value)
     return seconds if seconds is not None and 0 <= seconds <= LATEST_S else None
 
 
 def text(value: Any) -> str | None:
-    """Return text, cut after LONGEST_TEXT characters; None for anything else."""
+    """Return a string, cut to LONGEST_TEXT characters; None for any other type."""
     return value[:LONGEST_TEXT] if isinstance(value, str) else None
 
 
 def texts(value: Any) -> list[str] | None:
-    """Return the texts of a list; None for anything else."""
+    """Return the strings in a list; None for any other type."""
     if not isinstance(value, list):
         return None
     return [each for item in value[:MOST_RANKS] if (each := text(item)) is not None]
 
 
 def plain(value: Any) -> Any:
-    """Return a scalar, checked by its type; None for a container or an invalid scalar."""
+    """Return a valid scalar unchanged; None for a container or an invalid scalar."""
     if isinstance(value, bool):
         return value
     return text(value) if isinstance(value, str) else number(value) if isinstance(value, int) else real(value)
 
 
 def reals(value: Any) -> dict[str, float] | None:
-    """Return a mapping to numbers; None if one of its values is not a number."""
+    """Return a mapping from names to numbers; None if any value is not a number."""
     found = {name: real(each) for name, each in value.items()} if isinstance(value, dict) else {"": None}
     return None if None in found.values() else found  # type: ignore[return-value]
 
 
 def list_of(shape: Any, most: int) -> Callable[[Any], list[Any] | None]:
-    """Return a reader of at most `most` items of a shape."""
+    """Return a reader that accepts a list of at most `most` items, each of the given shape."""
     return lambda value: value if isinstance(value, list) and len(value) <= most and fits(value, [shape]) else None
 
 
@@ -94,7 +94,7 @@ def _signal(value: Any) -> str | None:
 
 
 def _by_rank(reader: Callable[[Any], int | None]) -> Callable[[Any], list[list[int]] | None]:
-    """Return a reader of [[rank, number], ...]."""
+    """Return a reader for a list of [rank, number] pairs, which drops invalid pairs."""
 
     def read(value: Any) -> list[list[int]] | None:
         if not isinstance(value, list):
@@ -150,7 +150,7 @@ FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Return whether a value has a shape: a reader that accepts it, [shape] for a list's items, or {key: shape}.
+    """Return whether a value matches a shape: a reader, [shape] for a list of items, or {key: shape} for a mapping.
 
     A key that ends in a question mark may be missing.
     """
@@ -170,20 +170,20 @@ def optional(reader: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def typed(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with only the values that have the type and bounds of their names."""
+    """Return a record without the values whose type or bounds are wrong for their names."""
     found = ((key, FIELDS.get(key, plain)(value)) for key, value in row.items() if value is not None)
     return {key: value for key, value in found if value is not None}
 
 
 def typed_line(line: bytes) -> dict[str, Any]:
-    """Return the record in one line of a log with typed values; {} for an invalid line."""
+    """Parse one line of a log into a typed record; {} for an invalid line."""
     try:
         row = parse_json(line)
-    except ValueError:  # a full disk can cut a line
+    except ValueError:  # a full disk can truncate a line
         return {}
     return typed(row) if isinstance(row, dict) else {}
 
 
 def typed_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log with typed values. Errors as for `jobs.basics.files.read_lines`."""
+    """Yield the typed records of a log. Errors as for `jobs.basics.files.read_lines`."""
     return map(typed, read_lines(path))

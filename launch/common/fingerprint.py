@@ -1,4 +1,4 @@
-"""A digest of Muster's own sources, by which nodes with different code are found before anything starts."""
+"""A digest of Muster's own sources, used to find nodes with different code before anything starts."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ DIGITS: Final = 12
 
 @cache
 def fingerprint(root: str = str(CODE_ROOT)) -> str:
-    """Return the first digits (hex) of a sha256 over the paths and contents of all Python files below a code root."""
+    """Return the first hex digits of a SHA-256 digest of the paths and contents of all Python files below `root`."""
     digest = hashlib.sha256()
     for folder, folders, files in os.walk(os.path.join(root, PACKAGE), followlinks=True):  # noqa: PTH118
         folders.sort()

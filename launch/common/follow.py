@@ -1,8 +1,8 @@
-"""Read a growing file line by line, by offset. No descriptor is kept, so files may be replaced, cut or created later.
+"""Read growing files line by line. Only offsets are kept, so a file may be replaced, truncated or created later.
 
-A file that shrank, was replaced, or no longer holds the last bytes that were read is read again from its start
-(logrotate's copytruncate, a rank that reopens its log). An unfinished line read before that is returned first. The hole
-in a capped log (`jobs/node/logcap.py`) is skipped.
+A file is read again from its start if it shrank, was replaced, or no longer contains the bytes read last (after
+logrotate's copytruncate, or when a rank reopens its log). An unfinished line from before is returned first. The hole in
+a capped log (`jobs/node/logcap.py`) is skipped.
 """
 
 import errno
@@ -22,10 +22,10 @@ FINGERPRINT_BYTES: Final = 64
 
 
 class LineFollower:
-    """The lines of one file from `offset` on; memory use is bounded for any size of file or line.
+    """A follower of one file from `offset`, line by line. Memory use is bounded for any size of file or line.
 
     A line longer than `longest_bytes` is returned in pieces, cut between UTF-8 characters. `on_restart(path)` is called
-    before the first line after the file was cut or replaced.
+    before the first line after the file was truncated or replaced.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LineFollower:
         self._longest_bytes = longest_bytes
         self._on_restart = on_restart
         self._held = bytearray()
-        self._fingerprint = b""  # the last bytes read; they still precede `offset` unless the file was cut
+        self._fingerprint = b""  # the last bytes read, to detect that the file was truncated
         self._inode: tuple[int, int] | None = None
         self._seen: tuple[int, int, int] | None = None
 
@@ -60,7 +60,7 @@ class LineFollower:
             descriptor = file.fileno()
             if self._was_cut(descriptor):
                 yield from self._restart()
-            # Read up to the current size only: a fast writer must not keep the reader from other files.
+            # Stop at the current size, so that a fast writer cannot keep the reader from other files.
             size = os.fstat(descriptor).st_size
             while self.offset < size:
                 end = self._skip_hole(descriptor, size)
@@ -72,7 +72,7 @@ class LineFollower:
                 yield from self._split(data)
 
     def flush(self) -> Iterator[bytes]:
-        """Yield the unfinished last line, if there is one; call this when the writer has ended."""
+        """Yield the unfinished last line, if there is one. Call this after the writer has ended."""
         if self._held:
             line = bytes(self._held)
             self._held.clear()
@@ -84,7 +84,7 @@ class LineFollower:
         except FileNotFoundError:
             return False
         seen = (status.st_ino, status.st_size, status.st_mtime_ns)
-        # The same three values mean an unchanged file, but only if all of it has been read.
+        # If these three values are the same, the file has not changed, but a part may still be unread.
         changed = seen != self._seen or status.st_size != self.offset
         self._seen = seen
         return changed
@@ -97,7 +97,7 @@ class LineFollower:
             return True
         length = len(self._fingerprint)
         found = os.pread(descriptor, length, self.offset - length)
-        return not self._fingerprint.endswith(found.lstrip(b"\0"))  # a log that was capped meanwhile has a hole there
+        return not self._fingerprint.endswith(found.lstrip(b"\0"))  # a log capped since then has a hole there
 
     def _skip_hole(self, descriptor: int, size: int) -> int:
         """Move to the next byte outside a hole; return the start of the next hole."""
@@ -108,7 +108,7 @@ class LineFollower:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            begin = size  # only a hole up to the end
+            begin = size  # the rest of the file is a hole
         if begin > self.offset:
             self.offset, self._fingerprint = begin, b""
         return os.lseek(descriptor, begin, os.SEEK_HOLE) if begin < size else size
@@ -132,7 +132,7 @@ class LineFollower:
         yield from self._pieces()
 
     def _pieces(self) -> Iterator[bytes]:
-        """Yield pieces until the rest is at most as long as the longest line."""
+        """Yield pieces of an overlong line until the rest fits into `longest_bytes`."""
         while len(self._held) > self._longest_bytes:
             cut = self._longest_bytes
             while cut > self._longest_bytes - 3 and self._held[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
@@ -148,7 +148,7 @@ def decoded(line: bytes) -> str:
 
 
 def as_shown(line: bytes) -> str:
-    """Return a rank's line as a terminal would finally show it, safe to print."""
+    """Return a rank's line in the final state that a terminal would show, safe to print."""
     return last_state(decoded(line))
 
 
@@ -168,7 +168,7 @@ def tail_lines(path: Path, count: int) -> list[str]:
 def offset_of_last(path: Path, lines: int) -> int:
     """Return the offset of the last `lines` lines of a file, including an unfinished one; 0 if it has fewer.
 
-    Reads backwards in blocks, at most `MOST_TAIL_BYTES`: the file may exceed memory, and consist of one line.
+    Reads at most `MOST_TAIL_BYTES` backwards in blocks, because the file may be larger than memory.
     """
     try:
         file = open_file(path)
@@ -180,7 +180,7 @@ def offset_of_last(path: Path, lines: int) -> int:
         if lines == 0:
             return end
         first = max(0, end - MOST_TAIL_BYTES)
-        position = max(0, end - 1)  # a newline at the very end closes the last line and begins no other
+        position = max(0, end - 1)  # a newline at the very end does not begin another line
         missing = lines
         while position > first:
             begin = max(first, position - CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""Information from git about a folder: which files belong to it, its commit, and the changes since."""
+"""Information from git about a folder: its tracked files, its commit, and the uncommitted changes."""
 
 import os
 import subprocess
@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any, Final
 
 DEADLINE_S: Final = 60.0
-# If a git hook calls us, its variables name the hook's repository, whatever folder we ask about.
+# Other GIT_ variables are removed: inside a git hook they name the hook's repository, not the folder in question.
 KEPT: Final = ("GIT_CEILING_DIRECTORIES", "GIT_CONFIG", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
 DIFF_BYTES: Final = 1 << 20
-FAILED: Final = 128  # git's own failures: no repository, not trusted, damaged
+FAILED: Final = 128  # git's exit code for its own errors: no repository, an untrusted one, a damaged one
 REASON_CHARACTERS: Final = 200
 
 
 class GitError(Exception):
-    """git is not installed, or failed with the given reason."""
+    """git is not installed, or it failed for the given reason."""
 
 
 def git(folder: Path, *arguments: str, deadline_s: float = DEADLINE_S) -> bytes:
     """Run a git command in a folder; return its output.
 
     Raises:
-        GitError: if it failed, is not installed, or took too long.
+        GitError: if git is not installed, fails, or takes too long.
     """
     argv = ["git", *arguments]
     try:
@@ -47,13 +47,13 @@ def git(folder: Path, *arguments: str, deadline_s: float = DEADLINE_S) -> bytes:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which a git command changes nothing and asks no questions."""
+    """Return an environment in which git commands change nothing and never prompt."""
     kept = {name: value for name, value in environ.items() if not name.startswith("GIT_") or name.startswith(KEPT)}
     return {**kept, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
 
 
 def names(folder: Path, *options: str) -> list[str]:
-    """List paths below a folder with `git ls-files`, relative to it, each once; a folder's path ends in a slash.
+    """List the paths that `git ls-files` prints for a folder, without duplicates. A folder's path ends in a slash.
 
     Raises:
         GitError: as for `git`.
@@ -63,7 +63,7 @@ def names(folder: Path, *options: str) -> list[str]:
 
 
 def holds(folder: Path) -> bool:
-    """Return whether a folder is in a git work tree that does not ignore all of it.
+    """Return whether a folder is in a git work tree and is not ignored there.
 
     Raises:
         GitError: if git is installed but cannot answer, for example about another user's repository.
@@ -85,7 +85,7 @@ def holds(folder: Path) -> bool:
 def origin(folder: Path) -> dict[str, Any] | None:
     """Return the commit, branch and diff of a folder in a work tree; None before the first commit.
 
-    `cut` is true if the diff was longer than DIFF_BYTES.
+    `cut` is true if the diff was longer than DIFF_BYTES and has been truncated.
 
     Raises:
         GitError: as for `git`.
@@ -104,10 +104,10 @@ def origin(folder: Path) -> dict[str, Any] | None:
 
 
 def short_commit(folder: Path, file: str, *, deadline_s: float) -> str:
-    """Return the commit of the work tree that tracks `file` in a folder, with a + if anything has changed since.
+    """Return the commit of the work tree that tracks `file` in a folder, with a `+` if there are uncommitted changes.
 
     Raises:
-        GitError: as for `git`; also if the file is in no work tree or not tracked.
+        GitError: as for `git`; also if the file is outside any work tree, or not tracked.
     """
     git(folder, "ls-files", "--error-unmatch", "--", file, deadline_s=deadline_s)
     return git(folder, "describe", "--always", "--dirty=+", "--exclude=*", deadline_s=deadline_s).decode().strip()

@@ -1,4 +1,4 @@
-"""The identity of this process, and the GPUs visible on this host. Every agent imports this before it greets."""
+"""The identity of this process, and the GPUs visible on this host. Agents import this module before their hello."""
 
 import os
 
@@ -6,12 +6,12 @@ from muster.jobs.machine.procfs import start_ticks
 
 
 def identity() -> dict[str, object]:
-    """Return the host, pid and start ticks of this process."""
+    """Return this process's host, pid and start time in clock ticks."""
     return {"host": os.uname().nodename, "pid": os.getpid(), "pid_start": start_ticks("self")}
 
 
 def visible_gpus() -> list[str]:
-    """List this host's GPUs as for CUDA_VISIBLE_DEVICES: the user's value if set, else all device files."""
+    """List this host's GPUs in the form of CUDA_VISIBLE_DEVICES: the user's value if set, else all device files."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name]

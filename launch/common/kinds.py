@@ -1,6 +1,6 @@
 """The kinds of job: the key in a job file, the type of its section, and the function that a rank runs.
 
-`jobs/spec/load.py` gets this table as an argument, so that `jobs` need not know the packages behind it.
+`jobs/spec/load.py` gets this table as an argument, so that `jobs` does not depend on the packages in it.
 """
 
 from typing import Final
@@ -16,7 +16,7 @@ from muster.jobs.timing.settings import TimingSettings
 def _check_train(settings: TrainSettings, world_size: int) -> None:
     settings.check(world_size)
     if settings.model.make is None:
-        resolve_shape(settings.model, 1)  # only the ranks know the vocabulary of the data
+        resolve_shape(settings.model, 1)  # any vocabulary size will do here: only the ranks read the data
 
 
 def _check_timing(settings: TimingSettings, world_size: int) -> None:
@@ -27,7 +27,14 @@ def _check_timing(settings: TimingSettings, world_size: int) -> None:
 
 
 KINDS: Final[tuple[JobKind, ...]] = (
-    JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank", _check_train, unread),
+    JobKind(
+        "train",
+        TrainSettings,
+        "muster.jobs.train.main:run_rank",
+        _check_train,
+        unread,
+        TrainSettings.expendable_ranks,
+    ),
     JobKind("command", CommandSettings, None, lambda settings, world_size: None),
     JobKind("timing", TimingSettings, "muster.jobs.train.timing.run:run_rank", _check_timing),
     JobKind("bench", BenchSettings, "muster.collectives_bench.ranks.run:run_rank", BenchSettings.check_world),

@@ -9,7 +9,7 @@ AT_START: Final = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def raise_open_files() -> None:
-    """Raise this process's limit on open files as far as allowed; each ssh needs four descriptors."""
+    """Raise this process's limit on open files as far as it may, because each ssh needs four descriptors."""
     soft, hard = AT_START
     most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -17,6 +17,6 @@ def raise_open_files() -> None:
 
 
 def restore_open_files(pid: int) -> None:
-    """Restore a child's limit to the value at our start, because programs that use select(2) need a low one."""
-    with suppress(PermissionError, ProcessLookupError):  # a pdsh that is setuid, or has already ended
+    """Reset a child's limit to the value that this process started with: programs that use select(2) need a low one."""
+    with suppress(PermissionError, ProcessLookupError):  # the child is a setuid pdsh, or has already ended
         resource.prlimit(pid, resource.RLIMIT_NOFILE, AT_START)

@@ -1,4 +1,4 @@
-"""Options that several subcommands share, so that they are spelled and explained once."""
+"""Options that several subcommands share."""
 
 import argparse
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Asked = TypeVar("Asked", bound=IsDataclass)
 
 
 def given(args: argparse.Namespace, kind: type[Asked]) -> Asked:
-    """Build a request from a command line: each field gets the option of its name, if the command has it."""
+    """Build a request from parsed arguments. Each field takes the option of the same name, if the command has one."""
     names = [name for name in kind.__dataclass_fields__ if hasattr(args, name)]
     values = {name: getattr(args, name) for name in names}
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
@@ -57,13 +57,13 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:
-    """Add `--json`: data on standard output, messages on standard error."""
+    """Add `--json`, which prints data on standard output and messages on standard error."""
     parser.add_argument("--json", action="store_true", help="print data as JSON")
 
 
 def add_job(parser: argparse.ArgumentParser, *, program: bool = False) -> None:
-    """Add the job file, and the options that change it; with `program`, a program may take the job file's place."""
-    what = "the job file (YAML), or a program with its arguments: train.py --lr 0.1; other programs after --"
+    """Add the job file and the options that change it. With `program`, a program may replace the job file."""
+    what = "the job file (YAML), or a script with arguments, such as train.py --lr 0.1; put -- before other programs"
     parser.add_argument("job", metavar="JOB", help=what if program else "the job file (YAML)")
     add_changes(parser)
     if program:
@@ -75,15 +75,15 @@ def add_job(parser: argparse.ArgumentParser, *, program: bool = False) -> None:
 
 def add_site_and_name(parser: argparse.ArgumentParser) -> None:
     """Add `--site` and `--name`."""
-    parser.add_argument("--site", metavar="FILE", help="the site file: settings of this cluster, not of the job")
+    parser.add_argument("--site", metavar="FILE", help="the site file, which describes this cluster")
     parser.add_argument("--name", help="name of the run (default: the job's)")
 
 
 def add_changes(parser: argparse._ActionsContainer) -> None:
-    """Add the options that change single values of a job."""
+    """Add the options that each change one value of a job."""
     add_overrides(parser)
     parser.add_argument("-N", "--nodes", metavar="N", type=int, help="as --set nodes=N")
-    parser.add_argument("-n", "--ranks-per-node", metavar="M", help="as --set ranks_per_node=M (a number, or slots)")
+    parser.add_argument("-n", "--ranks-per-node", metavar="M", help="as --set ranks_per_node=M (a number or slots)")
 
 
 def add_set(parser: argparse._ActionsContainer, example: str = "train.optimizer.lr=0.1") -> None:
@@ -99,7 +99,7 @@ def add_set(parser: argparse._ActionsContainer, example: str = "train.optimizer.
 
 
 def add_overrides(parser: argparse._ActionsContainer) -> None:
-    """Add the options that change any value of a job by its key, and the variables of its ranks."""
+    """Add the options that change a job's values by key and set its ranks' environment variables."""
     add_set(parser)
     parser.add_argument(
         *("-x", "--env"),
@@ -107,7 +107,7 @@ def add_overrides(parser: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         dest="exported",
-        help="set a variable for the ranks; without a value, copy the one set here; may be repeated",
+        help="set an environment variable of the ranks; without a value, copy yours; may be repeated",
     )
 
 
@@ -142,19 +142,17 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("-H", "--hosts", metavar="FILE", help="hosts file (ours, DeepSpeed's, MPI's); box or box:NAME")
     hosts.add_argument("-w", "--nodelist", metavar="LIST", help="host names, such as 'n[01-16,20]'")
     hosts.add_argument("--manifest", metavar="FILE", help="manifest of a CloudLab experiment (XML)")
-    hosts.add_argument("--lan", metavar="NAME", help="the network of the ranks, by its name in the manifest")
+    hosts.add_argument("--lan", metavar="NAME", help="name of the ranks' network in the manifest")
     add_login(hosts, "--login", help="user name on the hosts")
     hosts.add_argument("-i", "--include", metavar="LIST", help="use only these hosts")
     hosts.add_argument("-e", "--exclude", metavar="LIST", help="leave out these hosts")
     hosts.add_argument(
-        "-f", "--fanout", metavar="N", type=int, default=0, help="number of simultaneous starts (default: 64)"
+        "-f", "--fanout", metavar="N", type=int, default=0, help="hosts started at the same time (default: 64)"
     )
     hosts.add_argument("--jump", metavar="HOST", type=_jump, help="reach the hosts through this one, as with ssh -J")
+    hosts.add_argument("--cheap-kex", action="store_true", help="make ssh try the cheap key exchange curve25519 first")
     hosts.add_argument(
-        "--cheap-kex", action="store_true", help="make ssh try curve25519 first, for many nodes from one machine"
-    )
-    hosts.add_argument(
-        "--ssh-opt", metavar="NAME=VALUE", action="append", default=[], help="as ssh -o; may be repeated"
+        "--ssh-opt", metavar="NAME=VALUE", action="append", default=[], help="passed to ssh -o; may be repeated"
     )
 
 
@@ -171,13 +169,13 @@ def whole(option: str, *, least: int) -> Callable[[str], int]:
             raise UsageError(f"{option}: must be at least {least}, got {number}")
         return number
 
-    read.__name__ = "int"  # argparse uses this name in its message about anything that is not a number
+    read.__name__ = "int"  # argparse prints this name when it rejects a value
     return read
 
 
 def add_attempt(parser: argparse._ActionsContainer, which: str) -> None:
     """Add `--attempt N`. `which`: the kind of attempt used by default."""
-    help_text = f"of this attempt (default: the newest {which})"
+    help_text = f"number of the attempt (default: the newest {which})"
     parser.add_argument("--attempt", metavar="N", type=whole("--attempt", least=0), help=help_text)
 
 
@@ -201,7 +199,7 @@ def _iface(given: str) -> str:
 
 def _restarts(given: str) -> str:
     if given != "default" and not (given.isdecimal() and len(given) < 10):
-        raise UsageError(f"--restart: must be a number of restarts, or omitted, got {given!r}")
+        raise UsageError(f"--restart: must be a number of restarts, or have no value, got {given!r}")
     return given
 
 

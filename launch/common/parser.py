@@ -1,4 +1,4 @@
-"""The parser of every subcommand: a short usage line, examples, and one line for a wrong option."""
+"""The argument parser of every subcommand, with a one-line usage, examples and one-line errors."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ SHARED: Final = ("hosts", "network")  # option groups that many commands share; 
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses the options of one subcommand. Its epilog shows an example."""
+    """The parser of one subcommand. Its epilog shows an example."""
 
     def __init__(self, *, shows_shared: bool = False, description: str = "", **options: Any) -> None:
         options |= {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
@@ -17,13 +17,13 @@ class Parser(argparse.ArgumentParser):
         self.shows_shared = shows_shared
 
     def format_usage(self) -> str:
-        """Return one line: the required arguments, and the place of the options."""
+        """Return the usage in one line: [OPTIONS] and the positional arguments."""
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [OPTIONS] {self._positionals_usage()}".rstrip(), [], [])
         return formatter.format_help()
 
     def format_help(self) -> str:
-        """Return the complete help, in which the options of shared groups take only one line."""
+        """Return the help. The options of shared groups are listed by name on one line."""
         formatter = self._get_formatter()
         formatter.add_usage(f"{self.prog} [OPTIONS] {self._positionals_usage()}".rstrip(), [], [])
         formatter.add_text(self.description)
@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         return [name for name in self._option_string_actions if name.startswith("--")]
 
     def option_taking(self, word: str) -> argparse.Action | None:
-        """Return the option with this name, if it takes a value."""
+        """Return the option named `word` if it takes a value, else None."""
         found = self._option_string_actions.get(word)
         return found if found is not None and found.nargs != 0 else None
 
@@ -75,6 +75,6 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Print one line with the mistake and the command for help, and exit with 2."""
+        """Print the error and the help command on one line, then exit with code 2."""
         print(f"{self.prog}: {message} ({self.prog} --help shows the options)", file=sys.stderr)
         raise SystemExit(2)

@@ -2,9 +2,9 @@
 
 A pid alone does not identify a process for long, because the kernel reuses it. So a process is identified by (pid,
 start), where `start` is its start time in clock ticks after boot (field 22 of /proc/PID/stat, see proc(5)). A process
-belongs to a run if the environment with which it was *executed* says so. Children inherit that across fork, setsid and
-nohup, and later changes of `os.environ` do not affect it. A program whose parent gave it a new environment is not
-found. A zombie counts as gone: it runs nothing, holds nothing, and only its parent can remove it.
+belongs to a run if the environment with which it was *executed* names the run. Children inherit that environment across
+fork, setsid and nohup, and later changes of `os.environ` do not affect it. A program whose parent replaced its
+environment is not found. A zombie counts as gone, because it runs no code and only its parent can remove it.
 """
 
 import os
@@ -32,7 +32,7 @@ def of_run(run_id: str) -> list[int]:
 
 
 def started_for(run_id: str) -> dict[int, int]:
-    """Return the processes of `of_run` with their start ticks."""
+    """Return the processes of `of_run` as {pid: start ticks}."""
     mark = b"\0" + f"{ranks.RUN_ID}={run_id}".encode() + b"\0"
     spared = with_ancestors(os.getpid())
     candidates = {pid: start_ticks(pid) for pid in _own_pids() if pid not in spared}
@@ -51,13 +51,13 @@ def command_line(pid: int) -> str:
 
 
 def kill_all(pids: Iterable[int], *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
-    """Apply `end` to the processes that have these pids now; return the pids that are still there."""
+    """End the processes that have these pids now, as `end` does; return the pids that survive."""
     alive = {pid: ticks for pid in pids if (ticks := start_ticks(pid)) is not None}
     return end(alive, term_s=term_s, kill_s=kill_s)
 
 
 def end(found: Mapping[int, int], *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
-    """Send TERM, wait up to `term_s`, send KILL, wait up to `kill_s`; return the pids that are still there.
+    """Send TERM, wait up to `term_s`, send KILL, wait up to `kill_s`; return the pids that survive.
 
     `found` maps pids to start ticks, so that no other process is signalled if a pid is reused.
     """
@@ -70,7 +70,7 @@ def end(found: Mapping[int, int], *, term_s: float = 1.0, kill_s: float = 5.0) -
 
 
 def kill_run(run_id: str, *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
-    """End every process of a run on this host, including those forked meanwhile; return the pids still there."""
+    """End every process of a run on this host, also those forked in the meantime; return the pids that survive."""
     end(started_for(run_id), term_s=term_s, kill_s=kill_s)
     deadline = time.monotonic() + kill_s
     while (found := started_for(run_id)) and time.monotonic() < deadline:
@@ -131,7 +131,7 @@ def _environment(pid: int) -> bytes:
 
 
 def with_ancestors(pid: int) -> set[int]:
-    """Return a process and its ancestors, which must not be ended by a process that they started."""
+    """Return the pids of a process and its ancestors, so that a process does not end the ones that started it."""
     family: set[int] = set()
     while pid > 0 and pid not in family:
         family.add(pid)

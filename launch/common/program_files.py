@@ -1,4 +1,4 @@
-"""The reasons why this machine cannot start a program."""
+"""A check that this machine can start a program."""
 
 # ruff: noqa: PTH113
 
@@ -8,7 +8,7 @@ from os.path import isfile  # pathlib's is_file raises if a name is too long
 
 
 def fault(program: str, script: str, folder: str) -> str:
-    """Return which file of a program (a path or a name), or of its script, is missing or not executable; "" if none is.
+    """Return why a program (a path or a name) or its script cannot be started; "" if both can.
 
     A name is searched for in `folder`, then on PATH. An empty `program` or `script` is not checked.
     """

@@ -1,10 +1,10 @@
 """A program on the command line in place of a job file: `muster run -n 4 train.py --lr 3e-4`, `muster run -- prog`.
 
-Our options come before the program. From the program on, every word belongs to it.
+Muster's options come before the program. All words after the program are its arguments.
 """
 
 # ruff: noqa: PTH110, PTH113, PTH119, PTH122, PTH123
-# (pathlib would cost every command's --help 2 ms)
+# (importing pathlib would slow down every command's --help by 2 ms)
 
 import argparse
 import os
@@ -24,23 +24,22 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse
     """Parse the arguments of a command. If they name a program, set `args.program` and `args.job_text`.
 
     Raises:
-        UsageError: if there is a job file and a program, or no program after `--`.
+        UsageError: if both a job file and a program are given, or no program follows `--`.
         RefusedError: if the program is not executable.
     """
     if parser.get_default("program") is None:
         return parser.parse_args(arguments)
     ours, program = split(parser, arguments)
-    args = parser.parse_args([*ours, COMMAND_LINE] if program else ours)
+    args = parser.parse_args([COMMAND_LINE, *ours] if program else ours)
     if program:
         args.program, args.job_text = tuple(program), job_text(program)
     return args
 
 
 def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide a command line into our words and the program with its arguments. Errors as for `parse`.
+    """Split a command line into Muster's words and the program with its arguments. Errors as for `parse`.
 
-    An option whose value is optional takes the next word only if it is a number, so that the job or the program may
-    follow it.
+    An option with an optional value takes the next word only if that is a number, so that a job or program may follow.
     """
     options = {name: action for action in parser._actions for name in action.option_strings}
     ours: list[str] = []
@@ -49,7 +48,7 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
         word = left.pop(0)
         if word == "--":
             if job or not left:
-                found = f"the job {job} is given, too" if job else "no program follows it"
+                found = f"the job {job} is given, too" if job else "no program follows"
                 raise UsageError(f"--: {found}; write muster ... -- PROGRAM ARGUMENTS, or muster ... JOB.yaml")
             return ours, left
         if not word.startswith("-") and not job:
@@ -57,21 +56,25 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
                 named = "/" in word or splitext(word)[1] in STARTED_BY
                 return ours, [word if named else f"./{word}", *left]
             job = word
+            ours.insert(0, job)  # an option with several values would otherwise take it as one of them
+            continue
         ours.append(word)
         action = options.get(word)
         if action is not None and action.nargs == "?" and not (left and left[0].isdecimal()):
             ours[-1] = f"{word}={action.const}"
         elif action is not None and action.nargs != 0 and left:
             ours.append(left.pop(0))
+            while action.nargs == "+" and left and "=" in left[0] and not left[0].startswith("-"):
+                ours.append(left.pop(0))
     return ours, []
 
 
 def is_program(word: str) -> bool:
-    """Return whether a word names a script by its suffix, or a file that begins as programs do.
+    """Return whether a word names a program: by a script's suffix, or by the file's first bytes (`MAGIC`).
 
     Raises:
-        RefusedError: if such a file is not executable.
-        UsageError: if the word is a program on PATH.
+        RefusedError: if the program is not executable.
+        UsageError: if the word names a program on PATH, which has to follow `--`.
     """
     suffix = splitext(word)[1]
     if not suffix and "/" not in word and not exists(word):
@@ -104,14 +107,14 @@ def job_text(program: Sequence[str]) -> str:
     for word in program:
         # surrogates, by which Python represents bytes that are not UTF-8
         if any("\ud800" <= each <= "\udfff" for each in word):
-            raise UsageError(f"{word!r}: is not UTF-8, which job files are; rename it")
+            raise UsageError(f"{word!r}: is not UTF-8, as job files must be; rename it")
     starter = STARTED_BY.get(splitext(program[0])[1])
     argv = [starter, *program] if starter else list(program)
     return yamlfile.dump({"name": as_name(_title(argv)), "command": argv})
 
 
 def _title(argv: Sequence[str]) -> str:
-    """Return the name for a command's run: its script, its module, or the program itself."""
+    """Return a name for the run of a command: its script, its module, or the program itself."""
     if argv[1:2] == ["-m"] and len(argv) > 2:
         return argv[2]
     script = next((word for word in argv if splitext(word)[1] in STARTED_BY), argv[0])

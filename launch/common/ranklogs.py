@@ -12,7 +12,7 @@ LOG_FILE: Final = re.compile(r"rank-(\d+)\.(out|err)")
 def log_files(folder: Path) -> list[tuple[int, str, Path]]:
     """List the log files of one attempt as (rank, stream, path)."""
     try:
-        names = os.listdir(folder)  # noqa: PTH208 (thousands of names, ten times a second)
+        names = os.listdir(folder)  # noqa: PTH208 (faster for thousands of names, ten times a second)
     except FileNotFoundError:
         return []
     matches = filter(None, map(LOG_FILE.fullmatch, names))
@@ -20,7 +20,7 @@ def log_files(folder: Path) -> list[tuple[int, str, Path]]:
 
 
 def prefix(rank: int, node: int | None = None, *, coloured: bool) -> str:
-    """Return the prefix of a rank's line."""
+    """Return the prefix for a line of a rank's output."""
     text = f"[rank {rank}]" if node is None else f"[rank {rank} node {node}]"
     return f"\x1b[{COLOURS[rank % len(COLOURS)]}m{text}\x1b[0m " if coloured else f"{text} "
 

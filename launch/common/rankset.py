@@ -1,4 +1,4 @@
-"""Sets of ranks and nodes as text, such as `0,8-15`: parse and format them."""
+"""Parse and format sets of ranks or nodes as text, such as `0,8-15`."""
 
 from collections.abc import Iterable
 
@@ -29,7 +29,7 @@ def parse(text: str, *, option: str, count: int) -> frozenset[int]:
 
 
 def fold(numbers: Iterable[int]) -> str:
-    """Format numbers as sorted ranges: `0-2, 5`; empty for none."""
+    """Format numbers as sorted ranges, such as `0-2, 5`; "" if there are none."""
     members = set(numbers)
     starts = sorted(number for number in members if number - 1 not in members)
     ends = sorted(number for number in members if number + 1 not in members)

@@ -1,4 +1,4 @@
-"""Text for people: times, durations, tables that never wrap or cut a value, and the files that commands write."""
+"""Readable output: times, durations, tables that never wrap or cut a value, and files that commands write."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,8 +27,8 @@ STYLES: Final = {
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Sequence[str] = ()) -> str:
     """Render rows under headings. A column whose name ends in `>` is right-aligned; None is shown as `-`.
 
-    Coloured on a terminal. On a terminal that is too narrow, `spare` columns are omitted, in their order, and the last
-    line names them.
+    On a terminal, the table is coloured. If the terminal is too narrow, `spare` columns are omitted in the given order,
+    and the last line names them.
     """
     from rich.console import Console
     from rich.table import Table
@@ -63,7 +63,7 @@ def live(stream: TextIO | None = None) -> "Console":
     from rich.style import Style
 
     class Live(Console):
-        """A console whose texts cannot move the cursor: only rich's own controls pass, no links and no hidden text."""
+        """A console that removes control characters, links and hidden text. Only rich itself can move the cursor."""
 
         def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
             for each in super().render(*args, **options):
@@ -76,10 +76,10 @@ def live(stream: TextIO | None = None) -> "Console":
 
 
 def save(file: str, text: str) -> None:
-    """Write the requested text to a file, and print that on standard error.
+    """Write text to a file, and report this on standard error.
 
     Raises:
-        RunFolderError: if it cannot be written.
+        RunFolderError: if the file cannot be written.
     """
     from muster.jobs.basics.errors import RunFolderError
 
@@ -91,12 +91,12 @@ def save(file: str, text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print one message on standard error, apart from the data on standard output."""
+    """Print one message on standard error, because standard output is for data."""
     print(f"muster: {text}", file=sys.stderr, flush=True)
 
 
 def clock(unix_s: float | None) -> str:
-    """Format a time as UTC, which is the same on every host."""
+    """Format a time in UTC, so that it reads the same on every host."""
     if unix_s is None:
         return "-"
     return f"{datetime.fromtimestamp(unix_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
@@ -112,3 +112,14 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def size(nbytes: float | None) -> str:
+    """Format a number of bytes in steps of 1024, as du -h does: 812 B, 3.4 KB, 27 MB, 1.2 GB."""
+    if nbytes is None:
+        return "-"
+    units = iter(("B", "KB", "MB", "GB", "TB"))
+    unit = next(units)
+    while nbytes >= 1000 and unit != "TB":
+        nbytes, unit = nbytes / 1024, next(units)
+    return f"{nbytes:.1f} {unit}" if nbytes < 9.95 and unit != "B" else f"{nbytes:.0f} {unit}"

@@ -1,8 +1,9 @@
-"""The run folder on nodes that do not share it: the agent sends the files of its node to the supervisor.
+"""Run folders on nodes without shared storage: the agent sends its node's files to the supervisor.
 
-A node shares the run folder if it reads there what the supervisor has just written. Otherwise it keeps its part under
-the same path, or in the temporary folder, and a Courier sends every new byte over the channel. Other users of the node
-can neither read nor replace that folder: one that they could have made is not used, and links are not followed.
+A node shares the run folder if it can read a number that the supervisor has just written there. Otherwise the node
+keeps its files under the same path, or in the temporary folder, and a Courier sends every new byte over the channel.
+Other users of the node can neither read nor replace that folder: a folder that another user could have made is not
+used, and links are not followed.
 
     node                                              supervisor
     RUN/attempt-000/rank-00003.out   ── file ──→      RUN/attempt-000/rank-00003.out
@@ -28,13 +29,13 @@ from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 
 CHUNK_BYTES: Final = 1 << 18
 LONGEST_NONCE: Final = 1 << 10
-NO_FILE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EINVAL)  # a link, a folder, a pipe ...
+NO_FILE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EINVAL)  # not a regular file
 
 Piece = tuple[str, int, bytes]  # a file's name below the run folder, an offset, and the bytes there
 
 
 def is_shared(run: RunDir, nonce: str) -> bool:
-    """Return whether this node reads the supervisor's new nonce in the run folder, and the user is the same."""
+    """Return whether this node can read the supervisor's new nonce in the run folder, and this user owns the folder."""
     try:
         check_folder(run.path, warn=False)
         return read_bytes(run.nonce("supervisor"), LONGEST_NONCE).decode().strip() == nonce
@@ -65,21 +66,21 @@ def find(run: RunDir, nonce: str) -> dict[str, str]:
 
 @cache
 def _fresh(run_id: str) -> Path:
-    """Return a folder with a new name, because the usual one belongs to another user; the same for every attempt."""
+    """Make a folder with a new name, because another user owns the usual one. All attempts use the same folder."""
     return Path(tempfile.mkdtemp(prefix=f"muster-{os.geteuid()}-")) / run_id
 
 
 def files_of(run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) -> list[Path]:
-    """List the files that one node writes in an attempt: it may send these, and only these are accepted from it."""
+    """List the files that one node writes in an attempt. The supervisor accepts no other files from that node."""
     files = [attempt.setup(node), attempt.node(node)]
     for rank in ranks:
         files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), attempt.memory(rank)]
         files += attempt.profile(rank).for_home
-    return [*files, run.metrics, run.verify, attempt.bench, attempt.timeline] if 0 in ranks else files
+    return [*files, run.metrics, run.epochs, run.verify, attempt.bench, attempt.timeline] if 0 in ranks else files
 
 
 class Courier:
-    """Sends new data in a node's part of the run folder to the supervisor."""
+    """The sender of new data from a node's own run folder to the supervisor."""
 
     def __init__(self, run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) -> None:
         self.run = run
@@ -87,7 +88,7 @@ class Courier:
         self.files = files_of(run, attempt, node, ranks)
 
     def news(self) -> Iterator[Piece]:
-        """Yield the new pieces of files since the last call; only of regular files of this user."""
+        """Yield the data added to files since the last call. Only this user's regular files are read."""
         for path in self.files:
             name = str(path.relative_to(self.run.path))
             try:
@@ -113,18 +114,18 @@ class Courier:
 
 
 def keep(run: RunDir, allowed: Sequence[Path], piece: Piece) -> None:
-    """Write a piece of a file that a node has sent. Pieces come in order, so none begins beyond the end of the file.
+    """Write a piece of a file that a node has sent. Pieces arrive in order, so none begins beyond the end of the file.
 
     Raises:
         UnreachableError: if the file is not one of those `allowed`, or the offset lies beyond its end.
-        RunFolderError, StorageError: if it cannot be written.
+        RunFolderError, StorageError: if the file cannot be written.
     """
     name, offset, data = piece
     if name not in (str(path.relative_to(run.path)) for path in allowed):
         raise UnreachableError(f"its agent sent a file that is not its own: {name[:100]!r}")
     path = run.path / name
     try:
-        if path.parent.name.startswith(PROFILE):  # only here: the attempt's folder has been made by its owner
+        if path.parent.name.startswith(PROFILE):  # the supervisor has made all other folders
             with suppress(FileExistsError):
                 make_folder(path.parent)
         descriptor = _open_within(run, name, os.O_WRONLY | os.O_CREAT)
@@ -145,7 +146,7 @@ def _open_within(run: RunDir, name: str, flags: int) -> int:
     """Open a regular file of this user below a run folder, following no links. A new file gets the run's mode.
 
     Raises:
-        OSError: if there is no such file, or it is something else.
+        OSError: if the file is missing, or not a regular file of this user.
     """
     within = os.open(run.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -23,7 +23,7 @@ CACHES: Final = frozenset(
 NEITHER: Final = CACHES | {".git", ".hg", ".svn"}
 ENVIRONMENTS: Final = ("pyvenv.cfg", "conda-meta")  # a folder that contains one is a Python environment
 LINKS_EACH: Final = 2_000  # ignored entries beside code in one folder; a folder with more is treated as data
-WALK_FILES: Final = 100_000  # stop counting there, for example in a home folder
+WALK_FILES: Final = 100_000  # stop at this many files, for example in a home folder
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Survey:
 
 
 def survey(folder: Path, leave: Iterable[Path] = ()) -> Survey:
-    """Find the code in a folder. Anything in one of the folders `leave` (absolute paths) is not code."""
+    """Find the code in a folder. Treat the folders in `leave` (absolute paths) as data."""
     found = Survey(folder)
     beyond = frozenset(_inside(folder, leave))
     try:
@@ -107,7 +107,7 @@ def _by_git(found: Survey, listed: Iterable[str], ignored: Iterable[str], beyond
     for parent, inside in crowds.items():
         if len(inside) > LINKS_EACH:
             found.files = {name: size for name, size in found.files.items() if not name.startswith(f"{parent}/")}
-            found.notes.append(f"{parent}: taken for data ({len(inside)} ignored files in it) and linked, not copied")
+            found.notes.append(f"{parent}: treated as data ({len(inside)} ignored files in it), so linked, not copied")
             found.links.append(parent)
         else:
             found.links += inside
@@ -125,12 +125,12 @@ def _link_top(found: Survey) -> None:
 
 
 def _walk(found: Survey, below: str, beyond: frozenset[str]) -> None:
-    """Add the files below a folder without git's help."""
+    """Add the files below a folder without asking git."""
     try:
         with os.scandir(found.folder / below) as entries:
             inside = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        found.notes.append(f"{below.rstrip('/') or found.folder}: left out, cannot be read: {error.strerror}")
+        found.notes.append(f"{below.rstrip('/') or found.folder}: skipped, because it cannot be read: {error.strerror}")
         return
     for entry in inside:
         path = below + entry.name

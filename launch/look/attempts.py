@@ -1,4 +1,4 @@
-"""Which attempt of a run to show, and which of its ranks."""
+"""Selection of the attempt of a run, and of the ranks, that a command shows."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -9,11 +9,11 @@ from muster.launch.common import rankset
 
 
 class OfRank(Protocol):
-    """What one rank has recorded."""
+    """A record of one rank."""
 
     @property
     def rank(self) -> int:
-        """Its rank."""
+        """The rank that the record belongs to."""
 
 
 Record = TypeVar("Record", bound=OfRank)
@@ -22,10 +22,10 @@ Record = TypeVar("Record", bound=OfRank)
 def newest_with(
     run: RunDir, attempt: int | None, read: Callable[[AttemptDir], list[Record]], lacking: str
 ) -> tuple[int, list[Record]]:
-    """Return the attempt that is asked for, or the newest of which `read` finds anything, and what it finds.
+    """Choose an attempt and read its records with `read`. If `attempt` is None, choose the newest with records.
 
     Raises:
-        NotFoundError: it finds nothing; `lacking` says what is not there, and what to do.
+        NotFoundError: if there are no records. The message ends with `lacking`.
     """
     for latest in reversed(run.attempt_numbers() if attempt is None else [attempt]):
         if found := read(run.attempt(latest)):
@@ -39,15 +39,15 @@ def of_run(run: RunDir, attempt: int | None) -> str:
 
 
 def of_ranks(found: Sequence[Record], asked: str, world_size: int) -> list[Record]:
-    """Return the records of the ranks that are asked for, like 0,8-15, by rank.
+    """Return the records of the ranks in `asked`, a list such as 0,8-15, sorted by rank.
 
     Raises:
-        UsageError: no list of ranks, or a rank that the run does not have.
-        NotFoundError: a rank that has recorded nothing.
+        UsageError: if `asked` is not a list of ranks, or names a rank that the run does not have.
+        NotFoundError: if a rank has no record.
     """
     wanted, there = rankset.parse(asked, option="--rank", count=world_size), {each.rank for each in found}
     if missing := wanted - there:
         raise NotFoundError(
-            f"--rank: nothing is recorded of rank {rankset.fold(missing)}, only of {rankset.fold(there)}"
+            f"--rank: nothing is recorded for rank {rankset.fold(missing)}; recorded ranks: {rankset.fold(there)}"
         )
     return sorted((each for each in found if each.rank in wanted), key=lambda each: each.rank)

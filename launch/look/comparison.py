@@ -1,8 +1,8 @@
-"""Compare training runs with each other: a row for each way to train, each against one of them, the baseline. Pure.
+"""Comparison of training runs: one row per configuration, each compared with a baseline row. Pure.
 
-Runs that repeat one point are one row. The run is the unit: steps of one run share its luck. With three runs or more
-of both, a row is slower, faster or the same as the baseline as `jobs/measuring/compare.py` decides (at most 2 of 100
-comparisons of equals say anything else than the same or no verdict); with fewer there is no verdict.
+Repeats of a configuration form one row. The run is the statistical unit, because steps of one run are not independent.
+With at least three runs on both sides, `jobs/measuring/compare.py` judges a row slower, faster or the same as the
+baseline. If both are equal, at most 2 of 100 verdicts are slower or faster. With fewer runs there is no verdict.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.words import counted
 from muster.jobs.measuring.compare import comparison
-from muster.jobs.measuring.launches import Launch, MeasuredRow, launch_of, over_launches
+from muster.jobs.measuring.launches import LaunchTimes, MeasuredRow, launch_of, over_launches
 from muster.jobs.measuring.sides import LEAST_LAUNCHES
 from muster.jobs.measuring.stats import median_interval
 from muster.launch.look.steps import PARTS, Measured, losses_of
@@ -22,10 +22,11 @@ MICRO: Final = 1e6
 
 
 @dataclass(frozen=True)
-class Row:
-    """One way to train: what its runs measured, times in seconds. Fields from `speedup` on are against the baseline.
+class RunRow:
+    """The measurements of one configuration, in seconds. Fields from `speedup` on compare it with the baseline.
 
-    `low_s` to `high_s` encloses the median with 95 %, where the runs (or of one run, the steps) are enough for it.
+    `low_s` to `high_s` is the 95 % interval of the median over the runs, or over the steps of a single run. With too
+    few values it is their range.
     """
 
     label: str
@@ -34,55 +35,55 @@ class Row:
     ranks: int
     batch: int | None
     steps: int  # of all runs together, without warm-up
-    skipped: int  # of the first run
+    skipped: int  # warm-up steps of the first run
     median_s: float
     mean_s: float
-    std_s: float  # of the runs' medians; of one run, of its steps
+    std_s: float  # over the runs' medians, or over the steps of a single run
     low_s: float
     high_s: float
     parts_s: Mapping[str, float]  # means; they add up to mean_s
-    rate: float  # of all ranks, per second
+    rate: float  # units per second, over all ranks
     unit: str
     peak_bytes: int | None
     final_loss: float | None
     speedup: float | None = None
-    efficiency: float | None = None  # the speed-up by the ratio of the ranks
-    loss_difference: float | None = None  # the largest, of steps that both have
+    efficiency: float | None = None  # speed-up divided by the ratio of the rank counts
+    loss_difference: float | None = None  # largest difference over the steps that both have
     verdict: str = ""
     why: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Return the row as JSON has it."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Timed(MeasuredRow):
-    """A row's runs as launches of one measurement."""
+    """The runs of a row in the form that `jobs/measuring/compare.py` compares, one launch per run."""
 
     @property
     def key(self) -> str:
-        """All rows measured a step."""
+        """The name of the measured quantity, the same for all rows."""
         return "a step"
 
     @property
     def labels(self) -> dict[str, Any]:
-        """There is nothing else to say."""
+        """No further labels."""
         return {}
 
     def named(self, *, in_full: bool) -> str:
-        """Name it."""
+        """Return the name of the measured quantity."""
         return "a step"
 
 
-def compared(groups: Mapping[str, Sequence[Measured]], baseline: str) -> list[Row]:
-    """Return a row for each group of runs that repeat one thing; `baseline` is the label of one of them."""
+def compared(groups: Mapping[str, Sequence[Measured]], baseline: str) -> list[RunRow]:
+    """Return a row for each group of repeated runs, compared with the group labeled `baseline`."""
     rows = {label: row_of(label, runs) for label, runs in groups.items()}
     return [_against(rows[label], runs, rows[baseline], groups[baseline]) for label, runs in groups.items()]
 
 
-def row_of(label: str, runs: Sequence[Measured]) -> Row:
-    """Describe the runs of one group."""
+def row_of(label: str, runs: Sequence[Measured]) -> RunRow:
+    """Summarize the runs of one group."""
     first = runs[0]
     times = [[step.seconds for step in run.steps] for run in runs]
     of_runs = [median(each) for each in times]
@@ -91,7 +92,7 @@ def row_of(label: str, runs: Sequence[Measured]) -> Row:
     every = [step for run in runs for step in run.steps]
     mean_s = fmean(step.seconds for step in every)
     peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
-    return Row(
+    return RunRow(
         label=label,
         run_ids=tuple(run.run_id for run in runs),
         mode=first.mode,
@@ -112,31 +113,31 @@ def row_of(label: str, runs: Sequence[Measured]) -> Row:
     )
 
 
-def scaled(row: Row, base: Row) -> tuple[float | None, float | None]:
-    """Return the speed-up and the efficiency of a row against another; None where their rates cannot be compared."""
+def scaled(row: RunRow, base: RunRow) -> tuple[float | None, float | None]:
+    """Return the speed-up and the efficiency of `row` over `base`, or None for both if the units of rate differ."""
     speedup = row.rate / base.rate if base.rate and row.unit == base.unit else None
     return speedup, None if speedup is None else speedup * base.ranks / row.ranks
 
 
-def _against(row: Row, runs: Sequence[Measured], base: Row, base_runs: Sequence[Measured]) -> Row:
+def _against(row: RunRow, runs: Sequence[Measured], base: RunRow, base_runs: Sequence[Measured]) -> RunRow:
     speedup, efficiency = scaled(row, base)
     found = {**asdict(row), "speedup": speedup, "efficiency": efficiency}
     if row.label == base.label:
-        return Row(**{**found, "verdict": "baseline"})
+        return RunRow(**{**found, "verdict": "baseline"})
     before, after = dict(losses_of(base_runs[0])), dict(losses_of(runs[0]))
     common = before.keys() & after.keys()
     found["loss_difference"] = max((abs(before[step] - after[step]) for step in common), default=None)
     if min(len(runs), len(base_runs)) < LEAST_LAUNCHES:
-        least = f"{counted(len(runs), 'run')} against {len(base_runs)}, {LEAST_LAUNCHES} of each are the least"
-        return Row(**{**found, "verdict": "no verdict", "why": f"{least}; sweep --repeat 5 makes more"})
+        least = f"{counted(len(runs), 'run')} against {len(base_runs)}, but a verdict needs {LEAST_LAUNCHES} of each"
+        return RunRow(**{**found, "verdict": "no verdict", "why": f"{least}; repeat with muster sweep --repeat 5"})
     judged = comparison([_timed(base_runs)], [_timed(runs)]).rows[0]
-    return Row(**{**found, "verdict": WORDS[judged.verdict], "why": judged.why})
+    return RunRow(**{**found, "verdict": WORDS[judged.verdict], "why": judged.why})
 
 
 def _timed(runs: Sequence[Measured]) -> _Timed:
-    launches: list[Launch] = sorted((_launch(run) for run in runs), key=lambda each: each.time)
+    launches: list[LaunchTimes] = sorted((_launch(run) for run in runs), key=lambda each: each.time)
     return _Timed(state="ok", **over_launches(launches))
 
 
-def _launch(run: Measured) -> Launch:
+def _launch(run: Measured) -> LaunchTimes:
     return launch_of([step.seconds * MICRO for step in run.steps], run.steps[-1].time, None)

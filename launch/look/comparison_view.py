@@ -1,4 +1,4 @@
-"""A comparison of runs as a table on a screen, as CSV and as Markdown: the same numbers."""
+"""The output of `muster compare`: a table for the terminal, CSV, or Markdown."""
 
 import csv
 import io
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from muster.launch.common import screen
-from muster.launch.look.comparison import Row
+from muster.launch.look.comparison import RunRow
 from muster.launch.look.steps import PARTS
 
 MB: Final = 1 << 20
@@ -30,28 +30,28 @@ COLUMNS: Final = (
 )
 SPARE: Final = ("mean>", "std>", "loss differs by>", "peak MB>", "batch>", "loss>", "efficiency>", "data>", "idle>")
 LEGEND: Final = """\
-step ms: median of a step's time, which is that of its slowest rank. Parts: mean milliseconds and share of a step, the
-mean of the ranks; communication: what ranks wait for and no computation hides; idle: what is left of the step."""
+step ms: median time of a step (of its slowest rank). data to idle: mean milliseconds per step over the ranks, and the
+share of the step; communication: only the part that no computation hides; idle: the rest of the step."""
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Render the rows, what was left out, and why there is no verdict."""
+def table(rows: Sequence[RunRow]) -> str:
+    """Format the rows, followed by notes on skipped steps and missing verdicts."""
     text = screen.table(COLUMNS, (cells(row) for row in rows), spare=SPARE)
     return "\n".join([text, "", *notes(rows), LEGEND])
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
-    """Say how much warm-up was left out, over what the intervals are, and why a row has no verdict."""
+def notes(rows: Sequence[RunRow]) -> list[str]:
+    """Return notes on skipped warm-up steps, on intervals of single runs, and on missing verdicts."""
     skipped = ", ".join(f"{row.label} {row.skipped}" for row in rows)
-    lines = [f"warm-up left out, in steps: {skipped} (--skip and --skip-epochs say otherwise)"]
+    lines = [f"warm-up steps left out: {skipped} (change with --skip or --skip-epochs)"]
     if any(len(row.run_ids) == 1 for row in rows):
-        lines.append("an interval of one run is over its steps: it says nothing of how much another run would differ")
+        lines.append("the interval of a single run is over its steps; another run may differ by more")
     whys = {row.why: [each.label for each in rows if each.why == row.why] for row in rows if row.why}
     return lines + [f"{', '.join(labels)}: {why}" for why, labels in whys.items()]
 
 
-def cells(row: Row) -> list[str | None]:
-    """Return the columns of a row as text."""
+def cells(row: RunRow) -> list[str | None]:
+    """Return the table cells of a row."""
     return [
         row.label,
         row.mode,
@@ -72,8 +72,8 @@ def cells(row: Row) -> list[str | None]:
     ]
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    """Write the records of the rows, a line each."""
+def as_csv(rows: Sequence[RunRow]) -> str:
+    """Format the rows as CSV, one line per row."""
     records = [_flat(row) for row in rows]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
@@ -82,15 +82,15 @@ def as_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    """Write the table for a page."""
+def as_markdown(rows: Sequence[RunRow]) -> str:
+    """Format the rows as a Markdown table."""
     head = [name.rstrip(">") for name in COLUMNS]
     rules = ["--:" if name.endswith(">") else "---" for name in COLUMNS]
     lines = [head, rules, *([each or "-" for each in cells(row)] for row in rows)]
     return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)
 
 
-def _flat(row: Row) -> dict[str, object]:
+def _flat(row: RunRow) -> dict[str, object]:
     record = row.record()
     parts = record.pop("parts_s")
     return {**record, "run_ids": " ".join(row.run_ids), **{f"{part}_s": seconds for part, seconds in parts.items()}}

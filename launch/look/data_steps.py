@@ -1,4 +1,4 @@
-"""Recorded steps of data-parallel ranks, read back: what each rank did, and what of its communication was hidden.
+"""Recorded steps of data-parallel ranks: the phases of each rank, and the hidden part of its communication.
 
 computation    data | forward | backward           | wait | optimizer
 communication                     [bucket 0 ]
@@ -23,8 +23,8 @@ LONGEST_NAME: Final = 40
 
 
 @dataclass(frozen=True)
-class Span:
-    """A phase of a rank (`bytes` is None), or a collective from its launch to its end, in seconds of the step."""
+class DataSpan:
+    """A phase of a rank (`bytes` is None), or a collective from launch to end, in seconds since the step began."""
 
     rank: int
     kind: str
@@ -41,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's seconds by phase; of its collectives, how many bytes, how long any was under way and was hidden."""
+    """One rank's times by phase, and its collectives: number, bytes, time in progress, and hidden time."""
 
     rank: int
     phases_s: Mapping[str, float]
@@ -53,43 +53,43 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class DataStep:
-    """One step of data-parallel ranks, which are those of the world."""
+    """One step of data-parallel ranks; `ranks` are global."""
 
     mode: str
     ranks: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[DataSpan, ...]
     timed_by: str
-    apart_s: float  # by how much the ranks' clocks may differ
-    not_timed: str  # why collectives are missing; "" if none is
+    apart_s: float  # largest possible difference between the ranks' clocks
+    not_timed: str  # why collectives are missing; "" if all are there
     left_out: int  # records that could not be read
 
     @property
     def seconds(self) -> float:
-        """How long it took, from the first rank's beginning to the end of the last phase."""
+        """The duration of the step, from the start of the first rank to the end of the last phase."""
         return max((each.end_s for each in self.spans if not each.communicates), default=0.0)
 
     def by_rank(self) -> list[RankTimes]:
-        """Add up what each rank did."""
+        """Return the summed times of each rank."""
         return [_times(rank, list(own)) for rank, own in groupby(self.spans, lambda each: each.rank)]
 
     def summary(self) -> dict[str, Any]:
-        """Return what is said of a step beside the one that is drawn."""
+        """Return the ranks and the duration, without the spans."""
         return {"ranks": list(self.ranks), "seconds": self.seconds}
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for --json."""
+        """Return the step for --json."""
         about = {name: value for name, value in vars(self).items() if name != "spans"}
         by_rank = [vars(each) for each in self.by_rank()]
         return {**about, "seconds": self.seconds, "by_rank": by_rank, "records": [vars(each) for each in self.spans]}
 
 
 def data_step_of(row: Mapping[str, Any]) -> DataStep | None:
-    """Read a row; None where it does not make a step. Nothing read here is trusted."""
+    """Read an untrusted row of a timeline file; return None if it is not a valid step."""
     mode, rank_of, records = fields.text(row.get("mode")), row.get("rank_of"), row.get("records")
     if mode is None or not isinstance(records, list) or not isinstance(rank_of, list):
         return None
     known = {rank for each in rank_of[: fields.MOST_RANKS] if (rank := _rank(each)) is not None}
-    spans, operations = list[Span](), set[str]()
+    spans, operations = list[DataSpan](), set[str]()
     for each in records[:MOST_SPANS]:
         span = _span(each)
         if span is None or span.rank not in known:
@@ -106,7 +106,7 @@ def data_step_of(row: Mapping[str, Any]) -> DataStep | None:
     return DataStep(mode, ranks, tuple(spans), texts[0], fields.real(row.get("apart_s")) or 0.0, texts[1], left_out)
 
 
-def _times(rank: int, own: Sequence[Span]) -> RankTimes:
+def _times(rank: int, own: Sequence[DataSpan]) -> RankTimes:
     phases = dict.fromkeys(PHASES, 0.0)
     for each in own:
         if not each.communicates:
@@ -118,7 +118,7 @@ def _times(rank: int, own: Sequence[Span]) -> RankTimes:
     return RankTimes(rank, phases, len(sizes), sum(sizes), length(under_way), hidden_s)
 
 
-def _span(record: Any) -> Span | None:
+def _span(record: Any) -> DataSpan | None:
     if not isinstance(record, list) or len(record) != 6:
         return None
     rank, kind, number = _rank(record[0]), fields.text(record[1]), fields.number(record[2], least=0)
@@ -127,10 +127,10 @@ def _span(record: Any) -> Span | None:
         return None
     if (size is None) != (kind in PHASES) or (size is None and record[3] is not None):
         return None
-    return Span(rank, kind[:LONGEST_NAME], number, size, start, end)
+    return DataSpan(rank, kind[:LONGEST_NAME], number, size, start, end)
 
 
-def _time_of(spans: Iterable[Span]) -> Intervals:
+def _time_of(spans: Iterable[DataSpan]) -> Intervals:
     return union((each.start_s, each.end_s) for each in spans)
 
 

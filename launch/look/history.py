@@ -1,13 +1,13 @@
-"""The attempts of a run, one record each: from where to where it came, what ended it, and what that end cost.
+"""The attempts of a run, one record each: its steps, what ended it, and the time and steps lost by its end.
 
-    rows of attempts.jsonl   one per attempt that a supervisor saw to its end
-    rows of events.jsonl     the others: one that goes on, one whose supervisor was lost; and when somebody supervised
+    rows of attempts.jsonl   one per attempt whose end a supervisor recorded
+    rows of events.jsonl     attempts that still run or lost their supervisor; and the times when a supervisor ran
 
-    attempt 0 ──failed─ detect ─ stop ─ wait ─ start ─ load ─ replay ──→ where attempt 0 had been
-                        └── attempt 0's own ─┘       └── attempt 1's ──┘  all of it is the price of attempt 0's end
+    attempt 0 ──failed─ detect ─ stop ─ wait ─ start ─ load ─ replay ──→ the step that attempt 0 had reached
+                        └ row of attempt 0 ──┘       └ row of attempt 1 ┘  all of it is the cost of attempt 0's end
 
-The effective time ratio (ETTR) is the time of the steps that count, each once, by the time in which the run was
-supervised; waiting in a queue, or for somebody to resume it, is no part of either.
+The effective training time ratio (ETTR) is the time of useful steps, each counted once, divided by the time in which a
+supervisor ran. Neither includes waiting in a queue or for a user to resume the run.
 """
 
 import time
@@ -19,10 +19,10 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fields import MOST_ATTEMPTS, typed_lines
 from muster.launch.records.runrows import first_and_last_step
 from muster.launch.records.runstate import RunState
-from muster.launch.records.verdict import Ending
+from muster.launch.records.verdict import RankEnd
 
-OF_END: Final[tuple[str, ...]] = ("detect_s", "stop_s")  # told by the row of the attempt that ended
-OF_BEGINNING: Final[tuple[str, ...]] = ("start_s", "load_s", "replay_s")  # told by the row of the one after it
+OF_END: Final[tuple[str, ...]] = ("detect_s", "stop_s")  # recorded by the attempt that ended
+OF_BEGINNING: Final[tuple[str, ...]] = ("start_s", "load_s", "replay_s")  # recorded by the following attempt
 PARTS: Final = ("detect_s", "stop_s", "wait_s", *OF_BEGINNING)
 ON_PURPOSE: Final = ("stopped", "requeue")
 SUPERVISOR_LOST: Final = "its supervisor was gone"
@@ -30,10 +30,11 @@ SUPERVISOR_LOST: Final = "its supervisor was gone"
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One attempt. Steps are numbers of steps done; times are unix seconds; what is not known is None.
+    """One attempt. Steps are counts of finished steps, times are unix seconds, and unknown values are None.
 
-    `lost_steps` were done and are not part of what the next attempt began from; `lost_s` says what its end cost, by
-    part; `idle_s` how long nobody supervised the run after it.
+    `lost_steps` is the number of finished steps that the next attempt had to repeat. `lost_s` is the time lost because
+    the attempt ended early: seconds of each phase from its end until the next attempt trains. `idle_s` is the time
+    until the next supervisor started.
     """
 
     attempt: int
@@ -54,34 +55,34 @@ class AttemptRecord:
     lost_s: Mapping[str, float] = field(default_factory=dict)
     idle_s: float | None = None
     decided: str = ""
-    compared: int | None = None  # losses of steps done again that were compared with the logged ones
-    worst: float | None = None  # and their largest relative difference
+    compared: int | None = None  # repeated steps whose losses were compared with the logged ones
+    worst: float | None = None  # largest relative difference of these losses
 
     @property
     def cut_short(self) -> bool:
-        """True when it ended before its work was done, on purpose or not."""
+        """True if the attempt ended before its work was done, on purpose or not."""
         return self.ended is not None and self.code != 0
 
     @property
     def failed(self) -> bool:
-        """True when nobody wanted its end."""
+        """True if the attempt was cut short, but not on purpose."""
         return self.cut_short and self.class_name not in ON_PURPOSE
 
 
 @dataclass(frozen=True)
-class History:
-    """All attempts of a run, oldest first, and what they come to."""
+class AttemptHistory:
+    """All attempts of a run, oldest first, with totals."""
 
     attempts: tuple[AttemptRecord, ...]
     lost_steps: int
     lost_s: float
     supervised_s: float
-    ettr: float | None  # None where no step tells
+    ettr: float | None  # None if no step is recorded
 
 
 @dataclass
 class _Told:
-    """What events.jsonl says of one attempt; `span` is the number of its supervisor, counted from 0."""
+    """The rows of events.jsonl about one attempt; `span` is the index of its supervisor, from 0."""
 
     row: dict[str, Any]
     span: int
@@ -92,8 +93,8 @@ class _Told:
     judged: bool = False
 
 
-def read_history(run: RunDir, state: RunState) -> History:
-    """Read the attempts of a run whose state is known."""
+def read_history(run: RunDir, state: RunState) -> AttemptHistory:
+    """Read the attempts of a run; `state` is its current state."""
     told, spans = _sort(typed_lines(run.events))
     rows = {row["attempt"]: row for row in typed_lines(run.attempts) if "attempt" in row}
     newest = max({*told, *rows}, default=None)
@@ -111,7 +112,7 @@ def read_history(run: RunDir, state: RunState) -> History:
     until = time.time() if not state.is_over else None
     supervised_s = sum((end if end is not None else until or begin) - begin for begin, end in _closed(spans, until))
     useful_s = _useful_s(run, records, done=state.state == "done", goes_on=not state.is_over)
-    return History(
+    return AttemptHistory(
         attempts=tuple(records),
         lost_steps=sum(each.lost_steps for each in records),
         lost_s=sum(sum(each.lost_s.values()) for each in records),
@@ -121,7 +122,7 @@ def read_history(run: RunDir, state: RunState) -> History:
 
 
 def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list[float]]]:
-    """Sort events by attempt; and list from when to when each supervisor that began an attempt was at work."""
+    """Group events by attempt. Also return the [start, end] times of each supervisor that began an attempt."""
     told: dict[int, _Told] = {}
     spans: list[list[float]] = []
     submitted = 0.0
@@ -138,9 +139,9 @@ def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list
             submitted = 0.0
             told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))
         elif event == "attempt_ended" and attempt is not None and attempt not in told and spans and not submitted:
-            told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))  # its nodes never came together
+            told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))  # not all of its nodes ever connected
         if submitted or attempt not in told or (event == "ended" and not told[attempt].judged):
-            continue  # of a queue; or the last row of a lost run, written by who found it so
+            continue  # skip rows of a queued run, and a lost run's last row, which another process wrote
         spans[told[attempt].span][1] = told[attempt].last_time = now
         told[attempt].judged |= event == "attempt_ended"
         if event == "saved":
@@ -151,13 +152,13 @@ def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list
 
 
 def _last_sign(run: RunDir, attempt: int, told: _Told) -> float:
-    """Return when an attempt whose end nobody saw was last at work."""
+    """Return the time of the last recorded activity of an attempt without a recorded end."""
     _, newest = first_and_last_step(run, attempt)
     return max(told.last_time, float(newest.get("time", 0.0)))
 
 
 def _closed(spans: Sequence[Sequence[float]], until: float | None) -> list[tuple[float, float | None]]:
-    """Return the spans, the last one of a run that goes on without an end."""
+    """Return the spans; the last one has no end (None) if the run still continues."""
     found: list[tuple[float, float | None]] = [(begin, end) for begin, end in spans]
     return [*found[:-1], (found[-1][0], None)] if found and until is not None else found
 
@@ -172,7 +173,7 @@ def _of_row(row: Mapping[str, Any]) -> AttemptRecord:
         class_name=row.get("class"),
         code=row.get("code"),
         cause=row.get("cause") or row.get("message", ""),
-        culprit=Ending(rank, node, host, None, None, 0.0, "own").where() if first else None,
+        culprit=RankEnd(rank, node, host, None, None, 0.0, "own").where() if first else None,
         mode=row.get("mode"),
         world_size=row.get("world_size"),
         hosts=tuple(row.get("hosts", ())),
@@ -186,7 +187,7 @@ def _of_row(row: Mapping[str, Any]) -> AttemptRecord:
 
 
 def _of_events(run: RunDir, attempt: int, told: _Told) -> AttemptRecord:
-    """Make the record of an attempt that has no row (yet)."""
+    """Build the record of an attempt that has no row in attempts.jsonl."""
     _, newest = first_and_last_step(run, attempt)
     from_step = told.resuming.get("step") or 0
     saved = told.saved.get("step")
@@ -207,7 +208,7 @@ def _of_events(run: RunDir, attempt: int, told: _Told) -> AttemptRecord:
 def _with_prices(
     records: list[AttemptRecord], rows: Mapping[int, Mapping[str, Any]], spans: Mapping[int, int]
 ) -> list[AttemptRecord]:
-    """Add to each attempt that was followed by another what its end cost."""
+    """Add the lost time and steps to each attempt that was cut short."""
     priced = []
     for record, following in zip(records, [*records[1:], None], strict=False):
         if not record.cut_short:
@@ -237,21 +238,21 @@ def _times(row: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _useful_s(run: RunDir, records: Sequence[AttemptRecord], *, done: bool, goes_on: bool) -> float:
-    """Return how long the steps took that count, each once, at the pace of the attempt that did them.
+    """Return the time of all useful steps, each counted once, at the mean step time of the attempt that did them.
 
-    Walks back: what an attempt did beyond the step from which the next one began was done in vain.
+    Attempts are visited newest first: steps beyond the one where the next attempt began do not count.
     """
     total_s, limit = 0.0, float("inf")
     for index, record in reversed(list(enumerate(records))):
         last, newest = record.last_step, index == len(records) - 1
-        if newest and not done and not goes_on:  # only what was saved is left of it
+        if newest and not done and not goes_on:  # only saved steps count
             last = record.saved_step if record.saved_step is not None else record.from_step
         if last is None:
             _, last_row = first_and_last_step(run, record.attempt)
             last = last_row.get("step", record.from_step)
         kept = max(0.0, min(last, limit) - record.from_step)
         total_s += kept * _step_s(run, record.attempt) if kept else 0.0
-        if newest and done and kept:  # the last evaluation and save
+        if newest and done and kept:  # also count the last evaluation and save
             _, last_row = first_and_last_step(run, record.attempt)
             total_s += max(0.0, (record.ended or 0.0) - last_row.get("time", record.ended or 0.0))
         limit = min(limit, record.from_step)
@@ -259,7 +260,7 @@ def _useful_s(run: RunDir, records: Sequence[AttemptRecord], *, done: bool, goes
 
 
 def _step_s(run: RunDir, attempt: int) -> float:
-    """Return how long a step of an attempt took, saves and evaluations between them with it."""
+    """Return the mean seconds per step of an attempt, including saves and evaluations between steps."""
     first, last = first_and_last_step(run, attempt)
     steps = last.get("step", 0) - first.get("step", 0)
     seconds = last.get("time", 0.0) - first.get("time", 0.0)

@@ -1,19 +1,19 @@
-"""The attempts of a run as text: one block each, then what they come to."""
+"""The attempts of a run as text: one block per attempt, then the totals."""
 
 from collections.abc import Mapping
 from typing import Final
 
 from muster.jobs.basics.words import counted
 from muster.launch.common import screen
-from muster.launch.look.history import PARTS, AttemptRecord, History
+from muster.launch.look.history import PARTS, AttemptHistory, AttemptRecord
 
 MOST_HOSTS: Final = 6
 NEWLINE: Final = "\n"
-UNDER: Final = "\n" + " " * 9  # the next line of a fact, under its first
+UNDER: Final = "\n" + " " * 9  # starts a continuation line of a fact
 
 
-def attempt_lines(history: History, *, ended: str = "") -> list[str]:
-    """Render every attempt and the totals; `ended`: why the run is over, if an attempt has not said that itself."""
+def attempt_lines(history: AttemptHistory, *, ended: str = "") -> list[str]:
+    """Format every attempt and the totals. `ended` is why the run is over, shown unless it repeats the last cause."""
     lines = []
     for each in history.attempts:
         lines += [_head(each), *(f"  {what:7}{text.replace(NEWLINE, UNDER)}" for what, text in _facts(each))]
@@ -31,7 +31,7 @@ def attempt_lines(history: History, *, ended: str = "") -> list[str]:
 
 
 def _head(each: AttemptRecord) -> str:
-    """Say where an attempt ran and from which step to which it came."""
+    """Format the first line of an attempt: ranks, nodes, mode, and steps."""
     parts = [f"attempt {each.attempt}"]
     if each.world_size is not None:
         size = counted(each.world_size, "rank")
@@ -54,16 +54,16 @@ def _facts(each: AttemptRecord) -> list[tuple[str, str]]:
     if each.cause:
         facts.append(("cause" if each.failed else "end", each.cause))
     elif each.ended is None:
-        facts.append(("now", "it goes on"))
+        facts.append(("now", "running"))
     if each.compared:
-        far = f"differ by at most {each.worst:.1e}" if each.worst else "are the same numbers"
-        facts.append(("again", f"losses of {_steps(each.compared)} done before {far}"))
+        far = f"differ by at most {each.worst:.1e}" if each.worst else "are identical"
+        facts.append(("again", f"losses of {_steps(each.compared)} done twice {far}"))
     if each.cut_short and each.last_step is not None:
         facts.append(("lost", _steps(each.lost_steps) + _seconds(each.lost_s)))
     elif each.cut_short and each.lost_s:
         facts.append(("lost", _seconds(each.lost_s).removeprefix(" and ")))
     if each.idle_s is not None:
-        facts.append(("then", f"nobody supervised it for {screen.duration(each.idle_s)}"))
+        facts.append(("then", f"no supervisor for {screen.duration(each.idle_s)}"))
     elif each.decided and each.cut_short:
         facts.append(("then", each.decided))
     return facts

@@ -1,7 +1,7 @@
-"""What the ranks of a run have said of their memory, beside what the formulas say.
+"""The memory that ranks of a run recorded, and the memory that the formulas predict for them.
 
-It only reads, with one exception: a model that a user's file makes is built to be counted. That file is run only if the
-run is the user's own and the file has not changed since.
+This module only reads, with one exception: to count a model from user code, it runs that code. It does so only if the
+run belongs to the current user and the code has not changed since the run.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from muster.launch.common.fields import number, typed
 from muster.launch.look.attempts import newest_with
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.cost.memory import Memory
+    from muster.collectives_bench.cost.memory import PeakMemory
     from muster.launch.bench.counting import OwnCode
 
 MOST_ROWS: Final = 1000  # a rank writes them in its first steps only
@@ -31,29 +31,29 @@ FACTS: Final = ("rank", "world_size", "attempt", "mode", "device", "host")
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank's record: bytes by kind and by point, the greatest of the first steps."""
+    """One rank's memory in bytes, by kind and by point: the maxima over the first steps."""
 
     facts: Mapping[str, Any]
-    held: Mapping[str, int]  # of a step, by kind; of init before there was one
-    rest: int | None  # by how much its memory had grown after the last of these; None before a step
-    peaks: Mapping[str, int]  # by how much it grew at most: until init, until before_step, after_step and end
-    used: int | None  # on CPUs, the most of its heap that was in use when gradients came, of the first steps
-    reserved: int | None  # the most that a GPU's allocator had taken
-    steps: int  # how many were looked at
+    held: Mapping[str, int]  # tensors by kind, in the recorded steps; at init if there is no step
+    rest: int | None  # growth since the baseline, after the last recorded step; None before a step
+    peaks: Mapping[str, int]  # largest growth since the baseline, up to each of the POINTS
+    used: int | None  # CPUs only: peak of the heap in use, sampled when gradients arrive in the recorded steps
+    reserved: int | None  # GPUs only: most memory reserved by the allocator
+    steps: int  # number of recorded steps
 
     @property
     def rank(self) -> int:
-        """Its rank."""
+        """The global rank."""
         return int(self.facts["rank"])
 
     @property
     def peak(self) -> int:
-        """The most of the steps that were looked at; until there was one, of what comes before."""
+        """The peak over the recorded steps; before the first one, the peak of building the model and optimizer."""
         return max((self.peaks[name] for name in (BEFORE, AFTER) if name in self.peaks), default=self.making)
 
     @property
     def making(self) -> int:
-        """The most until there were model and optimizer."""
+        """The peak while the model and the optimizer were built."""
         return self.peaks[INIT]
 
     def to_json(self) -> dict[str, Any]:
@@ -63,21 +63,21 @@ class RankMemory:
 
 
 def read_memories(run: RunDir, attempt: int | None) -> tuple[int, list[RankMemory]]:
-    """Read what the ranks of an attempt said, by default of the newest in which any did; lowest rank first.
+    """Read the memory records of an attempt, by default the newest with records; lowest rank first.
 
     Raises:
-        NotFoundError: none did.
+        NotFoundError: if there are no records.
     """
     return newest_with(
         run,
         attempt,
         lambda folder: [each for rank in folder.memory_ranks() if (each := read_rank(folder, rank)) is not None],
-        "no rank has said what its memory is for; ranks of train: jobs do, once they begin",
+        "no rank has recorded its memory; ranks of train: jobs do so when they start",
     )
 
 
 def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
-    """Read one rank's rows; None where they do not make a record: nothing read here is trusted."""
+    """Read one rank's untrusted rows; return None if they are not a valid record."""
     rows: dict[str, list[Mapping[str, Any]]] = {}
     try:
         for row in islice(read_lines(folder.memory(rank)), MOST_ROWS):
@@ -85,7 +85,7 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
         (first, *_), (init, *_) = rows[BASELINE], rows[INIT]
         steps, facts = [*rows.get(BEFORE, ()), *rows.get(AFTER, ())], typed(first)
         if not facts["rank"] < facts["world_size"]:
-            raise ValueError("a rank that its world does not have")
+            raise ValueError("the rank is not below the world size")
         return RankMemory(
             facts={name: facts[name] for name in FACTS},
             held={kind: max(_bytes(row["held"], kind) for row in (steps or [init])) for kind in KINDS},
@@ -97,16 +97,16 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
             ),
             steps=len(rows.get(AFTER, ())),
         )
-    except (OSError, ValueError, KeyError, TypeError):  # torn, or another version's
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, or from another version
         return None
 
 
 def own_code_of(run: RunDir, attempt: int) -> "OwnCode":
-    """Count what the user's code of a run makes, by calling it: only where it is what the run's ranks imported.
+    """Count the model and optimizer of a run's user code, by running that code.
 
     Raises:
-        RefusedError: the run is another user's, the code has changed since, or it fails.
-        JobFileError, RunFolderError: the run cannot be read.
+        RefusedError: if the run belongs to another user, or the code has changed since the run or fails.
+        JobFileError, RunFolderError: if the run cannot be read.
     """
     from muster.jobs.spec.train import TrainSettings
     from muster.launch.bench import loads
@@ -118,7 +118,7 @@ def own_code_of(run: RunDir, attempt: int) -> "OwnCode":
         return OwnCode()
     if run.path.stat().st_uid != os.geteuid():
         raise RefusedError(
-            "the run belongs to another user, whose code is not executed here; its owner can call muster memory"
+            "the run belongs to another user, whose code is not executed here; ask the owner to run muster memory"
         )
     record = read_json(run.attempt(attempt).code)
     for path, digest in record["files"].items():
@@ -128,10 +128,10 @@ def own_code_of(run: RunDir, attempt: int) -> "OwnCode":
     return own_code(job, job.settings, record["workdir"])
 
 
-def formula_of(run: RunDir, memory: RankMemory, own: "OwnCode | None" = None) -> "Memory | None":
-    """Return what the formulas say of a rank of this run; None where its job cannot be read.
+def formula_of(run: RunDir, memory: RankMemory, own: "OwnCode | None" = None) -> "PeakMemory | None":
+    """Return the memory that the formulas predict for a rank of this run; None if its job cannot be read.
 
-    `own` is what the user's code makes, if the job names any.
+    `own` has the counts of the model and optimizer that user code builds, if the job names any.
     """
     from muster.collectives_bench.cost.memory import memories_of
     from muster.jobs.spec.train import TrainSettings
@@ -145,11 +145,11 @@ def formula_of(run: RunDir, memory: RankMemory, own: "OwnCode | None" = None) ->
         every = memories_of(*own_split(job.settings, loads.load_of(job, ranks=ranks, backend=backend, own=own)))
     except (MusterError, KeyError):
         return None
-    return None if every is None else every[memory.rank * len(every) // ranks]  # ranks of a stage are neighbours
+    return None if every is None else every[memory.rank * len(every) // ranks]  # ranks of a stage are consecutive
 
 
 def expected_peak(run: RunDir) -> float | None:
-    """Return what the formulas say of the fullest rank's peak; None where there is no record or no formula."""
+    """Return the predicted peak of the fullest rank in bytes; None if there is no record or no prediction."""
     try:
         (rank,) = fullest(read_memories(run, None)[1], 1)
     except NotFoundError:
@@ -159,15 +159,16 @@ def expected_peak(run: RunDir) -> float | None:
 
 
 def fullest(memories: Iterable[RankMemory], count: int) -> list[RankMemory]:
-    """Return so many of the ranks with the highest peaks, by rank."""
+    """Return the `count` ranks with the highest peaks, sorted by rank."""
     chosen = sorted(memories, key=lambda each: (-each.peak, each.rank))[:count]
     return sorted(chosen, key=lambda each: each.rank)
 
 
 def _growth(row: Mapping[str, Any], first: Mapping[str, Any], kind: str) -> int:
-    """Return by how much a rank's own memory had grown at a row, "now" or at its "peak".
+    """Return the growth of a rank's memory from `first` to `row`; `kind` is "now" or "peak". In bytes.
 
-    It is the allocator's, or RAM without the pages of libraries, of which there are as many at the peak as after it.
+    On a GPU this is allocated memory. On a CPU it is resident memory without file-backed pages (libraries), whose size
+    at the peak is assumed to equal their size "now".
     """
     at, now, before = row[kind], row["now"], first["now"]
     if "allocated" in at:
@@ -176,10 +177,10 @@ def _growth(row: Mapping[str, Any], first: Mapping[str, Any], kind: str) -> int:
 
 
 def _bytes(values: Mapping[str, Any], name: str) -> int:
-    """Return a size of a row.
+    """Return a size from a row, in bytes.
 
     Raises:
-        ValueError: it is none.
+        ValueError: if the value is not a size.
     """
     if (size := number(values[name], least=0)) is None:
         raise ValueError(f"{name}: not a size")

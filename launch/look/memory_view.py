@@ -1,4 +1,4 @@
-"""`muster memory RUN` on a screen: what each rank holds by kind, beside the formula, and what no formula explains."""
+"""The text output of `muster memory RUN`: each rank's measured memory by kind, beside the predicted one."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,24 +10,24 @@ from muster.launch.common import screen
 from muster.launch.look.memories import RankMemory
 
 if TYPE_CHECKING:
-    from muster.collectives_bench.cost.memory import Memory
+    from muster.collectives_bench.cost.memory import PeakMemory
 
 COLUMNS: Final = ("rank>", "what", "measured>", "formula>", "ratio>")
-ON_CPU: Final = "by how much the rank's memory grew from before its model was made, without the pages of libraries"
-ON_GPU: Final = "what the CUDA allocator had handed out"
+ON_CPU: Final = "growth of the rank's memory since before its model was built, without the pages of libraries"
+ON_GPU: Final = "memory allocated by the CUDA allocator"
 LEGEND: Final = """\
-parameters to buffers: storages of tensors, each once; the most of {steps}. 1 MB is 2^20 bytes
+parameters to buffers: storages of tensors, each counted once; maximum over {steps}. 1 MB is 2^20 bytes
 after a step, peak: {how}
-not explained: the peak less the formula's, which has no scratch memory of kernels, no blocks that the allocator keeps,
-no threads, and no copy of the state that a checkpoint is written from
-while made: the peak until model and optimizer were there; every rank makes the whole model first"""
+not explained: measured peak minus predicted peak. The formula omits scratch memory of kernels, cached blocks of the
+allocator, threads, and the copy of the state from which a checkpoint is written
+while made: peak while the model and optimizer were built; every rank builds the whole model first"""
 ON_HEAP: Final = """\
-in use: the most that the heap had handed out when the last layer's or the largest gradient came. What the peak has
-beyond it are freed blocks that the heap keeps between others, and what kernels work in at other moments"""
+in use: peak of the bytes allocated on the heap, sampled when the last layer's and the largest gradient arrive. The
+peak also includes freed blocks that the heap keeps between used ones, and scratch memory of kernels at other times"""
 
 
-def records(memory: RankMemory, formula: "Memory | None") -> list[dict[str, Any]]:
-    """Set a rank's figures beside the formula's: {"what", "measured", "formula", "ratio"}, in bytes."""
+def records(memory: RankMemory, formula: "PeakMemory | None") -> list[dict[str, Any]]:
+    """Return rows {"what", "measured", "formula", "ratio"} that compare a rank's memory with the formula, in bytes."""
     expected = _expected(formula)
     rows = [_record(kind, memory.held[kind], expected.get(kind)) for kind in KINDS]
     if memory.rest is not None:
@@ -46,16 +46,16 @@ def records(memory: RankMemory, formula: "Memory | None") -> list[dict[str, Any]
 
 
 def render(
-    run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "Memory | None"]], ranks: int, why: str = ""
+    run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "PeakMemory | None"]], ranks: int, why: str = ""
 ) -> str:
-    """Render some of the ranks of an attempt that had `ranks` of them; `why` there is no formula."""
+    """Format the memory of the `shown` ranks, out of `ranks`. `why` is the reason for a missing formula."""
     from muster.collectives_bench.cost.memory import masters_alone_text
 
     first = shown[0][0]
     facts = first.facts
     lines = [f"{run_id}, attempt {attempt}: mode {facts['mode']}, {counted(ranks, 'rank')} on {facts['device']}"]
     if len(shown) < ranks:
-        lines[0] += f"; shown are {len(shown)} of them: the fullest, or those that --rank names"
+        lines[0] += f"; showing {len(shown)}: the fullest, or those named by --rank"
     lines += ["", screen.table(COLUMNS, cells(shown)), ""]
     if first.steps:
         how = ON_GPU if facts["device"] == "cuda" else ON_CPU
@@ -63,16 +63,16 @@ def render(
         lines.append(LEGEND.format(how=how, steps=steps))
         lines += [ON_HEAP] if any(each.used is not None for each, _ in shown) else []
     else:
-        lines.append("no step is done yet: this is what was there before the first")
+        lines.append("no step is done yet; this is the memory before the first step")
     explained = (masters_alone_text(formula) for _, formula in shown if formula is not None)
     lines += list(dict.fromkeys(filter(None, explained)))
     if any(formula is None for _, formula in shown):
         reason = why or "the job file of this run cannot be read"
-        lines.append(f"there is no formula to compare with: {reason}")
+        lines.append(f"the formula's memory is unknown: {reason}")
     return "\n".join(lines)
 
 
-def cells(shown: Sequence[tuple[RankMemory, "Memory | None"]]) -> Iterator[list[object]]:
+def cells(shown: Sequence[tuple[RankMemory, "PeakMemory | None"]]) -> Iterator[list[object]]:
     from muster.collectives_bench.sizes import size_text
 
     def text(value: float | None) -> str | None:
@@ -86,7 +86,7 @@ def cells(shown: Sequence[tuple[RankMemory, "Memory | None"]]) -> Iterator[list[
             yield [memory.rank, row["what"], text(row["measured"]), text(row["formula"]), ratio]
 
 
-def _expected(formula: "Memory | None") -> dict[str, float]:
+def _expected(formula: "PeakMemory | None") -> dict[str, float]:
     if formula is None:
         return {}
     kinds: dict[str, float] = {kind: getattr(formula, kind) for kind in KINDS}

@@ -1,4 +1,4 @@
-"""`muster profile` on a screen: the ranks side by side, then the operators of one, and where all of it lies."""
+"""The text output of `muster profile`: a comparison of ranks, then details and files of the chosen ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -14,19 +14,19 @@ STEP_COLUMNS: Final = ("step>", "host ms>", "GPU ms>", "in flight>", "hidden>", 
 ALLOCATION_COLUMNS: Final = ("MB>", "in step>", "alive ms>", "operator", "module")
 LARGEST: Final = 5
 FILES: Final = {
-    "trace.json.gz": "the steps as they went: open it at ui.perfetto.dev",
-    "flame.svg": "where the host's time went: open it in a browser",
-    "flame-cuda.svg": "where the GPU's time went",
+    "trace.json.gz": "trace of the steps; open it at ui.perfetto.dev",
+    "flame.svg": "flame graph of host time; open it in a browser",
+    "flame-cuda.svg": "flame graph of GPU time",
     "flame.json": "the frames of flame.svg as data",
     "flame-cuda.json": "the frames of flame-cuda.svg as data",
     "operators.txt": "operators, kernels, kinds, modules and phases",
-    "operators.csv": "the same to compute with",
-    "cuda-memory.pickle": "what the GPU's memory held: open it at pytorch.org/memory_viz",
+    "operators.csv": "the same as CSV",
+    "cuda-memory.pickle": "snapshot of GPU memory; open it at pytorch.org/memory_viz",
 }
 
 
 def render(run_id: str, attempt: int, profiles: Sequence[RankProfile], chosen: Sequence[RankProfile]) -> str:
-    """Render the profiles of an attempt, with the details of the chosen ranks."""
+    """Format the profiles of an attempt, with details of the chosen ranks."""
     record = profiles[0].record
     steps = numbers([step["step"] for step in record["steps"]])
     ranks = counted(int(record["world_size"]), "rank")
@@ -36,8 +36,8 @@ def render(run_id: str, attempt: int, profiles: Sequence[RankProfile], chosen: S
         "",
         comparison(profiles),
         "",
-        "own: the step without its exposed communication; the slowest rank comes first.",
-        "overlap: time in communication while computing / time in communication (in flight).",
+        "own: step time without exposed communication; the slowest rank comes first.",
+        "overlap: time of communication while the rank computes / time of communication (in flight).",
     ]
     for profile in chosen:
         lines += ["", *details(profile)]
@@ -45,7 +45,7 @@ def render(run_id: str, attempt: int, profiles: Sequence[RankProfile], chosen: S
 
 
 def comparison(profiles: Sequence[RankProfile]) -> str:
-    """Lay out the ranks side by side, in milliseconds a step."""
+    """Format a table that compares the ranks, in milliseconds per step."""
     phases = [phase for phase in PHASES if any(phase in each.breakdown for each in profiles)]
     columns = ["rank>", "step ms>", "own>", *(f"{phase}>" for phase in phases), "in flight>", "overlap>", "matmul>"]
     columns += ["peak memory>"]
@@ -53,7 +53,7 @@ def comparison(profiles: Sequence[RankProfile]) -> str:
 
 
 def details(profile: RankProfile) -> list[str]:
-    """Say more of one rank: its steps, its operators or kernels, its files."""
+    """Format the details of one rank: its steps, operators or kernels, modules, memory and files."""
     record = profile.record
     rows, what = (record["kernels"], "kernels") if record["kernels"] else (record["operators"], "operators")
     rows = sorted(rows, key=lambda row: (-row["cuda_self_us"], -row["cpu_self_us"]))
@@ -63,10 +63,10 @@ def details(profile: RankProfile) -> list[str]:
         f"rank {profile.rank} on {record['host']}, step by step",
         screen.table(STEP_COLUMNS, map(_step, record["steps"])),
         "",
-        f"what {'its kernels' if record['kernels'] else 'its threads'} computed: {kinds(record['kinds'])}",
-        *([f"the GPU's busy milliseconds a step: {busy}"] if busy else []),
+        f"computing time of its {'kernels' if record['kernels'] else 'threads'} by kind: {kinds(record['kinds'])}",
+        *([f"busy milliseconds of the GPU per step: {busy}"] if busy else []),
         "",
-        f"its {what} with the most time of their own, all recorded steps together",
+        f"{what} with the most self time, summed over all recorded steps",
         table_of(rows[:TOP]),
         *modules(record),
         *memory(record),
@@ -78,7 +78,7 @@ def details(profile: RankProfile) -> list[str]:
 
 
 def modules(record: Mapping[str, Any]) -> list[str]:
-    """Lay out the time by kind of module, or say why it is not known; nothing for the profile of an older run."""
+    """Format the time by kind of module, or why it is unknown; return [] for profiles of older runs."""
     if "modules_note" in record:
         return ["", record["modules_note"]]
     seconds, steps = record.get("modules", {}), max(1, len(record["steps"]))
@@ -87,12 +87,12 @@ def modules(record: Mapping[str, Any]) -> list[str]:
     return [
         "",
         "forward and backward by kind of module",
-        screen.table(("module", "ms a step>", "share>"), rows),
+        screen.table(("module", "ms per step>", "share>"), rows),
     ] * bool(rows)
 
 
 def memory(record: Mapping[str, Any]) -> list[str]:
-    """Say when the tensors needed most memory, and which allocations were the largest then."""
+    """Format the time of the tensors' memory peak, and the largest allocations at that time."""
     points = record.get("memory_over_time")
     if not points:
         return []
@@ -112,7 +112,7 @@ def memory(record: Mapping[str, Any]) -> list[str]:
 
 
 def kinds(seconds: Mapping[str, float]) -> str:
-    """Spell the shares of computing by kind, the largest first; communication has columns of its own."""
+    """Format the shares of computing time by kind. Communication is left out, because it has its own columns."""
     computed = {kind: each for kind, each in seconds.items() if kind != COMMUNICATION}
     total = sum(computed.values()) or 1.0
     return ", ".join(f"{kind} {each / total:.0%}" for kind, each in computed.items() if each / total >= 0.005) or "-"

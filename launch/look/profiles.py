@@ -1,4 +1,4 @@
-"""The profiles in a run folder, rank by rank: what the ranks wrote, with the breakdown of their metrics. Only reads."""
+"""Readers of the profiles in a run folder, combined with the phase times from the ranks' metrics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,10 +58,10 @@ MOST_POINTS: Final = 2000
 MOST_ALLOCATIONS: Final = 20
 MOST_FRAMES: Final = 5000
 _ALLOCATION: Final = {"bytes": number, "operator": text, "module": text, "step": number, "alive_s": real}
-LATER: Final[Mapping[str, Any]] = {  # profiles of older runs lack these; one that does not fit is left out
-    # Seconds of the recorded steps by kind of module, forward and backward; on a GPU, of its kernels.
+LATER: Final[Mapping[str, Any]] = {  # optional keys, missing in profiles of older runs; a damaged one is dropped
+    # Seconds by kind of module over the recorded steps, forward and backward; on a GPU, time of kernels.
     "modules": reals,
-    "modules_note": text,  # why the kinds of modules are not known: then there is no "modules"
+    "modules_note": text,  # why "modules" is missing
     "memory_over_time": list_of(pair, MOST_POINTS),  # [seconds since the first recorded step began, bytes of tensors]
     "allocations": list_of(
         _ALLOCATION, MOST_ALLOCATIONS
@@ -70,10 +70,10 @@ LATER: Final[Mapping[str, Any]] = {  # profiles of older runs lack these; one th
 
 
 class FlameFrame(NamedTuple):
-    """One frame of a flame graph. Frames come parents first; a child lies within its parent, from `start_us` on."""
+    """One frame of a flame graph. Parents come before children; a child starts at `start_us`, within its parent."""
 
     depth: int  # 0: the root
-    name: str  # of an operator or a module of the user's: escape it
+    name: str  # an operator or a module, named by the user: escape it
     kind: str
     start_us: float
     us: float
@@ -82,7 +82,7 @@ class FlameFrame(NamedTuple):
 
 @dataclass(frozen=True)
 class RankProfile:
-    """One rank's profile: its record, and the mean seconds of a recorded step by phase, as the metrics have them."""
+    """One rank's profile: its record, and from its metrics the mean seconds by phase of a recorded step."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -91,7 +91,7 @@ class RankProfile:
 
     @property
     def rank(self) -> int:
-        """Its rank."""
+        """The global rank."""
         return int(self.record["rank"])
 
     @property
@@ -101,7 +101,7 @@ class RankProfile:
 
     @property
     def own_s(self) -> float:
-        """The same without the exposed communication: what others may have waited for."""
+        """Mean seconds of a recorded step without exposed communication, for which other ranks may have waited."""
         return sum(seconds for phase, seconds in self.breakdown.items() if phase != WAITING)
 
     def to_json(self) -> dict[str, Any]:
@@ -111,17 +111,17 @@ class RankProfile:
 
 
 def read_profiles(run: RunDir, attempt: int | None) -> tuple[int, list[RankProfile]]:
-    """Read the profiles of an attempt, by default of the newest that has any; the slowest rank comes first.
+    """Read the profiles of an attempt, by default the newest with profiles; the slowest rank comes first.
 
     Raises:
-        NotFoundError: there are none.
+        NotFoundError: if there are no profiles.
     """
     attempt, found = newest_with(
         run,
         attempt,
         lambda folder: [each for rank in folder.profiled_ranks() if (each := _read(folder, rank)) is not None],
-        "no rank has written a profile; set train.profile: true (muster run JOB --set train.profile=true), and let "
-        "the recorded steps be done",
+        "no rank has written a profile; set train.profile: true (muster run JOB --set train.profile=true), and wait "
+        "until the recorded steps are done",
     )
     return attempt, sorted(found, key=lambda each: (-each.own_s, each.rank))
 
@@ -137,26 +137,28 @@ def _read(folder: AttemptDir, rank: int) -> RankProfile | None:
         steps = {int(step["step"]) for step in record["steps"]}
         rows = [row for row in read_lines(folder.metrics(rank)) if row.get("step") in steps and row.get("profile")]
         return RankProfile(paths.path, record, breakdown_of(rows) or _of_trace(record), left_out)
-    except (OSError, ValueError, KeyError, TypeError):  # torn, or another version's: nothing read here is trusted
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, or from another version
         return None
 
 
 def read_flame(profile: RankProfile, *, device: bool = False) -> tuple[FlameFrame, ...]:
-    """Read the flame graph of a rank's host threads, or of its GPU; return () if there is none, or if it is damaged.
+    """Read the flame graph of a rank's host threads, or of its GPU; return () if it is missing or damaged.
 
-    The file has rows in the order of the drawing: [depth, name, kind, microseconds, calls].
+    The file has rows [depth, name, kind, microseconds, calls] in the order of drawing.
     """
     paths = ProfileDir(profile.folder)
     try:
         rows = read_json(paths.cuda_flame_data if device else paths.flame_data)["frames"]
         frames: list[FlameFrame] = []
-        ends: list[float] = []  # by depth: where the next frame begins
+        ends: list[float] = []  # by depth: the start of the next frame
         for depth, name, kind, us, calls in rows[:MOST_FRAMES]:
             read = (below(len(ends) or 1)(depth), text(name), text(kind), real(us), number(calls, least=0))
             if None in read or us < 0.0 or (depth == 0) != (not frames):
                 return ()
             start_us = ends[depth] if frames else 0.0
-            us = min(us, ends[depth - 1] - start_us) if frames else us  # rounded children may be wider than the parent
+            us = (
+                min(us, ends[depth - 1] - start_us) if frames else us
+            )  # rounding may make children wider than their parent
             frames.append(FlameFrame(depth, text(name) or "", text(kind) or "", start_us, us, calls))
             ends[depth:] = [start_us + us, start_us]
         return tuple(frames)
@@ -165,12 +167,12 @@ def read_flame(profile: RankProfile, *, device: bool = False) -> tuple[FlameFram
 
 
 def breakdown_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean seconds by phase of metrics' rows; nothing without rows."""
+    """Return the mean seconds by phase over rows of metrics; {} without rows."""
     sums = {phase: sum(real(row.get(f"{phase}_s")) or 0.0 for row in rows) for phase in PHASES}
     return {phase: total / len(rows) for phase, total in sums.items() if rows and (total > 0.0 or phase != "replay")}
 
 
 def _of_trace(record: Mapping[str, Any]) -> dict[str, float]:
-    """Fall back on what the trace says of the host: the metrics may not have come home from another node."""
+    """Return the phase times from the trace, for ranks whose metrics are missing on this machine."""
     steps = max(1, len(record["steps"]))
     return {phase: float(seconds) / steps for phase, seconds in record["phases"].items()}

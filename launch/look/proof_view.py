@@ -1,4 +1,4 @@
-"""`muster verify --with` on a screen: one line a property with its evidence, tracebacks, and a verdict."""
+"""The text output of `muster verify --with`: a row per property with its evidence, tracebacks, and a verdict."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -13,21 +13,21 @@ STYLES: Final = {"ok": "green", "fails": "bold red", "waived": "yellow", "n/a": 
 
 
 def render(record: Mapping[str, Any]) -> RenderableType:
-    """Return a record of `verify.json` as something rich can print."""
+    """Convert a record of `verify.json` to a rich renderable."""
     blank = Text()
     shown = [part for each in record["tracebacks"] for part in (traced(each), blank)]
     return Group(heading(record), blank, properties(record), blank, *shown, verdict(record))
 
 
 def heading(record: Mapping[str, Any]) -> Text:
-    """Return the first line: the class, its kind, and on how many ranks it ran."""
+    """Return the first line: the class, its kind, the number of ranks, and the job."""
     ranks = counted(record["world_size"], "rank")
     said = f", kind {record['kind']}, on {ranks} ({record['device']}), with the model and data of job {record['job']}"
     return Text.assemble((record["with"], "bold"), said)
 
 
 def properties(record: Mapping[str, Any]) -> Table:
-    """Lay out one line for each property."""
+    """Return a table with one row per property."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("property", "", "evidence"):
         table.add_column(name, header_style="bold", overflow="fold")
@@ -39,7 +39,7 @@ def properties(record: Mapping[str, Any]) -> Table:
 
 
 def state_of(record: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """Return what to show for a property: a failed one may be waived."""
+    """Return the displayed state of a property: "waived" if it fails and is waived, else its own state."""
     return "waived" if row["state"] == "fails" and row["name"] in record["waived"] else str(row["state"])
 
 
@@ -49,7 +49,7 @@ def traced(failure: Mapping[str, Any]) -> Text:
 
 
 def verdict(record: Mapping[str, Any]) -> Text:
-    """Return PASS or FAIL with the number of properties."""
+    """Return PASS or FAIL, with the number of properties that hold."""
     states = [state_of(record, row) for row in record["rows"]]
     word, style = ("PASS", "bold green") if record["pass"] else ("FAIL", "bold red")
     text = f"  {states.count('ok')} of {len(states) - states.count('n/a')} properties hold"

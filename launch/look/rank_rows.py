@@ -1,7 +1,7 @@
-"""The rows of ranks' metrics as arrays: a run of 10,000 steps and 64 ranks has 640,000 of them.
+"""A fast reader of the ranks' metrics into arrays: a run of 10,000 steps on 64 ranks has 640,000 rows.
 
-Whole chunks of lines are decoded straight into typed rows. A chunk with anything else in it (a torn line, a value of
-another type) is read again line by line, as `launch/common/fields.py` reads all records: it decides what counts.
+Whole chunks of lines are decoded into typed rows. If a chunk contains an invalid line, such as a torn one, it is read
+again line by line with the rules of `launch/common/fields.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
 
 
 class RankRow(msgspec.Struct, gc=False):
-    """A step as one rank wrote it, times in seconds; the columns of a table, in this order."""
+    """A step of one rank, times in seconds. The fields are the columns of a `Table`, in this order."""
 
     step: Whole
     step_s: Positive
@@ -42,7 +42,7 @@ class RankRow(msgspec.Struct, gc=False):
 
 
 class LossRow(msgspec.Struct, gc=False):
-    """A step as rank 0 wrote it for all ranks; a row of an evaluation says so."""
+    """A step that rank 0 recorded for all ranks, or an evaluation."""
 
     step: Whole
     loss: Real | None = None
@@ -56,10 +56,10 @@ _OF_RUN: Final = msgspec.json.Decoder(LossRow)
 
 
 def read_rank(path: Path) -> Table:
-    """Read a rank's steps as a table, one row a step in order: of a step that was written twice the last row.
+    """Read a rank's steps as a table, one row per step in order. If a step was written twice, the last row counts.
 
     Raises:
-        RunFolderError: the file cannot be read, or belongs to another user.
+        RunFolderError: if the file cannot be read, or belongs to another user.
     """
     tables = [_table(_rows(chunk, _OF_RANK, _rank_row)) for chunk in _chunks(path)]
     if not tables:
@@ -70,7 +70,7 @@ def read_rank(path: Path) -> Table:
 
 
 def read_losses(path: Path) -> tuple[dict[int, float | None], str]:
-    """Read the loss of each step of a run, and the unit of its rate; errors as `read_rank`."""
+    """Read the loss of each step of a run, and the unit of its rate. Errors as for `read_rank`."""
     losses, unit = dict[int, float | None](), ""
     for chunk in _chunks(path):
         for row in _rows(chunk, _OF_RUN, _loss_row):
@@ -80,7 +80,9 @@ def read_losses(path: Path) -> tuple[dict[int, float | None], str]:
 
 
 def over_ranks(tables: Iterable[Table], sums: Sequence[int], largest: Sequence[int]) -> tuple[Table, int]:
-    """Combine the tables of ranks: the steps that all have, some columns added, of others the largest.
+    """Combine the tables of ranks into one, with the steps that all of them have.
+
+    The columns in `sums` are added; the columns in `largest` take the largest value.
 
     Returns:
         The table, and the number of ranks.
@@ -98,7 +100,7 @@ def over_ranks(tables: Iterable[Table], sums: Sequence[int], largest: Sequence[i
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    """Yield a file in pieces of whole lines; a last line without its end, and a line that is too long, are left out."""
+    """Yield a file in chunks of complete lines. An unterminated last line and overlong lines are omitted."""
     try:
         with open_file(path) as file:
             while data := file.read(CHUNK_BYTES):
@@ -116,7 +118,7 @@ def _table(rows: list[RankRow]) -> Table:
 
 
 def _rows(chunk: bytes, lines: msgspec.json.Decoder[T], by_line: Callable[[dict[str, Any]], T | None]) -> list[T]:
-    for wrong, right in ((b"", b""), (b": NaN", b": null")):  # a loss may be NaN, which is no JSON
+    for wrong, right in ((b"", b""), (b": NaN", b": null")):  # a loss may be NaN, which is not valid JSON
         try:
             return lines.decode_lines(chunk.replace(wrong, right) if wrong else chunk)
         except (msgspec.DecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""`muster schedule` on a screen and as SVG: schedules that are simulated with the costs that are asked for."""
+"""The output of `muster schedule` as text and as SVG: simulated schedules with the given costs."""
 
 import math
 from dataclasses import dataclass
@@ -13,25 +13,27 @@ from muster.pipe.schedules.checks import check
 from muster.pipe.schedules.costs import Costs
 from muster.pipe.schedules.draw import Bar, bar
 from muster.pipe.schedules.messages import with_messages
-from muster.pipe.schedules.programs import Send, Span
+from muster.pipe.schedules.programs import Send, StepSpan
 from muster.pipe.schedules.simulate import Simulated, bubble_formula, simulate
 from muster.pipe.schedules.svg import svg
 from muster.pipe.schedules.tables import SCHEDULES, schedule
 
-WIDE: Final = 160  # columns, where the output is no terminal
-LEAST, MOST = 1e-9, 1e9  # of a time: sums of such ones are exact enough to be drawn
-CHUNKS: Final = 2  # stages a rank has, where nobody says
-MOST_ACTIONS: Final = 300_000  # of a step: they take half a minute or more
+WIDE: Final = 160  # columns if the output is not a terminal
+LEAST, MOST = 1e-9, 1e9  # limits of a time; sums in this range are exact enough for drawing
+CHUNKS: Final = 2  # default number of stages per rank
+SLICES: Final = 4  # default number of slices per sequence
+MOST_ACTIONS: Final = 300_000  # per step; simulating this many takes half a minute or more
 COLUMNS: Final = ("schedule", "stages>", "makespan>", "bubble>", "formula>", "in flight, by rank", "what it does")
-FORMULAS: Final = {  # of ranks p, micro-batches m, chunks v; where F, I and W take as long, and messages no time
+FORMULAS: Final = {  # ranks p, micro-batches m, chunks v, slices s; if F, I and W take equal times, messages no time
     "model": "(p - 1) / p",
     "gpipe": "(p - 1) / (m + p - 1)",
     "1f1b": "(p - 1) / (m + p - 1)",
     "interleaved": "(p - 1) / (v * m + p - 1)",
     "zb1p": "(p - 1) / (3 * m + p - 1)",
     "zbv": "(p - 1) / (6 * m + p - 1)",
+    "terapipe": "(p - 1) / (s * m + p - 1)",
 }
-SHORT: Final = {  # where these formulas hold: with fewer micro-batches a rank waits for what is on its way to it
+SHORT: Final = {  # conditions for these formulas: with fewer micro-batches, ranks also wait for messages
     "interleaved": lambda ranks, microbatches: microbatches >= ranks,
     "zb1p": lambda ranks, microbatches: microbatches >= ranks,
     "zbv": lambda ranks, microbatches: 4 * microbatches >= 3 * ranks,
@@ -39,22 +41,23 @@ SHORT: Final = {  # where these formulas hold: with fewer micro-batches a rank w
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be simulated; `name` None is every schedule. Costs and message as they were written."""
+class ScheduleRequest:
+    """The options of `muster schedule`. A `name` of None means every schedule; `costs` and `message` are unparsed."""
 
     name: str | None
     ranks: int
     microbatches: int
     chunks: int | None
+    slices: int | None
     costs: str
     message: str
 
 
-def all_of(asked: Asked) -> list[tuple[Schedule, Simulated]]:
-    """Make the schedules with their messages, prove that they run, and run them on a clock of their own.
+def all_of(asked: ScheduleRequest) -> list[tuple[Schedule, Simulated]]:
+    """Build the schedules with their messages, check that they cannot deadlock, and simulate them.
 
     Raises:
-        UsageError: no such schedule, or numbers that make none.
+        UsageError: if the schedule does not exist, or the numbers are invalid for it.
     """
     if asked.name is not None and asked.name not in SCHEDULES:
         raise UsageError(unknown("schedule", asked.name, tuple(SCHEDULES)))
@@ -62,17 +65,22 @@ def all_of(asked: Asked) -> list[tuple[Schedule, Simulated]]:
     own, chunks = [SCHEDULES[name].chunks for name in names], asked.chunks or CHUNKS
     if asked.chunks and None not in own:
         raise UsageError(
-            f"--chunks {asked.chunks}: {asked.name} has its own number of stages a rank, {own[0]}; leave it out"
+            f"--chunks {asked.chunks}: the stages per rank of {asked.name} are fixed at {own[0]}; leave it out"
         )
-    actions = sum(SCHEDULES[name].actions(asked.ranks, asked.microbatches, chunks) for name in names)
+    if asked.slices and not any(SCHEDULES[name].slices_tokens for name in names):
+        raise UsageError(
+            f"--slices {asked.slices}: {asked.name} does not slice sequences; leave it out, or draw terapipe"
+        )
+    slices = {name: (asked.slices or SLICES) if SCHEDULES[name].slices_tokens else 1 for name in names}
+    actions = sum(SCHEDULES[name].actions(asked.ranks, asked.microbatches * slices[name], chunks) for name in names)
     if actions > MOST_ACTIONS:
-        many = f"-p {asked.ranks} -m {asked.microbatches}: make {actions} forwards and backwards"
-        raise UsageError(f"{many}; {MOST_ACTIONS} at most are drawn: lower -m, or -p")
+        many = f"-p {asked.ranks} -m {asked.microbatches}: has {actions} forward and backward actions"
+        raise UsageError(f"{many}, more than the limit of {MOST_ACTIONS}; lower -m or -p")
     found = []
     for name in names:
-        costs = costs_of(name, asked, chunks)
+        costs = costs_of(name, asked, chunks, slices[name])
         try:
-            made = schedule(name, asked.ranks, asked.microbatches, chunks=chunks, costs=costs)
+            made = schedule(name, asked.ranks, asked.microbatches, chunks=chunks, costs=costs, slices=slices[name])
             program = with_messages(made)
             check(program)
             found.append((made, simulate(program, costs)))
@@ -81,27 +89,28 @@ def all_of(asked: Asked) -> list[tuple[Schedule, Simulated]]:
     return found
 
 
-def costs_of(name: str, asked: Asked, chunks: int) -> Costs:
-    """Read the costs of a rank, and share them out among its stages."""
+def costs_of(name: str, asked: ScheduleRequest, chunks: int, slices: int) -> Costs:
+    """Parse the costs of a rank for one micro-batch, and divide them among its stages and slices."""
     words = asked.costs.split(",")
     if len(words) != 3:
-        raise UsageError(f"--costs {asked.costs}: wanted three times, of F, I and W, such as 1,1,1")
-    share = SCHEDULES[name].stages(asked.ranks, chunks) / asked.ranks
+        raise UsageError(f"--costs {asked.costs}: must be three times, for F, I and W, such as 1,1,1")
+    share = SCHEDULES[name].stages(asked.ranks, chunks) / asked.ranks * slices
     forward, input_gradient, weight_gradient = (_seconds("--costs", asked.costs, word) / share for word in words)
-    message = _seconds("--message", asked.message, asked.message)
+    message = _seconds("--message", asked.message, asked.message) / slices
     if forward + input_gradient + weight_gradient == 0:
-        raise UsageError(f"--costs {asked.costs}: one of them at least must take time")
+        raise UsageError(f"--costs {asked.costs}: at least one time must be above 0")
     return Costs(forward, input_gradient, weight_gradient, message)
 
 
 def record(made: Schedule, outcome: Simulated) -> dict[str, Any]:
-    """Return a schedule and what came of it as plain values; shares are of 1."""
-    chunks = made.stages // made.ranks
+    """Return a schedule and its simulation as plain values; bubbles are fractions of 1."""
+    chunks, parts = made.stages // made.ranks, made.stages // made.ranks * made.slices
     return {
         "schedule": made.name,
         "what": SCHEDULES[made.name].about,
         "ranks": made.ranks,
-        "microbatches": made.microbatches,
+        "microbatches": made.microbatches // made.slices,
+        "slices": made.slices,
         "stages": made.stages,
         "rank_of": list(made.rank_of),
         "makespan_s": outcome.makespan_s,
@@ -110,19 +119,19 @@ def record(made: Schedule, outcome: Simulated) -> dict[str, Any]:
         "bubble_formula": bubble_formula(
             made.name, made.ranks, made.microbatches, chunks if SCHEDULES[made.name].chunks is None else CHUNKS
         ),
-        "peak_in_flight": [peak / chunks for peak in outcome.peak_in_flight],
+        "peak_in_flight": [peak / parts for peak in outcome.peak_in_flight],
         "actions": [[str(action) for action in row] for row in made.actions],
         "spans": _spans(outcome.spans),
         "messages": _spans(outcome.messages),
     }
 
 
-def _spans(rows: tuple[tuple[Span, ...], ...]) -> list[list[dict[str, Any]]]:
+def _spans(rows: tuple[tuple[StepSpan, ...], ...]) -> list[list[dict[str, Any]]]:
     return [[{"step": str(each.step), "start_s": each.start_s, "end_s": each.end_s} for each in row] for row in rows]
 
 
 def bars(made: Schedule, outcome: Simulated) -> list[list[Bar]]:
-    """Return what is drawn: actions, and what is under way to a rank, which is what an idle rank waits for."""
+    """Return the bars to draw: each rank's actions, and the messages on their way to it."""
     rows = [[bar(span.step, span.start_s, span.end_s, made.rank_of) for span in row] for row in outcome.spans]
     for row in outcome.messages:
         for span in row:
@@ -133,7 +142,7 @@ def bars(made: Schedule, outcome: Simulated) -> list[list[Bar]]:
 
 
 def drawing(record: dict[str, Any], made: Schedule, outcome: Simulated) -> str:
-    """Draw a schedule for the terminal, its numbers below."""
+    """Draw a schedule for the terminal, with its numbers below."""
     return "\n".join(
         [
             on_screen(bars(made, outcome), wide=WIDE),
@@ -147,23 +156,24 @@ def drawing(record: dict[str, Any], made: Schedule, outcome: Simulated) -> str:
 
 
 def sizes(made: Schedule) -> str:
-    """Say of how many ranks and micro-batches a schedule is."""
-    return f"{counted(made.ranks, 'rank')}, {counted(made.microbatches, 'micro-batch')}"
+    """Format the numbers of ranks and micro-batches of a schedule."""
+    parts = f" of {made.slices} slices" if made.slices > 1 else ""
+    return f"{counted(made.ranks, 'rank')}, {counted(made.microbatches // made.slices, 'micro-batch')}{parts}"
 
 
 def bubbles(record: dict[str, Any]) -> str:
-    """Tell a schedule's bubble: simulated, by the formula, and where it differs, of steps that follow each other."""
+    """Format the bubble as simulated, by the formula and, if it differs, without a barrier between steps."""
     name = record["schedule"]
     holds = name not in SHORT or SHORT[name](record["ranks"], record["microbatches"])
     by = FORMULAS[name] if holds else "the formula for so few micro-batches"
     parts = [f"{_percent(record['bubble'])} simulated", f"{_percent(record['bubble_formula'])} by {by}"]
     if _percent(record["bubble_without_barrier"]) != _percent(record["bubble"]):
-        parts.append(f"{_percent(record['bubble_without_barrier'])} where steps follow each other without a barrier")
+        parts.append(f"{_percent(record['bubble_without_barrier'])} without a barrier between steps")
     return ", ".join(parts)
 
 
 def comparison(records: list[dict[str, Any]]) -> str:
-    """Lay all schedules out as a table."""
+    """Format all schedules as a table."""
     rows = [
         (
             each["schedule"],
@@ -204,5 +214,5 @@ def _seconds(flag: str, whole: str, word: str) -> float:
         seconds = math.nan
     if not (seconds == 0 or LEAST <= seconds <= MOST):
         wanted = f"0, or a number from {LEAST:g} to {MOST:g}"
-        raise UsageError(f"{flag} {whole}: {word.strip() or 'nothing'} is no time; wanted {wanted}")
+        raise UsageError(f"{flag} {whole}: {word.strip() or 'nothing'} is not a time; expected {wanted}")
     return seconds

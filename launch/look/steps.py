@@ -1,16 +1,18 @@
-"""What a training run measured of its steps: one number a step, of all its ranks together. Only reads.
+"""The measured steps of a training run, each combined over all ranks. Only reads.
 
     rank 0   data | forward | backward | wait | optimizer |           |
     rank 1   data | forward | backward        | wait | optimizer      |      a step's time: that of the slowest rank
-             └────── the mean of the ranks, part by part ──────┘ idle ┘      idle: what is left of the step
+             └─────────── mean of each part over ranks ────────┘ idle ┘      idle: the rest of the step
 
-A step that several attempts have done counts as the newest did it. Steps without a row of every rank are left out.
+If several attempts did the same step, the newest one counts. Steps without a row from every rank are omitted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
+
+import numpy
 
 from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.runfolder.rundir import RunDir
@@ -18,7 +20,7 @@ from muster.launch.look.memories import read_memories
 from muster.launch.look.rank_rows import COLUMN, Table, over_ranks, read_losses, read_rank
 
 PARTS: Final = ("data", "computation", "communication", "optimizer", "idle")
-COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # of a rank's row, in seconds
+COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # columns of a rank's row, in seconds
     "data": ("data_s",),
     "computation": ("forward_s", "backward_s", "replay_s"),
     "communication": ("communication_s",),
@@ -26,12 +28,12 @@ COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # of a rank's row, in seconds
 }
 SUMS: Final = [COLUMN[name] for name in ("rate", *(each for columns in COLUMNS.values() for each in columns))]
 LARGEST: Final = [COLUMN["step_s"], COLUMN["time"]]
-SLOW: Final = 1.2  # times the usual step: a step so slow at the beginning is warm-up
+SLOW: Final = 1.2  # times the usual step time; slower steps at the beginning are warm-up
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step: times in seconds, `units` (samples or tokens) of all ranks."""
+class MeasuredStep:
+    """One step over all ranks: times in seconds, `units` in samples or tokens."""
 
     number: int  # counted from 1
     epoch: int
@@ -49,9 +51,9 @@ class Measured:
     run_id: str
     mode: str
     ranks: int
-    batch: int | None  # global; None: the job cannot be read
+    batch: int | None  # global; None if the job cannot be read
     unit: str  # of the rate
-    steps: tuple[Step, ...]
+    steps: tuple[MeasuredStep, ...]
     skipped: int
     peak_bytes: int | None  # of the fullest rank
 
@@ -61,32 +63,34 @@ class Measured:
         return self.steps[-1].loss
 
     def without_warm_up(self, *, skip: int | None = None, skip_epochs: int = 0) -> "Measured":
-        """Return it without `skip` steps and `skip_epochs` epochs (None: as `warm_up` finds).
+        """Return the run without its first `skip_epochs` epochs and the `skip` steps after them.
+
+        If `skip` is None, it is 0 when epochs are skipped, else the result of `warm_up`.
 
         Raises:
-            NotFoundError: no step is left.
+            NotFoundError: if this leaves out all steps.
         """
         counted = [step for step in self.steps if step.epoch > skip_epochs]
         skip = (0 if skip_epochs else warm_up(counted)) if skip is None else skip
         if not counted[skip:]:
-            done = f"{len(self.steps)} steps are recorded, none is left to compare"
+            done = f"all {len(self.steps)} recorded steps are skipped as warm-up"
             raise NotFoundError(f"{self.run_id}: {done}; skip fewer, or train longer")
         return replace(self, steps=tuple(counted[skip:]), skipped=len(self.steps) - len(counted[skip:]))
 
 
 def read_measured(run: RunDir, *, skip: int | None = None, skip_epochs: int = 0) -> Measured:
-    """Read a run's steps, without warm-up; errors as `without_warm_up`."""
+    """Read a run's steps without warm-up. Errors as for `read_whole` and `without_warm_up`."""
     return read_whole(run).without_warm_up(skip=skip, skip_epochs=skip_epochs)
 
 
 def read_whole(run: RunDir) -> Measured:
-    """Read a run's steps, all of them.
+    """Read all steps of a run.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: if no step is recorded.
     """
     mode, batch = _job(run)
-    steps, ranks, unit = _steps(run)
+    steps, ranks, unit = _steps(run, _asynchronous if mode.endswith("asynchronous") else _in_step)
     if not steps:
         raise NotFoundError(f"{run.path}: no step is recorded; train first, or name another run")
     try:
@@ -96,10 +100,10 @@ def read_whole(run: RunDir) -> Measured:
     return Measured(run.run_id, mode, ranks, batch, unit, tuple(steps), 0, peak)
 
 
-def warm_up(steps: Sequence[Step]) -> int:
-    """Count the steps at the beginning that are slower than usual: at least one, at most half.
+def warm_up(steps: Sequence[MeasuredStep]) -> int:
+    """Count the slow steps at the beginning: at least one, at most half of all.
 
-    Usual is the median of the second half; one that takes 1.2 times as long is slower.
+    A step is slow if it takes more than 1.2 times the median of the second half.
     """
     if len(steps) < 2:
         return 0
@@ -109,34 +113,55 @@ def warm_up(steps: Sequence[Step]) -> int:
     return max(slow, 1)
 
 
-def _steps(run: RunDir) -> tuple[list[Step], int, str]:
+def _steps(
+    run: RunDir, combined: Callable[[RunDir, Sequence[Table]], tuple[Table, int]]
+) -> tuple[list[MeasuredStep], int, str]:
     """Return all steps in order, the ranks of the newest attempt, and the unit of the rate."""
-    newest: dict[int, tuple[Table, int]] = {}  # by step: its row over all ranks, and how many they were
+    newest: dict[int, tuple[Table, int]] = {}  # by step: its row over all ranks, and their number
     for attempt in run.attempt_numbers():
         paths = sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))
-        table, ranks = over_ranks(map(_with_units, map(read_rank, paths)), SUMS, LARGEST)
+        table, ranks = combined(run, [_with_units(read_rank(path)) for path in paths])
         newest |= {int(row[0]): (row, ranks) for row in table}
     losses, unit = read_losses(run.metrics)
     steps = [_step(*newest[place], losses.get(place)) for place in sorted(newest)]
     return steps, newest[steps[-1].number][1] if steps else 0, unit
 
 
+def _in_step(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
+    """Combine the ranks' rows of each step."""
+    return over_ranks(tables, SUMS, LARGEST)
+
+
+def _asynchronous(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
+    """Combine the rows of ranks that are never in the same step.
+
+    The run's rows have the times between two completed steps. Ranks never wait for each other, so over the whole run,
+    the mean time of a part is the mean time of a step; the parts of all steps are set to the means over all rows.
+    """
+    table = _with_units(read_rank(run.metrics))
+    parts = [each for each in SUMS if each != COLUMN["rate"]]
+    rows = numpy.concatenate([*tables, numpy.zeros((0, len(COLUMN)))])
+    if len(rows):
+        table[:, parts] = rows[:, parts].mean(axis=0) * len(tables)
+    return table, len(tables)
+
+
 def _with_units(table: Table) -> Table:
-    """Turn the rate of each step into the units that were done in it: those of ranks can be added."""
+    """Replace the rate of each step by its number of units, which can be added over ranks."""
     table[:, COLUMN["rate"]] *= table[:, COLUMN["step_s"]]
     return table
 
 
-def _step(row: Table, ranks: int, loss: float | None) -> Step:
+def _step(row: Table, ranks: int, loss: float | None) -> MeasuredStep:
     found: dict[str, float] = dict(zip(COLUMN, row.tolist(), strict=True))
     seconds = found["step_s"]
     parts = {part: sum(found[column] for column in columns) / ranks for part, columns in COLUMNS.items()}
     parts["idle"] = max(seconds - sum(parts.values()), 0.0)
-    return Step(int(found["step"]), int(found["epoch"]), seconds, parts, found["rate"], loss, found["time"])
+    return MeasuredStep(int(found["step"]), int(found["epoch"]), seconds, parts, found["rate"], loss, found["time"])
 
 
 def _job(run: RunDir) -> tuple[str, int | None]:
-    """Return the mode and the batch size of a run's job, as far as it can be read."""
+    """Return the mode and the batch size of a run's job; ("", None) if the job cannot be read."""
     from muster.jobs.spec.expand import split_text
     from muster.jobs.spec.train import TrainSettings
     from muster.launch.bench import loads
@@ -150,5 +175,5 @@ def _job(run: RunDir) -> tuple[str, int | None]:
 
 
 def losses_of(measured: Measured) -> Iterator[tuple[int, float]]:
-    """Yield the steps that have a loss, each with it."""
+    """Yield the number and the loss of each step that has a loss."""
     return ((step.number, step.loss) for step in measured.steps if step.loss is not None)

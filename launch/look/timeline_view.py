@@ -1,4 +1,4 @@
-"""`muster timeline` on a screen and as SVG: what every rank of a pipeline did in a step."""
+"""The output of `muster timeline` for pipelines, as text and as SVG: the activity of each rank in a step."""
 
 from typing import Final
 
@@ -10,14 +10,14 @@ from muster.launch.look.timelines import Recorded, Timeline
 from muster.pipe.schedules.measured import bars, spread
 from muster.pipe.schedules.svg import svg
 
-WIDE: Final = 120  # columns, where the output is no terminal
+WIDE: Final = 120  # columns if the output is not a terminal
 STAGES: Final = ("stage>", "rank>", "forward>", "backward>", "of weights>", "message on>", "to send>", "to take>")
 PIPELINES: Final = ("pipeline of ranks", "step>", "bubble>", "busy, by rank")
-APART: Final = 0.01  # of bubbles: beyond it, why they differ is said
+APART: Final = 0.01  # difference of bubbles above which an explanation is printed
 
 
 def sizes_of(timeline: Timeline, recorded: Recorded | DataStep) -> str:
-    """Say what is drawn."""
+    """Describe the drawn step: schedule or mode, ranks, and micro-batches."""
     if isinstance(recorded, DataStep):
         return f"{recorded.mode}, {counted(len(recorded.ranks), 'rank')}"
     table, count = recorded.schedule, len(timeline.pipelines)
@@ -26,7 +26,7 @@ def sizes_of(timeline: Timeline, recorded: Recorded | DataStep) -> str:
 
 
 def render(title: str, timeline: Timeline, recorded: Recorded) -> str:
-    """Draw a step for the terminal, with its numbers and what actions took."""
+    """Draw a step for the terminal, with the times of its actions and its bubble."""
     rows = bars(recorded.records, recorded.schedule.rank_of)
     simulated_s = recorded.compared.simulation.makespan_s
     parts = [
@@ -43,12 +43,12 @@ def render(title: str, timeline: Timeline, recorded: Recorded) -> str:
 
 
 def names_of(recorded: Recorded) -> list[str]:
-    """Name the rows of a drawing."""
+    """Return the names of the drawing's rows."""
     return [f"rank {rank}" for rank in recorded.ranks]
 
 
 def stages_of(recorded: Recorded) -> list[tuple[object, ...]]:
-    """Return a line for every stage: its rank, what its actions and messages took."""
+    """Return a table row for each stage: its rank, and the times of its actions and messages."""
     table, costs = recorded.schedule, recorded.compared.costs
 
     def of(times: float | tuple[float, ...], stage: int) -> str:
@@ -70,7 +70,7 @@ def stages_of(recorded: Recorded) -> list[tuple[object, ...]]:
 
 
 def line_of(recorded: Recorded) -> tuple[str, ...]:
-    """Return a pipeline's line beside the others'."""
+    """Return the table row of one of several pipelines."""
     busy = ", ".join(map(milliseconds, recorded.busy_s()))
     share = f"{100 * recorded.compared.measured:.1f} %"
     return " ".join(map(str, recorded.ranks)), milliseconds(recorded.seconds), share, busy
@@ -84,30 +84,30 @@ def picture(title: str, sizes: str, recorded: Recorded) -> str:
 
 
 def bubbles(recorded: Recorded) -> str:
-    """Say the measured, the simulated and the formula's share of time in which ranks idle."""
+    """Format the share of time in which ranks idle: measured, simulated, and by the formula."""
     compared = recorded.compared
     shares = (
         (compared.measured, "measured"),
         (compared.simulated, "simulated"),
-        (recorded.bubble_formula(), "by the formula of equal stages"),
+        (recorded.bubble_formula(), "by the formula for equal stages"),
     )
     return ", ".join(f"{100 * share:.1f} % {what}" for share, what in shares)
 
 
 def why_apart(recorded: Recorded) -> str:
-    """Say why the measured bubble is not the simulated one, where it is not."""
+    """Explain the difference between the measured and the simulated bubble; return "" if there is none."""
     compared = recorded.compared
     if abs(compared.measured - compared.simulated) <= APART:
         return ""
     least, most = spread(recorded.records)
     return (
-        "\n        they differ: a simulated action takes the mean of its kind and stage, real ones took "
-        f"{least:.2g} to {most:.2g} of it,\n"
-        "        which other work on the machine does, or fewer cores than ranks compute with"
+        "\n        they differ: the simulation uses the mean time of each kind and stage, but actions took "
+        f"{least:.2g} to {most:.2g} times as long,\n"
+        "        because of other work on the machine, or too few cores for the ranks"
     )
 
 
 def milliseconds(seconds: float) -> str:
-    """Write a time with three digits at least."""
+    """Format a time in milliseconds with at least three digits."""
     ms = round(1e3 * seconds, 4)
     return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

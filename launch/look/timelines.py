@@ -1,6 +1,6 @@
-"""Recorded steps, read back: of data-parallel ranks (`data_steps.py`), or of pipelines.
+"""Readers of recorded steps, of data-parallel ranks (`data_steps.py`) or of pipelines.
 
-A pipeline's bubble stands beside that of the same step simulated with the same costs.
+A pipeline's measured bubble is compared with a simulation of the same step with the measured costs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,30 +27,30 @@ MOST_PIPELINES: Final = 1000
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step of one pipeline; a record's rank is its place in the pipeline, `ranks` are those of the world."""
+    """One step of one pipeline. The rank in a record is a position in the pipeline; `ranks` are the global ranks."""
 
     schedule: Schedule
     chunks: int
     ranks: tuple[int, ...]
     records: tuple[Record, ...]
-    compared: Compared  # its bubble beside the simulated one of the costs that were measured in it
+    compared: Compared  # the measured bubble, and one simulated with the measured costs
 
     def bubble_formula(self) -> float:
-        """Return the bubble of stages that are alike."""
+        """Return the bubble by the formula for equal stages."""
         table = self.schedule
         return bubble_formula(table.name, table.ranks, table.microbatches, self.chunks)
 
     @property
     def seconds(self) -> float:
-        """How long it took, from the first action to the end of the last one."""
+        """The duration of the step, from the first action to the end of the last one."""
         return max((each.end_s for each in self.records if each.kind in COMPUTE), default=0.0)
 
     def busy_s(self) -> tuple[float, ...]:
-        """Return for how many seconds each of its ranks computed."""
+        """Return the seconds that each rank computed."""
         return busy_s(self.records, len(self.ranks))
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for --json; shares are of 1, ranks those of the world."""
+        """Return the step for --json; bubbles are fractions of 1, and ranks are global."""
         compared, table = self.compared, self.schedule
         return {
             "schedule": table.name,
@@ -67,16 +67,16 @@ class Recorded:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return what is told of every pipeline beside the one that is drawn."""
+        """Return the ranks, duration, bubble and busy times, without the records."""
         ranks, busy = list(self.ranks), list(self.busy_s())
         return {"ranks": ranks, "makespan_s": self.seconds, "bubble": self.compared.measured, "busy_s": busy}
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of an attempt; `steps` are all that it recorded.
+    """One step of an attempt; `steps` lists all steps that the attempt recorded.
 
-    `pipelines` are in order of their first ranks. Data-parallel ranks are one entry.
+    `pipelines` is sorted by first rank. Data-parallel ranks form a single entry.
     """
 
     attempt: int
@@ -85,27 +85,29 @@ class Timeline:
     pipelines: tuple[Recorded | DataStep, ...]
 
     def slowest(self) -> Recorded | DataStep:
-        """Return the pipeline that took longest: for it the others wait."""
+        """Return the pipeline that took longest, for which the others wait."""
         return max(self.pipelines, key=lambda each: each.seconds)
 
     def of_rank(self, rank: int) -> Recorded | DataStep:
-        """Return the pipeline that a rank of the world is in.
+        """Return the pipeline that contains a global rank.
 
         Raises:
-            NotFoundError: none is.
+            NotFoundError: if the rank was not recorded.
         """
         for each in self.pipelines:
             if rank in each.ranks:
                 return each
         there = ", ".join(str(each) for each in sorted(rank for one in self.pipelines for rank in one.ranks))
-        raise NotFoundError(f"attempt {self.attempt}, step {self.step}: rank {rank} was not recorded, only {there}")
+        raise NotFoundError(
+            f"attempt {self.attempt}, step {self.step}: rank {rank} was not recorded; recorded ranks: {there}"
+        )
 
 
 def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> Timeline:
-    """Read a step that an attempt recorded, by default the newest of the newest.
+    """Read a recorded step, by default the newest step of the newest attempt.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: if the step was not recorded.
     """
     numbers = run.attempt_numbers() if attempt is None else [attempt]
     seen: set[int] = set()
@@ -117,12 +119,13 @@ def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> Timelin
                 return Timeline(number, each, tuple(sorted(steps)), pipelines)
     where = of_run(run, attempt)
     if not seen:
-        raise NotFoundError(f"{where}: no timeline is there; training records one at log points (train.log_every)")
-    raise NotFoundError(f"{where}: step {step} was not recorded, only {', '.join(map(str, sorted(seen)))}")
+        raise NotFoundError(f"{where}: no timeline is recorded; training records one at log points (train.log_every)")
+    which = "no complete step was recorded" if step is None else f"step {step} was not recorded"
+    raise NotFoundError(f"{where}: {which}; recorded steps: {', '.join(map(str, sorted(seen)))}")
 
 
 def _newest_rows(path: Path, step: int | None) -> tuple[set[int], dict[int, list[Mapping[str, Any]]]]:
-    """Return all steps of a file of any size, and the rows of the newest, or of one that is asked for."""
+    """Return all step numbers in a file, and the rows of the newest steps, or only those of `step`."""
     steps: set[int] = set()
     rows: dict[int, list[Mapping[str, Any]]] = {}
     for row in read_lines(path):
@@ -132,30 +135,38 @@ def _newest_rows(path: Path, step: int | None) -> tuple[set[int], dict[int, list
         steps.add(each)
         if step in (None, each) and len(rows.setdefault(each, [])) < MOST_PIPELINES:
             rows[each].append(row)
-        if len(rows) > NEWEST:  # of the newest itself no row may be whole
+        if len(rows) > NEWEST:  # keep several, because the newest may have no complete row
             del rows[min(rows)]
     return steps, rows
 
 
 def step_of(row: Mapping[str, Any]) -> Recorded | DataStep | None:
-    """Read a row of either kind; None where it does not make a step."""
+    """Read a row of a pipeline or of data-parallel ranks; return None if it is not a valid step."""
     return recorded_of(row) if "schedule" in row else data_step_of(row)
 
 
 def recorded_of(row: Mapping[str, Any]) -> Recorded | None:
-    """Read a row; None where it does not make a step: nothing read here is trusted."""
+    """Read an untrusted row of a pipeline; return None if it is not a valid step."""
     try:
-        ranks = tuple(dict.fromkeys(map(int, row["rank_of"])))  # the first stages are those of the ranks in order
+        ranks = tuple(dict.fromkeys(map(int, row["rank_of"])))  # in pipeline order, as in the first stages
         place_of = {rank: place for place, rank in enumerate(ranks)}
         records = tuple(_record(place_of[rank], *more) for rank, *more in row["records"])
-        chunks, microbatches = int(row["chunks"]), int(row["microbatches"])
-        if max(chunks, microbatches * len(ranks)) > len(records):
+        chunks, microbatches, slices = int(row["chunks"]), int(row["microbatches"]), int(row.get("slices", 1))
+        if microbatches % slices or max(chunks, microbatches * len(ranks)) > len(records):
             raise ValueError("more actions than records")
-        table = fitted(schedule(row["schedule"], len(ranks), microbatches, chunks=max(chunks, 1)), records)
+        made = schedule(row["schedule"], len(ranks), microbatches // slices, chunks=max(chunks, 1), slices=slices)
+        table = fitted(made, records)
         if tuple(ranks[place] for place in table.rank_of) != tuple(row["rank_of"]):
-            raise ValueError("not the places of this schedule")
+            raise ValueError("stages are not on the ranks of this schedule")
         return Recorded(table, chunks, ranks, records, compare([records], table))
-    except (ValueError, KeyError, TypeError, IndexError, OverflowError):  # torn, or another version's
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        OverflowError,
+        ZeroDivisionError,
+    ):  # damaged, or from another version
         return None
 
 
@@ -167,7 +178,7 @@ def _record(place: int, kind: Any, stage: Any, microbatch: Any, start_s: Any, en
 
 
 def fitted(table: Schedule, records: Sequence[Record]) -> Schedule:
-    """Return a schedule whose actions are in the order in which they were done: a short batch has a longer one's."""
+    """Return the schedule with its actions in the recorded order, which may differ if the batch was short."""
     actions = tuple(
         tuple(each.action for each in records if each.rank == rank and each.kind in COMPUTE)
         for rank in range(table.ranks)

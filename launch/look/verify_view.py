@@ -1,4 +1,4 @@
-"""`muster verify` on a screen: one line a tensor, the losses side by side, and a verdict that says why."""
+"""The text output of `muster verify`: a row per tensor, the losses of both sides, and a verdict with its reason."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -17,20 +17,20 @@ KINDS: Final = {
     "output": "outputs",
 }
 BOUNDS: Final = {
-    "tight": "the bound of another order of summation (see jobs/train/compare.py)",
-    "near": "what rounding reaches (see jobs/train/rounding.py)",
+    "tight": "the bound for a different order of summation (see jobs/train/compare.py)",
+    "near": "the bound for rounding errors (see jobs/train/rounding.py)",
 }
-MANY_ULP: Final = 10_000  # beyond it the count of floats between two values near zero says nothing
+MANY_ULP: Final = 10_000  # larger distances in ulp, which occur near zero, are meaningless
 
 
 def render(record: Mapping[str, Any]) -> RenderableType:
-    """Return a record of `verify.json` as something rich can print."""
+    """Convert a record of `verify.json` to a rich renderable."""
     blank = Text()
     return Group(heading(record), blank, tensors(record), blank, losses(record["losses"]), blank, verdict(record))
 
 
 def heading(record: Mapping[str, Any]) -> Text:
-    """Say what is compared with what."""
+    """Return the first line: the two sides of the comparison, and its size."""
     exact = ", exact" if record["exact"] else ""
     ranks, steps = counted(record["world_size"], "rank"), counted(record["steps"], "step")
     shards = counted(record["virtual_ranks"], "shard")
@@ -42,7 +42,7 @@ def heading(record: Mapping[str, Any]) -> Text:
 
 
 def tensors(record: Mapping[str, Any]) -> Table:
-    """Lay out one line for each tensor, with its gradient beside it."""
+    """Return a table with a row for each tensor and its gradient."""
     gradients = {row["name"]: row for row in record["rows"] if row["kind"] == "gradient"}
     table = _table("tensor", "shape", "worst gradient", "after all")
     table.columns[0].no_wrap = True
@@ -57,7 +57,7 @@ def tensors(record: Mapping[str, Any]) -> Table:
 
 
 def outcome(row: Mapping[str, Any]) -> Text:
-    """Say how one tensor compares: the same bits, or how far apart and how far that may be."""
+    """Format the comparison of one tensor: bitwise equal, or its distance and, if exceeded, the tolerance."""
     if row["bitwise"]:
         return Text("bitwise equal", style="green")
     few = row["ulp"] is not None and row["ulp"] < MANY_ULP
@@ -69,7 +69,7 @@ def outcome(row: Mapping[str, Any]) -> Text:
 
 
 def losses(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Lay out the loss of each step on both sides, each trained on its own."""
+    """Return a table with the loss of each step on both sides, which train independently."""
     table = _table("step", "loss of the mode", "loss of one process", "")
     for row in rows:
         same = row["mode"] == row["reference"]
@@ -79,7 +79,7 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def verdict(record: Mapping[str, Any]) -> Text:
-    """Close with PASS or FAIL, the class, and the reason."""
+    """Return PASS or FAIL, with the class, the reason, and the faults."""
     rows = record["rows"]
     same = sum(row["bitwise"] for row in rows)
     passed = record["pass"]
@@ -89,7 +89,7 @@ def verdict(record: Mapping[str, Any]) -> Text:
         drift = max((row["drift"] or 0.0) for row in rows)
         text.append(
             f", the others within {BOUNDS[record['class']]}. "
-            f"One process that trains on its own ends up to {drift:.1e} away."
+            f"Independent training in one process ends up to {drift:.1e} away."
         )
     for fault in faults(record):
         text.append(f"\n      {fault}", style="red")
@@ -97,12 +97,12 @@ def verdict(record: Mapping[str, Any]) -> Text:
 
 
 def faults(record: Mapping[str, Any]) -> list[str]:
-    """List what is outside the class, one phrase a kind."""
+    """List the tensors beyond the bound of the class, one phrase per kind, and the ranks that differ."""
     found = []
     for kind, phrase in KINDS.items():
         wrong = [row["name"] for row in record["rows"] if row["kind"] == kind and not row["ok"]]
         if wrong:
-            found.append(f"{len(wrong)} of the {phrase} outside the class: {_some(wrong)}")
+            found.append(f"{len(wrong)} of the {phrase} beyond the bound of the class: {_some(wrong)}")
     if differing := record["differing_ranks"]:
         ranks = sorted({rank for each in differing.values() for rank in each})
         verb = "rank {} differs" if len(ranks) == 1 else "ranks {} differ"

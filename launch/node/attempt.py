@@ -1,7 +1,7 @@
-"""One attempt on one node: the output of its ranks, their progress, and how each of them ended.
+"""One attempt on one node: follow the output and progress of its ranks, and report how each of them ended.
 
-The agent (`serve.py`) and the rank parent outlive it. Every message carries the attempt's number, so that late ones are
-recognised.
+The agent (`serve.py`) and the rank parent outlive the attempt. Every message carries the attempt's number, so that late
+messages are recognised.
 """
 
 import asyncio
@@ -24,29 +24,29 @@ from muster.launch.common.host import identity
 from muster.launch.node import census
 from muster.launch.node.dumping import Dumps, size_of
 from muster.launch.node.gpus import GpuWatch
-from muster.launch.node.keeper_link import KeeperLink
 from muster.launch.node.pulse import Pulse
+from muster.launch.node.rank_parent_link import RankParentLink
 from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import fits
-from muster.launch.wire.records import Failure, Progress, RankReport, Stack
+from muster.launch.wire.records import Failure, Progress, RankReport, RankStacks
 
 LOOK_S: Final = 1.0
 HOLD_LOOK_S: Final = 0.02
 FOLLOW_S: Final = 0.1
 LAST_LINES: Final = 20
 LONGEST_LAST: Final = 1000  # characters
-BATCH_BYTES: Final = 1 << 18  # of a rank's output in one message
-GONE_S: Final = 2.0  # for the ranks to end after their parent has died
+BATCH_BYTES: Final = 1 << 18  # maximum bytes of a rank's output in one message
+GONE_S: Final = 2.0  # time limit for ranks to end after their parent has died
 GONE_LOOK_S: Final = 0.02
-ASK_S: Final = 1.0  # for the rank parent to ask the ranks for their stacks
+ASK_S: Final = 1.0  # time limit for the rank parent's answer to a dump order
 
-RankProcessId = tuple[int, int | None]  # pid, and start time in clock ticks after boot; None: it had already ended
+RankProcessId = tuple[int, int | None]  # (pid, start time in clock ticks since boot); None: already ended
 Tell = Callable[[wire.FromAgent], Awaitable[None]]
 Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
 
 
 class NodeAttempt:
-    """An attempt's ranks on this node. `slot`: the node's number until the start message gives another one."""
+    """The ranks of one attempt on this node. `slot`: the node's number until the start message assigns another."""
 
     def __init__(self, number: int, slot: int, tell: Tell, guard: Guard) -> None:
         self.number = number
@@ -55,20 +55,20 @@ class NodeAttempt:
         self.pids: dict[int, RankProcessId] = {}
         self.tell = tell  # send a message to the supervisor
         self._guard = guard
-        self._unseen: dict[int, int] = {}  # {rank: pid} of users' programs that have not connected to the store yet
+        self._unseen: dict[int, int] = {}  # {rank: pid} of user programs that have not connected to the store yet
         self._followers: dict[int, dict[Literal["out", "err"], LineFollower]] = {}
         self._courier: storage.Courier | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sending = asyncio.Lock()  # only one task at a time may read a file
+        self._sending = asyncio.Lock()  # only one task at a time reads and sends output
         self.pulse = Pulse()
         self._gpus = GpuWatch({})
         self._looked = asyncio.Event()
-        self._hurry = asyncio.Event()  # set while ranks are asked to hold and none has been seen waiting
+        self._hurry = asyncio.Event()  # set by `hold`, cleared when a rank waits between steps
         self._dumped: asyncio.Future[dict[str, str]] | None = None
 
     @property
     def ours(self) -> bool:
-        """True when the ranks run our functions and not a user's program."""
+        """True when the ranks run Muster's own functions, not a user's program."""
         return any("argv" not in start for start in self._ranks)
 
     @property
@@ -77,14 +77,14 @@ class NodeAttempt:
 
     @property
     def folder(self) -> AttemptDir:
-        """The attempt's part of the run folder, as this node sees it."""
+        """The attempt's folder inside the run folder, at its path on this node."""
         assert self.start is not None
         return AttemptDir(Path(self.start.attempt_dir))
 
-    # Its beginning and its end --------------------------------------------------------------------------------------
+    # Start and end --------------------------------------------------------------------------------------------------
 
     def open(self, message: wire.Start) -> None:
-        """Record the start message, and make the folders that it needs."""
+        """Record the start message. If this node does not share the run folder, create the attempt's folder here."""
         self.start = message
         self.node = message.node
         self._followers = {
@@ -99,11 +99,16 @@ class NodeAttempt:
             ranks = [start["rank"] for start in message.ranks]
             self._courier = storage.Courier(RunDir(self.folder.path.parent), self.folder, self.node, ranks)
 
-    def follow(self, keeper: KeeperLink) -> None:
-        """Start to watch the ranks. They have been ordered to start."""
-        for work in (self._forward(), self._cap(), self._look(keeper), *(() if self.ours else (self._take_census(),))):
+    def follow(self, rank_parent: RankParentLink) -> None:
+        """Start watching the ranks. Call this after ordering them to start."""
+        for work in (
+            self._forward(),
+            self._cap(),
+            self._look(rank_parent),
+            *(() if self.ours else (self._take_census(),)),
+        ):
             self._watch(work)
-        # Rank i of the node uses its i-th GPU.
+        # The i-th rank of the node uses the i-th of the GPUs that are visible to it.
         if names := {
             each["rank"]: each["gpus"][place] for place, each in enumerate(self._ranks) if each["gpus"][place:]
         }:
@@ -112,32 +117,32 @@ class NodeAttempt:
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guard(work))
         self._tasks.add(task)
-        task.add_done_callback(lambda _: work.close())  # in case the task was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # avoids a warning if the task was cancelled before its start
 
     def tell_programs(self, message: wire.StopRanks) -> None:
-        """Write down for users' programs why they are stopped, and by when (Unix seconds) they should end."""
+        """Write a file that gives users' programs the reason for the stop and its deadline (Unix seconds)."""
         if self.start is None or self.ours or not message.reason:
             return
         told = {"reason": message.reason, "message": message.text, "deadline": time.time() + message.grace_s}
-        with self._saying():  # they are stopped even if this fails
+        with self._printing_errors():  # the programs are stopped even if the file cannot be written
             write_json(self.folder.stop(self.node), told)
 
     def ask_to_save(self) -> None:
-        """Handle SIGUSR1: ask rank 0 for a checkpoint through the run folder, which all runs that save share."""
+        """Handle SIGUSR1: ask rank 0 for a checkpoint by a file in the run folder, which must be shared."""
         if self.start is not None:
-            with self._saying():
+            with self._printing_errors():
                 RunDir(self.folder.path.parent).ask_to_save(f"SIGUSR1 at node {self.node}")
 
     @contextlib.contextmanager
-    def _saying(self) -> Iterator[None]:
-        """Report on standard error if something cannot be written, and continue."""
+    def _printing_errors(self) -> Iterator[None]:
+        """Print a MusterError of the `with` block to standard error, and continue."""
         try:
             yield
         except MusterError as error:
             print(f"muster agent of node {self.node}: {error}", file=sys.stderr)
 
     async def close(self) -> None:
-        """Send all remaining output, and stop watching. May be called twice."""
+        """Stop watching, and send all remaining output. May be called twice."""
         async with self._sending:  # waits until the current piece has been sent
             self._gpus.close()
             tasks, self._tasks = self._tasks, set()
@@ -149,14 +154,14 @@ class NodeAttempt:
         await self._cap_once()
 
     def abandon(self) -> None:
-        """Stop watching without sending anything more, because nobody reads it."""
+        """Stop watching without sending the remaining output, because the supervisor no longer reads it."""
         for task in self._tasks:
             task.cancel()
 
     # From the rank parent -------------------------------------------------------------------------------------------
 
-    async def on_keeper(self, message: dict[str, Any]) -> None:
-        """Handle the rank parent's message about this attempt."""
+    async def on_rank_parent(self, message: dict[str, Any]) -> None:
+        """Handle a message from the rank parent about this attempt."""
         number = self.number
         if "looked" in message:
             await self._on_looked(message)
@@ -174,13 +179,13 @@ class NodeAttempt:
             await self.deliver()
             await self._forward_rank(rank, ended=True)
             told = {name: message[name] for name in ("code", "signal", "sent", "ended", "failure", "steps")}
-            if not fits(told["failure"], Failure):  # a program may write anything
+            if not fits(told["failure"], Failure):  # a program may write any JSON here
                 told["failure"] = {}
             await self.tell(wire.Exited(number, rank, last_lines=tuple(self._last_lines(rank)), **told))
         elif "report" in message and (self.ours or fits(message["report"], RankReport)):
             await self.tell(wire.Report(number, message["rank"], message["report"]))
         elif "report" in message:
-            return  # a program may write anything into its pipe
+            return  # ignore it: a program may write anything into its report pipe
         elif "swept" in message:
             await self.close()
             await self.tell(wire.Swept(number, message["swept"], tuple(message["left"])))
@@ -189,7 +194,7 @@ class NodeAttempt:
 
     def _note_started(self, pids: dict[int, int]) -> None:
         self.pids = {rank: (pid, processes.start_ticks(pid)) for rank, pid in pids.items()}
-        if not self.ours:  # a user's program reports nothing, so we observe it
+        if not self.ours:  # a user's program does not report its arrival, so look for its connection
             self._unseen = dict(pids)
         ranks = [
             {"rank": start["rank"], "pid": pids[start["rank"]], "cores": start["cores"], "gpus": start["gpus"]}
@@ -204,11 +209,11 @@ class NodeAttempt:
 
     # Progress of the ranks ------------------------------------------------------------------------------------------
 
-    async def _look(self, keeper: KeeperLink) -> None:
-        """Ask the rank parent for the ranks' progress each second, and more often while they are asked to hold."""
+    async def _look(self, rank_parent: RankParentLink) -> None:
+        """Ask the rank parent for the ranks' progress every LOOK_S, or HOLD_LOOK_S after the order to hold."""
         while True:
             self._looked.clear()
-            await keeper.order({"do": "look"})
+            await rank_parent.order({"do": "look"})
             await self._looked.wait()
             if self._hurry.is_set():
                 await asyncio.sleep(HOLD_LOOK_S)
@@ -236,35 +241,35 @@ class NodeAttempt:
         return record
 
     def _state_of(self, rank: int) -> str:
-        """Return the state of a rank's process as a letter, "" if it is gone."""
+        """Return the state letter of a rank's process (proc(5)), "" if the process has ended."""
         fields = procfs.stat(self.pids[rank][0]) if rank in self.pids else None
         return "" if fields is None else fields[procfs.STATE].decode()
 
     def hold(self) -> None:
-        """Ask for progress more often from now on, and report when a rank waits between two steps."""
+        """Poll progress more often until a rank waits between two steps, and report that to the supervisor."""
         self._hurry.set()
 
-    async def dump(self, keeper: KeeperLink) -> None:
-        """Make the ranks write their stacks, and send them."""
+    async def dump(self, rank_parent: RankParentLink) -> None:
+        """Make the ranks write their stacks, and send the stacks to the supervisor."""
         if self._dumped is not None and not self._dumped.done():
             return  # a dump is already in progress
         self._dumped = asyncio.get_running_loop().create_future()
         dumps = Dumps({start["rank"]: self.folder.err(start["rank"]) for start in self._ranks})
-        await keeper.order({"do": "look"})  # answered before the dump, with each rank's current progress
-        await keeper.order({"do": "dump"})
+        await rank_parent.order({"do": "look"})  # answered before the dump, so that the reported progress is current
+        await rank_parent.order({"do": "dump"})
         try:
             states = await asyncio.wait_for(self._dumped, ASK_S)
         except asyncio.TimeoutError:  # the rank parent itself hangs
             states = {}
         lines = await dumps.gather(list(map(int, states)))
-        told: list[Stack] = [
+        told: list[RankStacks] = [
             {"rank": rank, "state": state, "lines": tuple(lines.get(rank, ())), **self.pulse.seen(rank)}  # type: ignore[typeddict-item]
             for rank, state in ((int(text), state) for text, state in states.items())
         ]
         await self.tell(wire.Stacks(self.number, tuple(told)))
 
     async def _take_census(self) -> None:
-        """Report users' programs that have connected to the store."""
+        """Report each user program as arrived once it has connected to the store."""
         assert self.start is not None
         while True:
             for rank in census.connected(self._unseen, self.start.master_port) if self._unseen else ():
@@ -272,10 +277,10 @@ class NodeAttempt:
                 await self.tell(wire.Report(self.number, rank, {"report": "arrived"}))
             await asyncio.sleep(LOOK_S)
 
-    # What ranks write -----------------------------------------------------------------------------------------------
+    # Output of the ranks --------------------------------------------------------------------------------------------
 
     async def _forward(self) -> None:
-        """Send the lines of the console's ranks to the supervisor, and also the files that it cannot see."""
+        """Send the supervisor the output that its console shows, and new data in files that it cannot see."""
         while True:
             for rank in self._followers:
                 await self._forward_rank(rank)
@@ -283,7 +288,7 @@ class NodeAttempt:
             await asyncio.sleep(FOLLOW_S)
 
     async def deliver(self) -> None:
-        """Send new data in this node's part of the run folder, if the supervisor cannot see it."""
+        """If this node does not share the supervisor's run folder, send the new data of its own one."""
         if self._courier is None:
             return
         async with self._sending:
@@ -297,7 +302,7 @@ class NodeAttempt:
             await asyncio.sleep(LOOK_S)
 
     async def _cap_once(self) -> None:
-        await self.deliver()  # send the parts that will be freed
+        await self.deliver()  # send the data before capping discards it
         for start in self._ranks:
             for stream in ("out", "err"):
                 logcap.cap(Path(start[stream]))
@@ -321,13 +326,13 @@ class NodeAttempt:
 
 
 def last_lines(path: Path) -> list[str]:
-    """Return the last lines of a log, with long lines cut, since a verdict becomes one row of a log."""
+    """Return the last lines of a log. Long lines are cut, because a verdict that quotes them is one row of a file."""
     lines = tail_lines(path, LAST_LINES)
     return [line if len(line) <= LONGEST_LAST else f"{line[:LONGEST_LAST]}… ({len(line)} characters)" for line in lines]
 
 
 async def gone(ranks: Collection[RankProcessId]) -> list[int]:
-    """Wait up to GONE_S for processes that should end; return the pids of those that are still alive."""
+    """Wait up to GONE_S for processes to end; return the pids of the processes that are still alive."""
     deadline = time.monotonic() + GONE_S
     while left := [pid for pid, ticks in ranks if ticks is not None and processes.is_same(pid, ticks)]:
         if time.monotonic() > deadline:

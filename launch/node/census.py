@@ -1,6 +1,6 @@
-"""Find the ranks of a `command:` job that have connected to the store, from /proc: the program itself reports nothing.
+"""Find in /proc the ranks of a `command:` job that have connected to the store, which their programs do not report.
 
-A rank has arrived when a process of its tree has a TCP connection to the master port (proc(5), /proc/net/tcp).
+A rank has arrived when a process in its process tree has a TCP connection to the master port (proc(5), /proc/net/tcp).
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from muster.jobs.machine import linux, procfs
 
 
 def connected(ranks: Mapping[int, int], port: int) -> set[int]:
-    """Return the ranks, of {rank: pid}, that have a connection to a port."""
+    """Return the ranks that have a connection to a port. `ranks`: {rank: pid}."""
     sockets = {
         f"socket:[{inode}]" for _, to, state, inode in procfs.tcp() if state == procfs.ESTABLISHED and to == port
     }
@@ -24,5 +24,5 @@ def connected(ranks: Mapping[int, int], port: int) -> set[int]:
 def _holds(pid: int, sockets: set[str]) -> bool:
     try:
         return any(str(entry.readlink()) in sockets for entry in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:  # the process ended meanwhile
+    except OSError:  # the process has ended in the meantime
         return False

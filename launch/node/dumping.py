@@ -1,4 +1,4 @@
-"""Read the stacks that ranks write to their standard error on request, from where the file ended before."""
+"""Read the stacks that ranks append to their standard-error files on request."""
 
 import asyncio
 import re
@@ -18,7 +18,7 @@ POLL_S: Final = 0.02
 MOST_LINES: Final = 200  # per rank
 MOST_BYTES: Final = 1 << 14
 READ_BYTES: Final = 1 << 18
-# The frames below this one belong to the rank parent, which forked the rank.
+# Frames outside this one belong to the rank parent, which forked the rank.
 OUTERMOST: Final = re.compile(r'/jobs/node/rank_start\.py", line \d+ in _call$')
 
 
@@ -30,13 +30,13 @@ class _Log:
 
 
 class Dumps:
-    """Reads the standard-error files of some ranks from their current ends on. Create it before asking for stacks."""
+    """A reader of the data that ranks append to their standard error. Create it before asking for stacks."""
 
     def __init__(self, paths: Mapping[int, Path]) -> None:
         self._logs = {rank: _Log(path, size_of(path), size_of(path)) for rank, path in paths.items()}
 
     async def gather(self, ranks: Collection[int], wait_s: float = WAIT_S) -> dict[int, list[str]]:
-        """Wait until each of `ranks` has written and is quiet, or the time is over; return the lines of each."""
+        """Wait at most `wait_s`, until all of `ranks` have written and then paused; return the stacks of each."""
         logs = {rank: log for rank, log in self._logs.items() if rank in ranks}
         quiet_since = time.monotonic()
         deadline = quiet_since + wait_s
@@ -51,7 +51,7 @@ class Dumps:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a file, 0 if there is none."""
+    """Return the size of a file, 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -59,7 +59,7 @@ def size_of(path: Path) -> int:
 
 
 def read_from(path: Path, offset: int) -> list[str]:
-    """Return the lines of a file from an offset on; of more than READ_BYTES, only the last part."""
+    """Return the lines of a file after an offset, or only its last READ_BYTES if there is more."""
     try:
         with path.open("rb") as file:
             file.seek(max(offset, size_of(path) - READ_BYTES))
@@ -69,7 +69,7 @@ def read_from(path: Path, offset: int) -> list[str]:
 
 
 def bounded(lines: Sequence[str], *, most_lines: int = MOST_LINES, most_bytes: int = MOST_BYTES) -> list[str]:
-    """Shorten stacks that are too long; keep the main thread, which comes last, and the innermost calls."""
+    """Shorten stacks that are too long. Keep the main thread, which comes last, and the innermost calls."""
     threads: list[list[str]] = []
     ours = False
     for line in lines:

@@ -1,6 +1,6 @@
 """The utilization of this node's GPUs and their memory in use, from the driver's library (NVML).
 
-Without the driver, and so without the library, nothing is reported. Programs of all users are included.
+Nothing is reported if the driver, and with it the library, is missing. The values include programs of all users.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ class _Memory(ctypes.Structure):
 
 
 class Gpus:
-    """The GPUs of a node, by their names in CUDA_VISIBLE_DEVICES: a number or a UUID."""
+    """Access to the GPUs of a node by their names in CUDA_VISIBLE_DEVICES (numbers or UUIDs)."""
 
     def __init__(self) -> None:
         self.nvml: ctypes.CDLL | None = None
@@ -45,7 +45,7 @@ class Gpus:
 
 
 class GpuWatch:
-    """Polls each rank's GPU every second, in a daemon thread, because a broken driver may never answer.
+    """A daemon thread that polls each rank's GPU every second. With a broken driver, a query may never return.
 
     `names`: the GPU of each rank. `seen`: the last result of `Gpus.look`, by rank.
     """

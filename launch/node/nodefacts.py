@@ -1,8 +1,8 @@
-"""The facts about a node: what it has and what it can reach. They answer the message `Inspect`.
+"""Facts about a node, as the answer to an `Inspect` message: resources, software, and whether it reaches a peer.
 
-Nothing is started and nothing is left behind. Each fact is found in its own thread, and all share one deadline, because
-each can hang: on a dead file server, a GPU driver, a silent peer. A fact that cannot be found is missing from the
-answer, and `failed` gives the reason.
+Each fact is collected in its own thread, and all threads share one deadline, because any of them can hang: on a dead
+file server, a GPU driver or a silent peer. A fact that cannot be found is missing from the answer, and `failed` gives
+the reason.
 """
 
 import json
@@ -43,7 +43,7 @@ from importlib import metadata
 torch = [each.version for each in metadata.distributions(name="torch")] or [None]
 version = "{}.{}.{}".format(*sys.version_info[:3])
 print(json.dumps({"python": version, "executable": sys.executable, "torch": torch[0]}))
-"""  # run by the job's Python, of any version
+"""  # the job's Python runs this, so it must work in any version
 
 Probe = Callable[[], Any]
 EVERYTHING: Final = Inspect()
@@ -52,13 +52,13 @@ EVERYTHING: Final = Inspect()
 def facts(request: Inspect = EVERYTHING) -> Facts:
     """Return the requested facts that can be found within the deadline; never raises.
 
-        nothing           what this node is and has
+        (no field)        host, versions, cores, memory, GPUs and limits of this node
         program, script   whether this node has them; a program given by name is also searched for in `folder`
         python            the version of the job's own Python and of its torch, instead of this process's
         peer, port        the route to a peer, and whether its port answers
-        run, nonce, mark  whether this node sees a run folder that holds a nonce, and can write a mark there
+        run, nonce, mark  whether this node sees a run folder that contains a nonce, and can write a mark there
 
-    The last two can be asked together, and so can the first three.
+    A request may combine the first three rows, or the last two.
     """
     probes: dict[str, Probe] = {}
     if request.run:
@@ -76,7 +76,7 @@ def facts(request: Inspect = EVERYTHING) -> Facts:
 
 
 def about_ranks(found: dict[str, Any]) -> Facts:
-    """Replace the facts about this process's Python by those about the job's own Python."""
+    """Replace the facts about this process's Python with the facts about the job's own Python."""
     why = found["failed"].pop(OF_JOB, "")
     others = {name: value for name, value in found.items() if name not in (*OF_PYTHON, OF_JOB)}
     found["failed"] |= dict.fromkeys(OF_PYTHON, why) if why else {}
@@ -84,7 +84,7 @@ def about_ranks(found: dict[str, Any]) -> Facts:
 
 
 def of_job(request: Inspect) -> dict[str, str | None]:
-    """Ask the job's own Python for its version and that of its torch."""
+    """Run the job's own Python to find its version, its path and the version of its torch."""
     path = os.pathsep.join(filter(None, (request.folder, os.environ.get("PATH", os.defpath))))
     done = subprocess.run(
         [*request.python, "-c", ASKED],
@@ -102,14 +102,14 @@ def of_job(request: Inspect) -> dict[str, str | None]:
 
 
 def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
-    """Run all probes at once; abandon those that do not end in time."""
+    """Run all probes in parallel, and abandon probes that exceed the deadline."""
     found: dict[str, Any] = {}
     failed: dict[str, str] = {}
 
     def probe(name: str, function: Probe) -> None:
         try:
             found[name] = function()
-        except Exception as error:  # any exception is reported as the answer
+        except Exception as error:  # `failed` reports it, whatever its type
             failed[name] = str(error) or type(error).__name__
 
     threads = {
@@ -127,16 +127,16 @@ def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
     return cast(Facts, {**found, "failed": known})
 
 
-# What the node is ----------------------------------------------------------------------------------------------------
+# Identity ------------------------------------------------------------------------------------------------------------
 
 
 def machine() -> str:
-    """Return an id that is equal for two names of one machine, and different for two machines."""
-    return f"{procfs.boot_id()} {socket.gethostname()}"  # nodes of a box, or containers, share the kernel's boot id
+    """Return an id of this machine: the same under all of its names, and different from all other machines."""
+    return f"{procfs.boot_id()} {socket.gethostname()}"  # containers on one machine share the boot id
 
 
 def version(package: str) -> str | None:
-    """Return a package's version without importing it; None if it is not installed (our own code need not be)."""
+    """Return a package's version without importing it; None if it is not installed, as Muster itself may not be."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -144,18 +144,18 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit of our code, with + if files have changed since; None if it is a copy and no clone."""
+    """Return the commit of Muster's code, with + if files were changed since; None if the code is not a git clone."""
     try:
         return gitfacts.short_commit(CODE_ROOT, "muster/__init__.py", deadline_s=DEADLINE_S / 2)
     except gitfacts.GitError:
         return None
 
 
-# What it has ---------------------------------------------------------------------------------------------------------
+# Resources -----------------------------------------------------------------------------------------------------------
 
 
 def cores() -> int:
-    """Return how many cores this process may use: its affinity, or its control group's quota if that is less."""
+    """Return how many cores this process may use: the size of its affinity mask, or its cgroup's quota if smaller."""
     available = len(os.sched_getaffinity(0))
     for group in free.own_groups("cpu"):
         files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -172,7 +172,7 @@ def memory() -> dict[str, int]:
 
 
 def gpus() -> list[str]:
-    """Return the names of this node's GPUs, or "GPU" per device file if there is no nvidia-smi."""
+    """Return the names of this node's GPUs, or "GPU" for each device file if nvidia-smi is not installed."""
     if shutil.which("nvidia-smi") is None:
         return ["GPU" for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()]  # noqa: PTH208
     argv = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -188,18 +188,18 @@ def limits() -> dict[str, int]:
     return {"open_files": soft, "open_files_hard": hard}
 
 
-# What it reaches -----------------------------------------------------------------------------------------------------
+# Reachability --------------------------------------------------------------------------------------------------------
 
 
 def route(request: Inspect) -> list[str] | None:
-    """Return the interface and own address towards the peer; None if there is no route."""
+    """Return the interface that leads to the peer and this node's address on it; None if there is no route."""
     chosen = network.choose(network.own_addresses(), request.iface) if request.iface else None
     found = chosen or network.route_to(request.peer)
     return list(found) if found else None
 
 
 def connect(request: Inspect) -> str:
-    """Return "" if the peer's port answers, else the reason why not."""
+    """Return "" if the peer's port accepts a connection, else the error."""
     try:
         socket.create_connection((request.peer, request.port), timeout=REACH_S).close()
     except TimeoutError:
@@ -210,7 +210,7 @@ def connect(request: Inspect) -> str:
 
 
 def storage(request: Inspect) -> dict[str, Any]:
-    """Return whether this node sees and can write the run folder, and the free space where it keeps its part.
+    """Return whether this node sees and can write the run folder, and the free space in the folder that it would use.
 
     {"where": "shared" | "apart" | "none", "path": ..., "free_mib": ..., "why": the reason why it cannot write}
     """
@@ -222,7 +222,7 @@ def storage(request: Inspect) -> dict[str, Any]:
     for folder in (
         _existing(run.path.parent),
         Path(tempfile.gettempdir()),
-    ):  # where launch/common/storage.py would make it
+    ):  # the folders that launch/common/storage.py tries
         if os.access(folder, os.W_OK | os.X_OK):
             return {"where": "apart", "path": str(folder), "why": "", **_free(folder)}
         why = why or f"{folder}: cannot be written by this user"

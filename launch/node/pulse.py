@@ -1,12 +1,12 @@
-"""Seconds since each rank on this node last made progress, sampled by the rank parent, in this node's clock.
+"""Seconds since each rank on this node last made progress, sampled by the rank parent, on this node's clock.
 
     {"steps": 41, "beats_age_s": 0.7, "ranks": {"3": {"phase": "run", "steps": 40, "beats_age_s": 31.2, "state": "T"}},
      "phases": ["run"], "slowest_s": 0.2, "sessions": 2, "output_age_s": null}
 
-`steps`: of the rank that is farthest ahead. `beats_age_s`: the age of the most recent beat of any rank. `ranks`: every
-rank (at most 64), the one that has been silent longest first. `slowest_s`: the slowest recent step of any rank.
+`steps`: the steps done by the rank that is farthest ahead. `beats_age_s`: the age of the most recent beat of any rank.
+`ranks`: at most 64 ranks, the longest silent first. `slowest_s`: the duration of the slowest recent step of any rank.
 `sessions`: the number of ranks that report progress. `output_age_s`: the time since a program last wrote output, null
-before it has. `phases` is empty when all ranks have ended.
+before the first output. `phases` is empty when all ranks have ended.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from muster.launch.common.lateness import OwnLateness
 from muster.launch.wire.records import MOST_TOLD, Progress, RankProgress
 
 LOOK_S: Final = 1.0  # the interval of samples and of reports
-QUIET_S: Final = 2.0  # the process state is read for ranks that have been silent for longer
+QUIET_S: Final = 2.0  # after this silence, the state of a rank's process is read
 
 
 @dataclass
@@ -27,12 +27,12 @@ class _Rank:
     beats: int
     slowest_s: float
     held: int
-    session: bool  # it reports its progress
+    session: bool  # the rank reports its progress
     moved: float  # when its beats were last seen to change (monotonic seconds)
 
 
 class Pulse:
-    """The ranks of one attempt on this node; all times are monotonic seconds."""
+    """The progress of one attempt's ranks on this node. All times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
@@ -59,7 +59,7 @@ class Pulse:
             self._written, self._wrote = written, now
 
     def ended(self, rank: int, steps: int | None) -> None:
-        """Record the end of a rank after `steps` steps; None for a user's program that reports no progress."""
+        """Record the end of a rank after `steps` steps (None: a user's program that reports no progress)."""
         self._ranks.pop(rank, None)
         if steps is not None:
             self._steps, self._begun = max(self._steps, steps), True
@@ -67,7 +67,7 @@ class Pulse:
     def record(self, now: float, state_of: Callable[[int], str] = lambda rank: "") -> Progress | None:
         """Return the progress record; None if no rank has been seen yet.
 
-        `state_of(rank)` returns the process state of a rank; it is called if the rank has been silent for `QUIET_S`.
+        `state_of(rank)` returns the process state of a rank. It is called for ranks that have been silent for QUIET_S.
         """
         self._forgive(now)
         if not self._begun:
@@ -90,13 +90,13 @@ class Pulse:
         return record
 
     def seen(self, rank: int) -> dict[str, Any]:
-        """Return {"phase", "steps"} of one rank, empty if it is unknown."""
+        """Return {"phase", "steps"} of one rank; {} if the rank is unknown."""
         known = self._ranks.get(rank)
         return {} if known is None else {"phase": known.phase, "steps": known.steps}
 
     @property
     def held(self) -> int | None:
-        """The steps of the farthest rank that waits between two steps; None if no rank waits."""
+        """The largest step count of the ranks that wait between two steps; None if no rank waits."""
         return max((rank.held for rank in self._ranks.values() if rank.held >= 0), default=None)
 
     def _told(self, rank: int, now: float, state_of: Callable[[int], str]) -> RankProgress:
@@ -106,7 +106,7 @@ class Pulse:
         return {"phase": known.phase, "steps": known.steps, "beats_age_s": age_s, "state": state}
 
     def _forgive(self, now: float) -> None:
-        """Exclude the time in which this process did not run from the ranks' silence."""
+        """Exclude time in which this process did not run from the silence of the ranks."""
         late_s = self._own.look(now)
         for rank in self._ranks.values():
             rank.moved += late_s

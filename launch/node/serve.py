@@ -1,7 +1,7 @@
-"""The agent at work: it starts its node's ranks through the rank parent, watches and stops them, for every attempt.
+"""The agent's main loop. In every attempt it starts, watches and stops its node's ranks, through the rank parent.
 
-When the channel closes, or the supervisor has been silent for the lease, the agent closes the rank parent's socket. The
-rank parent then stops the ranks (TERM, 1 s, KILL), and the agent ends everything else that it started.
+When the channel closes or the lease expires, the agent closes the rank parent's socket. The rank parent then stops the
+ranks (TERM, 1 s, KILL), and the agent ends all other processes that it started.
 """
 
 import asyncio
@@ -25,39 +25,39 @@ from muster.launch.common import storage
 from muster.launch.common.lateness import OwnLateness
 from muster.launch.node import setup_lines
 from muster.launch.node.attempt import NodeAttempt, RankProcessId, gone
-from muster.launch.node.keeper_link import KeeperLink
+from muster.launch.node.rank_parent_link import RankParentLink
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import Channel, ChannelClosed, over_pipes, over_socket
 from muster.launch.wire.records import Facts, Leftover
 
 LOOK_S: Final = 0.25
 LATE_KEPT: Final = 0.98  # decay of the reported lateness per check: it halves in 9 s
-BACKLOG: Final = 4096  # ranks connect before the store accepts
+BACKLOG: Final = 4096  # all ranks may connect before the store accepts the first
 REACH_S: Final = 5.0
 LONGEST_WHY: Final = 4000  # characters
 
 
 class Agent:
-    """One node's side of a run. `lease_s`: how long the supervisor may be silent; 0 if its end closes a pipe."""
+    """The agent of one node. `lease_s`: how long the supervisor may be silent; 0: no limit, as on a pipe."""
 
-    def __init__(self, node: int, channel: Channel, keeper: socket.socket | None, lease_s: float) -> None:
+    def __init__(self, node: int, channel: Channel, rank_parent: socket.socket | None, lease_s: float) -> None:
         self.node = node
         self.channel = channel
-        self.keeper = KeeperLink(keeper)
+        self.rank_parent = RankParentLink(rank_parent)
         self.lease_s = lease_s
         self.heard = time.monotonic()
-        self.alone = False  # the lease has ended
+        self.alone = False  # True once the lease has expired
         self.late_s = 0.0
         self.attempt = self._new_attempt(0)
-        self.before: set[RankProcessId] = set()  # ranks of earlier attempts; they have ended unless their parent died
+        self.before: set[RankProcessId] = set()  # ranks of earlier attempts; any that still run have lost their parent
         self.listening: socket.socket | None = None  # the store's socket, until the rank parent has it
         self.starting: asyncio.Task[None] | None = None
         self.set_up: list[str] | None = None  # the setup lines that have already run
-        self.changed: setup_lines.Changes = {}  # the environment variables that they changed
+        self.changed: setup_lines.Changes = {}  # the changes that these lines made to the environment
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Serve until the supervisor says bye, falls silent, or the channel closes; return the run's exit code."""
+        """Serve until the supervisor sends Bye, the lease expires or the channel closes; return the run's exit code."""
         code = UNREACHABLE
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_term)
         self._spawn(self._watch_lease())
@@ -69,12 +69,12 @@ class Agent:
             code = message.code
             await self.attempt.close()
         except ChannelClosed:
-            pass  # the supervisor is gone; clean up as after bye
+            pass  # the supervisor has ended; clean up as after Bye
         self.attempt.abandon()
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        await self.keeper.close()
+        await self.rank_parent.close()
         for pid in linux.descendants(os.getpid()):
             linux.kill_quietly(pid, signal.SIGKILL)
         return code
@@ -96,22 +96,22 @@ class Agent:
             case wire.StopRanks():
                 await self._stop(message)
             case wire.Hold() if self._is_running(message.attempt):
-                await self.keeper.order({"do": "hold"})
+                await self.rank_parent.order({"do": "hold"})
                 self.attempt.hold()
             case wire.StopAt() if self._is_running(message.attempt):
-                await self.keeper.order({"do": "stop_at", "steps": message.steps})
+                await self.rank_parent.order({"do": "stop_at", "steps": message.steps})
             case wire.Dump() if self._is_running(message.attempt):
-                self._spawn(self.attempt.dump(self.keeper))
+                self._spawn(self.attempt.dump(self.rank_parent))
             case wire.Dump():
                 await self.channel.send(wire.Stacks(message.attempt, ()))
 
     def _on_term(self) -> None:
-        """Report that this node is being ended, mostly by a scheduler, so that the whole run can stop in order."""
+        """Report SIGTERM, which usually means that a scheduler ends the job, so that the whole run stops cleanly."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # a second SIGTERM ends this process
         self._spawn(self.channel.send(wire.Terminated(self.attempt.number)))
 
     async def _watch_lease(self) -> None:
-        """Wait for the end of the lease. Time in which this process did not run does not count."""
+        """Abort the channel when the lease expires. Time in which this process did not run does not count."""
         own = OwnLateness(LOOK_S)
         own.look(now := time.monotonic())
         while not self.lease_s or now - self.heard < self.lease_s:
@@ -125,7 +125,7 @@ class Agent:
         self.channel.abort()
 
     async def _beat(self, message: wire.Beat) -> None:
-        """Answer with two times of this clock, so that the supervisor can compute its offset."""
+        """Answer a beat with the times of receipt and reply, from which the supervisor computes the clock offset."""
         heard, number = time.time(), self.attempt.number
         progress = self.attempt.progress(time.monotonic())
         await self.channel.send(wire.Heartbeat(number, message.sent, heard, time.time(), progress, self.late_s))
@@ -142,7 +142,7 @@ class Agent:
         await self.channel.send(wire.Inspected(self.attempt.number, found))
 
     async def _prepare(self, message: wire.Prepare) -> None:
-        """Bind the store's port and keep it bound, so that the number cannot be taken before it is reported."""
+        """Bind the store's port and report it. The port stays bound, so that no other process can take it."""
         await self._turn_to(message.attempt)
         self._close_listening()
         addresses = network.own_addresses()
@@ -180,7 +180,7 @@ class Agent:
         return NodeAttempt(number, self.node, self.channel.send, self._guard)
 
     async def _turn_to(self, number: int) -> None:
-        """Switch to another attempt if a message is about another one."""
+        """Switch to attempt `number`, unless it is the current one."""
         if number != self.attempt.number:
             await self.attempt.close()
             self._close_listening()
@@ -195,26 +195,26 @@ class Agent:
     async def _begin(self, attempt: NodeAttempt, message: wire.Start) -> None:
         attempt.open(message)
         setup, warm = list(message.setup), message.warm
-        if setup and setup != self.set_up:  # once per node, not once per attempt
+        if setup and setup != self.set_up:  # run the lines once per node, not once per attempt
             log = attempt.folder.setup(attempt.node)
             self.changed = await setup_lines.run(setup, log, message.workdir, warm["env"])
             self.set_up = setup
         ranks = [setup_lines.with_changes(start, self.changed if setup else {}) for start in message.ranks]
-        if not self.keeper.is_open:
+        if not self.rank_parent.is_open:
             await self._ranks_gone()
             environ = {**os.environ, **warm["env"]}
-            if setup and warm["python"]:  # this Python may need what the lines set up
+            if setup and warm["python"]:  # the job's Python may need these changes
                 environ = setup_lines.environ_after(environ, self.changed)
-            await self.keeper.open(preload=warm["preload"], env=environ, of_job=warm["python"])
-            self._spawn(self._watch_keeper(self.keeper))
+            await self.rank_parent.open(preload=warm["preload"], env=environ, of_job=warm["python"])
+            self._spawn(self._watch_rank_parent(self.rank_parent))
         if self.listening is not None and message.store:
-            await self.keeper.give_store(self.listening, attempt.number)
-        self._close_listening()  # the rank parent has it now, or rank 0 may bind the port
-        await self.keeper.order({"do": "start", "attempt": attempt.number, "ranks": ranks})
-        attempt.follow(self.keeper)
+            await self.rank_parent.give_store(self.listening, attempt.number)
+        self._close_listening()  # the rank parent now has the socket, or rank 0 binds the port itself
+        await self.rank_parent.order({"do": "start", "attempt": attempt.number, "ranks": ranks})
+        attempt.follow(self.rank_parent)
 
     async def _stop(self, message: wire.StopRanks) -> None:
-        if message.attempt != self.attempt.number:  # about an attempt that never started here
+        if message.attempt != self.attempt.number:  # the message is about an attempt that never started here
             await self.channel.send(wire.Swept(message.attempt, 0, ()))
             return
         if self.starting is not None and not self.starting.done():
@@ -222,35 +222,35 @@ class Agent:
             await asyncio.gather(self.starting, return_exceptions=True)
         self._close_listening()
         self.attempt.tell_programs(message)
-        if self.keeper.is_open:
-            await self.keeper.order({"do": "stop", "grace_s": message.grace_s, "attempt": self.attempt.number})
+        if self.rank_parent.is_open:
+            await self.rank_parent.order({"do": "stop", "grace_s": message.grace_s, "attempt": self.attempt.number})
             return
         left: list[Leftover] = [{**each, "rank": None} for each in leftovers.described(await self._ranks_gone())]  # type: ignore[typeddict-item]
         await self.attempt.close()
         await self.channel.send(wire.Swept(self.attempt.number, 0, tuple(left)))
 
     def _is_running(self, number: int) -> bool:
-        """Return whether an attempt has ranks here."""
-        return number == self.attempt.number and self.keeper.is_open and bool(self.attempt.pids)
+        """Return whether the attempt is the current one and has started ranks here."""
+        return number == self.attempt.number and self.rank_parent.is_open and bool(self.attempt.pids)
 
-    async def _watch_keeper(self, keeper: KeeperLink) -> None:
-        async for message in keeper.messages():
+    async def _watch_rank_parent(self, rank_parent: RankParentLink) -> None:
+        async for message in rank_parent.messages():
             if "ready" in message:
                 await self.channel.send(wire.Ready(self.attempt.number, message["ready"]))
             elif message.get("attempt", self.attempt.number) == self.attempt.number:
-                await self.attempt.on_keeper(message)
-        if self.keeper is keeper:
-            self.keeper = KeeperLink(None)  # the next attempt starts another one
+                await self.attempt.on_rank_parent(message)
+        if self.rank_parent is rank_parent:
+            self.rank_parent = RankParentLink(None)  # the next attempt starts another rank parent
         await self.attempt.close()
-        if why := keeper.unusable:
+        if why := rank_parent.unusable:
             await self.channel.send(wire.Broken(self.attempt.number, why, REFUSED))
         else:
-            why = "its warm process or rank parent has gone"
+            why = "its warm process or rank parent has ended"
             await self.channel.send(wire.Broken(self.attempt.number, why, UNREACHABLE, gone=True))
-        await keeper.close()
+        await rank_parent.close()
 
     async def _ranks_gone(self) -> list[int]:
-        """Wait for the end of ranks that have lost their parent; return the pids of those that are still alive."""
+        """Wait for ranks whose parent has ended; return the pids of the ranks that are still alive."""
         return await gone(self.before | set(self.attempt.pids.values()))
 
     # Plumbing -------------------------------------------------------------------------------------------------------
@@ -259,15 +259,15 @@ class Agent:
         task = asyncio.create_task(self._guard(work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # in case the task was cancelled before it began
+        task.add_done_callback(lambda _: work.close())  # avoids a warning if the task was cancelled before its start
         return task
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await work; report any error and end the node, which would otherwise be left half alive."""
+        """Await a coroutine. Report any error as a failure of the whole node, so that it is not left half working."""
         try:
             await work
         except ChannelClosed:
-            return  # the main loop notices it too, and ends the node
+            return  # the main loop notices the closed channel too, and ends the agent
         except Exception as error:
             if not isinstance(error, MusterError):
                 traceback.print_exc()
@@ -275,13 +275,13 @@ class Agent:
             await self.channel.send(wire.Broken(self.attempt.number, why, getattr(error, "exit_code", 1)))
 
 
-def serve(node: int, carrier: int, keeper: int | None, lease_s: float, alone: str) -> int:
-    """Serve a supervisor that has been greeted; `carrier` is a connected socket, or -1 for the standard streams.
+def serve(node: int, carrier: int, rank_parent: int | None, lease_s: float, alone: str) -> int:
+    """Run the agent after its greeting. `carrier`: the descriptor of a connected socket; -1: the standard streams.
 
-    `alone`: what to do with the surrounding Slurm job when the lease ends: `requeue`, `cancel`, or nothing. Returns the
-    run's exit code, or 69 if the supervisor has gone.
+    `alone`: what to do with the surrounding Slurm job when the lease expires: `requeue`, `cancel`, or nothing ("").
+    Returns the run's exit code, or 69 if the connection to the supervisor was lost.
     """
-    terminal.guard()  # started by hand, it prints to a user's terminal
+    terminal.guard()  # an agent started by hand prints to the user's terminal
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     linux.adopt_orphans()
@@ -292,7 +292,7 @@ def serve(node: int, carrier: int, keeper: int | None, lease_s: float, alone: st
         else:
             channel = await over_pipes(os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0))
             os.dup2(2, 1)  # printed text must not get into the channel
-        own = socket.socket(fileno=keeper) if keeper is not None else None
+        own = socket.socket(fileno=rank_parent) if rank_parent is not None else None
         agent = Agent(node, channel, own, lease_s)
         return await agent.run(), agent.alone
 

@@ -1,8 +1,8 @@
 """Run a job's setup lines once on a node, before its ranks, in one shell that stops at the first failure.
 
-Every rank of the node, in every attempt, then starts with the environment that the lines leave behind:
+Every rank of the node, in every attempt, starts with the environment as the lines changed it. Later entries win:
 
-    the node's < Muster's, the site's and the job's env < what the setup lines changed < what each rank is given
+    the node's < Muster's, the site's and the job's env < changes by the setup lines < the rank's own variables
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from muster.launch.common.follow import tail_lines
 
 Changes = dict[str, str | None]  # {name: value}; None: the lines have unset it
 OF_THE_SHELL: Final = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
-IMPORTABLE: Final = importable(".")[1:]  # the end of the path of the folder of `import muster`, wherever the code is
+IMPORTABLE: Final = importable(".")[1:]  # the end of the PYTHONPATH entry that makes `muster` importable
 
 
 async def run(lines: Sequence[str], log: Path, workdir: str, env: Mapping[str, str]) -> Changes:
     """Run the lines with bash, with their output in `log`. Return their changes to the environment.
 
-    `env`: variables for the ranks in addition to the node's own. If this is cancelled, all processes that the lines
-    started are killed.
+    `env`: variables for the ranks in addition to the node's own. Cancelling this coroutine kills all processes that the
+    lines started.
 
     Raises:
         RefusedError: if a line fails, or the environment after the lines cannot be read.
@@ -68,7 +68,7 @@ async def _run_shell(script: str, log: Path, workdir: str, environ: Mapping[str,
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str], env: Mapping[str, str]) -> Changes:
-    """Compare two environments. Muster's own variables in `env` stay: MUSTER_*, and PYTHONPATH's first folder."""
+    """Compare two environments. Omit changes to Muster's part of `env`: MUSTER_*, and PYTHONPATH's first folder."""
     found: Changes = {name: value for name, value in after.items() if before.get(name) != value}
     found |= {name: None for name in before if name not in after}
     ours = {name for name in env if name.startswith("MUSTER_")}
@@ -86,13 +86,13 @@ def environ_after(environ: Mapping[str, str], changed: Changes) -> dict[str, str
 
 
 def with_changes(start: Mapping[str, Any], changed: Changes) -> dict[str, Any]:
-    """Return the start of a rank (jobs/node/rank_start.py) with the setup lines' changes."""
+    """Return the start order of a rank (jobs/node/rank_start.py) with the setup lines' changes."""
     env = {name: value for name, value in changed.items() if value is not None}
     return {**start, "env": {**env, **start["env"]}, "unset": [name for name in changed if changed[name] is None]}
 
 
 def _trap(left: int) -> str:
-    """Return the line that makes the shell write its environment to a descriptor when it ends."""
+    """Return the shell command that sets a trap: on exit, the shell writes its environment to a descriptor."""
     command = f"{shlex.quote(shutil.which('env') or '/usr/bin/env')} -0 >&{left}"
     return f"trap -- {shlex.quote(command)} EXIT"
 
@@ -101,8 +101,8 @@ def _environment(left: int) -> dict[str, str]:
     data = os.pread(left, os.fstat(left).st_size, 0)
     if not data:
         raise RefusedError(
-            "setup: the lines replace the shell (exec) or its trap on EXIT, so the environment that they leave "
-            "cannot be read; remove that, or run it in a separate shell: bash -c '...'"
+            "setup: the lines replace the shell (exec) or its trap on EXIT, so the environment after them cannot "
+            "be read; remove that line, or run it in a separate shell: bash -c '...'"
         )
     pairs = (os.fsdecode(each).partition("=") for each in data.split(b"\0")[:-1])
     return {name: value for name, _, value in pairs}

@@ -1,4 +1,4 @@
-"""The choice of the Python in which the ranks run. It is made where the job is submitted, and kept in the submission.
+"""Choose the Python that runs the ranks. The choice is made where the job is submitted, and stored in the submission.
 
 command:  the job's python:  >  the site's python:  >  the active virtual or conda environment  >  Muster's own
 train:    the job's python:  >  Muster's own
@@ -23,9 +23,9 @@ ENVIRONMENTS: Final = {"VIRTUAL_ENV": "virtual", "CONDA_PREFIX": "conda"}
 class Interpreter:
     """The Python of a job's ranks.
 
-    `words`: replace the first word of a command that is in `PYTHONS`, or start the warm process of a `train:` job;
-    empty: PATH on the node decides. `folder`: put first on PATH, so that programs of this Python's environment, such as
-    torchrun, are found; "": PATH stays as it is.
+    `words` replace the first word of a command if that word is in `PYTHONS`, or start the warm process of a `train:`
+    job. If they are empty, PATH on the node decides. `folder` is put first on PATH, so that programs of this Python's
+    environment, such as torchrun, are found. If it is empty, PATH stays as it is.
     """
 
     words: tuple[str, ...]
@@ -63,18 +63,18 @@ def choose(job: Job, site: Site, own: str, environ: Mapping[str, str] = os.envir
 
 
 def explicit(words: tuple[str, ...], why: str) -> Interpreter:
-    """Return the interpreter that a file names. A container's command adds no folder to PATH on the node."""
+    """Return the interpreter that a file names. If it runs in a container, no folder is added to the node's PATH."""
     path = Path(words[0])
     is_python = path.is_absolute() and (len(words) == 1 or path.name.startswith("python"))
     return Interpreter(words, str(path.parent) if is_python else "", why)
 
 
 def active(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the Python of the active environment, and the reason; of two, the one that comes first on PATH."""
+    """Return the Python of the active environment, and the reason. If two are active, the first on PATH counts."""
     path = environ.get("PATH", "").split(os.pathsep)
     found = []
     for variable, kind in ENVIRONMENTS.items():
-        folder = os.path.abspath(f"{environ.get(variable)}/bin")  # noqa: PTH100 (links as PATH has them)
+        folder = os.path.abspath(f"{environ.get(variable)}/bin")  # noqa: PTH100 (keeps links, as PATH does)
         if environ.get(variable) and os.access(f"{folder}/python", os.X_OK):
             place = path.index(folder) if folder in path else len(path)
             found.append((place, f"{folder}/python", f"the {kind} environment that is active here: {variable}"))

@@ -1,7 +1,7 @@
 """The plan of an attempt, from a placement to the start message of each node. Pure: `muster plan` uses the same code.
 
 A node's start message holds one RankStart (`jobs/node/rank_start.py`) per rank. Facts that only the machine knows
-(cores, GPUs, whether torch is installed) come as `Machine`. The master port is a number, or None while it is not bound.
+(cores, GPUs, whether torch is installed) are in `NodeMachine`. The master port is None until it is bound.
 """
 
 import json
@@ -30,8 +30,8 @@ SESSION_VERSION: Final = 1
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The description of a node, from its agent."""
+class NodeMachine:
+    """The facts about a node that its agent reports."""
 
     host: str
     cores: tuple[int, ...]
@@ -45,7 +45,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class EnvValue:
-    """One variable of a rank, and why it has this value."""
+    """One environment variable of a rank, and the reason for its value."""
 
     name: str
     value: str
@@ -54,7 +54,7 @@ class EnvValue:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank: its cores and GPUs, and every variable that Muster sets for it."""
+    """The plan of one rank: its cores and GPUs, and every variable that Muster sets for it."""
 
     rank: int
     cores: tuple[int, ...]
@@ -65,7 +65,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """One node: its ranks, and the environment of its warm process."""
+    """The plan of one node: its ranks, and the environment of its warm process."""
 
     placement: NodePlacement
     run: RunDir
@@ -83,20 +83,20 @@ class Context:
     placement: Placement
     run: RunDir
     workdir: str
-    python: str  # Muster's own interpreter, absolute
+    python: str  # absolute path of Muster's own interpreter
     entry: str | None  # the "module:function" that a forked rank calls; None: ranks execute a program
     options: Mapping[str, Any] = field(default_factory=dict)  # arguments for that function, besides the job
     attempt: int = 0
     code: str | None = None  # the root of the code that agents run, if it is a snapshot
-    remote: bool = False  # agents run on other machines than the supervisor
+    remote: bool = False  # true if agents run on other machines
     iface: str | None = None  # the user's choice of network: an interface, or a CIDR
-    tee: bool = False  # show every rank's output where the run is supervised, not only rank 0's
+    tee: bool = False  # the supervisor shows the output of every rank, not only of rank 0
     spares: tuple[NodePlacement, ...] = ()  # nodes with an agent but without ranks, until another node is lost
-    interpreter: Interpreter | None = None  # of the ranks; None: Muster's own, and no word of a command is replaced
+    interpreter: Interpreter | None = None  # runs the ranks; None: Muster's own, and commands stay unchanged
 
     @property
-    def crew(self) -> tuple[NodePlacement, ...]:
-        """Every node that gets an agent. A node's index here, its slot, is its number for the whole run."""
+    def run_nodes(self) -> tuple[NodePlacement, ...]:
+        """Every node that gets an agent. A node's index in this tuple, its slot, is fixed for the whole run."""
         return (*self.placement.nodes, *self.spares)
 
     @property
@@ -107,7 +107,7 @@ class Context:
 
     @property
     def warm_python(self) -> tuple[str, ...]:
-        """The words that start the warm process in the job's own Python; empty: it runs in Muster's."""
+        """The words that start the warm process in the job's own Python; empty if it runs in Muster's."""
         return self.interpreter.words if self.entry is not None and self.interpreter else ()
 
     @property
@@ -122,12 +122,12 @@ class Context:
 
 
 def preload(context: Context) -> str:
-    """List the modules that the warm process imports; "" if ranks execute a program."""
+    """Return the modules that the warm process imports, separated by commas; "" if ranks execute a program."""
     return "" if context.entry is None else f"torch,torch.distributed,{context.entry.partition(':')[0]}"
 
 
-def shared_environment(context: Context, machine: Machine, threads: int) -> tuple[EnvValue, ...]:
-    """Return the variables of a node's warm process: run id, libraries, site, job; later ones override earlier ones.
+def shared_environment(context: Context, machine: NodeMachine, threads: int) -> tuple[EnvValue, ...]:
+    """Return the variables of a node's warm process. Those of the job override the site's, which override Muster's.
 
     Raises:
         RefusedError: if a file sets a rank variable.
@@ -170,7 +170,7 @@ def _joined(first: str, rest: str | None) -> str:
     return f"{first}{os.pathsep}{rest}" if rest else first
 
 
-def plan_nodes(context: Context, machines: Sequence[Machine], master_port: int | None) -> list[NodePlan]:
+def plan_nodes(context: Context, machines: Sequence[NodeMachine], master_port: int | None) -> list[NodePlan]:
     """Plan every node of an attempt. Pretend nodes on one host divide its cores and GPUs."""
     nodes = context.placement.nodes
     shares = _shares(machines)
@@ -207,7 +207,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
     )
     return Start(
         attempt=context.attempt,
-        node=plan.placement.node_rank,  # an agent keeps its slot, but may be another node rank in the next attempt
+        node=plan.placement.node_rank,  # an agent keeps its slot, but its node rank may change in the next attempt
         attempt_dir=str(attempt.path),
         apart=plan.apart,
         workdir=context.workdir,
@@ -238,14 +238,14 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
 
 
 def job_for_ranks(job: Job) -> dict[str, Any]:
-    """Return the job as its ranks read it. In Muster's own Python they validate it again; in the job's they cannot."""
+    """Return the job as its ranks read it. Ranks in Muster's Python validate it again; those in the job's cannot."""
     return spelled(job) if job.kind == "train" else job.model_dump(mode="json", exclude_unset=True)
 
 
 def session_text(context: Context) -> str:
-    """Return the JSON that tells a program's `muster.session()` about its job.
+    """Return the JSON that describes the job to a program's `muster.session()`.
 
-    `saving` is false if the nodes share no run folder, because then no checkpoint could be complete.
+    `saving` is false if the nodes share no run folder, because no checkpoint could be complete.
     """
     settings = context.job.checkpoint or CheckpointSettings()
     return json.dumps(
@@ -261,8 +261,8 @@ def session_text(context: Context) -> str:
     )
 
 
-def _shares(machines: Sequence[Machine]) -> list[Machine]:
-    """Give each pretend node its share of its host's cores and GPUs."""
+def _shares(machines: Sequence[NodeMachine]) -> list[NodeMachine]:
+    """Divide a host's cores and GPUs among its pretend nodes."""
     shares = list(machines)
     groups: dict[str, list[int]] = {}
     for index, machine in enumerate(machines):
@@ -275,14 +275,14 @@ def _shares(machines: Sequence[Machine]) -> list[Machine]:
     return shares
 
 
-def _threads(job: Job, machine: Machine, node: NodePlacement) -> int:
+def _threads(job: Job, machine: NodeMachine, node: NodePlacement) -> int:
     if job.threads_per_rank == "auto":
         return max(1, len(machine.cores) // node.ranks)
     return job.threads_per_rank
 
 
 def _rank_environment(
-    context: Context, machine: Machine, rank: int, master_port: int | None, divided: bool
+    context: Context, machine: NodeMachine, rank: int, master_port: int | None, divided: bool
 ) -> tuple[EnvValue, ...]:
     run = machine.run or context.run
     env = context.placement.rank_env(

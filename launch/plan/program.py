@@ -1,4 +1,4 @@
-"""The files that a node must have for the ranks of a job to start: a program or a Python, and a script."""
+"""The files that a node needs to start the ranks of a job: a program or a Python, and a script."""
 
 import os
 from typing import Final
@@ -10,7 +10,7 @@ STARTERS: Final = (*PYTHONS, "bash", "sh")  # programs that run a script given a
 
 
 def replaced(context: Context) -> bool:
-    """Return whether ranks start with the chosen interpreter: in its warm process, or as their command's first word."""
+    """Return whether the chosen interpreter starts the ranks, as warm process or as their command's first word."""
     if context.interpreter is None or not context.interpreter.words:
         return False
     return context.entry is not None or context.command[0] in PYTHONS
@@ -19,7 +19,7 @@ def replaced(context: Context) -> bool:
 def needs(context: Context) -> tuple[str, str]:
     """Return the program (a path, or a name on PATH) and the path of the script that a node must have.
 
-    "" stands for one that cannot be known before the ranks start: setup lines may provide it, or a container has it.
+    Either is "" if it cannot be known before the ranks start, because setup lines or a container may provide it.
     """
     program, script = (context.warm_python or ("",))[0], ""
     if context.entry is None:

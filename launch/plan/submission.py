@@ -1,4 +1,4 @@
-"""The submission of a run, as a file in its folder: all decisions made at submission, for the supervisor to read.
+"""The submission file in a run's folder, which passes all decisions made at submission to the supervisor.
 
 muster run      writes it and supervises at once
 muster submit   writes it and returns; a detached supervisor, the batch script or submitit reads it
@@ -34,9 +34,9 @@ class Route:
 
     transport: str
     hosts: HostSet
-    fanout: int = 0  # 0: the transport's own
-    port: int = 0  # the supervisor's, for agents that dial; 0: any free port
-    secret: str = ""  # set if lines with keys were printed before the run began
+    fanout: int = 0  # 0: the transport's default
+    port: int = 0  # the port at which agents connect to the supervisor; 0: any free port
+    secret: str = ""  # the run's secret, if agents have their keys already
     iface: str | None = None
     executor: str = ""  # of submitit: slurm, local or debug
 
@@ -85,7 +85,7 @@ class Submission:
         """Read a run's submission, with the attempt number set to the next one.
 
         Raises:
-            RunFolderError: if there is none, or it cannot be used.
+            RunFolderError: if the run has no usable submission.
         """
         try:
             record = reading.read_json(run.submission)

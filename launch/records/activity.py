@@ -1,4 +1,4 @@
-"""The current activity of a run in a few words, and the checkpoint it could resume from: from rows and file names."""
+"""A few words on what a run is doing now, and its newest checkpoint, derived from its rows and file names."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from muster.launch.records.runrows import Rows
 
 
 @dataclass(frozen=True)
-class Saved:
+class NewestCheckpoint:
     """The newest committed checkpoint. `time`: when it was committed, in Unix seconds by the file system's clock."""
 
     name: str
@@ -19,8 +19,8 @@ class Saved:
     time: float
 
 
-def newest_saved(run: RunDir) -> Saved | None:
-    """Return the newest committed checkpoint, judged by its name. It is not read, so it may be damaged."""
+def newest_saved(run: RunDir) -> NewestCheckpoint | None:
+    """Return the newest committed checkpoint, judged by its name. Its content is not read, so it may be damaged."""
     found = []
     for entry in run.checkpoints.glob("step-*"):
         named = step_and_attempt(entry.name)
@@ -30,18 +30,18 @@ def newest_saved(run: RunDir) -> Saved | None:
             continue
         if named is not None:
             step, attempt = named
-            found.append(Saved(entry.name, step, attempt, committed))
+            found.append(NewestCheckpoint(entry.name, step, attempt, committed))
     return max(found, key=lambda each: (each.attempt, each.step), default=None)
 
 
 def left_out(rows: Rows) -> tuple[str, ...]:
-    """Name the hosts of earlier attempts of this supervisor that the newest attempt does not use."""
+    """List the hosts that this supervisor's earlier attempts used and the newest attempt does not."""
     now = set(rows.hosts if rows.restarting is None else rows.restarting.get("hosts", ()))
     return tuple(host for host in rows.all_hosts if now and host not in now)
 
 
 def doing(rows: Rows, now: float) -> str | None:
-    """Describe the activity of a run in progress, or return None if it simply trains; `now`: Unix seconds."""
+    """Describe what a run in progress is doing; None if it simply trains. `now`: Unix seconds."""
     told = rows.told
     if rows.restarting is not None:
         return _restart(rows.restarting, now)

@@ -1,7 +1,7 @@
-"""Advice on what to do after a failure: one table, searched from the top; the first matching row is used.
+"""Advice on what to do after a failure, from the first matching row of a table.
 
 A row matches by the class of the verdict (jobs/basics/exits.py), by the first failure's signal or code, and by a
-pattern in the messages: the failure's message, its last lines, and the verdict's message. Special rows come first.
+pattern in the messages: the failure's message, its last lines, and the verdict's message. Specific rows come first.
 """
 
 import re
@@ -19,9 +19,9 @@ _OF_RUN: Final = re.compile(r"\bmuster (list|status|logs|why|stop|resume|checkpo
 
 @dataclass(frozen=True)
 class Advice:
-    """One row: its conditions, and the advice. A condition that is None always matches.
+    """One row of the table: its conditions and its advice. A condition that is None always matches.
 
-    In `text`, `{1}` stands for the first group of `said`, `{rank}` for the failing rank. Commands are written as typed.
+    In `text`, `{1}` stands for the first group of `said`, `{rank}` for the failing rank. `for_run` completes commands.
     """
 
     text: str
@@ -32,7 +32,7 @@ class Advice:
 
 
 TABLE: Final[tuple[Advice, ...]] = (
-    # Somebody asked for the end.
+    # Runs that did not fail, or were stopped on request.
     Advice("nothing failed; muster list shows other runs", class_name="done"),
     Advice(
         "it was stopped on purpose; muster resume continues from its last checkpoint, muster run starts anew",
@@ -49,15 +49,15 @@ TABLE: Final[tuple[Advice, ...]] = (
         "job that Slurm queues again starts by itself",
         class_name="requeue-unsaved",
     ),
-    # Muster itself refused something; the message says where.
+    # Muster itself refused something, and its message says where.
     Advice("correct the command line; muster COMMAND --help shows its options", class_name="usage"),
     Advice("correct the job file where the message points; muster schema shows every key", class_name="bad-job"),
     Advice(
         "run muster data cifar10 on every node, then start again", said=r"(?i)muster data|cifar10.*(?:missing|not )"
     ),
     Advice(
-        "muster checkpoint list shows the checkpoints, muster checkpoint verify what is wrong with them; if one is "
-        "good, continue from it with muster resume --from STEP, else start anew with muster run",
+        "muster checkpoint list shows the checkpoints, muster checkpoint verify shows their faults; if one is good, "
+        "continue from it with muster resume --from STEP, else start anew with muster run",
         class_name="no-checkpoint",
     ),
     Advice(
@@ -65,7 +65,7 @@ TABLE: Final[tuple[Advice, ...]] = (
         class_name="run-folder",
     ),
     Advice(
-        "make it yours and not writable by others (chown, chmod go-w), or choose another folder with --runs DIR",
+        "make yourself its only writer (chown, chmod go-w), or choose another folder with --runs DIR",
         class_name="untrusted",
     ),
     Advice("check the name, or choose another run: muster list shows them", class_name="not-found"),
@@ -81,7 +81,7 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"(?i)no space left on device|disk quota exceeded|disk is full",
     ),
     Advice(
-        "the GPU is too small for this: lower train.batch_size (of a bench job: bench.sizes), raise "
+        "the GPU is too small for this: lower train.batch_size (in a bench job: bench.sizes), raise "
         "train.grad_accumulation, or use more ranks; nvidia-smi shows who else is on it",
         said=r"(?i)cuda out of memory|CUDA error: out of memory|torch\.(?:cuda\.)?OutOfMemoryError",
     ),
@@ -91,7 +91,7 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"ran out of memory.*; raise slurm\.mem",
     ),
     Advice(
-        "the node is too small for this: lower train.batch_size (of a bench job: bench.sizes), or put fewer ranks on a "
+        "the node is too small for this: lower train.batch_size (in a bench job: bench.sizes), or put fewer ranks on a "
         "node",
         said=r"MemoryError|can't allocate memory|Cannot allocate memory|DefaultCPUAllocator",
     ),
@@ -118,11 +118,11 @@ TABLE: Final[tuple[Advice, ...]] = (
         "the program cannot be run there: chmod +x it, name its interpreter first, or shorten its arguments", code=126
     ),
     Advice(
-        "install {1} for the interpreter that runs the ranks, on every node, or start it from the folder that holds it",
+        "install {1} on every node for the interpreter of the ranks, or start the job in the folder that contains it",
         said=r"(?:ModuleNotFoundError|ImportError): No module named '?([\w.]+)'?",
     ),
     Advice(
-        "the GPU driver and this build of PyTorch do not fit: compare nvidia-smi with "
+        "the GPU driver and this build of PyTorch are incompatible: compare nvidia-smi with "
         'python -c "import torch; print(torch.version.cuda)", or set train.device: cpu',
         said=r"(?i)NVIDIA driver on your system is too old|no kernel image is available|CUDA driver version is insuff",
     ),
@@ -140,9 +140,9 @@ TABLE: Final[tuple[Advice, ...]] = (
         "make the file readable on every node: the path must be the same there", said=r"FileNotFoundError|No such file"
     ),
     Advice("give the user that runs the ranks access to it, on every node", said=r"PermissionError|Permission denied"),
-    # Restarts did not help.
+    # Muster stopped restarting the run.
     Advice(
-        "the program fails there every time, on any machine: correct it first (muster logs --rank {rank})",
+        "the program fails at this step every time, on any machine: fix it first (muster logs --rank {rank})",
         class_name="do-not-restart",
         said="the same failure at the same step",
     ),
@@ -200,19 +200,19 @@ TABLE: Final[tuple[Advice, ...]] = (
     Advice("find the cause first with muster logs --rank {rank}: a restart cannot help", class_name="do-not-restart"),
     Advice(
         "its supervisor was killed, or its host is down (dmesg there says whether the kernel killed it for memory); "
-        "muster stop RUN would only end what is left",
+        "muster stop RUN only ends leftover processes",
         class_name="lost",
     ),
     Advice(
         "its supervisor was killed, or its host is down (dmesg there says whether the kernel killed it for memory); "
-        "nothing was saved: muster stop RUN ends what is left of it, muster run starts anew",
+        "nothing was saved: muster stop RUN ends leftover processes, muster run starts anew",
         class_name="lost-unsaved",
     ),
-    # How a process ended, if none of its messages is known.
+    # No message matched: judge by how the process ended.
     Advice(
         "it was killed, maybe by the kernel because memory ran out (dmesg -T | grep -i 'killed process' on that node): "
-        "lower train.batch_size (of a bench job: bench.sizes) or ranks_per_node, or raise slurm.mem in a Slurm job; "
-        "else ask who ran kill",
+        "lower train.batch_size (in a bench job: bench.sizes) or ranks_per_node, or raise slurm.mem in a Slurm job; "
+        "otherwise find out who ran kill",
         signal="SIGKILL",
     ),
     Advice(
@@ -234,7 +234,7 @@ TABLE: Final[tuple[Advice, ...]] = (
 def next_step(class_name: str, failure: Mapping[str, Any] | None, message: str = "") -> str:
     """Return one line of advice for a verdict's class and its first failure (a row of attempts.jsonl).
 
-    `message`: the verdict's own. Never fails: without a failure, or with missing fields, a general row matches.
+    `message`: the verdict's message. If there is no failure, or fields are missing, a general row matches.
     """
     failure = failure or {}
     rank, code, signal = failure.get("rank"), failure.get("code"), failure.get("signal") or _as_signal(failure)
@@ -247,20 +247,20 @@ def next_step(class_name: str, failure: Mapping[str, Any] | None, message: str =
             and row.signal in (None, signal)
             and row.code in (None, code)
         ):
-            # If a whole node failed, or nobody, the output of all ranks is of interest.
+            # If no single rank failed, show the output of all ranks.
             text = row.text.replace(" --rank {rank}", "" if rank is None else f" --rank {rank}")
-            # Without spaces, `2-3,7` can be pasted after an option.
+            # Without spaces, `2-3,7` can be pasted as an option's value.
             return text.replace("{1}", found[1].replace(" ", "")) if found and found.re.groups else text
     raise AssertionError("the last row of the table fits everything")
 
 
 def for_run(text: str, run: RunDir) -> str:
-    """Complete the commands of an advice: `muster logs` becomes `muster logs RUN --runs DIR`."""
+    """Complete the commands in an advice: `muster logs` becomes `muster logs RUN --runs DIR`."""
     return _OF_RUN.sub(lambda found: run.command(found[1], named=found[1] != "list"), text)
 
 
 def _as_signal(failure: Mapping[str, Any]) -> str | None:
-    """Return the signal in a shell's exit code 128+n, which `sh -c` returns, or None."""
+    """Return the signal n if the exit code is 128+n, as a shell reports it, else None."""
     code = failure.get("code")
     if isinstance(code, int) and code - exits.SIGNAL_BASE in signals.valid_signals():
         return signal_name(code - exits.SIGNAL_BASE)

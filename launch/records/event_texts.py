@@ -1,4 +1,4 @@
-"""The text of each event, as the supervisor's console prints it and as commands that follow a run repeat it."""
+"""The text of each event, printed by the supervisor's console and by commands that follow a run."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final

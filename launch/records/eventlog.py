@@ -1,4 +1,4 @@
-"""The supervisor's two logs in the run folder: events as they happen, and one row per attempt with its verdict."""
+"""The supervisor's two logs in the run folder: one of events as they happen, one of attempts and their verdicts."""
 
 import os
 import socket
@@ -22,8 +22,8 @@ RESERVE_BYTES: Final = 1 << 16
 class EventLog:
     """The only writer of a run's events.jsonl and attempts.jsonl.
 
-    `say`: reports a full disk; rows are then kept in memory until there is room again. Without `say` a full disk is an
-    error. The verdict is written in any case: a small file reserves the space for it.
+    `say` prints a message when the disk is full; rows then stay in memory until there is space again. Without `say`, a
+    full disk is an error. The verdict can always be written, because a small file reserves its space.
     """
 
     def __init__(self, run: RunDir, say: Callable[[str], None] | None = None) -> None:
@@ -40,16 +40,16 @@ class EventLog:
             RunFolderError, StorageError: if it cannot be written.
         """
         self._events.append([{"time": time.time(), "event": event, **fields}])
-        self._events.patient = self._may_be_full  # the very first row must be written, because nothing has started yet
+        self._events.patient = self._may_be_full  # the first row must be written, before anything starts
 
     def tell(self, event: str, /, **fields: Any) -> None:
-        """Append one event, and print the text that commands following the run show for it. Errors as for `event`."""
+        """Append one event, and print its text (`event_texts`). Errors as for `event`."""
         self.event(event, **fields)
         for line in lines_of({"event": event, **fields}):
             self._say(line)
 
     def submitted(self, context: Context, transport: str) -> None:
-        """Record the job and placement that were asked for, and the process that supervises them."""
+        """Record the requested job and placement, and the supervising process."""
         if self._may_be_full:
             reserve(self.run.reserve, RESERVE_BYTES)
         self.event(
@@ -69,7 +69,7 @@ class EventLog:
     def attempt_ended(
         self, attempt: int, verdict: Verdict, began: float, *, over: float | None = None, **more: Any
     ) -> None:
-        """Write the row of an ended attempt, and the event that it has ended."""
+        """Write the row and the event of an ended attempt."""
         advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
         ended = time.time() if over is None else over
         row = {"attempt": attempt, "started": began, "ended": ended, **verdict.record(), **more, "next_step": advice}

@@ -1,8 +1,8 @@
-"""A run's sign of life, `lease.json`, for readers that see the run folder but not the supervisor's host.
+"""The lease of a run, `lease.json`: a heartbeat for readers that see the run folder but not the supervisor's host.
 
-A process cannot be seen from another machine, and a missing last row may mean that the run is still in progress. So the
-supervisor renews a small file every two seconds. If the file has not been renewed for half a minute, the supervisor is
-considered gone. Times are by the writer's clock; half a minute allows for a reader's clock that is a few seconds off.
+Such a reader cannot see the supervisor's process, and a run without a last row may still be in progress. So the
+supervisor renews a small file every RENEW_S, with the time of its own clock. If the time is at most STALE_S ago, the
+supervisor is alive; if it is more than DEAD_S ago, the supervisor is gone. In between, the clocks may differ.
 """
 
 import json
@@ -19,11 +19,11 @@ from muster.jobs.runfolder.rundir import RunDir
 RENEW_S: Final = 2.0
 LEASE_BYTES: Final = 256
 STALE_S: Final = 30.0
-DEAD_S: Final = 120.0  # more than a minute: runs refuse nodes whose clocks are off by that much
+DEAD_S: Final = 120.0  # clocks differ by at most a minute, because runs refuse other nodes
 
 
 class Lease:
-    """The supervisor's side. Its file stays open, so that a process without free descriptors can still renew it."""
+    """The supervisor's side of the lease. Its file stays open, so that it can be renewed without a free descriptor."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -31,7 +31,7 @@ class Lease:
         self._descriptor = -1
 
     def renew(self) -> None:
-        """Write the lease if RENEW_S have passed. A temporarily full disk is ignored.
+        """Write the lease if RENEW_S seconds have passed. A temporarily full disk is ignored.
 
         Raises:
             RunFolderError: if it cannot be written.
@@ -54,7 +54,7 @@ class Lease:
                 raise failed from error
 
     def give_up(self) -> None:
-        """Remove the lease after the run's last row."""
+        """Remove the lease, after the run's last row has been written."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

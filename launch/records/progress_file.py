@@ -1,12 +1,12 @@
-"""The progress of every rank, `progress.json`: rewritten by the supervisor for readers that see only the run folder.
+"""The file `progress.json`: every rank's progress, for readers that see only the run folder.
 
     {"time": 1763887000.1, "attempt": 1, "nodes": [{"node": 0, "host": "n0", "heard_s": 0.4,
      "ranks": [[3, "run", 41, 0.7, ""], ...]}, ...]}
 
-A rank's row: rank, phase, steps, seconds of silence (null: it never reports), process state and, if it has a GPU, the
-utilization of the GPU in percent and the bytes of GPU memory in use.
+A rank's row contains rank, phase, steps, seconds of silence (null: it never reports), process state and, if it has a
+GPU, the GPU's utilization in percent and its memory in use in bytes.
 
-The file is written at most once a second, and rarely enough that writing takes at most 2 % of the supervisor's time.
+The supervisor writes it at most once a second, and spends at most 2 % of its time on it.
 """
 
 import json
@@ -25,13 +25,13 @@ from muster.launch.wire.records import Progress
 EVERY_S: Final = 1.0
 SHARE: Final = 0.02
 LONGEST_HOST: Final = 256
-SUSPENDED: Final = ("T", "t")  # states of proc(5): stopped by a signal, or by a debugger
+SUSPENDED: Final = ("T", "t")  # process states in proc(5): stopped by a signal, or by a debugger
 
 _rank, _attempt = below(MOST_RANKS), below(MOST_ATTEMPTS)
 
 
-class Seen(Protocol):
-    """A node as the supervisor knows it (`launch/supervision/crew.py`); times are monotonic seconds."""
+class NodeSeen(Protocol):
+    """A node as the supervisor knows it (`launch/supervision/run_nodes.py`); times are monotonic seconds."""
 
     heard: float
     progress: Progress | None
@@ -43,13 +43,13 @@ class Seen(Protocol):
 
 
 class ProgressFile:
-    """The supervisor's side, which writes the file."""
+    """The writer of the file, used by the supervisor."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self._due = 0.0
 
-    def write(self, attempt: int, nodes: Sequence[Seen]) -> None:
+    def write(self, attempt: int, nodes: Sequence[NodeSeen]) -> None:
         """Write the file, unless the last write is too recent. A temporarily full disk is ignored.
 
         Raises:
@@ -73,12 +73,12 @@ class ProgressFile:
         self.run.progress.unlink(missing_ok=True)
 
 
-def _node(place: int, node: Seen, now: float) -> dict[str, Any]:
+def _node(place: int, node: NodeSeen, now: float) -> dict[str, Any]:
     rows: list[list[Any]] = []
     if (told := node.progress) is not None:
         since_s, wrote_s = now - node.progress_at, told["output_age_s"]
         for rank, each in told["ranks"].items():
-            # of programs without a session, only the time of their last output is known
+            # for a program without a session, only the time of its last output is known
             age_s = each["beats_age_s"] if told["sessions"] else wrote_s
             silent_s = None if age_s is None else round(age_s + since_s, 1)
             phase = each["phase"] if told["sessions"] else "run"
@@ -88,8 +88,8 @@ def _node(place: int, node: Seen, now: float) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RankProgress:
-    """The progress of a rank, and the time for which it has made none."""
+class ReportedProgress:
+    """The progress of a rank, and the seconds since it last made any."""
 
     phase: str
     steps: int
@@ -101,23 +101,23 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The content of the file, for one attempt. `heard_s`: how long each node's agent had been silent by then."""
+    """The file's content, for one attempt. `heard_s`: seconds since each node's agent was last heard, when written."""
 
     attempt: int
     heard_s: Mapping[int, float]
-    ranks: Mapping[int, RankProgress]
+    ranks: Mapping[int, ReportedProgress]
 
 
 def read_progress(run: RunDir) -> RunProgress | None:
-    """Read the file; return None if there is none. Ranks' silence is counted up to now. Malformed rows are dropped."""
+    """Read the file, or return None if there is none. Silence is counted up to now. Malformed rows are dropped."""
     record = read_json(run.progress)
     written, attempt = moment(record.get("time")), _attempt(record.get("attempt"))
     nodes = record.get("nodes")
     if written is None or attempt is None or not isinstance(nodes, list):
         return None
-    since_s = max(0.0, time.time() - written)  # by this host's clock; clocks of a run differ by seconds at most
+    since_s = max(0.0, time.time() - written)  # this host's clock may differ from the writer's by seconds
     heard: dict[int, float] = {}
-    ranks: dict[int, RankProgress] = {}
+    ranks: dict[int, ReportedProgress] = {}
     for node in nodes:
         if not isinstance(node, dict):
             continue
@@ -131,5 +131,5 @@ def read_progress(run: RunDir) -> RunProgress | None:
             gpu = (number(row[5], 100, 0), number(row[6], least=0)) if len(row) == 7 else (None, None)
             if rank is not None and phase is not None and steps is not None:
                 silent_s = None if silent_s is None else silent_s + since_s
-                ranks[rank] = RankProgress(phase, steps, silent_s, state in SUSPENDED, *gpu)
+                ranks[rank] = ReportedProgress(phase, steps, silent_s, state in SUSPENDED, *gpu)
     return RunProgress(attempt, heard, ranks)

@@ -12,7 +12,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fields import MOST_RANKS, below, typed_line, typed_lines
 from muster.launch.common.fields import number as number  # re-exported for readers of rows
 from muster.launch.common.fields import real as real
-from muster.launch.records.verdict import Ending
+from muster.launch.records.verdict import RankEnd
 
 TAIL_BYTES: Final = 1 << 17  # about 300 steps
 WARM_UP_STEPS: Final = 5
@@ -24,11 +24,11 @@ TOLD: Final = frozenset(
 
 @dataclass
 class Rows:
-    """The relevant rows of events.jsonl: the newest of each kind, per rank and node of the newest attempt.
+    """The newest rows of events.jsonl of each kind, per rank and node of the newest attempt.
 
-    `told`: the newest report of each event from ranks and supervisor in the newest attempt. `hosts`: of the newest
-    attempt; `all_hosts`: of every attempt of the newest supervisor. `asked`: the newest request to stop the run. Memory
-    use is small for a file of any size.
+    `told`: the newest attempt's newest row of each event that ranks or the supervisor report. `hosts`: the newest
+    attempt's hosts. `all_hosts`: the hosts of every attempt of the newest supervisor. `asked`: the newest request to
+    stop the run. Memory use is small for a file of any size.
     """
 
     submitted: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Rows:
         return list(self.by_rank.values())
 
     def take(self, row: dict[str, Any]) -> None:
-        """Process the next row. An `ended` row is the last of a run; the end of an attempt is not."""
+        """Process the next row. Only an `ended` row ends the run; other rows end an attempt."""
         self.last_time = row.get("time") or self.last_time
         match row.get("event"):
             case "submitted":
@@ -86,7 +86,7 @@ class Rows:
                 self.told[name] = row
 
     def begin_attempt(self, row: dict[str, Any]) -> None:
-        """Forget the rows of an earlier attempt, but keep events of this one from before its ranks were started."""
+        """Drop the rows of an earlier attempt, but keep this attempt's events from before its ranks were started."""
         self.attempt, self.attempts = row, self.attempts + 1
         self.by_node, self.joined, self.by_rank, self.stopping = {}, False, {}, False
         self.told = {name: said for name, said in self.told.items() if said.get("attempt") == row.get("attempt")}
@@ -96,7 +96,7 @@ class Rows:
             self.all_hosts.update(dict.fromkeys(self.hosts))
 
     def begin_supervisor(self, row: dict[str, Any]) -> None:
-        """Forget the rows of an earlier supervisor; the new one has not started anything yet."""
+        """Drop the rows of an earlier supervisor; the new one has not started anything yet."""
         self.begin_attempt({})
         self.submitted, self.attempts, self.all_hosts, self.asked = row, self.attempts - 1, {}, ""
 
@@ -119,18 +119,18 @@ def had_session(run: RunDir) -> bool:
     return any(row.get("event") == "session" for row in typed_lines(run.events))
 
 
-def read_ending(row: Mapping[str, Any] | None) -> Ending | None:
-    """Read the failure in a typed row; one of a direct run may lack fields, one of a later version may have more."""
+def read_ending(row: Mapping[str, Any] | None) -> RankEnd | None:
+    """Read the failure in a typed row. Rows of direct runs may lack fields; rows of later versions may have more."""
     if not row:
         return None
-    names = {each.name for each in fields(Ending)}
+    names = {each.name for each in fields(RankEnd)}
     given = {key: value for key, value in row.items() if key in names}
     defaults = {"rank": None, "node": 0, "host": "?", "code": None, "signal": None, "ended": row.get("time", 0.0)}
-    return Ending(**{**defaults, "cause": "done" if row.get("code") == 0 else "own", **given})
+    return RankEnd(**{**defaults, "cause": "done" if row.get("code") == 0 else "own", **given})
 
 
 def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the newest step row and the newest evaluation row, {} if there is none; reads only the end of the file."""
+    """Return the newest step row and evaluation row, {} for a missing one. Only the end of the file is read."""
     step: dict[str, Any] = {}
     evaluation: dict[str, Any] = {}
     for row in last_rows(run.metrics):
@@ -143,7 +143,7 @@ def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @dataclass(frozen=True)
 class StepRate:
-    """The median rate of an attempt's steps and its quartiles: half of the `steps` lie between `low` and `high`."""
+    """The median rate of an attempt's steps, and its quartiles: half of the steps are between `low` and `high`."""
 
     median: float
     low: float
@@ -162,7 +162,7 @@ def _figure(value: float) -> str:
 def step_rate(run: RunDir) -> StepRate | None:
     """Summarise the steps of the newest attempt that has any, without its warm-up; return None before the first step.
 
-    Evaluations, saves and the start are not part of a step. Of a long attempt only the newest steps are used.
+    Evaluations, saves and the start are not part of a step. For a long attempt, only the newest steps are used.
     """
     steps = (row for row in last_rows(run.metrics) if not row.get("evaluation"))
     newest = next(steps, {})
@@ -176,13 +176,13 @@ def step_rate(run: RunDir) -> StepRate | None:
 
 
 def first_and_last_step(run: RunDir, attempt: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the first and the newest row that rank 0 wrote of its own steps in an attempt; {} if there is none."""
+    """Return the first and the newest step row of rank 0 in an attempt; {} for a missing one."""
     path = run.attempt(attempt).metrics(0)
     return next(typed_lines(path), {}), next(last_rows(path), {})
 
 
 def node_of_rank(run: RunDir, attempt: int) -> dict[int, int]:
-    """Return the node of each rank of an attempt, from node files or else `started` rows, as far as they say."""
+    """Return the known nodes of an attempt's ranks, from its node files or else from `started` rows."""
     nodes: dict[int, int] = {}
     for row in typed_lines(run.events):
         if row.get("event") == "started" and row.get("attempt", 0) == attempt and "node" in row:
@@ -199,7 +199,7 @@ def node_of_rank(run: RunDir, attempt: int) -> dict[int, int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; return {} if the file is missing, incomplete or something else."""
+    """Read a JSON object; return {} if the file is missing, incomplete or not an object."""
     try:
         value = reading.read_json(path)
     except (OSError, ValueError):

@@ -1,14 +1,14 @@
-"""The state of a run, read from its folder as one frozen record. Nothing is written; the newest attempt counts.
+"""The state of a run, read from its folder as one frozen record of the newest attempt. Nothing is written.
 
     events.jsonl   submitted … attempt … joined … stopping … attempt_ended … restarting … attempt … joined … ended
     state          starting ───────────→ running → stopping ───────────────→ restarting ──→ starting → running   done |
                                                                                                      stopped | failed
 
-A run without an `ended` row is `lost` if its supervisor is gone: on this host, no process has the pid and the start
-time of the `submitted` row. If the supervisor is on another host, its lease decides, renewed every two seconds.
-With a fresh lease the run is alive; with one that is two minutes old it is lost. In between a clock may be off, so the
-state is marked as unsure ("lost?"), like that of a run without a lease ("running?"). For a run in Slurm's queue, Slurm
-is asked (`launch/records/slurm_job.py`).
+A run without an `ended` row is `lost` if its supervisor is gone. On this host, the supervisor is gone if no process has
+the pid and the start time of the `submitted` row. On another host, the lease decides, which the supervisor renews every
+two seconds. A run with a fresh lease is alive; a run whose lease is older than two minutes is lost. In between, the
+clocks may differ, so the state is marked as uncertain ("lost?"), as it is without a lease ("running?"). For a run in
+Slurm's queue, Slurm is asked (`launch/records/slurm_job.py`).
 """
 
 import socket
@@ -21,11 +21,11 @@ from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
 from muster.launch.records import lease
-from muster.launch.records.activity import Saved, doing, left_out, newest_saved
+from muster.launch.records.activity import NewestCheckpoint, doing, left_out, newest_saved
 from muster.launch.records.runrows import Rows, StepRate, last_metrics, read_rows, step_rate
 
 if TYPE_CHECKING:
-    from muster.launch.records.slurm_job import Seen
+    from muster.launch.records.slurm_job import SlurmFacts
 
 State = Literal["starting", "running", "restarting", "stopping", "done", "failed", "stopped", "lost"]
 RankPhase = Literal["waiting", "running", "done", "failed", "victim", "stopped", "unknown"]
@@ -38,6 +38,7 @@ PHASE_OF_CAUSE: Final[dict[str, RankPhase]] = {
     "own": "failed",
     "peer": "victim",
     "stopped": "stopped",
+    "tolerated": "failed",
 }
 
 
@@ -56,7 +57,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at one moment. Unknown values are None. Times are Unix seconds; `rate` is in `unit`."""
+    """The state of a run at one moment. Unknown values are None. Times are Unix seconds; `rate` is in `unit`."""
 
     run_id: str
     path: str
@@ -77,9 +78,9 @@ class RunState:
     attempt: int | None
     restarts: int
     doing: str | None
-    checkpoint: Saved | None
+    checkpoint: NewestCheckpoint | None
     left_out: tuple[str, ...]
-    heard_s: float | None  # seconds since the last sign of life of a supervisor on another host
+    heard_s: float | None  # seconds since a supervisor on another host last renewed its lease
     code: int | None
     class_name: str | None
     message: str | None
@@ -91,7 +92,7 @@ class RunState:
     unit: str | None
     ranks: tuple[RankState, ...]
     warnings: tuple[str, ...]
-    continue_with: str  # the command that continues a session not started by Muster; "" if muster resume does
+    continue_with: str  # the command that continues a run that Muster did not start; "" if muster resume does
 
     @property
     def label(self) -> str:
@@ -100,11 +101,11 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        """True when nothing more will be written. A run that is only possibly lost may come back."""
+        """True if the run will write nothing more. A run marked `lost?` may still be alive."""
         return self.state in OVER and (self.sure or self.state != "lost")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record for --json. `class_name` becomes `class`, as in the rows; `rate` becomes the median."""
+        """Return the record for --json. `class_name` is renamed to `class`, as in the rows; `rate` is the median."""
         record = asdict(self)
         rate = record["rate"] or dict.fromkeys(("median", "low", "high", "steps"))
         record |= {"rate": rate.pop("median"), **{f"rate_{name}": value for name, value in rate.items()}}
@@ -126,14 +127,14 @@ class RunState:
 
 
 def read_state(run: RunDir, read: Callable[[RunDir], Rows] = read_rows) -> RunState:
-    """Read a run folder. For a folder that is half written, or from a direct start, more values are None."""
+    """Read a run folder. Values missing in an incomplete folder, or in that of a direct run, are None."""
     rows = read(run)
     seen = _ask_slurm(run, rows)
     alive = _supervisor_lives(run, rows.submitted) if seen is None else seen.alive
     if alive is False and rows.ended is None:
-        # The supervisor may have written its last row and ended between our two reads.
+        # The supervisor may have ended, with a last row, between our two reads.
         rows = read(run)
-    # if it is queued again, its last row belongs to an earlier try
+    # if the job is queued again, its last row belongs to an earlier try
     if seen is not None and (seen.waits or rows.ended is None):
         rows.ended = seen.ended
     step_row, _ = last_metrics(run)
@@ -202,26 +203,27 @@ def _state(rows: Rows, alive: bool | None, *, stop_asked: bool, has_steps: bool)
         return "restarting"
     if rows.stopping or stop_asked or "draining" in rows.told:
         return "stopping"
-    # A command need not report when its ranks have joined; it counts as running once they are started.
+    # A command need not report that its ranks have joined, so it counts as running once they have started.
     told = {rank for row in rows.started for rank, _ in row.get("ranks", ())}
     all_started = rows.submitted.get("kind") == "command" and len(told) >= (rows.attempt.get("world_size") or 1)
     return "running" if rows.joined or all_started or has_steps else "starting"
 
 
-def _ask_slurm(run: RunDir, rows: Rows) -> "Seen | None":
+def _ask_slurm(run: RunDir, rows: Rows) -> "SlurmFacts | None":
     final = rows.ended is not None and rows.ended.get("code") not in (exits.STOPPED, exits.REQUEUE)
     if final or not run.slurm.exists():
         return None
-    # imported here, so that runs of other transports need not wait for it
+    # imported here, because only Slurm runs need it
     from muster.launch.records.slurm_job import see
 
     return see(run, rows)
 
 
 def _supervisor_lives(run: RunDir, submitted: dict[str, Any]) -> bool | None:
-    """Return whether the process that writes the events is alive; None if that cannot be known from this host.
+    """Return whether the supervisor is alive; None if that cannot be known from this host.
 
-    On another host, the lease decides: alive if fresh, gone if too old for any clock error.
+    For a supervisor on another host, the lease decides: alive if it is fresh, gone if it is older than a difference of
+    clocks can explain.
     """
     pid, ticks = submitted.get("pid"), submitted.get("pid_start")
     if pid is None or not is_here(submitted.get("host")):

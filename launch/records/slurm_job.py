@@ -1,4 +1,4 @@
-"""The Slurm job of a run: its id in `slurm.json`, and its state in Slurm where the run folder does not tell enough.
+"""The Slurm job of a run: its id in `slurm.json`, and its state in Slurm when the run folder is inconclusive.
 
 The run folder is read first. While the supervisor renews the lease, Slurm is not asked. Before the supervisor has
 started and after it is gone, squeue is asked, then scontrol, then sacct.
@@ -29,11 +29,11 @@ from muster.launch.records import lease
 from muster.launch.records.runrows import Rows, number, read_json, read_rows
 from muster.slurm.client import Client
 from muster.slurm.script import OUTPUT
-from muster.slurm.states import JobState, Outcome, is_orphan, outcome, waiting
+from muster.slurm.states import JobOutcome, JobState, is_orphan, outcome, waiting
 
-# Where the clients of a cluster find it. Kept because `muster status` may be called from a shell without them.
+# Variables with which Slurm's commands find the cluster. `muster status` may be called from a shell without them.
 KEPT: Final = ("SLURM_CONF", "SLURM_CLUSTERS")
-# Codes of runs ended by a failed node, a preemption, the time limit or an operator. Slurm may start them again.
+# Exit codes of runs ended by a failed node, a preemption, the time limit or an operator. Slurm may requeue them.
 FROM_OUTSIDE: Final = (exits.STOPPED, exits.REQUEUE, exits.INFRASTRUCTURE, exits.UNREACHABLE)
 LAST_LINES: Final = 20
 ASK_S: Final = 5.0
@@ -41,7 +41,7 @@ ASK_S: Final = 5.0
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The content of `slurm.json`. `name`: the job's; `host` and `pid`: of the process that submitted it."""
+    """The content of `slurm.json`. `name` is the job's; `host` and `pid` are those of the submitting process."""
 
     job_id: str
     name: str
@@ -82,12 +82,12 @@ class SlurmJob:
     def client(self) -> Client:
         """Return the client commands for the job's cluster."""
         conf = self.environment.get("SLURM_CONF")
-        # The file may be on another machine; os.path is used because pathlib raises for names that are too long.
+        # The file may be on another machine. Unlike os.path, pathlib raises for names that are too long.
         known = {} if conf and not os.path.exists(conf) else self.environment  # noqa: PTH110
         return Client({**os.environ, **known}, self.cluster)
 
     def ask(self) -> JobState | None:
-        """Ask Slurm; return None if it does not know this job (any more), or has another job with that id.
+        """Ask Slurm for the job's state; return None if Slurm has forgotten the job, or reused its id.
 
         Raises:
             RefusedError, UnreachableError: if Slurm cannot be asked from here.
@@ -95,17 +95,17 @@ class SlurmJob:
         return self.own(self.client().query([self.job_id]))
 
     def own(self, states: Mapping[str, JobState]) -> JobState | None:
-        """Return this job's state from Slurm's answer about several jobs."""
+        """Find this job's state in Slurm's answer about several jobs."""
         state = states.get(self.job_id)
         return state if state is None or state.name in ("", self.name) else None
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What Slurm adds to the rows of a run.
+class SlurmFacts:
+    """Facts from Slurm that complete the rows of a run.
 
-    `alive`: whether somebody will still write rows, None if that cannot be known. `waits`: the job is in the queue.
-    `ended`: the last row to assume, if the job is over and wrote none.
+    `alive`: whether more rows may be written; None if unknown. `waits`: whether the job is in the queue. `ended`: the
+    last row to assume if the job is over and wrote none.
     """
 
     alive: bool | None
@@ -115,7 +115,7 @@ class Seen:
 
 
 def kept_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the client commands of a run will need later."""
+    """Return the variables that later calls of Slurm's commands for this run will need."""
     found = {name: environ.get(name) for name in KEPT}
     return {name: value for name, value in found.items() if isinstance(value, str) and "\0" not in value}
 
@@ -125,7 +125,7 @@ def this_process() -> dict[str, Any]:
     return {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
 
 
-def see(run: RunDir, rows: Rows) -> Seen | None:
+def see(run: RunDir, rows: Rows) -> SlurmFacts | None:
     """Ask Slurm about a run without a last row; return None if its rows and lease suffice, or it was not queued.
 
     Raises:
@@ -137,23 +137,23 @@ def see(run: RunDir, rows: Rows) -> Seen | None:
     if job is None:
         return None
     if _has_lease(run):
-        return Seen(alive=True)
+        return SlurmFacts(alive=True)
     try:
         state = _lately(run, job)
     except MusterError as error:
-        return Seen(alive=None, message=str(error))
+        return SlurmFacts(alive=None, message=str(error))
     return judge(job, state, begun=has_begun(job, rows), said=last_words(run, job), attempt=rows.attempt.get("attempt"))
 
 
-def _queued_again(run: RunDir, rows: Rows) -> Seen | None:
-    """Return a Seen if a run whose last try was ended from outside waits in the queue again, else None."""
+def _queued_again(run: RunDir, rows: Rows) -> SlurmFacts | None:
+    """Return the facts if a run whose last try was ended from outside waits in the queue again, else None."""
     code = number((rows.ended or {}).get("code"))
     job = SlurmJob.read(run) if code in FROM_OUTSIDE and not run.stop.exists() else None
     if job is None:
         return None
     try:
         state = _lately(run, job)
-    except MusterError:  # its last row has to suffice
+    except MusterError:  # Slurm cannot be asked, so the last row counts
         return None
     if state is None or state.state != "PENDING":
         return None
@@ -161,7 +161,7 @@ def _queued_again(run: RunDir, rows: Rows) -> Seen | None:
 
 
 def ask_together(runs: Iterable[RunDir]) -> None:
-    """Ask about all waiting runs with one call of squeue per cluster, and keep the answers for `see`.
+    """Ask about all waiting runs with one call of squeue per cluster, and remember the answers for `see`.
 
     Runs that cannot be asked about are skipped; `see` will report the reason.
 
@@ -179,12 +179,12 @@ def ask_together(runs: Iterable[RunDir]) -> None:
             _ANSWERS.update({run.path: (time.monotonic(), job.own(states)) for run, job in group})
 
 
-# By run folder, with the time. squeue's manual asks programs not to call it in loops, as `muster watch` would.
+# Answers by run folder, with their times. squeue's manual asks not to call it in loops, as `muster watch` would.
 _ANSWERS: dict[Path, tuple[float, JobState | None]] = {}
 
 
 def forget(run: RunDir) -> None:
-    """Drop the kept answer, because the job has been changed since."""
+    """Drop the remembered answer about a run, because its job has changed since."""
     _ANSWERS.pop(run.path, None)
 
 
@@ -209,25 +209,25 @@ def has_begun(job: SlurmJob, rows: Rows) -> bool:
     return bool(rows.submitted) and who != (job.host, job.pid)
 
 
-def judge(job: SlurmJob, state: JobState | None, *, begun: bool, said: str, attempt: int | None) -> Seen:
+def judge(job: SlurmJob, state: JobState | None, *, begun: bool, said: str, attempt: int | None) -> SlurmFacts:
     """Interpret Slurm's answer about a run whose supervisor cannot be seen. Pure."""
     if state is None:
-        return Seen(alive=False, message=f"Slurm does not know job {job.job_id} (any more)")
+        return SlurmFacts(alive=False, message=f"Slurm does not know job {job.job_id} (any more)")
     if state.phase == "pending":
         again = "queued again: " if begun else ""
-        return Seen(alive=True, waits=True, message=f"Slurm job {job.job_id}: {again}{waiting(state)}")
-    if is_orphan(state):  # not over: its remaining processes hold the nodes until somebody cancels the job
-        return Seen(alive=False, message=outcome(state).message)
+        return SlurmFacts(alive=True, waits=True, message=f"Slurm job {job.job_id}: {again}{waiting(state)}")
+    if is_orphan(state):  # not over: its remaining processes occupy the nodes until the job is cancelled
+        return SlurmFacts(alive=False, message=outcome(state).message)
     if state.phase == "over":
         result = outcome(state, said)
-        return Seen(alive=False, message=result.message, ended=last_row(result, state.end_time, attempt))
+        return SlurmFacts(alive=False, message=result.message, ended=last_row(result, state.end_time, attempt))
     where = f"Slurm job {job.job_id} runs on {state.nodes}"
     if begun:
-        return Seen(alive=None, message=f"{where}, but its supervisor has not been heard for {lease.STALE_S:g} s")
-    return Seen(alive=True, message=f"{where}; its supervisor is starting")
+        return SlurmFacts(alive=None, message=f"{where}, but its supervisor has been silent for {lease.STALE_S:g} s")
+    return SlurmFacts(alive=True, message=f"{where}; its supervisor is starting")
 
 
-def last_row(result: Outcome, time_s: float | None, attempt: int | None) -> dict[str, Any]:
+def last_row(result: JobOutcome, time_s: float | None, attempt: int | None) -> dict[str, Any]:
     """Return the `ended` row that the supervisor should have written."""
     return {
         "time": time.time() if time_s is None else time_s,
@@ -240,7 +240,7 @@ def last_row(result: Outcome, time_s: float | None, attempt: int | None) -> dict
 
 
 def last_words(run: RunDir, job: SlurmJob) -> str:
-    """Return the end of the batch script's output: the last lines of Slurm, the shell or the supervisor."""
+    """Return the last lines of the batch script's output, by Slurm, the shell or the supervisor."""
     return "\n".join(tail_lines(target_of(output_path(run, job)), LAST_LINES))
 
 

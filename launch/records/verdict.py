@@ -1,10 +1,11 @@
-"""The verdict on an attempt: the earliest failure wins, and its victims are listed separately. Pure.
+"""The verdict on an attempt: the earliest failure is its cause, and the victims are listed separately. Pure.
 
 A rank's end has a cause:
 
     done      it returned 0
     stopped   it ended because Muster told it to
     peer      it lost its connection to another rank
+    tolerated a signal, or the loss of its node, ended it, and the other ranks continue without it (mode asynchronous)
     own       anything else: an exception, a signal from outside, a missing program
 
 A rank that lost its connection is a victim if any rank failed for a reason of its own, whichever was seen first:
@@ -19,11 +20,11 @@ from muster.jobs.basics import errors, exits
 from muster.jobs.machine.linux import signal_number
 from muster.launch.wire.messages import Exited
 
-Cause = Literal["done", "stopped", "peer", "own"]
+Cause = Literal["done", "stopped", "peer", "tolerated", "own"]
 
 
 @dataclass(frozen=True)
-class Ending:
+class RankEnd:
     """The end of one rank or, if `rank` is None, of a whole node."""
 
     rank: int | None
@@ -35,9 +36,9 @@ class Ending:
     cause: Cause
     message: str = ""
     last_lines: list[str] = field(default_factory=list)
-    ours: bool = True  # the code is one of Muster's; a user's program may mean anything by its codes
+    ours: bool = True  # the code is one of Muster's; a user's program has its own codes
     step: int | None = None  # steps done, as reported by the rank
-    hung: bool = False  # it is alive, but not where the other ranks wait
+    hung: bool = False  # alive, but not waiting where the other ranks wait
 
     @property
     def exit_code(self) -> int:
@@ -63,7 +64,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why the ranks were stopped before they had ended by themselves."""
+    """The reason why Muster stopped the ranks before they ended by themselves."""
 
     code: int
     message: str
@@ -78,19 +79,19 @@ class Stop:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attempt ended, and why."""
+    """The outcome of an attempt, and its cause."""
 
     code: int
     message: str
-    first: Ending | None = None
-    victims: tuple[Ending, ...] = ()
+    first: RankEnd | None = None
+    victims: tuple[RankEnd, ...] = ()
 
     @property
     def name(self) -> str:
         """The class of the verdict."""
         first = self.first
         if first is not None and first.signal is None and not first.ours and first.code == self.code:
-            return exits.FAILED_CLASS  # the program's own code, which may mean anything
+            return exits.FAILED_CLASS  # the program's own code, whose meaning is unknown
         return exits.class_of(self.code)
 
     def record(self) -> dict[str, Any]:
@@ -107,9 +108,9 @@ class Verdict:
 def cause_of(
     code: int | None, signal: str | None, sent: str | None, failure: Mapping[str, Any], *, drained: bool = False
 ) -> Cause:
-    """Determine the cause of a rank's end from its exit, the last signal that Muster sent it, and its own report.
+    """Determine the cause of a rank's end from its code or signal, the last signal that Muster sent, and its report.
 
-    `drained`: it was asked to save and to end.
+    `drained`: whether the rank was asked to save and end.
     """
     if code == 0:
         return "done"
@@ -122,13 +123,13 @@ def cause_of(
     return "own"
 
 
-def ending_of(message: Exited, node: int, host: str, *, ahead_s: float, ours: bool, drained: bool = False) -> Ending:
+def ending_of(message: Exited, node: int, host: str, *, ahead_s: float, ours: bool, drained: bool = False) -> RankEnd:
     """Return the ending described by an agent's `Exited` message; `ahead_s`: how far its clock is ahead of ours."""
     failure: Mapping[str, Any] = message.failure
     text = ""
-    if failure:  # our errors need no type; for others the type is essential
+    if failure:  # the messages of Muster's errors are clear without the type
         text = failure["message"] if hasattr(errors, failure["kind"]) else f"{failure['kind']}: {failure['message']}"
-    return Ending(
+    return RankEnd(
         rank=message.rank,
         node=node,
         host=host,
@@ -143,16 +144,18 @@ def ending_of(message: Exited, node: int, host: str, *, ahead_s: float, ours: bo
     )
 
 
-def judge(endings: Sequence[Ending], stop: Stop | None) -> Verdict:
-    """Return the verdict from the endings and from the request that stopped the attempt, if there was one."""
+def judge(endings: Sequence[RankEnd], stop: Stop | None) -> Verdict:
+    """Judge an attempt from its endings and from the request that stopped it, if there was one."""
     ordered = sorted(endings, key=lambda ending: ending.ended)
     failed = [each for each in ordered if each.cause in ("own", "peer")]
     first = next((each for each in failed if each.cause == "own"), failed[0] if failed else None)
     if stop is not None:
         return Verdict(stop.code, stop.message, None, tuple(each for each in ordered if each.cause != "done"))
     if first is None:
-        ranks = sum(each.rank is not None for each in ordered)
-        return Verdict(exits.DONE, f"{ranks} rank{'s' * (ranks != 1)} ended with 0")
+        ranks = sum(each.rank is not None and each.cause == "done" for each in ordered)
+        without = [each.where() for each in ordered if each.cause == "tolerated"]
+        message = f"{ranks} rank{'s' * (ranks != 1)} ended with 0"
+        return Verdict(exits.DONE, message + (f", without {', '.join(without)}" if without else ""))
     victims = tuple(
         each for each in ordered if each is not first and each.cause != "done" and not _is_again(each, first)
     )
@@ -160,12 +163,12 @@ def judge(endings: Sequence[Ending], stop: Stop | None) -> Verdict:
     return Verdict(first.exit_code, message, first, victims)
 
 
-def lost_too(victims: Sequence[Ending]) -> str:
+def lost_too(victims: Sequence[RankEnd]) -> str:
     """Name the nodes that were lost besides the first failure; "" if there are none."""
     nodes = [each.where() for each in victims if each.rank is None]
     return f"lost too: {', '.join(nodes)}" if nodes else ""
 
 
-def _is_again(ending: Ending, first: Ending) -> bool:
-    """Return whether this is the end of the rank that had already been blamed."""
+def _is_again(ending: RankEnd, first: RankEnd) -> bool:
+    """Return whether this ending is of the rank that is already the first failure."""
     return ending.rank is not None and ending.rank == first.rank

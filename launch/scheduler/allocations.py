@@ -1,11 +1,11 @@
-"""The scheduler's allocations of a run so far, and how many of the last ones made no new checkpoint. Pure.
+"""The allocations of a run so far, and how many of the latest ones made no new checkpoint. Pure.
 
     events.jsonl   allocation … resuming step 20 … saved step 35 …     it brought the run from 20 to 35
                    allocation … resuming step 35 …                     nothing new: the first in a row
                    allocation … resuming step 35 … saved step 35       the second: it saved its first step again
 
-Slurm does not limit requeues after a failed node or a preemption. Without a limit of ours, a run that never reaches its
-next checkpoint would be queued forever.
+Slurm does not limit requeues after a failed node or a preemption. Without a limit in Muster, a run that never reaches
+its next checkpoint would be queued forever.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,24 +17,24 @@ MAX_FRUITLESS: Final = 3
 
 
 @dataclass
-class Allocation:
-    """One start of the scheduler's job: Slurm's count of earlier starts, the first step, and the last checkpoint."""
+class AllocationStart:
+    """One start of the Slurm job: Slurm's count of earlier starts, the first step, and the last checkpoint's step."""
 
     restarts: int
     began: int | None = None
     saved: int = 0
 
 
-def allocations(rows: Iterable[Mapping[str, Any]], job: str) -> list[Allocation]:
-    """Read the starts of a scheduler's job from the events of its run, oldest first."""
-    found: list[Allocation] = []
+def allocations(rows: Iterable[Mapping[str, Any]], job: str) -> list[AllocationStart]:
+    """Return the starts of a Slurm job, oldest first, from the events of its run."""
+    found: list[AllocationStart] = []
     for row in rows:
         match row.get("event"):
             case "allocation":
-                # For another job, the run was resumed by a user, and the count starts anew.
+                # A row of another job: a user has resumed the run, so the count starts anew.
                 found = found if row.get("job") == job else []
                 if row.get("job") == job:
-                    found.append(Allocation(row.get("restarts", 0)))
+                    found.append(AllocationStart(row.get("restarts", 0)))
             case "resuming" if found and found[-1].began is None:
                 found[-1].began = row.get("step", 0)
             case "saved" if found:
@@ -42,11 +42,11 @@ def allocations(rows: Iterable[Mapping[str, Any]], job: str) -> list[Allocation]
     return found
 
 
-def fruitless(found: list[Allocation], restarts: int | None = None) -> int:
-    """Count the most recent allocations in a row that made no new checkpoint.
+def fruitless(found: list[AllocationStart], restarts: int | None = None) -> int:
+    """Count the latest allocations in a row that made no new checkpoint.
 
-    `restarts`: Slurm's count at a start that is not yet recorded. Starts that Slurm counts but that left no row ended
-    before Muster began.
+    `restarts`: Slurm's count of earlier starts, if the current start is not recorded yet. Starts that left no row
+    count as fruitless: they ended before Muster began.
     """
     count = 0
     if restarts is not None:
@@ -61,16 +61,14 @@ def fruitless(found: list[Allocation], restarts: int | None = None) -> int:
     return count
 
 
-def disagreement(found: list[Allocation], restarts: int, job: str) -> str:
+def disagreement(found: list[AllocationStart], restarts: int, job: str) -> str:
     """Describe a difference between Slurm's count of starts and ours; return "" if they agree."""
     if restarts == len(found):
         return ""
-    ours = f"{len(found)} on record in the run folder"
+    ours = f"but the run folder has a record of {len(found)}"
     if restarts > len(found):
         return (
-            f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), with {ours}: the others "
-            f"ended before Muster had begun; see slurm-{job}.out"
+            f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), {ours}: the others "
+            f"ended before Muster began; see slurm-{job}.out"
         )
-    return (
-        f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), with {ours}: its count was reset"
-    )
+    return f"Slurm has started job {job} {restarts} times before (SLURM_RESTART_COUNT), {ours}: its count was reset"

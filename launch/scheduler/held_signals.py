@@ -1,4 +1,4 @@
-"""Requests to stop a run: by signals to this process, and by stop.json, which the run's supervisor reads."""
+"""Requests to stop a run: signals to this process, and the file stop.json, which the run's supervisor reads."""
 
 import os
 import signal
@@ -18,33 +18,36 @@ BY_SIGNAL: Final = tuple(f"stopped by {by}" for by in SIGNALS.values())
 
 
 def asking() -> list[signal.Signals]:
-    """Return the signals that ask this process to end, without SIGHUP if nohup made it ignored."""
+    """Return the signals that ask this process to end, without SIGHUP if nohup has disabled it."""
     return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
 
 
 def request_stop(run: RunDir, grace_s: float | None, *, now: bool = False, **said: str) -> None:
-    """Ask a run's supervisor to stop it. `said`: who asks, or the verdict's text. Errors as for `write_json`."""
+    """Ask a run's supervisor to stop it. `said`: `who`, the requester, or `text`, the verdict's message.
+
+    Errors as for `write_json`.
+    """
     by = f"{socket.gethostname()}:{os.getpid()}"
     write_json(run.stop, {"time": time.time(), "grace_s": grace_s, "now": now, "by": by, **said})
 
 
 def ended_by_signal(run: RunDir) -> bool:
-    """Return whether Ctrl-C or another signal to this process asked for the end of a run, whatever its verdict."""
+    """Return whether Ctrl-C or another signal asked for the end of a run, whatever its verdict."""
     return read_rows(run).asked in BY_SIGNAL
 
 
 def holding_signals() -> AbstractContextManager[list[str]]:
-    """Hold back the signals that ask for an end until `follow` handles them, so that no job is left behind.
+    """Block the signals that ask for an end until `follow` handles them, so that no submitted job is left behind.
 
-    The signals are blocked, which sbatch inherits, so that a Ctrl-C does not end it either. They are also recorded in
-    the yielded list, because another thread of this process may receive one.
+    sbatch inherits the blocked signals, so Ctrl-C does not end it either. Signals that another thread receives are
+    recorded in the yielded list.
     """
     return listening([], signal.SIG_BLOCK)
 
 
 @contextmanager
 def listening(asked: list[str], how: int = signal.SIG_UNBLOCK) -> Iterator[list[str]]:
-    """Treat the signals that ask for an end as requests to stop a run; record their names in the yielded list."""
+    """Catch the signals that ask for an end, and record their names in the yielded list."""
 
     def note(number: int, frame: FrameType | None) -> None:
         asked.append(SIGNALS[signal.Signals(number)])

@@ -1,7 +1,9 @@
-"""Submit runs to Slurm's queue, by sbatch or through submitit: one run as a job, several similar ones as an array.
+"""Submit runs to Slurm's queue, by sbatch or through submitit.
 
-the `submitted` rows ──→ sbatch or submitit ──→ slurm.json in each run folder; the supervisors in the job do the rest
-                                └── refused: the last row of each run
+One run becomes a job. Several runs that need the same resources become an array.
+
+    the `submitted` rows ──→ sbatch or submitit ──→ slurm.json in each run folder; the job's supervisors do the rest
+                                    └── refused: the last row of each run
 """
 
 import os
@@ -13,7 +15,7 @@ from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.plan.plan import Context
-from muster.launch.plan.spares import crew_size
+from muster.launch.plan.spares import nodes_with_spares
 from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
@@ -22,16 +24,16 @@ from muster.launch.scheduler.slurm_run import asked_for, close, environment_of, 
 from muster.slurm.client import Client, SubmissionRefusedError, Submitted
 from muster.slurm.refusals import refusal
 from muster.slurm.script import Array, sbatch_text
-from muster.slurm.states import Outcome
+from muster.slurm.states import JobOutcome
 
 
 def submit(
     submissions: Sequence[Submission], *, name: str = "", folder: Path | None = None, limit: int | None = None
 ) -> Submitted:
-    """Submit runs with the same resources, whose folders exist; return the answer as soon as they are in the queue.
+    """Submit runs that need the same resources and whose folders exist; return Slurm's answer.
 
-    With `folder`, that of a sweep, they become one array called `name`, with `limit` of them at a time; without, one
-    job.
+    With the `folder` of a sweep, they become one array job called `name` that runs `limit` of them at a time. Without
+    it, the only run becomes one job.
 
     Raises:
         RefusedError: if sbatch refuses, submitit is not installed, or Slurm is not on this machine.
@@ -40,21 +42,21 @@ def submit(
     """
     first = submissions[0]
     name, base = name or first.context.run.run_id, {**os.environ, **first.route.hosts.environment}
-    # Written before sbatch runs: the supervisor in the job writes a `submitted` row, too, and the last one counts.
+    # Write this row before sbatch runs: the supervisor in the job writes one, too, and the last one counts.
     for each in submissions:
         EventLog(each.context.run).submitted(each.context, each.route.transport)
     try:
         submitted, job_ids = _send(submissions, base, name, folder, limit)
     except MusterError as error:
         for each in submissions:
-            close(each.context.run, Outcome(error.exit_code, str(error)))
+            close(each.context.run, JobOutcome(error.exit_code, str(error)))
         raise
     kept = kept_environment(base)
     for each, job_id in zip(submissions, job_ids, strict=True):
         run = each.context.run
         job = SlurmJob(job_id=job_id, name=name, cluster=submitted.cluster, environment=kept, **this_process())
         job.write(run)
-        # Readers of a run look for its job's output in the run's own folder.
+        # Link the job's output into the run's own folder, where readers look for it.
         home, output = RunDir(folder or run.path), output_path(run, job)
         written = (
             home.submitit / f"{job_id}_0_log.err" if first.route.transport == "submitit" else home.path / output.name
@@ -67,7 +69,7 @@ def submit(
 def _send(
     submissions: Sequence[Submission], base: Mapping[str, str], name: str, folder: Path | None, limit: int | None
 ) -> tuple[Submitted, list[str]]:
-    """Return sbatch's answer, and the job id of each run."""
+    """Submit the runs; return sbatch's answer, and the job id of each run."""
     context, client = submissions[0].context, Client(base)
     try:
         if submissions[0].route.transport == "submitit":
@@ -83,7 +85,7 @@ def _send(
         count = len(submissions)
         return submitted, [submitted.job_id] if array is None else [f"{submitted.job_id}_{k}" for k in range(count)]
     except SubmissionRefusedError as error:
-        nodes = crew_size(context.job)
+        nodes = nodes_with_spares(context.job)
         raise refusal(str(error), settings_of(context), nodes, partitions=client.partitions()) from error
 
 
@@ -91,7 +93,7 @@ def script(submission: Submission) -> str:
     """Return the batch script of a submission, as `submit` would write it.
 
     Raises:
-        RefusedError: if the settings of job and site do not fit together.
+        RefusedError: if the settings of job and site contradict each other.
     """
     context = submission.context
     return _text(context, context.run.run_id, context.run.path)

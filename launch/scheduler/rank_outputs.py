@@ -1,4 +1,4 @@
-"""Events and output of a run that this process does not supervise, read from its folder."""
+"""The events and output of a run that this process does not supervise, read from the run folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +14,9 @@ from muster.launch.supervision.console import Console
 
 
 class RunOutput:
-    """Shows a run on a console: its events from `offset` on, and rank 0's lines (with --tee every rank's).
+    """The display of a run on a console: its events from byte `offset` on, and the lines of rank 0 (--tee: all ranks).
 
-    `on_row` is called with each event. `silent`: events are not shown.
+    `on_row` is called with each event. `silent`: do not show events.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RunOutput:
         self.pass_on()
 
     def pass_on(self, *, last: bool = False) -> None:
-        """Show new lines of ranks; `last`: also lines without a newline at the end."""
+        """Show new lines of ranks. `last`: also show an unfinished line at the end of a file."""
         for rank, stream, path in self._logs():
             self._files.setdefault((rank, stream), LineFollower(path))
         for (rank, stream), file in self._files.items():

@@ -1,9 +1,11 @@
-"""A run inside a scheduler's job of its own: count fruitless starts, and requeue the job after a drain.
+"""Count fruitless starts of the scheduler's job that was submitted for a run, and requeue the job after a drain.
 
-begin   record the start; compare Slurm's count of starts; refuse after too many without a new checkpoint
-end     75 (drained with a commit) ──running──→ scontrol requeue ──→ Slurm starts launch.supervise again
-                 │                   └── cancelled, or queued again by Slurm itself: nothing to do
-                 └── not allowed, or scontrol fails: exit 75, for the site's RequeueExit=75, or muster resume
+The supervisor's process calls `begin` before the run and `end` after it.
+
+    begin   record the start; compare Slurm's count of starts; refuse after too many without a new checkpoint
+    end     75 (drained with a commit) ──running──→ scontrol requeue ──→ Slurm starts launch.supervise again
+                     │                   └── cancelled, or queued again by Slurm itself: nothing to do
+                     └── not allowed, or scontrol fails: exit 75, for the site's RequeueExit=75, or muster resume
 """
 
 import signal
@@ -20,19 +22,19 @@ from muster.launch.common.fields import typed_lines
 from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import had_session
-from muster.launch.records.verdict import Ending, Stop
+from muster.launch.records.verdict import RankEnd, Stop
 from muster.launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocations, disagreement, fruitless
 from muster.launch.scheduler.slurm_output import BatchOutput
 from muster.launch.scheduler.slurm_run import close, settings_of
 from muster.slurm.allocation import inside_allocation, read_allocation
 from muster.slurm.client import LIST_S, RUNNING, Client
 from muster.slurm.notice import Notice, notice_of
-from muster.slurm.states import Outcome
+from muster.slurm.states import JobOutcome
 
 
 @dataclass(frozen=True)
 class OwnJob:
-    """The scheduler's job in which a supervisor runs, and which exists for its run alone."""
+    """The scheduler's job that was submitted for a run, and in which the run's supervisor runs."""
 
     submission: Submission
     settings: SlurmSettings
@@ -53,11 +55,11 @@ class OwnJob:
 
     @property
     def saves(self) -> bool:
-        """True when the run makes checkpoints. A user's program does if it opens a session."""
+        """True when the run makes checkpoints; for a user's program, when it has opened a session."""
         job = self.submission.context.job
         return had_session(self.run) if job.kind == "command" else job.checkpoint is not None
 
-    def begin(self) -> Outcome | None:
+    def begin(self) -> JobOutcome | None:
         """Record that the job has started; return the run's outcome if it must not continue."""
         found = allocations(typed_lines(self.run.events), self.job)
         if self.restarts is not None and (text := disagreement(found, self.restarts, self.job)):
@@ -66,12 +68,12 @@ class OwnJob:
         count = fruitless(found, self.restarts)
         return self._hopeless(count) if count >= MAX_FRUITLESS and self.saves else None
 
-    def cause(self, first: Ending | None) -> Stop | None:
-        """Return why Slurm ended an attempt, from its messages in the batch output; None if it did not."""
+    def cause(self, first: RankEnd | None) -> Stop | None:
+        """Return why Slurm ended an attempt, according to its messages in the batch output; None if it did not."""
         return self.output.cause(first)
 
     def notice(self, *, limit: bool) -> Notice | None:
-        """Ask Slurm whether it is about to end the job; `limit`: its signal before the time limit has arrived."""
+        """Ask Slurm whether it is about to end the job. `limit`: Slurm has announced the time limit."""
         client, state = Client(self.environ), None
         try:
             state = client.details(self.job, LIST_S)
@@ -80,7 +82,7 @@ class OwnJob:
                 grace_s = client.grace_s(self.environ.get("SLURM_JOB_PARTITION", ""))
                 state = replace(state, end_time=state.preempted + grace_s)
         except MusterError as error:
-            self._warn(f"cannot ask why the job is signalled: {error}")
+            self._warn(f"cannot ask Slurm why it signals the job: {error}")
         return notice_of(state, time.time(), self.settings.signal_s, limit=limit)
 
     def end(self, code: int) -> int:
@@ -98,33 +100,33 @@ class OwnJob:
         if self.settings.requeue:
             client, complaint = Client(self.environ), self.output.complaint()
             state = client.word(self.job)
-            if self.run.stop.exists():  # too late for the supervisor, which was already stopping
+            if self.run.stop.exists():  # this request came when the supervisor was already stopping
                 return self._stopped("stopped by muster stop")
             if state != RUNNING and complaint is not None and complaint.again:
                 return exits.REQUEUE
             if state != RUNNING and complaint is not None and complaint.code == exits.STOPPED:
                 return self._stopped(complaint.message)
             EventLog(self.run).event("requeueing", job=self.job)
-            # This ends the job: Slurm signals all its processes as soon as it has accepted.
+            # This ends the job: Slurm signals all its processes as soon as it has accepted the requeue.
             if not (refused := client.refused("scontrol", "requeue", self.job)):
                 onward = ", and continues from its checkpoint" * self.saves
                 print(f"muster: Slurm job {self.job} is queued again{onward}", file=sys.stderr)
                 return exits.REQUEUE
             why = f"scontrol requeue {self.job}: {refused}"
         self._warn(
-            f"{why}; it ends with code {exits.REQUEUE}, which requeues it at a site with "
+            f"{why}; the job ends with code {exits.REQUEUE}, which requeues it at a site with "
             f"RequeueExit={exits.REQUEUE}; otherwise continue with: {self.run.command('resume')}"
         )
         return exits.REQUEUE
 
     def _stopped(self, message: str) -> int:
-        """Record that the run is over, because somebody stopped it while it was to be requeued."""
-        close(self.run, Outcome(exits.STOPPED, f"{message}, after a save"), anew=True)
+        """Record that the run has ended, because it was stopped instead of being requeued."""
+        close(self.run, JobOutcome(exits.STOPPED, f"{message}, after a save"), anew=True)
         return exits.STOPPED
 
-    def _hopeless(self, count: int) -> Outcome:
+    def _hopeless(self, count: int) -> JobOutcome:
         """End the run, because every further start would fail like the last ones."""
-        outcome = Outcome(
+        outcome = JobOutcome(
             exits.DO_NOT_RESTART,
             f"{count} starts of job {self.job} in a row have made no new checkpoint, so it is not queued again; raise "
             f"slurm.time, or save more often (checkpoint.every_s), then: {self.run.command('resume')}",
@@ -139,10 +141,10 @@ class OwnJob:
 
 
 def own_job(submission: Submission, environ: Mapping[str, str]) -> OwnJob | None:
-    """Return the scheduler's job of a run if this process is in it; a user's own allocation is not the run's job.
+    """Return the run's own Slurm or submitit job if this process is in it; None in a user's own allocation.
 
     Raises:
-        RefusedError: if the environment of the job contradicts itself.
+        RefusedError: if the environment variables of the job contradict each other.
     """
     context, transport = submission.context, submission.route.transport
     run = context.run

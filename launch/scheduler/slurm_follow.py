@@ -2,10 +2,10 @@
 
     it waits, and why ──→ its supervisor begins ──→ rank 0's lines ──→ its last row ──→ the code of its verdict
           │                        │                     │
-          └── can never start      └── over for Slurm, or let go of, and no last row: we write it
+          └── can never start      └── Slurm has ended the job, and there is no last row: write it
 
-The run folders are read a few times a second. Slurm is asked, about all runs together, only while no supervisor renews
-a lease: every 5 s at first, every 30 s in a long wait, and every second after a request to stop.
+The run folders are read a few times a second. Slurm is asked about all runs in one call, and only while a run has no
+supervisor that renews its lease: every 5 s at first, every 30 s in a long wait, every second after a request to stop.
 """
 
 import math
@@ -22,13 +22,13 @@ from muster.launch.scheduler.held_signals import listening, request_stop
 from muster.launch.scheduler.rank_outputs import RunOutput
 from muster.launch.scheduler.slurm_run import close, show_end, stopped
 from muster.launch.supervision.console import Console
-from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, never_began, outcome, waiting
+from muster.slurm.states import JobOutcome, JobState, is_hopeless, is_orphan, never_began, outcome, waiting
 
 POLL_S: Final = 0.25
 ASK_S, ASK_SOON_S, ASK_RARELY_S = 5.0, 1.0, 30.0
-LEASE_S: Final = 6.0  # three renewals: if a lease does not change for so long, Slurm is asked
-VERDICT_S: Final = 5.0  # for the last row of an ended supervisor to become visible here
-REQUEUE_S: Final = 10.0  # for Slurm to report the state of a job that was stopped from outside
+LEASE_S: Final = 6.0  # three renewals: Slurm is asked if a lease does not change for this long
+VERDICT_S: Final = 5.0  # time for the last row of an ended supervisor to become visible here
+REQUEUE_S: Final = 10.0  # time for Slurm to report the end of a job that was stopped from outside
 HOPELESS_S: Final = 30.0
 UNKNOWN_S: Final = 30.0
 BEYOND_GRACE_S: Final = 10.0
@@ -36,14 +36,14 @@ KILL_WAIT_S: Final = 60.0  # Slurm's time between TERM and KILL: 30 s, unless th
 
 
 def follow(run: RunDir, console: Console, asked: list[str] | None = None) -> int:
-    """Follow a submitted run to its end and show it. The first Ctrl-C stops it, the second one stops it at once.
+    """Follow a submitted run to its end and show it. The first Ctrl-C stops the run, the second stops it at once.
 
     `asked`: the signals that `holding_signals` has held back so far.
 
     Raises:
         UnreachableError: if the run was never submitted to Slurm.
     """
-    follower = Follower(run, console)
+    follower = RunFollower(run, console)
     with listening([] if asked is None else asked) as asked:
         next(until_ended([follower], asked))
     show_end(run, console, follower.last_row)
@@ -51,14 +51,14 @@ def follow(run: RunDir, console: Console, asked: list[str] | None = None) -> int
 
 
 def cancel(runs: Sequence[RunDir], *, grace_s: float | None, now: bool) -> None:
-    """Stop runs in Slurm, waiting or running; return when each has its last row. `grace_s`: None means the job's own.
+    """Stop waiting or running Slurm runs; return when each has its last row. `grace_s`: None means the job's own.
 
     Raises:
         UnreachableError: if a run was never submitted to Slurm, or the controller does not answer.
         RefusedError: if a job belongs to another user.
         StartTimeoutError: if a run does not end in time.
     """
-    followers = [Follower(run, Console(quiet=True), patient=False) for run in runs]
+    followers = [RunFollower(run, Console(quiet=True), patient=False) for run in runs]
     open_ = [each for each in followers if not each.is_over()]
     for each in open_:
         each.grace_s = each.grace_s if grace_s is None else grace_s
@@ -66,21 +66,21 @@ def cancel(runs: Sequence[RunDir], *, grace_s: float | None, now: bool) -> None:
     longest_s = max((each.grace_s for each in open_), default=0.0) + BEYOND_GRACE_S + KILL_WAIT_S
     for each in until_ended(open_, [], deadline_s=longest_s):
         each.cancel()  # end the remains of the job, and prevent a requeue
-        if each.code == exits.REQUEUE:  # it was already being ended for another reason
-            close(each.run, stopped("muster stop", "it was to be queued again"), anew=True)
+        if each.code == exits.REQUEUE:  # the job was already ending for another reason
+            close(each.run, stopped("muster stop", "it waited to be requeued"), anew=True)
         forget(each.run)
 
 
 def until_ended(
-    followers: Sequence["Follower"], asked: list[str], *, told: Console | None = None, deadline_s: float = math.inf
-) -> Iterator["Follower"]:
-    """Yield each run once it has its last row. A new entry in `asked` stops all runs; the second one cancels all.
+    followers: Sequence["RunFollower"], asked: list[str], *, told: Console | None = None, deadline_s: float = math.inf
+) -> Iterator["RunFollower"]:
+    """Yield each run once it has its last row. The first new entry in `asked` stops all runs, the second cancels them.
 
-    `told`: the console that reports this for the points of a sweep.
+    `told`: the console on which a sweep reports these stops.
 
     Raises:
         StartTimeoutError: if a run has no last row in time.
-        UnreachableError: if the controller does not answer a follower that is not patient.
+        UnreachableError: if the controller does not answer, and the follower is not patient.
     """
     open_, began, answered = list(followers), time.monotonic(), 0
     while open_:
@@ -108,7 +108,7 @@ def until_ended(
             time.sleep(POLL_S)
 
 
-def _ask(about: Sequence["Follower"]) -> None:
+def _ask(about: Sequence["RunFollower"]) -> None:
     """Ask Slurm about several runs of one cluster in one call."""
     if not about:
         return
@@ -123,8 +123,8 @@ def _ask(about: Sequence["Follower"]) -> None:
         each.on_answer(each.job.own(states))
 
 
-class Follower:
-    """Follows one run: the events seen so far, and the messages printed about it.
+class RunFollower:
+    """The follower of one run: the events seen so far, and the messages printed about it.
 
     With `patient`, it keeps waiting for a controller that does not answer. `trouble`: the console for messages about
     such a controller (default: `console`).
@@ -138,24 +138,24 @@ class Follower:
         self.patient, self.trouble = patient, trouble or console
         self.ended: dict[str, Any] | None = None
         self.begun = False
-        self.requeued = False  # the job waits again, so an existing last row is that of an earlier try
+        self.requeued = False  # the job waits again, so an existing last row belongs to an earlier start
         self.grace_s = 5.0
         self.draining_s = 0.0  # extra time for the supervisor to save before it stops
         self._output = RunOutput(run, console, offset=since_submission(run, job), on_row=self._on_event)
         self._stop_by = ""
         self._kill_at = math.inf
         self._cancelled = False
-        self._waits = True  # whether the job waits, by Slurm's last answer
-        self._instead: Outcome | None = None  # the outcome of a job that we cancelled for our own reason
+        self._waits = True  # whether the job waits, according to Slurm's last answer
+        self._instead: JobOutcome | None = None  # the outcome to record for a job that the follower cancelled by itself
         self._began = time.monotonic()
         self._next_ask = 0.0
         self._lease: tuple[Any, float] = (None, 0.0)
-        self._since: dict[str, float] = {}  # when a state that must last before it counts was first seen
+        self._since: dict[str, float] = {}  # {condition that must last before it counts: when it was first seen}
         self._said = ""
 
     @property
     def last_row(self) -> dict[str, Any]:
-        """The run's last row, empty as long as it has none."""
+        """The run's last row; {} while it has none."""
         return self.ended or {}
 
     @property
@@ -171,7 +171,7 @@ class Follower:
         return True
 
     def stop(self, by: str, *, now: bool) -> None:
-        """Cancel a waiting job; have the supervisor stop a running one. A second call cancels that, too."""
+        """Cancel a waiting job, or ask the supervisor of a running one to stop. A second call cancels the job."""
         self._next_ask = 0.0
         again, self._stop_by = bool(self._stop_by), by
         if self.ended is not None:
@@ -185,7 +185,7 @@ class Follower:
         self.cancel()
 
     def is_over(self) -> bool:
-        """Return whether the run has ended for good; if Slurm will start it again, wait for that from now on.
+        """Return whether the run has ended for good. If Slurm may start its job again, treat it as waiting from now on.
 
         Raises:
             RefusedError, UnreachableError: if Slurm cannot be asked from here.
@@ -223,13 +223,13 @@ class Follower:
                 self.draining_s = real(row.get("deadline_s")) or 0.0
                 self._kill_at += self.draining_s
             case "requeueing":
-                self.console.say(f"Slurm job {self.job.job_id}: its supervisor has it queued again")
+                self.console.say(f"Slurm job {self.job.job_id}: its supervisor requeues it")
             case "ended":
                 self.ended = row
                 self._since.pop("stopped", None)
 
     def _has_lease(self) -> bool:
-        """Return whether a supervisor renews its lease. Only changes of the lease count, since clocks may differ."""
+        """Return whether a supervisor renews its lease, judged by changes of the lease, because clocks may differ."""
         found = read_json(self.run.lease).get("time")
         if found is not None and found != self._lease[0]:
             self._lease = (found, time.monotonic())
@@ -244,14 +244,14 @@ class Follower:
             return False
         hurried = self._stop_by or self.ended is not None
         if has_lease := self._has_lease() and not hurried:
-            wait_s = ASK_SOON_S  # when the lease is checked again
+            wait_s = ASK_SOON_S  # check the lease again after this time
         else:
             wait_s = ASK_SOON_S if hurried else min(ASK_RARELY_S, max(ASK_S, (now - self._began) / 12))
         self._next_ask = now + wait_s
         return not has_lease
 
     def on_answer(self, state: JobState | None) -> None:
-        """Handle Slurm's answer about the job; None if Slurm does not know it."""
+        """Handle Slurm's answer about the job. `state`: None if Slurm does not know the job."""
         if state is None:
             self._on_unknown()
             return
@@ -269,8 +269,8 @@ class Follower:
         elif of_array and self._waits and not self.begun and (self._cancelled or self._lasts("unknown", VERDICT_S)):
             self._close(self._instead or stopped(self._stop_by or "scancel", f"{job} waited"))
         elif self._lasts("unknown", UNKNOWN_S):
-            words = f"Slurm does not know job {self.job.job_id} any more, and its supervisor left no verdict"
-            self._close(Outcome(exits.UNREACHABLE, words))
+            words = f"Slurm no longer knows job {self.job.job_id}, and its supervisor left no verdict"
+            self._close(JobOutcome(exits.UNREACHABLE, words))
 
     def _on_pending(self, state: JobState) -> None:
         if self.ended is not None and not self._stop_by:
@@ -282,7 +282,7 @@ class Follower:
             self._since.pop("hopeless", None)
         elif self._lasts("hopeless", HOPELESS_S) and self._instead is None:
             message = f"Slurm job {self.job.job_id} was cancelled, because it would never start: {waiting(state)}"
-            self._instead = Outcome(exits.REFUSED, message)
+            self._instead = JobOutcome(exits.REFUSED, message)
             self.cancel()
 
     def _on_running(self, state: JobState) -> None:
@@ -303,14 +303,14 @@ class Follower:
             self._close(self._instead or (asked if self._stop_by else outcome(state, said)))
 
     def _may_be_queued_again(self) -> bool:
-        """Return whether Slurm may still restart the job: its last row says that it was ended from outside."""
+        """Return whether Slurm may still restart the job, because the last row names an end from outside."""
         code = self.code
         if self._stop_by or code not in FROM_OUTSIDE or "over" in self._since:
             return False
         return not self._lasts("stopped", REQUEUE_S if code != exits.REQUEUE else KILL_WAIT_S)
 
     def cancel(self) -> None:
-        """Cancel the job, unless that has been done. If the controller does not answer, try again later."""
+        """Cancel the job, unless it is cancelled already. If the controller does not answer, try again later."""
         if self._cancelled:
             return
         try:
@@ -323,7 +323,7 @@ class Follower:
             self._kill_at = time.monotonic() + ASK_S
 
     def cancel_if_late(self) -> None:
-        """Cancel the job if its supervisor was asked to stop and its time is over."""
+        """Cancel the job if its supervisor was asked to stop and has not stopped in time."""
         if time.monotonic() > self._kill_at:
             self._kill_at = math.inf
             self.cancel()
@@ -334,7 +334,7 @@ class Follower:
             self._said = text
             self.trouble.say(text)
 
-    def _close(self, result: Outcome) -> None:
+    def _close(self, result: JobOutcome) -> None:
         close(self.run, result, anew=self.requeued and self.ended is None)
         self.read()
 

@@ -1,8 +1,8 @@
-"""Why Slurm ended the job in which a supervisor runs, from the output of the batch script that execs the supervisor.
+"""Find out why Slurm ended the supervisor's job, from the output of the batch script that execs the supervisor.
 
 On scancel, a requeue, a preemption or the time limit, Slurm signals supervisor, agents and ranks at the same time. The
-supervisor may see agents go or ranks die of SIGTERM before its own signal tells it why. But Slurm writes its message to
-the output before it sends any signal.
+supervisor may see agents or ranks end before its own signal arrives. But Slurm writes its message to the output before
+it sends any signal.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.reading import MOST_BYTES, open_file, target_of
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.records.verdict import Ending, Stop
+from muster.launch.records.verdict import RankEnd, Stop
 from muster.slurm.complaints import Complaint, complaint
 from muster.slurm.script import OUTPUT
 
@@ -20,12 +20,12 @@ KILLED: Final = ("SIGTERM", "SIGKILL")
 
 
 class BatchOutput:
-    """The output of this batch script, from now on: a requeued job appends to the output of its last try."""
+    """The batch script's output from now on. A requeued job appends to the output of its earlier starts."""
 
     def __init__(self, run: RunDir, job: str) -> None:
         self.path = Path(run.path) / OUTPUT.replace("%j", job)
         self.offset = self.path.stat().st_size if self.path.is_file() else 0
-        self.judged = self.offset  # everything before it belongs to an earlier attempt
+        self.judged = self.offset  # output before this offset belongs to an earlier attempt
 
     def complaint(self) -> Complaint | None:
         """Return Slurm's message about the end of the job, or None."""
@@ -40,8 +40,8 @@ class BatchOutput:
             self.judged = file.tell()
         return lines
 
-    def cause(self, first: Ending | None) -> Stop | None:
-        """Return why Slurm ended an attempt, if its message says so and may explain the first failure."""
+    def cause(self, first: RankEnd | None) -> Stop | None:
+        """Return why Slurm ended an attempt; None if no message of Slurm can explain the first failure."""
         by_slurm = first is not None and (first.rank is None or first.signal in KILLED)
         lines = self._lines(self.judged)
         found = complaint(lines) if by_slurm else None

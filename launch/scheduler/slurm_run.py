@@ -12,7 +12,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.slurm import SIGNAL_S, SlurmSettings, merged, signal_before
 from muster.launch.common.fields import typed_lines
 from muster.launch.plan.plan import Context
-from muster.launch.plan.spares import crew_size
+from muster.launch.plan.spares import nodes_with_spares
 from muster.launch.plan.submission import Submission
 from muster.launch.records.advice import next_step
 from muster.launch.records.eventlog import EventLog
@@ -21,16 +21,16 @@ from muster.launch.records.slurm_job import last_row
 from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.console import Console
 from muster.slurm.script import job_environment, options_of
-from muster.slurm.states import Outcome
+from muster.slurm.states import JobOutcome
 
-SAVING_S: Final = 90  # before the time limit: to agree on a step, save after it, and requeue
+SAVING_S: Final = 90  # time before the limit to agree on a step, save after it, and requeue
 
 
 def settings_of(context: Context) -> SlurmSettings:
     """Return the settings for Slurm. A job that saves gets its signal early enough before the time limit to save.
 
     Raises:
-        RefusedError: if the settings of job and site do not fit together.
+        RefusedError: if the settings of job and site contradict each other.
     """
     site, job = context.site.slurm, context.job.slurm
     settings = merged(site, job)
@@ -41,19 +41,19 @@ def settings_of(context: Context) -> SlurmSettings:
 
 
 def asked_for(context: Context, name: str, folder: Path) -> dict[str, Any]:
-    """Return the arguments for `options_of`, from which sbatch's options are made. Errors as for `settings_of`."""
+    """Return the arguments of `options_of`, which makes sbatch's options. Errors as for `settings_of`."""
     job, settings = context.job, settings_of(context)
     return {
         "name": name,
         "folder": folder,
-        "nodes": crew_size(job),
+        "nodes": nodes_with_spares(job),
         "settings": settings,
         "cpus_per_task": cores_of(job),
     }
 
 
 def environment_of(submission: Submission) -> dict[str, str]:
-    """Return the environment for submitting a job, without variables of a rank or of a surrounding job."""
+    """Return the environment for submitting a job, without variables of a rank or a surrounding job."""
     context = submission.context
     options = options_of(**asked_for(context, context.run.run_id, context.run.path))
     kept = job_environment(options, {**os.environ, **submission.route.hosts.environment})
@@ -61,23 +61,23 @@ def environment_of(submission: Submission) -> dict[str, str]:
 
 
 def cores_of(job: Job) -> int | None:
-    """Return the number of cores for a node's single task, enough for its ranks; None if the node decides."""
+    """Return how many cores a node's single task needs for its ranks; None if that depends on the node."""
     if job.ranks_per_node == "slots":
         return None
     return job.ranks_per_node * (1 if job.threads_per_rank == "auto" else job.threads_per_rank)
 
 
-def close(run: RunDir, outcome: Outcome, *, anew: bool = False) -> None:
-    """Write the last row of a run whose supervisor will not, unless there is one; `anew`: it is that of an earlier try.
+def close(run: RunDir, outcome: JobOutcome, *, anew: bool = False) -> None:
+    """Write the last row of a run whose supervisor wrote none. `anew`: ignore the last row of an earlier start.
 
     Raises:
-        RunFolderError, StorageError: if it cannot be written.
+        RunFolderError, StorageError: if the row cannot be written.
     """
     rows = read_rows(run)
     if rows.ended is not None and not anew:
         return
     attempt = None if anew else number(rows.attempt.get("attempt"))
-    if attempt is None:  # nothing was ever started, so there is no attempt to judge
+    if attempt is None:  # no attempt has started, so there is none to judge
         append_line(run.events, last_row(outcome, time.time(), None))
         return
     began = real(rows.attempt.get("time")) or time.time()
@@ -86,9 +86,9 @@ def close(run: RunDir, outcome: Outcome, *, anew: bool = False) -> None:
     log.run_ended(attempt, verdict)
 
 
-def stopped(by: str, what: str) -> Outcome:
+def stopped(by: str, what: str) -> JobOutcome:
     """Return the outcome of a run that was cancelled on request."""
-    return Outcome(exits.STOPPED, f"stopped by {by} while {what}")
+    return JobOutcome(exits.STOPPED, f"stopped by {by} while {what}")
 
 
 def show_end(run: RunDir, console: Console, ended: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from muster.launch.scheduler.held_signals import listening, request_stop
 from muster.launch.scheduler.rank_outputs import RunOutput
 from muster.launch.scheduler.slurm_run import close, show_end
 from muster.launch.supervision.console import Console
-from muster.slurm.states import Outcome
+from muster.slurm.states import JobOutcome
 
 POLL_S: Final = 0.1
 
@@ -28,7 +28,7 @@ def ended_early(run: RunDir) -> MusterError:
     logs = [run.supervisor_log, *sorted(run.submitit.glob("*_0_log.err"))[-1:]]
     said = "".join(read_end(log, CHUNK_BYTES).decode(errors="replace") for log in logs)
     error = failure(said, exits.REFUSED)
-    close(run, Outcome(error.exit_code, str(error)))
+    close(run, JobOutcome(error.exit_code, str(error)))
     return error
 
 
@@ -41,9 +41,9 @@ def failure(said: str, code: int | None) -> MusterError:
 
 
 def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], console: Console) -> int:
-    """Start a run of the local executor, and follow it until submitit has ended. submitit may start it several times.
+    """Start a run with the local executor, and follow it until submitit has ended. submitit may restart it.
 
-    The first Ctrl-C stops the run, the second one stops it at once.
+    The first Ctrl-C stops the run, the second stops it at once.
 
     Raises:
         UnreachableError: if submitit ended before the run began.
@@ -65,7 +65,9 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
     if rows.ended is None:
         close(
             run,
-            Outcome(exits.UNREACHABLE, f"submitit's job ended, and its supervisor left no verdict; see {run.submitit}"),
+            JobOutcome(
+                exits.UNREACHABLE, f"submitit's job ended, and its supervisor left no verdict; see {run.submitit}"
+            ),
         )
         rows = read_rows(run)
     ended = rows.ended or {}
@@ -74,12 +76,12 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
 
 
 def _goes_on(run: RunDir) -> bool:
-    """Return whether a supervisor is still at work after the process that called submitit has ended."""
+    """Return whether a supervisor still runs after the process that called submitit has ended."""
     return run.events.exists() and not read_state(run).is_over
 
 
 def _ask_to_stop(run: RunDir, console: Console, by: str, *, now: bool) -> None:
-    """Make the supervisor stop the run; the second time send it SIGTERM, which stops the run at once."""
+    """Ask the supervisor to stop the run. `now`: send it SIGTERM, which stops the run at once."""
     console.say(f"stopping the run: {by}")
     if not now:
         request_stop(run, None, text=f"stopped by {by}")

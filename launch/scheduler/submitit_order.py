@@ -9,17 +9,17 @@ from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.spec.slurm import SlurmSettings, seconds_of, split_option
-from muster.launch.plan.spares import crew_size
+from muster.launch.plan.spares import nodes_with_spares
 from muster.launch.plan.submission import Submission
 from muster.launch.scheduler.slurm_run import cores_of, settings_of
 from muster.launch.transports.base import agent_argv
-from muster.slurm.submitit_job import DRAIN_S, END_S, Task
+from muster.slurm.submitit_job import DRAIN_S, END_S, SubmititTask
 
 YEAR_MINUTES: Final = 525_600
 OFTEN: Final = 1_000_000
 AS_GIVEN: Final = ("mem", "partition", "account", "qos", "constraint", "nodelist", "exclude", "comment")
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
-# A dead task must not end the others, because the supervisor decides. --export names no variable of the user's.
+# A dead task must not end the others, because the supervisor decides. --export=ALL passes on all variables.
 SRUN: Final = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--input=none", "--export=ALL")
 
 
@@ -31,26 +31,29 @@ def order(
     limit: int | None = None,
     folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the instructions for submitting runs with the same resources, `limit` at a time; several form one array.
+    """Return the instructions for submitting runs with the same resources: one array if there are several.
 
-    `folder`: for submitit's own files (default: inside the first run's).
+    `limit`: how many runs of the array run at once. `folder`: for submitit's own files (default: inside the first
+    run's folder).
 
     Raises:
-        RefusedError: if the settings of job and site do not fit together.
+        RefusedError: if the settings of job and site contradict each other.
     """
     context, executor = submissions[0].context, submissions[0].route.executor
     entry = module_argv(context.python, "muster.slurm.submitit_job", context.code)
     settings = settings_of(context)
     if executor == "slurm":
-        # submitit ends a job after four time-outs. A job that saves may continue: we check whether it makes progress.
+        # submitit ends a job after four time-outs. Muster limits a job with checkpoints itself, by its progress.
         constructor: dict[str, Any] = {"slurm_max_num_timeout": OFTEN} if context.job.checkpoint is not None else {}
-        parameters = slurm_parameters(settings, nodes=crew_size(context.job), cores=cores_of(context.job), entry=entry)
+        parameters = slurm_parameters(
+            settings, nodes=nodes_with_spares(context.job), cores=cores_of(context.job), entry=entry
+        )
         parameters |= {"slurm_array_parallelism": limit} if limit else {}
     else:
         # submitit's local executor supports one node; its tasks become our pretend nodes.
         constructor = {"local_python": shlex.join(entry)}
         minutes = YEAR_MINUTES if settings.time is None else math.ceil(seconds_of(settings.time) / 60)
-        parameters = {"timeout_min": minutes, "tasks_per_node": crew_size(context.job)}
+        parameters = {"timeout_min": minutes, "tasks_per_node": nodes_with_spares(context.job)}
     return {
         "executor": executor,
         "folder": str(folder or context.run.submitit),
@@ -61,8 +64,8 @@ def order(
     }
 
 
-def task_of(submission: Submission, environ: Mapping[str, str]) -> Task:
-    """Return the task of a run: two commands and the folder."""
+def task_of(submission: Submission, environ: Mapping[str, str]) -> SubmititTask:
+    """Return the task of a run: the commands of supervisor and agent, and the run folder."""
     context, run = submission.context, str(submission.context.run.path)
     before: list[str] = []
     if submission.route.executor == "local":  # the local executor hides all GPUs that were not requested
@@ -70,13 +73,13 @@ def task_of(submission: Submission, environ: Mapping[str, str]) -> Task:
     supervise = [*module_argv(context.python, "muster.launch.supervise", context.code), run]
     agent = agent_argv(context.python, context.code)
     early_s = settings_of(context).signal_s - END_S if submission.route.executor == "slurm" else 0.0
-    return Task([*before, *supervise], [*before, *agent], run, max(DRAIN_S, early_s))
+    return SubmititTask([*before, *supervise], [*before, *agent], run, max(DRAIN_S, early_s))
 
 
 def slurm_parameters(settings: SlurmSettings, *, nodes: int, cores: int | None, entry: Sequence[str]) -> dict[str, Any]:
-    """Convert our settings to submitit's parameters; `entry` runs its tasks, instead of its own command.
+    """Convert the settings to submitit's parameters. `entry`: the command that replaces submitit's own for its tasks.
 
-    `entry` is appended to srun's options in place of the interpreter, because submitit ignores its `python` in arrays.
+    `entry` is appended to srun's options, because submitit ignores its own parameter for it (`python`) in arrays.
     """
     cpus = settings.cpus_per_task or (None if settings.exclusive else cores)
     more: dict[str, Any] = {"no-kill": True, "requeue" if settings.requeue else "no-requeue": True, "chdir": "/"}
@@ -102,5 +105,5 @@ def slurm_parameters(settings: SlurmSettings, *, nodes: int, cores: int | None, 
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _words(task: Task) -> dict[str, Any]:
+def _words(task: SubmititTask) -> dict[str, Any]:
     return {name: value for name, value in asdict(task).items() if not name.startswith("_")}

@@ -1,9 +1,10 @@
-"""A run through submitit. `slurm/submitit_job.py` is the code of its tasks.
+"""Start runs through submitit.
 
-slurm   one sbatch, an array for several runs (queueing.py); from then on like any run in Slurm's queue
-(slurm_follow.py)
-local   submitit's controller on this machine, one task per pretend node; it outlives the process that called it
-debug   in this process: one task, whose supervisor starts all pretend nodes
+The tasks of submitit run `slurm/submitit_job.py`. A run uses one of three executors:
+
+    slurm   one sbatch, an array for several runs (queueing.py); then like any run in Slurm's queue (slurm_follow.py)
+    local   submitit's controller on this machine, one task per pretend node; it outlives the process that called it
+    debug   in this process: one task, whose supervisor starts all pretend nodes
 """
 
 import json
@@ -38,10 +39,10 @@ POLL_S: Final = 0.1
 
 
 def run_here(submission: Submission, console: Console) -> int:
-    """Run a submission whose folder exists on this machine, to its end; return the exit code of its verdict.
+    """Run a submission, whose run folder exists, on this machine; return the exit code of its verdict.
 
     Raises:
-        MusterError: if it cannot be started.
+        MusterError: if the run cannot be started.
     """
     if submission.route.executor == "debug":
         return debug(submission, console)
@@ -52,13 +53,13 @@ def leave(submission: Submission) -> None:
     """Start a run on this machine, and return when it has begun.
 
     Raises:
-        UsageError: if it uses submitit's debug executor, which runs in the calling process.
-        MusterError: if it cannot be started.
+        UsageError: if the run uses submitit's debug executor, which runs in the calling process.
+        MusterError: if the run cannot be started.
     """
     run = submission.context.run
     if submission.route.executor == "debug":
         raise UsageError(
-            "--executor debug: runs in the calling process and cannot be left; use muster run, or another executor"
+            "--executor debug: runs in the calling process, not in the background; use muster run, or another executor"
         )
     before, controller = supervisors(run), start_local(submission)
     deadline = time.monotonic() + BEGIN_S
@@ -69,11 +70,11 @@ def leave(submission: Submission) -> None:
             os.killpg(controller.pid, signal.SIGTERM)
             raise StartTimeoutError(f"submitit did not start within {BEGIN_S:g} s; see {run.submitit}")
         time.sleep(POLL_S)
-    controller.returncode = 0  # it is detached on purpose, so Popen need not warn
+    controller.returncode = 0  # keeps Popen from warning about a process that was detached on purpose
 
 
 def script(submission: Submission) -> str:
-    """Return the script that submitit would give to sbatch, or the commands that it would run here.
+    """Return the script that submitit would submit with sbatch, or the commands that it would run here.
 
     Raises:
         RefusedError: if submitit is not installed.

@@ -1,11 +1,12 @@
-"""A lock that lets only one process resume a finished run.
+"""A lock that lets only one process resume or remove a finished run, or run the points of a sweep.
 
     claims/claim-000001.json   {"host", "pid", "pid_start", "time"}   linked into place, complete, by one process only
-           claim-000002.json   the next one, when the one before was given back, or its process is gone
+           claim-000002.json   the next claim, after the previous one was given back or its process ended
 
-The newest claim is valid. No number is used twice and no claim is deleted, so of two processes that see the same newest
-claim only one can create the next. A killed process leaves its claim behind. On the same host, its process is found to
-be gone. On another host, an old claim is ignored, because by then the run's own lease shows whether it is supervised.
+Only the newest claim counts. Numbers are never reused and claims never deleted. So if two processes see the same
+newest claim, only one of them can create the next. A killed process leaves its claim behind. On the same host, others
+see that the process is gone. On another host, an old claim is ignored, because the run's lease then shows whether the
+run is supervised.
 """
 
 import os
@@ -28,10 +29,10 @@ from muster.launch.records.runstate import is_here
 
 @contextmanager
 def claimed(run: RunDir) -> Iterator[None]:
-    """Hold the only claim to resume a run.
+    """Hold the claim to resume a run, which only one process can have.
 
     Raises:
-        RefusedError: if another process holds it.
+        RefusedError: if another process holds the claim.
         RunFolderError, StorageError: if the folder cannot be written.
     """
     mine = {**identity(), "time": time.time()}
@@ -48,7 +49,8 @@ def claimed(run: RunDir) -> Iterator[None]:
     try:
         yield
     finally:
-        write_json(path, {**mine, "given_back": time.time()})
+        if path.exists():  # unless `muster rm` has removed the run
+            write_json(path, {**mine, "given_back": time.time()})
 
 
 def _take(run: RunDir, own: Path) -> Path:
@@ -61,13 +63,19 @@ def _take(run: RunDir, own: Path) -> Path:
                 f"{run.command('status')} shows it"
             )
         path = claim(run, last + 1)
-        with suppress(FileExistsError):  # another process was faster: check again
+        with suppress(FileExistsError):  # if another process was faster, check again
             os.link(own, path)
             return path
 
 
+def is_claimed(run: RunDir) -> bool:
+    """Return whether a process holds the claim, as far as this host can tell."""
+    last = newest(run)
+    return bool(last) and not is_free(read_json(claim(run, last)), time.time())
+
+
 def claim(run: RunDir, number: int) -> Path:
-    """Return the file of a claim; numbers start at 1."""
+    """Return the path of claim number `number`; numbers start at 1."""
     return run.claims / f"claim-{number:06d}.json"
 
 

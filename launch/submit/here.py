@@ -1,4 +1,4 @@
-"""Whether this machine can run a job: its size, and the files that the job reads."""
+"""Checks that this machine can run a job: the number of ranks and nodes, and the files that the job reads."""
 
 import sys
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ from muster.jobs.user import code
 from muster.launch.common.program_files import fault
 from muster.launch.plan.plan import Context
 from muster.launch.plan.program import needs, replaced
-from muster.launch.plan.spares import crew_size
+from muster.launch.plan.spares import nodes_with_spares
 
-LOCAL_NODES: Final = 256  # each has an agent and a warm process
+LOCAL_NODES: Final = 256  # each needs an agent and a warm process
 LOCAL_RANKS: Final = 1024
 CROWD: Final = 16  # ranks per core; more cause a warning
 
 
 def check_size(job: Job, cores: int) -> None:
-    """Refuse a job that would overwhelm this machine, and warn of one that might.
+    """Refuse a job that is too large for this machine, and warn if it may be slow.
 
     Raises:
         RefusedError: if the job has more pretend nodes or ranks than one machine may run.
     """
-    nodes = crew_size(job)
+    nodes = nodes_with_spares(job)
     ranks = nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
     if nodes > LOCAL_NODES:
         raise RefusedError(f"nodes: must be at most {LOCAL_NODES} on one machine, got {nodes}; lower nodes")
@@ -40,24 +40,24 @@ def check_size(job: Job, cores: int) -> None:
         )
     have = f"this machine has {counted(cores, 'core')}"
     if ranks > CROWD * cores:
-        warn(f"{ranks} ranks, and {have}: every rank will be slow, and memory may run out")
+        warn(f"{ranks} ranks, but {have}: every rank will be slow, and memory may run out")
     if job.threads_per_rank != "auto" and job.threads_per_rank > cores:
-        warn(f"threads_per_rank: {job.threads_per_rank}, and {have}: the threads will wait for one another")
+        warn(f"threads_per_rank: {job.threads_per_rank}, but {have}: the threads will wait for each other")
 
 
 @cache
 def warn(text: str) -> None:
-    """Print a warning, once for all the jobs of a command."""
+    """Print a warning, only once even if a command has several jobs."""
     print(f"muster: warning: {text}", file=sys.stderr)
 
 
 def check_program(context: Context) -> None:
     """Check that the interpreter and the script of a `command:` job are on this machine.
 
-    Any other program that a command begins with is left for the rank to find.
+    If the command begins with any other program, only the rank looks for it.
 
     Raises:
-        RefusedError: if one of them is missing or cannot be run.
+        RefusedError: if the interpreter or script is missing or cannot be run.
     """
     program, script = needs(context)
     if (interpreter := context.interpreter) is None:

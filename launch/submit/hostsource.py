@@ -14,7 +14,7 @@ from muster.launch.submit.request import QUEUED, SOURCES, Request
 
 SSH_OPTION: Final = re.compile(r"[A-Za-z]+[ =].+")
 OVER_SSH: Final = ("ssh", "pdsh")
-# The options that only some transports use.
+# The options that only some transports use, and those transports.
 READ_BY: Final = {
     "login": OVER_SSH,
     "jump": OVER_SSH,
@@ -47,10 +47,10 @@ def check_options(request: Request, transport: str) -> None:
 
 
 def host_set(request: Request, site: Site) -> HostSet | None:
-    """Return the hosts that were asked for, after include and exclude; None if none are named.
+    """Return the requested hosts, after `--include` and `--exclude`; None if no hosts are named.
 
     Raises:
-        UsageError, JobFileError, RefusedError: if they are named twice, or cannot be read.
+        UsageError, JobFileError, RefusedError: if the hosts are named twice, or cannot be read.
     """
     given = [name for name in SOURCES if getattr(request, name)]
     if request.lan and "manifest" not in given:
@@ -60,7 +60,7 @@ def host_set(request: Request, site: Site) -> HostSet | None:
     found = _read(request, site)
     if found is None:
         if request.include or request.exclude:
-            raise UsageError("--include and --exclude choose among hosts, and none are given; add -H, -w or --manifest")
+            raise UsageError("--include and --exclude choose among hosts, but none are given; add -H, -w or --manifest")
         return None
     return replace(found, hosts=tuple(hostfile.choose(found.hosts, request.include, request.exclude)))
 
@@ -86,7 +86,7 @@ def _read(request: Request, site: Site) -> HostSet | None:
 
 
 def site_of(request: Request) -> Site:
-    """Load the site file, and override its ssh settings by those of the command line.
+    """Load the site file, and override its ssh settings with those of the command line.
 
     Raises:
         JobFileError: if the file is invalid.

@@ -1,6 +1,6 @@
-"""From the command line to a submission: load job and site, find the hosts, place the ranks, check that they can run.
+"""Prepare a submission: load the job and site files, find the hosts, place the ranks, and check that they can run.
 
-Nothing is started and nothing is written, so `muster plan` and `muster run` share all of it.
+Nothing is started or written, so `muster plan` and `muster run` share this code.
 """
 
 import ipaddress
@@ -19,6 +19,7 @@ from muster.jobs.hosts.placement import Host, divide
 from muster.jobs.machine.network import is_own
 from muster.jobs.runfolder.rundir import RunDir, run_path, runs_root
 from muster.jobs.spec import yamlfile
+from muster.jobs.spec.filled import fixed_batch, with_fixed_batch
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.load import LoadedJob, load_job
 from muster.jobs.spec.site import Site, placed
@@ -26,8 +27,8 @@ from muster.jobs.spec.slurm import merged
 from muster.launch.common.host import visible_gpus
 from muster.launch.common.kinds import BY_KEY, KINDS
 from muster.launch.plan.interpreter import choose
-from muster.launch.plan.plan import Context, Machine, shared_environment
-from muster.launch.plan.spares import crew_size, place_crew
+from muster.launch.plan.plan import Context, NodeMachine, shared_environment
+from muster.launch.plan.spares import nodes_with_spares, place_with_spares
 from muster.launch.plan.submission import Route, Submission
 from muster.launch.submit.here import check_files, check_program, check_size
 from muster.launch.submit.hostsource import check_options, host_set, site_of
@@ -39,8 +40,8 @@ OF_SITE = "site file: "  # prefix of messages about the site file
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A submission, and the files that the run folder keeps."""
+class PreparedSubmission:
+    """A submission, and the files to store in the run folder."""
 
     submission: Submission
     loaded: LoadedJob
@@ -60,20 +61,22 @@ class Prepared:
         """The site file, with the ssh settings of the command line."""
         return yamlfile.dump(self.context.site.model_dump(mode="json"))
 
-    def changed(self, **changes: Any) -> "Prepared":
+    def changed(self, **changes: Any) -> "PreparedSubmission":
         """Return a copy with other values in the context."""
         return replace(self, submission=replace(self.submission, context=replace(self.context, **changes)))
 
 
-def prepare(request: Request, *, here: bool = True, route: Route | None = None, allow_unread: bool = False) -> Prepared:
-    """Load, place and check a job. `here`: pretend nodes run on this machine, so its limits apply.
+def prepare(
+    request: Request, *, here: bool = True, route: Route | None = None, allow_unread: bool = False
+) -> PreparedSubmission:
+    """Load, place and check a job. `here`: pretend nodes run on this machine, so its limits apply to them.
 
-    `route`: that of a resumed run; None: derived from the request. `allow_unread`: as for `load_job`.
+    `route`: the route of a resumed run, or None to derive it from the request. `allow_unread`: as for `load_job`.
 
     Raises:
         UsageError: if no job file is named, or options contradict each other.
         JobFileError: if the job, site or hosts file is invalid.
-        RefusedError: if job, hosts and machine do not fit together.
+        RefusedError: if the hosts or the machine do not fit the job.
     """
     if not request.job:
         raise UsageError("JOB: is empty; name a job file, such as jobs/examples/hello.yaml")
@@ -94,15 +97,16 @@ def prepare(request: Request, *, here: bool = True, route: Route | None = None, 
         if request.program:
             message = message.removeprefix("command: ")
         raise RefusedError(loaded.document.placed(message)) from error
-    return Prepared(Submission(route, context), loaded)
+    return PreparedSubmission(Submission(route, context), with_fixed_batch(loaded, context.job))
 
 
 def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool) -> Context:
-    """Place a job, and check that it can run. `here`: on this machine."""
+    """Place a job, and check that it can run. `here`: it runs on this machine."""
     if here:
         check_size(job, len(this_machine().cores))
     hosts = pretend_nodes(job, this_machine()) if route.is_here else nodes_of(job, site, route)
-    placement, spares = place_crew(job, hosts)
+    placement, spares = place_with_spares(job, hosts)
+    job = fixed_batch(job, placement.world_size)
     BY_KEY[job.kind].check(job.settings, placement.world_size)
     if here:
         data = {} if site.data is None else {"MUSTER_DATA": site.data}
@@ -111,10 +115,10 @@ def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool
         placement = placement.meeting_at(numeric(address))
         if route.is_here and not is_own(address):
             raise UsageError(
-                f"--master-addr: {address} is no address of this machine, where the job runs; leave it out"
+                f"--master-addr: {address} is not an address of this machine, where the job runs; leave it out"
             )
         if placement.one_host and len(placement.nodes) > 1 and route.transport not in ("local", "hand"):
-            raise UsageError(f"--master-addr: {address} is each node's own; give an address of node 0 that all reach")
+            raise UsageError(f"--master-addr: {address} means each node itself; give one of node 0 that all reach")
     python = interpreter_of(site, here=route.is_here)
     context = Context(
         job=job,
@@ -130,7 +134,7 @@ def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool
         spares=spares,
         interpreter=choose(job, site, python),
     )
-    shared_environment(context, this_machine(), 1)  # refuses variables that a job may not set
+    shared_environment(context, this_machine(), 1)  # raises an error for variables that a job may not set
     return context
 
 
@@ -144,9 +148,9 @@ def route_of(request: Request, site: Site) -> Route:
     executor = executor_of(request, transport)
     if transport == "local":
         if request.names_hosts:
-            raise UsageError("--on local: hosts are given, but local uses none; use --on ssh, or leave them out")
+            raise UsageError("--on local: uses no hosts, but hosts are given; use --on ssh, or leave them out")
         return Route("local", HostSet((), "this machine"))
-    if transport in QUEUED:  # Slurm chooses the hosts itself; a box only says where Slurm runs
+    if transport in QUEUED:  # Slurm chooses the hosts; a box only names the place where Slurm runs
         chosen = replace(request, nodelist=None, exclude=None)
         hosts = host_set(chosen, site) if chosen.names_hosts else None
     else:
@@ -167,7 +171,7 @@ def route_of(request: Request, site: Site) -> Route:
 
 
 def executor_of(request: Request, transport: str) -> str:
-    """Return the chosen executor of submitit, "" for another transport.
+    """Return the chosen executor of submitit; "" for any other transport.
 
     Raises:
         UsageError: if an executor is named for another transport.
@@ -175,14 +179,14 @@ def executor_of(request: Request, transport: str) -> str:
     if transport == "submitit":
         return request.executor or ("local" if shutil.which("sbatch") is None else "slurm")
     if request.executor:
-        raise UsageError(f"--executor {request.executor}: is for --on submitit; add that, or leave it out")
+        raise UsageError(f"--executor {request.executor}: applies only to --on submitit; add that, or remove it")
     return ""
 
 
 def nodes_of(job: Job, site: Site, route: Route) -> list[Host]:
-    """Return the hosts that a job may use; outside an allocation only the number of Slurm's nodes is known."""
+    """Return the hosts that a job may use. Outside an allocation, only the number of Slurm's nodes is known."""
     if route.transport == "hand" and not route.hosts.hosts:
-        return [Host(f"node{number}", "") for number in range(crew_size(job))]
+        return [Host(f"node{number}", "") for number in range(nodes_with_spares(job))]
     if route.transport not in ("slurm", "submitit"):
         return list(route.hosts.hosts)
     if route.transport == "slurm" and inside_allocation(os.environ):
@@ -190,22 +194,22 @@ def nodes_of(job: Job, site: Site, route: Route) -> list[Host]:
     asked = merged(site.slurm, job.slurm)
     gpus = str(asked.gpus_per_node or "").rpartition(":")[2]
     slots = int(gpus) if gpus else asked.cpus_per_task
-    return [Host(f"slurm-{number}", "", slots=slots) for number in range(crew_size(job))]
+    return [Host(f"slurm-{number}", "", slots=slots) for number in range(nodes_with_spares(job))]
 
 
 def allocated(job: Job) -> list[Host]:
-    """Return the nodes of the current allocation. Their cores limit a job only if it asks for slots."""
-    # in a job of our own, Slurm has excluded them already
+    """Return the nodes of the current allocation. The number of cores limits a job only if it asks for slots."""
+    # if Muster submitted the job, Slurm has excluded these nodes already
     left_out = set(expand(job.slurm.exclude)) if job.slurm.exclude else set()
     hosts = [host for host in read_allocation(os.environ).hosts() if host.name not in left_out]
     return [host if job.ranks_per_node == "slots" else replace(host, slots=None) for host in hosts]
 
 
 def numeric(address: str) -> str:
-    """Return an address that means the same on every node.
+    """Return a numeric address, which means the same on every node.
 
     Raises:
-        UsageError: if it is a host name.
+        UsageError: if the address is a host name.
     """
     try:
         return str(ipaddress.IPv4Address(address))
@@ -213,19 +217,19 @@ def numeric(address: str) -> str:
         raise UsageError(f"--master-addr: must be an IPv4 address, such as 10.10.1.1, got {address!r}") from None
 
 
-def pretend_nodes(job: Job, machine: Machine) -> list[Host]:
+def pretend_nodes(job: Job, machine: NodeMachine) -> list[Host]:
     """Return this machine as several hosts, which divide its GPUs or, without GPUs, its cores.
 
-    More ranks than cores are allowed on the user's own machine: slots are set only for a job that asks for them.
+    Slots are set only for a job that asks for them, so other jobs may have more ranks than this machine has cores.
     """
     if job.ranks_per_node != "slots":
-        return [Host(machine.host, LOCAL_ADDRESS)] * crew_size(job)
-    shares = divide(machine.gpus or machine.cores, crew_size(job))
+        return [Host(machine.host, LOCAL_ADDRESS)] * nodes_with_spares(job)
+    shares = divide(machine.gpus or machine.cores, nodes_with_spares(job))
     return [Host(machine.host, LOCAL_ADDRESS, slots=len(share)) for share in shares]
 
 
 def interpreter_of(site: Site, *, here: bool = True) -> str:
-    """Return the Python that agents and ranks run: the site's, or else this one. `here`: it will run on this machine.
+    """Return the Python that runs agents and ranks: the site's, or else this one. `here`: it will run on this machine.
 
     Raises:
         RefusedError: if the site's Python cannot be run here.
@@ -237,7 +241,7 @@ def interpreter_of(site: Site, *, here: bool = True) -> str:
     return site.interpreter
 
 
-def this_machine() -> Machine:
-    """Describe this machine as its agent would."""
+def this_machine() -> NodeMachine:
+    """Describe this machine as an agent would."""
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    return Machine(socket.gethostname(), cores, tuple(visible_gpus()), environ=os.environ)
+    return NodeMachine(socket.gethostname(), cores, tuple(visible_gpus()), environ=os.environ)

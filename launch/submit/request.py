@@ -1,4 +1,4 @@
-"""The command line of a run: the job and changes to it, the site, the hosts and how to reach them."""
+"""The options of a run on the command line: job, changes to it, site, hosts and how to reach them."""
 
 import json
 import os
@@ -16,7 +16,7 @@ QUEUED: Final = ("slurm", "submitit")
 
 @dataclass(frozen=True)
 class Request:
-    """One field per option (see launch/common/options.py). A command without an option uses the field's default."""
+    """The values of all options (launch/common/options.py). A field keeps its default if a command lacks its option."""
 
     job: str = ""
     job_text: str | None = None  # the text of a job, used instead of a job file
@@ -52,10 +52,10 @@ class Request:
         return any(getattr(self, source) for source in SOURCES)
 
     def changes(self) -> list[str]:
-        """Convert the options that stand for values of the job file into overrides.
+        """Convert the options that replace values of the job file into overrides.
 
         Raises:
-            UsageError: if a variable is not valid, or Slurm has no such option for choosing hosts.
+            UsageError: if a variable is not valid, or Slurm cannot choose hosts in this way.
         """
         found = list(self.overrides)
         if self.name is not None:
@@ -72,7 +72,7 @@ class Request:
         return found + [_variable(word) for word in self.exported]
 
     def _choice_of_slurm(self) -> list[str]:
-        """Convert the choice of hosts to Slurm's options, because Slurm chooses the hosts."""
+        """Convert the options that choose hosts into overrides for Slurm, which makes the choice."""
         if self.include:
             raise UsageError(
                 "--include: Slurm chooses the nodes; name them all with -w LIST, or leave some out with -e LIST"
@@ -91,5 +91,5 @@ def _variable(word: str) -> str:
     value = value if is_given else os.environ[name]
     # surrogates, by which Python represents bytes that are not UTF-8
     if any("\ud800" <= each <= "\udfff" for each in value):
-        raise UsageError(f"-x {name}: its value is not UTF-8, which job files are; leave it out")
+        raise UsageError(f"-x {name}: its value is not UTF-8, as job files must be; leave it out")
     return f"env.{name}={json.dumps(value)}"

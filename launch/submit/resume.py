@@ -1,9 +1,9 @@
-"""Resuming a run that has ended or lost its supervisor: make the submission of its next attempt.
+"""Resume a run that has ended or lost its supervisor: make the submission for its next attempt.
 
     is it over?  ──→  the old submission, with the requested changes   ──→  is there a checkpoint?  ──→  written back
     lost: leftovers are ended first                 (prepare.py)                   (the supervisor chooses and reads it)
 
-All refusals happen before anything of the run is changed.
+All checks are made before anything in the run is changed.
 """
 
 import os
@@ -32,20 +32,20 @@ from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import had_session, read_json
 from muster.launch.records.runstate import DIRECT, RunState, read_state
 from muster.launch.submit.hostsource import site_of
-from muster.launch.submit.prepare import Prepared, prepare, route_of
+from muster.launch.submit.prepare import PreparedSubmission, prepare, route_of
 from muster.launch.submit.request import Request
 from muster.launch.submit.stopping import end_leftovers, stop
 from muster.launch.transports.base import LEASE_S
 
 POLL_S: Final = 0.1
-NODES_S: Final = LEASE_S + 3.0  # after this time no node of a lost supervisor has a rank left
+NODES_S: Final = LEASE_S + 3.0  # after this time, no node of a lost supervisor still runs ranks
 OF_HOSTS: Final = ("ssh", "pdsh", "hand")
 
 Say = Callable[[str], None]
 
 
-def again(run: RunDir, request: Request, wanted: str | None, say: Say) -> Prepared:
-    """Return a run's submission for its next attempt; end the leftovers of a lost supervisor.
+def again(run: RunDir, request: Request, wanted: str | None, say: Say) -> PreparedSubmission:
+    """Return a run's submission for its next attempt; end the processes that a lost supervisor left behind.
 
     `request`: the requested changes. `wanted`: the step or the name of the checkpoint to resume from.
 
@@ -74,18 +74,18 @@ def again(run: RunDir, request: Request, wanted: str | None, say: Say) -> Prepar
     return prepared
 
 
-# Whether it may be resumed ------------------------------------------------------------------------------------------
+# Checks whether it may resume ----------------------------------------------------------------------------------------
 
 
 def refuse_running(run: RunDir, state: RunState) -> None:
     """Refuse a run that may still be supervised; accept one without any recent sign of life.
 
     Raises:
-        RefusedError: if the run is in progress, or that cannot be excluded.
+        RefusedError: if the run is in progress, or may be.
     """
     where = f"its supervisor is pid {state.pid} on {state.host}"
     ways = f"{run.command('status')} shows it, {run.command('stop')} ends it"
-    if state.message:  # Slurm's account of it
+    if state.message:  # Slurm's description of the state
         raise RefusedError(f"{run.run_id}: is not over ({state.label}): {state.message}; {ways}")
     if state.sure:
         raise RefusedError(f"{run.run_id}: is not over ({state.label}): {where}; {ways}")
@@ -94,7 +94,7 @@ def refuse_running(run: RunDir, state: RunState) -> None:
 
 
 def watch_lease(run: RunDir, say: Say) -> None:
-    """Make sure that a supervisor on another host is gone: its lease does not change for STALE_S. Clocks do not matter.
+    """Check that a supervisor on another host is gone, by watching for STALE_S seconds that its lease does not change.
 
     Raises:
         RefusedError: if the lease has been renewed.
@@ -109,16 +109,16 @@ def watch_lease(run: RunDir, say: Say) -> None:
 
 
 def end_lost(run: RunDir, state: RunState, *, remote: bool, say: Say) -> None:
-    """End the processes that a lost supervisor left behind, and wait until its nodes have done the same.
+    """End the processes that a lost supervisor left on this host, and wait until its nodes have ended theirs.
 
     Raises:
-        RefusedError: if it is not lost after all.
+        RefusedError: if the supervisor is alive after all.
         StartTimeoutError: if a process cannot be ended.
     """
     if not state.sure:
         watch_lease(run, say)
     elif run.slurm.exists():
-        stop(run, grace_s=None, now=True)  # the remains of its job hold nodes
+        stop(run, grace_s=None, now=True)  # the rest of its Slurm job still occupies nodes
         return
     deadline = time.monotonic() + NODES_S
     age_s = lease.age_s(run)
@@ -142,7 +142,7 @@ def check_kind(run: RunDir, job: Job) -> None:
 
 
 def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) -> None:
-    """Refuse a run that is done, unless it is to train longer, or from an earlier checkpoint.
+    """Refuse to resume a run that is done, except to train longer or from an earlier checkpoint.
 
     Raises:
         RefusedError: if there is nothing left to do.
@@ -162,9 +162,9 @@ def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) ->
 
 
 def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
-    """Check which checkpoints exist; the supervisor will read and verify them. Without any, the run starts at step 0.
+    """Check that a checkpoint exists, which the supervisor will verify. If none was saved, the run starts at step 0.
 
-    A program without a session has saved nothing here, and starts again.
+    A program without a session saves nothing here, and starts again.
 
     Raises:
         NoCheckpointError: if the job saves nothing, no checkpoint is good, or the `wanted` one does not exist.
@@ -204,11 +204,11 @@ def _asked(wanted: str | None) -> dict[str, Any]:
     return {"step": int(wanted)} if wanted.isdecimal() else {"name": wanted}
 
 
-# Its next attempt ---------------------------------------------------------------------------------------------------
+# The next attempt ---------------------------------------------------------------------------------------------------
 
 
-def changed(run: RunDir, before: Submission, request: Request, wanted: str | None) -> Prepared:
-    """Return the submission with the changes of the command line; everything else stays the same."""
+def changed(run: RunDir, before: Submission, request: Request, wanted: str | None) -> PreparedSubmission:
+    """Return the submission, changed only where the command line asks for it."""
     if not run.job.is_file():
         raise RunFolderError(f"{run.path}: has no job.yaml; submit the job anew")
     other_site = request.site is not None
@@ -233,13 +233,13 @@ def changed(run: RunDir, before: Submission, request: Request, wanted: str | Non
         interpreter=now.interpreter if renamed else was.interpreter,
         code=code,
         placement=now.placement if request.master_addr else _meeting(was.placement, now.placement),
-        # Only for this attempt: a later one uses the newest checkpoint again.
+        # This choice is only for this attempt: a later one uses the newest checkpoint again.
         options={"from": next(iter(asked.values())), "from_attempt": was.attempt} if (asked := _asked(wanted)) else {},
     )
 
 
 def _route(before: Route, request: Request) -> Route:
-    """Return the previous transport and hosts, except for those that are named anew."""
+    """Return the previous transport and hosts, unless the command line names others."""
     elsewhere = request.on != before.transport and (request.on not in OF_HOSTS or not before.hosts.hosts)
     if request.names_hosts or request.executor or elsewhere:
         return route_of(request, site_of(request))
@@ -258,7 +258,7 @@ def _route(before: Route, request: Request) -> Route:
 
 
 def _meeting(before: Placement, now: Placement) -> Placement:
-    """Keep the address that was given for node 0, as long as node 0 is the same host."""
+    """Keep the user's address of node 0, as long as node 0 is the same host."""
     same = before.nodes[0].host == now.nodes[0].host and before.one_host == now.one_host
     return now.meeting_at(before.master_addr) if same and before.master_addr else now
 
@@ -266,8 +266,8 @@ def _meeting(before: Placement, now: Placement) -> Placement:
 # Written back -------------------------------------------------------------------------------------------------------
 
 
-def write(prepared: Prepared, changes: Sequence[str]) -> Submission:
-    """Overwrite the run's submission. Keep the old job file, and record the changes in the events.
+def write(prepared: PreparedSubmission, changes: Sequence[str]) -> Submission:
+    """Overwrite the run's submission, keep a copy of the old job file, and record the changes in the events.
 
     Raises:
         RunFolderError, StorageError: if the folder cannot be written.
@@ -289,6 +289,6 @@ def write(prepared: Prepared, changes: Sequence[str]) -> Submission:
         write_secret(run.job, prepared.loaded.text)
     write_secret(run.site, prepared.site_text)
     submission.write()
-    for old in (run.stop, run.slurm, run.sbatch):  # of earlier attempts: a stop request, and the Slurm job
+    for old in (run.stop, run.slurm, run.sbatch):  # files of earlier attempts: a stop request, and the Slurm job
         old.unlink(missing_ok=True)
     return submission

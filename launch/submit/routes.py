@@ -1,4 +1,4 @@
-"""The table of transports: each row makes one from a submission."""
+"""A table of functions that each make one kind of transport from a submission."""
 
 from collections.abc import Callable
 from typing import Final
@@ -28,7 +28,7 @@ def make_transport(submission: Submission) -> Transport:
     """Make the transport of a submission.
 
     Raises:
-        RefusedError: if it cannot be used here.
+        RefusedError: if the transport cannot be used here.
     """
     row = ROWS.get(submission.route.transport)
     if row is None:
@@ -37,7 +37,7 @@ def make_transport(submission: Submission) -> Transport:
 
 
 def _local(submission: Submission) -> Transport:
-    return Local(len(submission.context.crew), python=submission.context.python)
+    return Local(len(submission.context.run_nodes), python=submission.context.python)
 
 
 def _ssh(submission: Submission) -> Transport:
@@ -61,7 +61,7 @@ def _pdsh(submission: Submission) -> Transport:
 
 def _slurm(submission: Submission) -> Transport:
     context = submission.context
-    nodes = [node.host for node in context.crew]
+    nodes = [node.host for node in context.run_nodes]
     alone = ""
     if context.run.sbatch.exists():  # the job was submitted for this run, so it is not the user's own allocation
         alone = "requeue" if merged(context.site.slurm, context.job.slurm).requeue else "cancel"
@@ -72,7 +72,7 @@ def _hand(submission: Submission) -> Transport:
     context, route = submission.context, submission.route
     return Dialled(
         "hand",
-        len(context.crew),
+        len(context.run_nodes),
         run=context.run,
         starter=None,
         listen="127.0.0.1" if context.placement.one_host else context.placement.master_addr,
@@ -86,8 +86,8 @@ def _hand(submission: Submission) -> Transport:
 
 def _submitit(submission: Submission) -> Transport:
     context, route = submission.context, submission.route
-    nodes = [node.host for node in context.crew]
-    if route.executor == "debug":  # all in the caller's process, so it uses the local transport
+    nodes = [node.host for node in context.run_nodes]
+    if route.executor == "debug":  # submitit runs everything in this process, so the transport is local
         local = Local(len(nodes), python=context.python)
         local.name = "submitit"
         return local
@@ -98,10 +98,10 @@ def _submitit(submission: Submission) -> Transport:
 def _hosts(submission: Submission) -> list[Host]:
     """Return the hosts of the run's nodes, in the order of their slots."""
     by_name = {host.name: host for host in submission.route.hosts.hosts}
-    return [by_name[node.host] for node in submission.context.crew]
+    return [by_name[node.host] for node in submission.context.run_nodes]
 
 
-HAND_S: Final = 600.0  # for people to paste their lines
+HAND_S: Final = 600.0  # time to paste the lines
 ROWS: Final[dict[str, Callable[[Submission], Transport]]] = {
     "local": _local,
     "ssh": _ssh,

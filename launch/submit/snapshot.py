@@ -1,10 +1,11 @@
-"""The code as it was submitted, copied to the run folder, so that a run in a queue is not affected by later edits.
+"""Copy the submitted code to the run folder, so that later edits do not affect a run in a queue.
 
     <run>/code/muster    our own package, from which agents are started (jobs/basics/boot.py)
     <run>/code/work      for a `command:` job, the code in the user's working folder (worktree.py)
-    <run>/code/code.json the origin of both: commit, branch, differences from the commit, the names of all files
+    <run>/code/code.json the origin of both: commit, branch, differences from the commit, names of all files
 
-Files are copied, never hard-linked, because an edit in place would change both. Only this user may enter the folders.
+Files of the user are copied, never hard-linked, because an edit in place would change both. Our own files are copied
+too, and then shared between runs (codestore.py). Only this user may enter the folders.
 A file keeps the mode of its source.
 """
 
@@ -29,30 +30,30 @@ from muster.launch.common import gitfacts
 from muster.launch.common.fingerprint import PACKAGE, fingerprint
 from muster.launch.common.gitfacts import GitError
 from muster.launch.common.worktree import NEITHER, Survey, heaviest_folder, survey
+from muster.launch.submit.codestore import PREFIX, share
 
 WORK: Final = "work"
 RECORD: Final = "code.json"
 MOST_BYTES: Final = 64 << 20
 MOST_FILES: Final = 5_000
-COPIERS: Final = 8  # files copied at once: on network storage each waits for its server
+COPIERS: Final = 8  # files copied at the same time, because each copy waits for the server on network storage
 VANISHED: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 OWN_FILE: Final = "muster/__init__.py"
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """A copy of the code: the folder from which agents start, the folder in which ranks run, and notes for the user."""
+class CodeSnapshot:
+    """A copy of the code: the folders in which agents start and ranks run, and notes for the user."""
 
     code: Path
     workdir: Path
     notes: tuple[str, ...] = ()
 
 
-def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ()) -> Snapshot:
+def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ()) -> CodeSnapshot:
     """Copy Muster's code and, if `program`, the code in the user's working folder into a run folder.
 
-    `argv`: the program's command; a note is made for every word that names a file in the working folder by its full
-    path.
+    `argv`: the program's command. Every word with the full path of a file in the working folder adds a note.
 
     Raises:
         RefusedError: if the working folder is too large to be only code.
@@ -61,11 +62,12 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
     work = survey(workdir, other_runs(run, workdir)) if program else None
     if work is not None:
         check_size(work)
-    usual = os.umask(0o077)  # the working folder, or a file in it, may be closed to others
+    usual = os.umask(0o077)  # the working folder, or a file in it, may be private
     try:
         run.code.mkdir()
         own = own_files(CODE_ROOT)
         copy(CODE_ROOT, own, run.code)
+        share(run.path.parent, (run.code / each for each in own))
         record: dict[str, Any] = {"time": time.time(), PACKAGE: _own_record(run, len(own)), WORK: None}
         notes: list[str] = []
         if work is not None:
@@ -80,19 +82,19 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
         raise folder_error(run.code, error) if isinstance(error, OSError) else error from error
     finally:
         os.umask(usual)
-    return Snapshot(run.code, workdir if work is None else run.code / WORK, tuple(notes))
+    return CodeSnapshot(run.code, workdir if work is None else run.code / WORK, tuple(notes))
 
 
 def other_runs(run: RunDir, workdir: Path) -> list[Path]:
-    """List the folders to leave out because they hold runs: their common folder or, in the working folder, each run."""
+    """List the folders of runs, which are not copied: the folder of all runs or, if that is `workdir`, each run's."""
     root = run.path.parent
     if os.path.realpath(root) != os.path.realpath(workdir):
         return [root]
-    return [run.path, *(each.path for each in all_runs(root))]
+    return [run.path, *(each.path for each in all_runs(root)), *root.glob(f"{PREFIX}*")]
 
 
 def beside_the_copy(argv: Sequence[str], work: Survey) -> list[str]:
-    """Warn of words that name code in the working folder by its full path, since later edits would affect the run."""
+    """Return a warning for each word with the full path of code in the working folder: later edits affect the run."""
     found = []
     for word in argv:
         name = os.path.relpath(word, work.folder) if word.startswith("/") else ""
@@ -116,9 +118,9 @@ def check_size(work: Survey) -> None:
     more = "" if work.complete else "more than "
     ignore = "list it in .gitignore" if work.by_git else "make this a git repository and list it in .gitignore"
     raise RefusedError(
-        f"{work.folder}: {more}{_amount(work.files.values())}, too much for a copy of the code (at most "
-        f"{MOST_FILES} files, {_mb(MOST_BYTES)}); most of it is in {most}: {_amount(inside)}; {ignore}, then it is "
-        "linked; or run without a copy: --no-snapshot"
+        f"{work.folder}: {more}{_amount(work.files.values())}, too much to copy as code (at most "
+        f"{MOST_FILES} files, {_mb(MOST_BYTES)}); most of it is in {most}: {_amount(inside)}; {ignore}, so that it "
+        "is linked; or run without a copy: --no-snapshot"
     )
 
 
@@ -133,7 +135,7 @@ def own_files(root: Path) -> list[str]:
 
 
 def copy(source: Path, names: Iterable[str], target: Path) -> list[str]:
-    """Copy files and symbolic links below `source`; return a note for each unreadable one. Skip vanished ones.
+    """Copy files and symbolic links below `source`. Return a note for each unreadable file; skip deleted files.
 
     Raises:
         OSError: if the target cannot be written.
@@ -168,9 +170,9 @@ def _copy_one(source: Path, name: str, target: Path) -> str:
         elif stat.S_ISREG(status.st_mode):
             file = (source / name).open("rb")
         else:
-            return ""  # it has been replaced by something else since the listing
+            return ""  # it is no longer a regular file
     except OSError as error:
-        return "" if error.errno in VANISHED else f"{name}: left out, cannot be read: {error.strerror}"
+        return "" if error.errno in VANISHED else f"{name}: skipped, because it cannot be read: {error.strerror}"
     path = target / name
     if file is None:
         path.symlink_to(pointed)
@@ -183,11 +185,11 @@ def _copy_one(source: Path, name: str, target: Path) -> str:
 
 
 def moved_link(source: Path, name: str, pointed: str) -> str:
-    """Return the target of a link in the copy: targets inside the source become targets inside the copy.
+    """Return the target of a copied link. A target inside the source becomes the same target inside the copy.
 
     Pure: computed from the names alone, since the copy has the same folders.
     """
-    folder = os.path.dirname(name)  # noqa: PTH120 (of a relative path that may be any bytes)
+    folder = os.path.dirname(name)  # noqa: PTH120 (a relative path of any bytes)
     meant = os.path.normpath(source / folder / pointed)
     inside = os.path.relpath(meant, source)
     if inside.partition("/")[0] == os.pardir:
@@ -216,9 +218,9 @@ def _work_record(work: Survey, left_out: list[str]) -> Mapping[str, Any]:
 
 
 def _origin(folder: Path, tracked: str = "") -> dict[str, Any] | None:
-    """Return git's description of a folder, or None; with `tracked`, only if git tracks that file in it."""
+    """Return git's facts about a folder, or None. If `tracked` is given, git must track that file in the folder."""
     try:
-        if tracked:  # else an installation inside some other repository would be described by that repository
+        if tracked:  # otherwise an installation inside another repository would get that repository's facts
             gitfacts.git(folder, "ls-files", "--error-unmatch", "--", tracked)
         return gitfacts.origin(folder)
     except GitError:

@@ -1,4 +1,4 @@
-"""Start a prepared job and supervise it to its verdict, in this process or in a detached one."""
+"""Start a prepared job and supervise it until its verdict, in this process or in a detached one."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ from muster.launch.records.slurm_job import SlurmJob
 from muster.launch.records.verdict import Verdict
 from muster.launch.scheduler.requeue import OwnJob
 from muster.launch.submit.byhand import by_hand
-from muster.launch.submit.prepare import Prepared, this_machine
+from muster.launch.submit.prepare import PreparedSubmission, this_machine
 from muster.launch.submit.routes import make_transport
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.supervisor import Supervisor
@@ -37,11 +37,15 @@ POLL_S: Final = 0.02
 
 
 def begin(
-    prepared: Prepared, console: Console, *, detach: bool = False, write: Callable[[Prepared], Submission] | None = None
+    prepared: PreparedSubmission,
+    console: Console,
+    *,
+    detach: bool = False,
+    write: Callable[[PreparedSubmission], Submission] | None = None,
 ) -> int:
     """Write a run's folder, then supervise the run to its end, or detach it; return the exit code.
 
-    `write`: used instead of `write_run` for a run that has a folder. A queued or detached run gets a copy of the code.
+    `write` replaces `write_run` for a run that already has a folder. A queued or detached run gets a copy of the code.
 
     Raises:
         UsageError: if a run by hand is to be detached.
@@ -63,13 +67,13 @@ def begin(
 
 
 def check_can_be_left(route: Route) -> None:
-    """Refuse to detach a run whose supervisor is the pasted line.
+    """Refuse to detach a run by hand, because the pasted line is its supervisor.
 
     Raises:
-        UsageError: if it is a run by hand.
+        UsageError: if the run is started by hand.
     """
     if route.transport == "hand":
-        raise UsageError("--on hand: node 0's line is the supervisor and stays; use muster run, or nohup around it")
+        raise UsageError("--on hand: cannot be detached: node 0's line supervises the run; use muster run, or nohup")
 
 
 def check_torch(submission: Submission) -> None:
@@ -84,8 +88,8 @@ def check_torch(submission: Submission) -> None:
         raise RefusedError(f"{context.python}: has no torch, which a {context.job.kind}: job needs; run ./setup.sh")
 
 
-def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
-    """Make the run folder of a submission. With a snapshot, the run uses the code as it is now.
+def write_run(prepared: PreparedSubmission, *, snapshot: bool = False) -> Submission:
+    """Make the run folder of a submission. With `snapshot`, the run uses a copy of the current code.
 
     Raises:
         RefusedError: if the working folder is too large to be copied as code.
@@ -93,7 +97,7 @@ def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
     """
     submission, context = prepared.submission, prepared.context
     make_run(context.run, shared=context.site.share == "group")
-    write_secret(context.run.job, prepared.loaded.text)  # it contains the values of env: and -x
+    write_secret(context.run.job, prepared.loaded.text)  # it contains the values of env: and -x, which may be secret
     write_secret(context.run.site, prepared.site_text)
     if snapshot:
         try:
@@ -107,7 +111,7 @@ def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
 
 
 def copied(context: Context, folder: RunDir) -> dict[str, Any]:
-    """Copy the code into a folder; return the changed values of the context. Errors as for `snapshot.take`."""
+    """Copy the code into a folder; return the context values to change. Errors as for `snapshot.take`."""
     from muster.launch.submit.snapshot import take
 
     settings = context.job.settings
@@ -157,16 +161,16 @@ def put_into_queue(submission: Submission) -> None:
 
 
 def whereabouts(run: RunDir) -> str:
-    """Return the state of a detached run for a message: its Slurm job, or that it has begun."""
+    """Return the state of a detached run for a message: it has begun, or its Slurm job."""
     job = SlurmJob.read(run)
     return "has begun" if job is None else f"is Slurm job {job.job_id}"
 
 
 def supervise(submission: Submission, console: Console, own_job: OwnJob | None = None) -> Verdict:
-    """Supervise the next attempts of a submitted run in this process. `own_job`: the scheduler's job around it.
+    """Supervise the next attempts of a submitted run in this process. `own_job`: the scheduler's job that contains it.
 
     Raises:
-        RefusedError: if its transport cannot be used here.
+        RefusedError: if the run's transport cannot be used here.
     """
     transport = make_transport(submission)
     if isinstance(transport, Local):
@@ -175,9 +179,9 @@ def supervise(submission: Submission, console: Console, own_job: OwnJob | None =
 
 
 def warm_up(submission: Submission, transport: Local) -> None:
-    """Start importing torch before anything else, if the ranks will be forked on this machine.
+    """Start to import torch early, if the ranks will be forked on this machine.
 
-    A job's own Python has to wait for the setup lines, which it may need in order to run.
+    A job's own Python cannot start early, because it may need the setup lines.
     """
     context, machine = submission.context, this_machine()
     if context.warm_python and context.has_setup:
@@ -189,11 +193,11 @@ def warm_up(submission: Submission, transport: Local) -> None:
 
 
 def detach(run: RunDir, python: str, code: str | None) -> None:
-    """Start a detached supervisor, which outlives this process and its terminal; return when it has taken over.
+    """Start a detached supervisor, which outlives this process and its terminal; return once it has taken over.
 
     Raises:
-        MusterError: if it ended at once; with its own message.
-        StartTimeoutError: if it did not take over in time.
+        MusterError: if the supervisor ended at once, with the supervisor's message.
+        StartTimeoutError: if the supervisor did not take over in time.
     """
     before = supervisors(run)
     with os.fdopen(open_log(run.supervisor_log), "ab") as log:

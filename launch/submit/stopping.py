@@ -1,4 +1,4 @@
-"""Stop one run, by the means that its state allows.
+"""Stop one run, in a way that depends on its state.
 
 supervisor lives, or is on another host   stop.json → a drain, if the run saves → its `ended` row
 a Slurm job                               waiting: scancel; running: stop.json, its `ended` row, then scancel
@@ -33,7 +33,7 @@ class StopOutcome:
 
     state: RunState
     was_over: bool
-    leftovers: int | None = None  # processes that this command ended itself; None when a supervisor did it
+    leftovers: int | None = None  # processes that this command ended; None if a supervisor ended the run
 
     def to_json(self) -> dict[str, Any]:
         """Return the record for --json."""
@@ -59,11 +59,11 @@ class StopOutcome:
 
 
 def stop(run: RunDir, *, grace_s: float | None, now: bool) -> StopOutcome:
-    """Stop a run by the means that its state allows.
+    """Stop a run in the way that its state requires.
 
     Raises:
-        UnreachableError: if it was started directly, on another host.
-        StartTimeoutError: if it does not end in time, or one of its processes cannot be ended.
+        UnreachableError: if the run was started directly, on another host.
+        StartTimeoutError: if the run does not end in time, or one of its processes cannot be ended.
     """
     state = read_state(run)
     grace = 0.0 if now else state.grace_s if grace_s is None else grace_s
@@ -87,7 +87,7 @@ def stop(run: RunDir, *, grace_s: float | None, now: bool) -> StopOutcome:
 
 
 def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> StopOutcome:
-    """Wait for the supervisor's last row, longer while the ranks save; if the supervisor dies, end the run here."""
+    """Wait for the supervisor's last row, and longer if the ranks save. If the supervisor dies, end the run here."""
     patience_s = grace_s + BEYOND_GRACE_S
     deadline, drains = time.monotonic() + patience_s, False
     while time.monotonic() < deadline:
@@ -111,7 +111,7 @@ def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Sto
 
 
 def end_leftovers(run: RunDir, *, term_s: float, message: str) -> StopOutcome:
-    """End the run's processes on this host, and write the last row in place of the supervisor, which is gone."""
+    """End the run's processes on this host, and write the last row, because the supervisor is gone."""
     found = _leftovers(run)
     for pid in found:
         print(f"muster: ending process {pid}: {processes.command_line(pid)}", file=sys.stderr)
@@ -141,10 +141,10 @@ def end_leftovers(run: RunDir, *, term_s: float, message: str) -> StopOutcome:
 
 
 def _leftovers(run: RunDir) -> dict[int, int]:
-    """Return the run's processes on this host with their start ticks, found by run id and from the rows of the run.
+    """Return the run's processes on this host as {pid: start ticks}, found by run id and from the run's rows.
 
-    A row identifies a process by pid and start ticks; a pid without ticks is ignored. The ranks of a direct run learn
-    the run id only after they have started, so it is not in their environment.
+    A row identifies a process by pid and start ticks; a pid without ticks is ignored. Rows are needed because the ranks
+    of a direct run get the run id only after they have started, so it is not in their environment.
     """
     rows = read_rows(run)
     recorded: dict[int, int] = {}

@@ -1,11 +1,11 @@
 """Copy this checkout's code to hosts that do not share its storage: one ssh per host, with a tar archive as input.
 
-    ssh HOST sh -c SCRIPT   finds our mark there: the storage is shared, and nothing has to be copied
-                            else unpacks beside the old code, then replaces whole packages
+    ssh HOST sh -c SCRIPT   if our mark is there, the storage is shared: nothing to copy
+                            else unpack beside the old code, then replace whole packages
                             finally the host's own interpreter reports which code it has now
 
-Other files of a host stay, such as its .venv and its data. The package is replaced as a whole, so that a module deleted
-here does not remain there. The hosts get real files in muster/, where a checkout has links.
+A host keeps its other files, such as its .venv and its data. The package is replaced as a whole, so that a module
+deleted here does not remain there. The hosts get real files in muster/, where a checkout has links.
 """
 
 import io
@@ -36,15 +36,15 @@ from muster.launch.transports.ssh_command import NO_SETTINGS, NOT_EXECUTABLE, NO
 FANOUT: Final = 32
 DEADLINE_S: Final = 300.0
 TIDY_S: Final = 20.0
-SETUP: Final = "setup.sh"  # in a clone or an unpacked archive, but not in an installation by pip
+SETUP: Final = "setup.sh"  # exists in a clone or an unpacked archive, but not after pip install
 BLOCKED: Final = 73  # exit code of the script: the folder cannot be made or written
 NOT_DONE: Final = 75  # exit code of the script: another host that shares the folder did not finish
-NOT_OURS: Final = 78  # exit code of the script: the folder is not empty and not one of Muster's
+NOT_OURS: Final = 78  # exit code of the script: the folder contains something other than Muster
 WAIT_S: Final = 120
 
 # One line without quotation marks or exclamation marks, because a login shell, which may be csh, reads it before sh.
-# $1 folder, $2 name of the mark, $3 interpreter, $4 the name of our package. Hosts may share the folder with one
-# another: the one that creates the mark's lock does the work, the others wait for the mark.
+# $1 folder, $2 name of the mark, $3 interpreter, $4 the name of our package. If hosts share the folder, the one that
+# creates the mark's lock does the work, and the others wait for the mark.
 SCRIPT: Final = (
     "d=$1 n=$2 y=$3 p=$4; "
     'if [ -e "$d/$n" ]; then cat >/dev/null; echo shared; else '
@@ -66,7 +66,7 @@ SCRIPT: Final = (
 
 @dataclass(frozen=True)
 class SyncOutcome:
-    """The result for one host. `state`: brought, shared, or failed (then with an error)."""
+    """The result for one host. `state`: brought (copied), shared, or failed (with an error)."""
 
     host: str
     state: str
@@ -97,7 +97,7 @@ def sync(hosts: HostSet, ssh: SshSettings, *, to: str, python: str, fanout: int 
 
 
 def tidy(argv: Sequence[str]) -> None:
-    """Remove the mark after the last host has looked for it. If that fails, an empty file stays."""
+    """Remove the mark after the last host has looked for it. If that fails, an empty file remains."""
     with suppress(subprocess.TimeoutExpired):
         subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIDY_S)
 
@@ -128,7 +128,7 @@ def judge(
     python: str,
     ssh: SshSettings = NO_SETTINGS,
 ) -> MusterError | None:
-    """Return the error of a host, if there is one. Pure except for our own fingerprint."""
+    """Return the error of a host, if there is one. Pure, except that it reads our own fingerprint."""
     last = next((line for line in reversed(errors) if line.strip()), "no error output")
     if state == "failed":
         if code == BLOCKED:
@@ -153,7 +153,7 @@ def judge(
     found = found_code(said)
     if found != fingerprint():
         return RefusedError(
-            f"{host.name}: has other code in {to} ({found or 'unknown'}, here {fingerprint()}): was it changed? "
+            f"{host.name}: has different code in {to} ({found or 'unknown'}, here {fingerprint()}): was it changed? "
             "run muster sync again"
         )
     return None
@@ -186,7 +186,7 @@ def pack(root: Path) -> bytes:
             try:
                 archive.add(root / name, name, recursive=False, filter=_nobodys)
             except FileNotFoundError:
-                continue  # deleted since it was listed
+                continue  # the file was deleted since it was listed
             except OSError as error:
                 raise RunFolderError(
                     f"{root / name}: cannot be read: {error.strerror}; correct its permissions"
@@ -202,7 +202,7 @@ def _nobodys(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 @contextmanager
 def shared_mark(root: Path, to: Path) -> Iterator[str]:
-    """Yield the name of this sync's mark. If the code is to go to our own code's folder, the mark is created there.
+    """Yield the name of this sync's mark. If `to` is the folder of our own code, the mark is created there.
 
     A host that sees the mark shares the folder with us.
     """
@@ -210,7 +210,7 @@ def shared_mark(root: Path, to: Path) -> Iterator[str]:
     if not (to.exists() and to.samefile(root)):
         yield path.name
         return
-    with suppress(OSError):  # the folder is not writable for us; the hosts will report the same
+    with suppress(OSError):  # if the folder is not writable, the hosts will report it
         path.touch(exist_ok=False)
     try:
         yield path.name
@@ -219,7 +219,7 @@ def shared_mark(root: Path, to: Path) -> Iterator[str]:
 
 
 def report(outcomes: Sequence[SyncOutcome], to: str, code: str) -> list[str]:
-    """Return one line per result, with the hosts that it applies to."""
+    """Return one line per kind of result, with its hosts."""
     texts = {
         "brought": f"now have this code ({code}) in {to}",
         "shared": f"share {to} and have this code ({code}) already",

@@ -1,15 +1,15 @@
-"""One attempt: a start of all ranks on some nodes, from the first `prepare` to the last sweep.
+"""One attempt: one start of all ranks, from the `prepare` message until the last node has swept.
 
     startup.py → every node starts its ranks → they arrive, join, work, end
          │                        │
          │                        ├── a drain: hold, agree on a step, save, end with 75
          └── a failure, the user, a deadline, a hang or a lost node ──→ stop all: TERM, grace, KILL, sweep
 
-Events arrive as messages from `supervisor.py`, which outlives the attempt. Node ranks are numbered per attempt.
+`supervisor.py`, which outlives the attempt, passes on the messages of the nodes. Each attempt numbers its nodes anew.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from signal import SIGTERM
 from typing import Final
@@ -17,15 +17,16 @@ from typing import Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.words import counted
 from muster.launch.common import storage
+from muster.launch.common.kinds import BY_KEY
 from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
-from muster.launch.records.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
+from muster.launch.records.verdict import Cause, RankEnd, Stop, Verdict, ending_of, judge
 from muster.launch.supervision import resumption
 from muster.launch.supervision.console import Console
-from muster.launch.supervision.crew import Node
 from muster.launch.supervision.hangs import HangWatch, Mute
 from muster.launch.supervision.progress import OUTPUT
 from muster.launch.supervision.roster import Roster
+from muster.launch.supervision.run_nodes import NodeState
 from muster.launch.supervision.startup import Startup
 from muster.launch.supervision.story import SAVED, Story
 from muster.launch.wire import messages as wire
@@ -33,10 +34,10 @@ from muster.launch.wire.codec import ProtocolError
 from muster.launch.wire.records import RankReport
 from muster.slurm.notice import PREEMPTED, Notice
 
-SWEEP_S: Final = 3.0  # after the grace period, for the last KILL to be reported
-MEET_S: Final = 5.0  # after the start time-out, so that the ranks' own time-out reports first
+SWEEP_S: Final = 3.0  # time after the grace period for nodes to report the last SIGKILL
+MEET_S: Final = 5.0  # added to the start time-out, so that the ranks report their own time-out first
 DRAIN_S: Final = 60.0
-LEAVING_S: Final = 5.0  # before a scheduler's deadline: time to sweep and to requeue the job
+LEAVING_S: Final = 5.0  # reserved before a scheduler's deadline, to sweep and to requeue the job
 LONGEST_WHY: Final = 1 << 12  # characters
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 
@@ -49,7 +50,7 @@ class Attempt:
     def __init__(
         self,
         context: Context,
-        nodes: Sequence[Node],
+        nodes: Sequence[NodeState],
         log: EventLog,
         console: Console,
         send: Send,
@@ -66,18 +67,20 @@ class Attempt:
         self.roster = Roster(context.placement, nodes, meets=self.ours)
         self.startup = Startup(context, self.roster, log, console, send)
         self.story = Story(context, log, console)
-        self.endings: list[Ending] = []
+        self.endings: list[RankEnd] = []
         self.stop: Stop | None = None
         self.told: Stop | None = None  # the stop that was caused by a node's SIGTERM or by the scheduler's notice
-        self.told_by: Ending | None = None
-        self.ask = ask  # ask the scheduler whether it is about to end the job; the answer arrives in `noticed`
-        self.unless_noticed: list[Callable[[], None]] = []  # ways to end the attempt that wait for that answer
+        self.told_by: RankEnd | None = None
+        self.ask = ask  # asks the scheduler whether it is about to end the job; `noticed` gets the answer
+        self.unless_noticed: list[Callable[[], None]] = []  # callbacks that end the attempt; they wait for that answer
         self.draining: Stop | None = None
-        self.growing = False  # the drain is for a restart on more nodes
+        self.growing = False  # the drain is followed by a restart on more nodes
         self.drain_deadline = 0.0
         self.stop_at: int | None = None
         self.hangs = HangWatch(self.roster, context.job.hang_s, context.job.start_timeout_s)
-        self.stuck: set[int] = set()  # node ranks where a process survives KILL
+        kind = BY_KEY.get(context.job.kind)
+        self.expendable = kind.expendable(context.job.settings, context.placement.world_size) if kind else ()
+        self.stuck: set[int] = set()  # node ranks of nodes where a process survives SIGKILL
         self.stop_deadline: float | None = None
         self.overdue = False  # the ranks have not ended by `stop_deadline`
         self.began = time.time()
@@ -90,7 +93,7 @@ class Attempt:
         return self.stop_deadline is not None
 
     def is_over(self) -> bool:
-        """True when no rank of the attempt is running, or when the remaining ranks could not be stopped."""
+        """Return whether the attempt is over: its ranks have ended and been swept, or could not be stopped in time."""
         if self.unless_noticed:
             return False
         if self.stop_deadline is None:
@@ -103,18 +106,18 @@ class Attempt:
         )
 
     def unswept(self) -> list[int]:
-        """List the node ranks that have an agent but failed to end their ranks."""
+        """List the node ranks of nodes whose agent is alive but could not end its ranks."""
         clean = self.roster.swept - self.stuck
         nodes = enumerate(self.roster.nodes)
         return [rank for rank, node in nodes if self.is_stopping and node.is_alive and rank not in clean]
 
     def verdict(self) -> Verdict:
-        """Return the verdict based on the ranks that have ended so far."""
+        """Return the verdict on the ranks that have ended so far."""
         verdict = judge(self.endings, self.stop)
         if self.draining is None or self.stop is not self.draining:
             return verdict
         step, saved = self.story.saved_step, self.stop_at is not None and self.story.saved_step == self.stop_at
-        last = f"{SAVED} {step}" if saved else "nothing more was saved"
+        last = f"{SAVED} {step}" if saved else "no new checkpoint was saved"
         return replace(verdict, message=f"{verdict.message}; {last}")
 
     # Messages -------------------------------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ class Attempt:
         """Handle a node's message about this attempt.
 
         Raises:
-            ProtocolError: if the node may not send this message, or not now.
+            ProtocolError: if the node may not send this message, or not at this point.
         """
         self.startup.check_begun(message)
         match message:
@@ -171,7 +174,7 @@ class Attempt:
             self.stop_all(stop, stop.message.partition("\n")[0], 0.0)
 
     def _on_started(self, node_rank: int, message: wire.Started) -> None:
-        """Record the processes of a node's ranks by pid and start ticks; `muster stop` ends only these."""
+        """Log the pids and start ticks of a node's ranks. `muster stop` ends only processes that match both."""
         ranks = [(rank, pid) for rank, pid, _ in message.ranks]
         ticks = [(rank, each) for rank, _, each in message.ranks]
         host = self.roster.nodes[node_rank].host
@@ -195,36 +198,48 @@ class Attempt:
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def _on_exited(self, node_rank: int, message: wire.Exited) -> None:
-        """Record the end of a rank. A rank that was counted as lost with its node may still report its end."""
+        """Record the end of a rank, even of one that was already counted as lost with its node."""
         self.roster.end(message.rank)
         if session := not self.ours and message.steps is not None:
             self.story.session_opened()
         node = self.roster.nodes[node_rank]
         ahead_s, drained = node.clock.seconds, self.draining is not None
-        ours = self.ours or session  # a session uses our exit codes
+        ours = self.ours or session  # a program with a session uses Muster's exit codes
         ending = ending_of(message, node_rank, node.host, ahead_s=ahead_s, ours=ours, drained=drained)
         self._record(ending)
         over = self.draining is not None and not self.roster.running and not self.is_stopping
         if over and any(each.cause == "stopped" for each in self.endings):
             assert self.draining is not None
-            self.stop_all(self.draining, self.draining.message, 0.0)  # this also ends leftovers, above all the store
+            self.stop_all(self.draining, self.draining.message, 0.0)  # also end leftovers, such as the store
 
-    def _record(self, ending: Ending) -> None:
+    def _is_tolerated(self, ending: RankEnd, lost: Collection[int]) -> bool:
+        """Return whether the other ranks continue without the lost ones.
+
+        They do not after an exception, which would hit them, too, or SIGTERM, which asks for an end.
+        """
+        by_machine = ending.rank is None or ending.signal not in (None, "SIGTERM")
+        begun = self.story.first_step is not None and not self.is_stopping
+        return by_machine and begun and ending.cause in ("own", "peer") and all(x in self.expendable for x in lost)
+
+    def _record(self, ending: RankEnd, lost: Collection[int] = ()) -> None:
+        if self._is_tolerated(ending, lost if ending.rank is None else (ending.rank,)):
+            self.startup.warn(f"{ending.sentence()}; the other ranks continue without it")
+            ending = replace(ending, cause="tolerated")
         self.endings.append(ending)
         self.log.event("exited", attempt=self.number, **asdict(ending))
         if ending.cause in ("own", "peer"):
             self.story.failed(ending)
-            # nobody asked for an end while growing, so the failure counts
+            # growing is not a requested end, so the failure counts
             why = None if self.growing else self.draining
             reason, grace_s = f"{ending.where()} has failed", self.job.grace_s
-            by_term = ending.exit_code == exits.SIGNAL_BASE + SIGTERM  # it may be the scheduler's SIGTERM
+            by_term = ending.exit_code == exits.SIGNAL_BASE + SIGTERM  # the SIGTERM may be the scheduler's
             if self.draining is None and (by_term or self.unless_noticed):
                 self.ask_first(lambda: self.stop_all(None, reason, grace_s))
             else:
                 self.stop_all(why, reason, grace_s)
 
     def _on_swept(self, node_rank: int, message: wire.Swept) -> None:
-        """Record that a node has swept the attempt."""
+        """Record that a node has swept: only processes that SIGKILL cannot end are left there."""
         self.roster.swept.add(node_rank)
         if message.left:
             host = self.roster.hosts[node_rank]
@@ -232,22 +247,22 @@ class Attempt:
             self.stuck.add(node_rank)
 
     def lose(self, node_rank: int, why: str, code: int, ago_s: float = 0.0) -> None:
-        """Count a node's remaining ranks as ended with the node, `ago_s` seconds ago."""
+        """Record that a node, and with it its remaining ranks, was lost `ago_s` seconds ago."""
         lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
         if not lost:
             return
         self.roster.running -= lost
-        # Ranks that lost their connection to this node may have reported before its loss was noticed.
+        # Ranks that lost their connection to this node may have failed before its loss was noticed.
         only_victims = self.stop is None and all(each.cause != "own" for each in self.endings)
         cause: Cause = "own" if not self.is_stopping or only_victims else "stopped"
         host, ended = self.roster.hosts[node_rank], time.time() - ago_s
-        self._record(Ending(None, node_rank, host, code, None, ended, cause, why))
+        self._record(RankEnd(None, node_rank, host, code, None, ended, cause, why), lost)
 
     def _on_terminated(self, node_rank: int) -> None:
-        """Treat a node's SIGTERM as the end of the run: a scheduler sends it to agents and ranks, in any order."""
+        """Stop the run because a node's agent got SIGTERM. A scheduler sends it to agents and ranks in any order."""
         where = f"node {node_rank} ({self.roster.hosts[node_rank]})"
-        stop = Stop(exits.STOPPED, f"SIGTERM at {where}: its scheduler, or somebody there, ends the job")
-        if self.draining is not None:  # the other nodes get the same SIGTERM
+        stop = Stop(exits.STOPPED, f"SIGTERM on {where}: its scheduler or a user there is ending the job")
+        if self.draining is not None:  # another node got the same SIGTERM before
             return
         if self.drain(replace(stop, code=exits.REQUEUE), "SIGTERM"):
             self.told = self.draining
@@ -261,14 +276,14 @@ class Attempt:
             self.stop = stop
         if self.stop is stop:
             host = self.roster.hosts[node_rank]
-            self.told, self.told_by = stop, Ending(None, node_rank, host, None, "SIGTERM", time.time(), "own")
+            self.told, self.told_by = stop, RankEnd(None, node_rank, host, None, "SIGTERM", time.time(), "own")
 
     # Stopping -------------------------------------------------------------------------------------------------------
 
     def ask_first(self, end: Callable[[], None], *, limit: bool = False) -> None:
         """End the attempt by calling `end`, but first ask the scheduler whether it is about to end the job.
 
-        `limit`: the scheduler has sent its signal for an approaching time limit.
+        `limit`: the scheduler has sent the signal that announces its time limit.
         """
         if self.ask is None or self.is_stopping:
             end()
@@ -291,7 +306,7 @@ class Attempt:
         self.stop_all(self.told, f"{notice.message}, in {left_s:.0f} s", left_s - min(LEAVING_S, left_s / 4))
 
     def stop_all(self, stop: Stop | None, reason: str, grace_s: float) -> None:
-        """Tell every node to stop its ranks. A second call can only shorten the grace period to 0."""
+        """Order every node to stop its ranks. A second call is ignored unless `grace_s` is 0."""
         if not self.is_stopping:
             self.stop = stop
             self.story.decided_at = time.time()
@@ -307,9 +322,8 @@ class Attempt:
     def drain(self, stop: Stop, by: str, *, growing: bool = False) -> bool:
         """Make all ranks save after the same step and end; return False if that is not possible (any more).
 
-        `growing`: the drain is for an attempt on more nodes. If a drain is already in progress, `stop` replaces its
-        reason,
-        unless `growing` is set.
+        If a drain is already in progress, `stop` replaces its reason. `growing`: the drain is followed by an attempt on
+        more nodes; this is possible only if no drain is in progress.
         """
         saving = bool(self.startup.context.options.get("saving"))
         if not saving or self.is_stopping or self.story.first_step is None or (growing and self.draining is not None):
@@ -326,15 +340,14 @@ class Attempt:
     def _on_held(self, message: wire.Held) -> None:
         """Choose the step after which all ranks save.
 
-        A rank that waits after n steps keeps every other rank from ending step n + 1. No rank could end step n before
-        all
-        had begun it. So no rank has passed the end of step n + 1 yet.
+        While one rank waits after n steps, no other rank can finish step n + 1, because each step needs all ranks. So
+        every rank can still stop after step n + 1.
 
         Raises:
-            ProtocolError: if the ranks were not asked to hold.
+            ProtocolError: if no order to hold was sent.
         """
         if self.draining is None:
-            raise ProtocolError("it was not asked for")
+            raise ProtocolError("it was not requested")
         if self.stop_at is None:
             self.stop_at = message.steps + 1
             self._tell_all(wire.StopAt(self.number, self.stop_at))
@@ -347,7 +360,7 @@ class Attempt:
     # The clock ------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float, late_s: float = 0.0) -> None:
-        """Check the deadlines. For the last `late_s` seconds the supervisor did not run, so they do not count."""
+        """Check the deadlines. The `late_s` seconds in which the supervisor did not run do not count."""
         if self.stop_deadline is not None:
             self.stop_deadline += late_s
             self.overdue = now > self.stop_deadline
@@ -369,7 +382,8 @@ class Attempt:
             self.story.session_opened()
         if (hang := self.hangs.look(now, self.started_at)) is None:
             return
-        tell = self.log.event if hang.phase == OUTPUT else self.log.tell  # a stop for missing output reports itself
+        # A stop for missing output prints its own message.
+        tell = self.log.event if hang.phase == OUTPUT else self.log.tell
         tell("hang", attempt=self.number, seconds=hang.seconds, phase=hang.phase)
         if hang.phase == OUTPUT:
             what = f"no rank has written anything for {hang.seconds:.0f} s"
@@ -379,11 +393,11 @@ class Attempt:
         self._tell_all(wire.Dump(self.number))
 
     def _end_hang(self, now: float) -> None:
-        """End the attempt once the rank to blame is known."""
+        """End the attempt once all stacks have arrived or their deadline has passed."""
         if self.is_stopping or not self.hangs.is_due(now):
             return
         match found := self.hangs.blame():
-            case Ending():
+            case RankEnd():
                 self._record(found)
             case Mute():
                 self.lose(found.node, found.why, exits.TIMEOUT, found.seconds)

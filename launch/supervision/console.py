@@ -1,7 +1,7 @@
 """The output of `muster run` while a run is in progress: the plan, rank 0's lines, a progress line, the outcome.
 
-With --tee it shows the lines of every rank. What ranks print on standard output goes to standard output; everything of
-Muster's goes to standard error.
+With --tee, it includes the lines of every rank. The ranks' standard output goes to standard output. Their standard
+error and Muster's own lines go to standard error.
 """
 
 import os
@@ -20,18 +20,18 @@ from muster.launch.records.verdict import Verdict
 
 
 class Console:
-    """Prints plain lines and, if standard error is a terminal, a progress line below them."""
+    """A printer of plain lines and, if standard error is a terminal, of a progress line below them."""
 
     def __init__(self, *, quiet: bool = False, ranks: bool = True, tee: bool = False) -> None:
         self.quiet = quiet
-        self.tee = tee  # show the lines of every rank, each with its rank in front
-        self.ranks = ranks  # show rank 0's lines; False if nobody reads them, since the log has them
+        self.tee = tee  # show the lines of every rank, each prefixed with its rank
+        self.ranks = ranks  # show the lines of ranks; False if nobody would read them here
         self._progress: Any = None
         self._task: Any = None
         self._terminal = sys.stderr.isatty() and not quiet
 
     def say(self, text: str) -> None:
-        """Print one line of Muster's own."""
+        """Print one line from Muster itself."""
         if not self.quiet:
             self._print(text, sys.stderr)
 
@@ -45,7 +45,7 @@ class Console:
                 self.say(f"{rank.rank:>6}  {node.placement.node_rank:>4}  {node.placement.host:<20}  {cores}")
         self.say(f"master {master}")
         if self._terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            self.say("closing this terminal ends the run; muster submit leaves one running without it")
+            self.say("closing this terminal ends the run; muster submit starts one that continues without it")
 
     def lines(self, stream: str, lines: Sequence[str], rank: int = 0) -> None:
         """Print lines of rank 0, or of every rank with --tee."""
@@ -68,7 +68,7 @@ class Console:
         self._progress.update(self._task, completed=report["step"], total=report.get("steps"), text=text)
 
     def _print(self, text: str, stream: TextIO) -> None:
-        """Print a line. A closed reader (`| head`) or a full disk must not end the run: its logs are kept."""
+        """Print a line. If that fails (`| head` has ended, or the disk is full), the run continues."""
         try:
             if self._progress is not None and stream.isatty():
                 from rich.text import Text
@@ -100,11 +100,11 @@ class Console:
         self._progress.start()
 
     def end(self, verdict: Verdict, seconds: float, run: RunDir, next_step: str) -> None:
-        """Print the outcome: the cause with its last lines, the victims in one line, and what to do next."""
+        """Print the outcome: the last lines of the rank that failed first, the verdict, the victims, and advice."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        hidden = self.quiet  # then rank 0's lines have not been shown
+        hidden = self.quiet  # rank 0's lines have not been shown either
         self.quiet = self.quiet and verdict.code == 0  # a failure is always shown
         if verdict.code == 0:
             self.say(f"done in {seconds:.1f} s: {verdict.message} · {run.command('status')}")

@@ -1,6 +1,6 @@
-"""Detect a hang in one attempt: no rank makes progress, every rank is asked for its stacks, the absent rank is blamed.
+"""Detect a hang in one attempt, ask every rank for its stacks, and blame the rank that is not where the others wait.
 
-progress.py detects the hang ──→ every node sends stacks, for STACKS_S ──→ stacks.py finds the absent rank
+    progress.py detects the hang ──→ every node sends stacks, for STACKS_S ──→ stacks.py finds the rank to blame
 
 Programs without a session are judged by their output alone, and are not asked for stacks.
 """
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from muster.jobs.basics import exits
-from muster.launch.records.verdict import Ending, Stop
+from muster.launch.records.verdict import RankEnd, Stop
 from muster.launch.supervision import progress, stacks
 from muster.launch.supervision.roster import Roster
 from muster.launch.wire.messages import Stacks
-from muster.launch.wire.records import Stack
+from muster.launch.wire.records import RankStacks
 
-STACKS_S: Final = 4.0  # for the stacks of hung ranks to arrive
+STACKS_S: Final = 4.0  # time limit for the stacks of hung ranks to arrive
 LAST_LINES: Final = 20
 
 
 @dataclass(frozen=True)
 class Mute:
-    """A node that did not even send stacks."""
+    """A node that sent no stacks."""
 
     node: int
     why: str
@@ -30,7 +30,7 @@ class Mute:
 
 
 class HangWatch:
-    """The hang of an attempt, if there is one. `hang_s`, `start_timeout_s`: the job's limits."""
+    """The detector of a hang in one attempt. `hang_s`, `start_timeout_s`: the job's limits."""
 
     def __init__(self, roster: Roster, hang_s: float | None, start_timeout_s: float) -> None:
         self.roster = roster
@@ -38,14 +38,14 @@ class HangWatch:
         self.start_timeout_s = start_timeout_s
         self.hang: progress.Hang | None = None
         self._deadline = 0.0
-        self._stacks: dict[int, Stack] = {}
+        self._stacks: dict[int, RankStacks] = {}
 
     def sees_session(self) -> bool:
         """Return whether a rank has opened a session, and so reports its progress."""
         return any(node.progress is not None and node.progress["sessions"] for node in self.roster.nodes)
 
     def look(self, now: float, began: float) -> progress.Hang | None:
-        """Return a hang that has just been detected; `began`: when the ranks were started, in the clock of `now`."""
+        """Return the hang if there is one now, else None. `began`: when the ranks were started (monotonic seconds)."""
         records = [(node.progress, node.progress_at) for node in self.roster.nodes]
         self.hang, self._deadline = progress.hang(records, now, self.hang_s), now + STACKS_S
         if self.hang is None and self.hang_s is not None:
@@ -61,8 +61,8 @@ class HangWatch:
         complete = len(self._stacks) >= len(self.roster.running)
         return self.hang is not None and (complete or now > self._deadline)
 
-    def blame(self) -> Ending | Mute | Stop:
-        """Blame the rank that is not where the others wait. If none can be named, blame a node, or nobody."""
+    def blame(self) -> RankEnd | Mute | Stop:
+        """Blame the rank that is not where the others wait, else a node that sent no stacks, else none of them."""
         assert self.hang is not None
         found, seconds, steps = stacks.absent(self._stacks), self.hang.seconds, self.hang.steps
         what = f"made no progress for {seconds:.0f} s after step {steps}"
@@ -71,8 +71,8 @@ class HangWatch:
             rank = found.ranks[0]
             node, lines = self.roster.node_of[rank], list(self._stacks[rank]["lines"][-LAST_LINES:])
             host, since = self.roster.hosts[node], time.time() - seconds
-            return Ending(rank, node, host, exits.TIMEOUT, None, since, "own", text, lines, step=steps, hung=True)
+            return RankEnd(rank, node, host, exits.TIMEOUT, None, since, "own", text, lines, step=steps, hung=True)
         if mute := {self.roster.node_of[each] for each in self.roster.running - self._stacks.keys()}:
-            why = f"{what}, and its rank parent does not answer, so nobody knows where its ranks are"
+            why = f"{what}, and its rank parent does not answer, so the position of its ranks is unknown"
             return Mute(min(mute), why, seconds)
         return Stop(exits.TIMEOUT, f"the ranks {text}")

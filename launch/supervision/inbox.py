@@ -13,7 +13,7 @@ from muster.jobs.basics.errors import MusterError, UnreachableError
 from muster.jobs.basics.reading import UntrustedError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records.runrows import number, read_json, real
-from muster.launch.supervision.crew import TICK_S
+from muster.launch.supervision.run_nodes import TICK_S
 from muster.launch.wire.channel import Channel, ChannelClosed, NotAMessage
 from muster.launch.wire.messages import Bye, FromAgent
 from muster.slurm.notice import TIME_LIMIT, Notice
@@ -30,11 +30,11 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Gone:
-    """A node's channel has closed. `via` is None if that was noticed when sending."""
+class NodeChannelClosed:
+    """A node's channel has closed. `via`: the channel, or None if a failed send revealed it."""
 
     slot: int
-    why: str = "its agent has gone"
+    why: str = "lost the connection to its agent"
     via: Channel | None = None
 
 
@@ -79,11 +79,11 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Tick:
-    """TICK_S have passed."""
+    """TICK_S have passed since the last tick."""
 
 
 @dataclass(frozen=True)
-class Loaded:
+class CheckpointChosen:
     """The checkpoint of the next attempt has been chosen."""
 
 
@@ -94,20 +94,20 @@ class Noticed:
     answer: asyncio.Future[Notice | None]
 
 
-Event = Heard | Gone | Failed | Refused | StopRequest | Tick | Loaded | Noticed
+Event = Heard | NodeChannelClosed | Failed | Refused | StopRequest | Tick | CheckpointChosen | Noticed
 
-ENDED_BY: Final = (signal.SIGUSR1, signal.SIGUSR2)  # signals that would end this process when no handler is installed
+ENDED_BY: Final = (signal.SIGUSR1, signal.SIGUSR2)  # signals that end a process without a handler
 SIGNALS: Final[tuple[tuple[signal.Signals, StopRequest], ...]] = (
     (signal.SIGINT, StopRequest("Ctrl-C")),
     (signal.SIGTERM, StopRequest("SIGTERM")),
     (signal.SIGHUP, StopRequest("SIGHUP")),
-    # A batch system sends this some time before the limit (slurm.signal_s).
+    # Slurm sends this signal slurm.signal_s before the time limit.
     (signal.SIGUSR2, StopRequest("SIGUSR2", "the time limit is near (SIGUSR2)", exits.TIMEOUT, why=TIME_LIMIT)),
 )
 
 
 class Inbox:
-    """Events in order of arrival. It implements the Gate of a transport (transports/base.py)."""
+    """The queue of events, in order of arrival. It implements the Gate of a transport (transports/base.py)."""
 
     def __init__(self) -> None:
         self.channels: list[Channel] = []
@@ -131,7 +131,7 @@ class Inbox:
         self.spawn(self._read(channel))
 
     def failed(self, node_rank: int, error: MusterError) -> None:
-        """Add the event that a node's agent cannot be started, or has ended."""
+        """Add an event: a node's agent cannot be started, or has ended."""
         self.put(Failed(node_rank, error))
 
     def tick(self) -> None:
@@ -139,16 +139,16 @@ class Inbox:
         self.spawn(self._tick())
 
     def listen_for_signals(self, run: RunDir) -> None:
-        """Turn the signals that ask for an end into events; SIGUSR1 asks for a checkpoint.
+        """Turn signals that request an end into events, and SIGUSR1 into a request for a checkpoint.
 
-        If nohup made SIGHUP ignored, it stays ignored.
+        If nohup has disabled SIGHUP, it stays ignored.
         """
         loop = asyncio.get_running_loop()
         for signal_number, request in SIGNALS:
             if signal_number != signal.SIGHUP or signal.getsignal(signal_number) is not signal.SIG_IGN:
                 loop.add_signal_handler(signal_number, self.put, request)
         loop.add_signal_handler(signal.SIGUSR1, run.ask_to_save, "SIGUSR1")
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDED_BY)  # an earlier run in this process left them blocked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDED_BY)  # an earlier run in this process blocked these signals
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine in the background until `close`."""
@@ -157,12 +157,14 @@ class Inbox:
         task.add_done_callback(self._tasks.discard)
 
     def close(self, code: int) -> None:
-        """Stop reading and ticking, and dismiss every agent; `code` is the run's exit code."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDED_BY)  # they come too late now, and must not end this process
+        """Stop reading and ticking, and send every agent Bye with `code`, the run's exit code."""
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, ENDED_BY
+        )  # it is too late for signals, which must not end this process
         for task in self._tasks:
             task.cancel()
         for channel in self.channels:
-            with suppress(ChannelClosed):  # already closed, as intended
+            with suppress(ChannelClosed):  # the channel is closed already
                 channel.post(Bye(code))
             channel.close()
 
@@ -178,14 +180,14 @@ class Inbox:
         message: FromAgent = hello
         try:
             while True:
-                await channel.unhandled.acquire()  # a node that sends too much waits; the others do not
+                await channel.unhandled.acquire()  # only a node that sends too much has to wait
                 self.put(Heard(node, message, channel, time.time()))
                 message = await channel.receive()
         except NotAMessage as error:
             channel.abort()
-            self.put(Gone(node, f"its agent broke the protocol: {error}", channel))
+            self.put(NodeChannelClosed(node, f"its agent broke the protocol: {error}", channel))
         except ChannelClosed:
-            self.put(Gone(node, via=channel))
+            self.put(NodeChannelClosed(node, via=channel))
 
     async def _tick(self) -> None:
         while True:
@@ -194,7 +196,7 @@ class Inbox:
 
 
 def requested(run: RunDir) -> dict[str, Any]:
-    """Return the content of stop.json, {} if there is none. A file that belongs to another user is ignored."""
+    """Return the content of stop.json, {} if it does not exist. A file that belongs to another user is ignored."""
     try:
         return read_json(run.stop)
     except UntrustedError:

@@ -9,21 +9,21 @@ from muster.jobs.machine import network
 def own_address(host: str, greeted: str, addresses: Sequence[Sequence[str]], iface: str | None) -> str:
     """Return the address at which the other nodes reach node 0. Pure.
 
-    `greeted`: the address at which the supervisor reached node 0; `addresses`: all addresses of node 0; `iface`: the
-    user's choice.
+    `greeted`: the address at which the supervisor reached node 0; `addresses`: (interface, address) pairs of node 0;
+    `iface`: the interface or network that the user chose.
 
     Raises:
-        RefusedError: if there is no address that the others could use.
+        RefusedError: if node 0 has no address that the other nodes could use.
     """
     if iface:
         chosen = network.choose(addresses, iface)
         if chosen is None:
             found = ", ".join(f"{name} {address}" for name, address in addresses) or "none"
-            raise RefusedError(f"{host}: --iface {iface}: no such network here; it has {found}")
+            raise RefusedError(f"{host}: --iface {iface}: no such network on this host, which has {found}")
         return chosen[1]
     if not greeted or greeted.startswith("127.") or ":" in greeted:
         raise RefusedError(
-            f"{host}: cannot tell at which address the other nodes reach it (found {greeted or 'none'}); give it with "
+            f"{host}: its address for the other nodes is unknown (found {greeted or 'none'}); set it with "
             "--master-addr, or write address=10.10.1.1 beside the host in the hosts file"
         )
     return greeted

@@ -6,11 +6,11 @@
     load, save, evaluate    10 x hang_s; by default 600 s, or the limit of a step if that is longer
     run, its first step     the same: kernels are compiled, caches filled
 
-Ranks wait for each other, so the longest limit of any rank applies to all: a rank that waits for rank 0's save does not
-hang. Each node's progress record holds the phases of its ranks and when they last moved (launch/node/pulse.py).
+Ranks wait for each other, so the longest limit of any rank applies to all. A rank that waits for rank 0's save is not
+hung. Each node's progress record contains the phases of its ranks and their last progress (launch/node/pulse.py).
 
-Programs without a session hang, if the job gives hang_s, when no rank has written output for that long. Before the
-first output they have at least start_timeout_s: importing large libraries prints nothing.
+If the job sets hang_s, programs without a session hang when no rank has written output for that long. Before the first
+output, the limit is at least start_timeout_s, because importing large libraries prints nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ LONGER: Final = 10
 FRESH_S: Final = 3.0
 
 START, RUN, END = Phase.START.word, Phase.RUN.word, Phase.END.word
-OUTPUT: Final = "output"  # stands in for the phase of programs without a session
+OUTPUT: Final = "output"  # replaces the phase for programs without a session
 
 Record = tuple[Mapping[str, Any] | None, float]  # a node's newest progress record, and when it arrived (monotonic)
 
 
 @dataclass(frozen=True)
 class Hang:
-    """No rank has made progress for `seconds`; `limit_s` is the limit of `phase`, the longest of all current phases."""
+    """A hang: no progress of any rank for `seconds`. `phase` has the longest limit of all current phases: `limit_s`."""
 
     seconds: float
     limit_s: float
@@ -42,9 +42,9 @@ class Hang:
 
 
 def limit_s(phase: str, slowest_s: float, hang_s: float | None) -> float | None:
-    """Return how long a rank in a phase may go without progress; None: without limit.
+    """Return how many seconds a rank in a phase may go without progress; None: no limit.
 
-    `slowest_s`: the slowest recent step, 0.0 if none has been done since the ranks were started.
+    `slowest_s`: the duration of the slowest recent step; 0.0: no step was done since the ranks were started.
     """
     if phase == START:
         return None
@@ -60,7 +60,7 @@ def hang(records: Sequence[Record], now: float, hang_s: float | None) -> Hang | 
     """Return a Hang if the ranks of all nodes hang, else None; `now` is on the same clock as the records' times.
 
     Nodes without ranks, or without a report so far, are ignored. If the newest report of a node is old, the result is
-    None: either the node is about to be lost, or the supervisor itself stood still and has not read the newer reports
+    None: either the node is about to be lost, or the supervisor itself did not run and has not read the newer reports
     yet.
     """
     told = _told(records, now)
@@ -79,7 +79,7 @@ def hang(records: Sequence[Record], now: float, hang_s: float | None) -> Hang | 
 
 
 def silence(records: Sequence[Record], now: float, hang_s: float, began: float, start_timeout_s: float) -> Hang | None:
-    """Return the hang of programs without a session: no output for too long since `began`, their start (monotonic)."""
+    """Return a Hang if programs without a session wrote no output for too long. `began`: their start (monotonic)."""
     told = _told(records, now)
     if not told or any(record["sessions"] for record, _ in told):
         return None

@@ -1,16 +1,16 @@
 """Decide what to do after an attempt ends: restart (on which nodes, after what delay) or give up (and why). Pure.
 
-the attempt ended        to grow: lost nodes are back                → restart at once; not counted
-the attempt ended        done, stopped, refused, storage, …          → the run ends
-the same exception       at the same step as the time before         → 93: the program is wrong, not the machine
-the same last line       and code of a program, three times          → 93
-three in a row           without a new checkpoint                    → 93: a restart does not help
-the budget is used up    restart.max                                 → the attempt's own verdict
-else                                                                 → restart at once; from the second failure in a
-                                                                       row without progress, with growing delays
+    the attempt ended        to grow: lost nodes are back                → restart at once; not counted
+    the attempt ended        done, stopped, refused, storage, …          → the run ends
+    the same exception       at the same step as the time before         → 93: the program is wrong, not the machine
+    the same last line       and code of a program, three times          → 93
+    three in a row           without a new checkpoint                    → 93: a restart does not help
+    the budget is used up    restart.max                                 → the attempt's own verdict
+    else                                                                 → restart at once; from the second failure in a
+                                                                           row without progress, with growing delays
 
-An outage (a lost node, a broken connection between nodes) says nothing about the program. The run waits
-until the outage is over, which never ends a run with 93.
+An outage (a lost node, or a broken connection between nodes) is not the program's fault. The run waits until the outage
+is over, and outages never end a run with exit code 93.
 """
 
 import re
@@ -25,12 +25,12 @@ from muster.jobs.spec.failover import RestartSettings
 from muster.launch.records.verdict import Verdict
 
 IN_VAIN: Final = 3  # attempts in a row without a new checkpoint
-BLAMED: Final = 2  # a node blamed for this many of the last WATCHED attempts is left out
+BLAMED: Final = 2  # a node blamed for this many of the last WATCHED attempts is avoided
 WATCHED: Final = 3
 LONGEST_BACKOFF_S: Final = 60.0
 OUTAGE_S: Final = 2.0  # delay before the second restart in a row after an outage; doubles each time
 
-# Of our own exit codes, a restart may help only against these. The others were wanted, or need a change first.
+# Muster's exit codes after which a restart may help. The others were requested, or the job must change first.
 AGAIN: Final = frozenset({exits.UNREACHABLE, exits.INFRASTRUCTURE, exits.TIMEOUT})
 FINAL: Final = frozenset(row.code for row in exits.TABLE) - AGAIN
 NAMES_STEP: Final = re.compile(r"\bnot finite at step \d")
@@ -39,29 +39,29 @@ NO_PROGRAM: Final = frozenset({126, 127})
 
 @dataclass(frozen=True)
 class Past:
-    """The facts about an ended attempt that decisions need."""
+    """The facts about an ended attempt on which decisions depend."""
 
     verdict: Verdict
     culprit: int | None  # slot of the node of the first failure
     step: int  # steps done when it failed
-    committed: bool  # it committed a checkpoint
+    committed: bool  # a checkpoint was committed
     outage: bool = False  # nodes, or connections between nodes, were lost
-    grown: bool = False  # it was stopped to continue on more nodes
+    grown: bool = False  # the attempt was stopped to continue on more nodes
 
     @property
     def exception(self) -> str:
-        """The exception message of the failing rank, if it ran our code; "" for a signal, a lost node, a hang."""
+        """The error message of the rank that failed first; "" if it gave none, or for a signal or a lost node."""
         first = self.verdict.first
         return first.message if first is not None and first.rank is not None and first.signal is None else ""
 
     @property
     def failure(self) -> tuple[str, int]:
-        """The exception and the step (0 if the message names the step, since a GPU may report the failure later)."""
+        """The exception and the step (0 if the message names the step, because a GPU may report the failure later)."""
         return self.exception, 0 if NAMES_STEP.search(self.exception) else self.step
 
     @property
     def last_word(self) -> str:
-        """How the user's program failed (its step is unknown): its exit code and the last line that it wrote."""
+        """The failure of a user's program, whose step is unknown: its exit code and the last line that it wrote."""
         first = self.verdict.first
         if first is None or first.ours or first.signal is not None or not first.last_lines:
             return ""
@@ -70,7 +70,7 @@ class Past:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether another attempt follows; if not, `verdict` is the run's."""
+    """The decision after an attempt. `again`: another attempt follows; if not, `verdict` is the run's."""
 
     verdict: Verdict
     again: bool = False
@@ -78,7 +78,7 @@ class Decision:
 
 
 def decide(past: Sequence[Past], settings: RestartSettings | None, *, saves: bool) -> Decision:
-    """Decide after the last of `past`, the attempts of this supervisor. `saves`: the job makes checkpoints."""
+    """Decide what follows the last of `past`, the attempts of this supervisor. `saves`: the job makes checkpoints."""
     last = past[-1]
     verdict = last.verdict
     if last.grown:
@@ -112,7 +112,7 @@ def _why_hopeless(past: Sequence[Past], *, saves: bool) -> str:
 
 
 def is_final(verdict: Verdict) -> bool:
-    """Return whether a restart could not help."""
+    """Return whether no restart can help."""
     first = verdict.first
     if first is not None and not first.ours:  # the exit codes of a user's program may mean anything
         return verdict.code in NO_PROGRAM
@@ -120,13 +120,13 @@ def is_final(verdict: Verdict) -> bool:
 
 
 def in_vain(past: Sequence[Past]) -> int:
-    """Count the attempts since the last checkpoint or outage; a failure just before an outage counts as part of it."""
+    """Count the attempts since the last checkpoint or outage. Failures before an outage may have been part of it."""
     recent = takewhile(lambda each: not (each.committed or each.outage), reversed(past))
     return sum(not each.grown for each in recent)
 
 
 def outages(past: Sequence[Past]) -> int:
-    """Count the most recent attempts that an outage ended before they made a checkpoint."""
+    """Count the latest attempts in a row that an outage ended before they made a checkpoint."""
     return sum(1 for _ in takewhile(lambda each: each.outage and not each.committed, reversed(past)))
 
 
@@ -156,13 +156,14 @@ def choose(
 ) -> NodeChoice | None:
     """Choose the nodes of the next attempt; return None if too few are left.
 
-    `before`: the slots of the ended attempt. `alive`: the slots with an agent. `wanted` and `least`: numbers of nodes.
-    `avoid`: groups of slots to use only if no others are left; the first group is used before the second. `revivable`:
-    lost slots whose agents can be restarted. `fits`: returns whether the job can run on a sequence of slots.
+    `before`: the slots of the ended attempt. `alive`: the slots with an agent. `wanted`, `least`: the largest and the
+    smallest number of nodes. `avoid`: groups of slots to use only if no others are left; the first group is used before
+    the second. `revivable`: lost slots whose agents can be restarted. `fits`: returns whether the job can run on a
+    sequence of slots.
 
     Nodes of the ended attempt keep their order; spares and returned nodes fill the gaps. Running on fewer nodes is
-    preferred to waiting for lost ones. If there are too few, the avoided nodes are used, and only then the lost ones
-    are waited for.
+    preferred to waiting for lost ones. If there are too few nodes, avoided nodes are used, too. Only if that is not
+    enough does the run wait for lost nodes.
     """
     kept = [slot for slot in before if slot in alive]
     left = [*kept, *(slot for slot in alive if slot not in before)]
@@ -182,7 +183,7 @@ def choose(
 
 
 def largest_part(slots: Sequence[int], cuts: Collection[frozenset[int]]) -> list[int]:
-    """Return the largest set of slots that some slot can reach; `cuts`: pairs of slots that cannot reach each other."""
+    """Return the largest group of slots that one slot can reach. `cuts`: pairs that cannot reach each other."""
     parts = ([slot for slot in slots if frozenset((slot, each)) not in cuts] for each in slots)
     return max(parts, key=len, default=[]) if cuts else list(slots)
 

@@ -12,12 +12,12 @@ TRAIN = "train"
 
 
 def saves(context: Context) -> bool:
-    """Return whether the job makes checkpoints. A program may: it does if it opens a session."""
+    """Return whether the job may make checkpoints. A user's program may, because it can open a session."""
     return context.entry is None or (context.job.kind == TRAIN and context.job.checkpoint is not None)
 
 
 def continues(context: Context, *, session: bool) -> bool:
-    """Return whether the run continues after its allocation's time limit: from a checkpoint, or by its own means.
+    """Return whether the run can continue in another allocation: from a checkpoint, or because its job has `restart:`.
 
     `session`: the program has opened a session.
     """
@@ -27,7 +27,7 @@ def continues(context: Context, *, session: bool) -> bool:
 
 
 def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:
-    """Return the context of the next attempt, with the run's newest good checkpoint, verified; None if there is none.
+    """Return the context of the next attempt. Its option `resume` is the newest good checkpoint, verified, or None.
 
     This reads every byte of the checkpoint, so call it outside the event loop.
 
@@ -42,7 +42,7 @@ def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:
     chosen = newest_good(run, say=say, **asked)
     if chosen is None and run.checkpoints.is_dir() and any(run.checkpoints.glob("bad-*")):
         raise NoCheckpointError(
-            f"{run.checkpoints}: every checkpoint was found broken (bad-*), so the run cannot continue; "
+            f"{run.checkpoints}: every checkpoint is broken (bad-*), so the run cannot continue; "
             f"{run.command('checkpoint list')} shows why; start the job anew with muster run"
         )
     resume = None

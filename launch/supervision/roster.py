@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from typing import Final
 
 from muster.jobs.hosts.placement import Placement
-from muster.launch.supervision.crew import Node
+from muster.launch.supervision.run_nodes import NodeState
 from muster.launch.wire.codec import ProtocolError
 
-NAMED: Final = 4  # ranks or nodes listed in a message; it only counts the others
+NAMED: Final = 4  # how many ranks or nodes a message names; it counts the others
 
 
 class Roster:
-    """The nodes and ranks of an attempt. `meets`: every rank will report that it arrived and that it joined."""
+    """The nodes and ranks of an attempt. `meets`: every rank reports when it has arrived and when it has joined."""
 
-    def __init__(self, placement: Placement, nodes: Sequence[Node], *, meets: bool) -> None:
+    def __init__(self, placement: Placement, nodes: Sequence[NodeState], *, meets: bool) -> None:
         self.meets = meets
         self.nodes = list(nodes)  # in the order of node ranks
         self.hosts = [node.host for node in placement.nodes]
         # node ranks that have not yet completed the current step of the start
         self.missing = set(range(len(self.nodes)))
-        self.swept: set[int] = set()  # node ranks without any process of the attempt left
+        self.swept: set[int] = set()  # node ranks of nodes where no process of the attempt is left
         self.node_of = {rank: node.node_rank for node in placement.nodes for rank in node.rank_range}
         self.running = set(self.node_of)
         self.ended: set[int] = set()
@@ -33,7 +33,7 @@ class Roster:
             ProtocolError: if one of the ranks belongs to another node.
         """
         if foreign := [rank for rank in ranks if self.node_of.get(rank) != node_rank]:
-            raise ProtocolError(f"it reports about rank {foreign[0]}, which is not its own")
+            raise ProtocolError(f"it reports about rank {foreign[0]}, which it does not run")
 
     def end(self, rank: int) -> None:
         """Record the end of a rank.
@@ -42,25 +42,25 @@ class Roster:
             ProtocolError: if the rank has ended before.
         """
         if rank in self.ended:
-            raise ProtocolError(f"rank {rank} ends a second time")
+            raise ProtocolError(f"rank {rank} has ended already")
         self.ended.add(rank)
         self.running.discard(rank)
 
     def late(self, limit_s: float, *, patient: bool) -> str:
-        """Describe, after the deadline, which nodes or ranks are overdue; return "" if none is.
+        """Return which nodes or ranks are overdue, as text for a message; "" if none is. Call it after the deadline.
 
-        While `patient`, ranks that have arrived get more time: their own time-out gives a better message than ours.
+        While `patient`, ranks that have arrived get more time, because their own time-out has a better message.
         """
         limit = f"{limit_s:g} s (start_timeout_s)"
         if silent := [number for number, node in enumerate(self.nodes) if node.hello is None]:
             return f"{self.name_nodes(silent)}: the agent did not answer within {limit}"
-        # A user's program need not join a group; but once one of its ranks waits at the store, all others should come.
+        # A user's program need not use the store. But once one of its ranks waits there, all others should arrive.
         expected = self.meets or bool(self.running & self.arrived)
         if expected and (missing := sorted(self.running - self.arrived)):
             names = self._name(missing)
             return f"{names} did not reach the rendezvous within {limit}"
         if self.meets and not patient and (apart := sorted(self.running - self.joined)):
-            return f"{self._name(apart)} did not meet the others within {limit}"
+            return f"{self._name(apart)} did not join the others within {limit}"
         return ""
 
     def name_nodes(self, numbers: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ A rank writes the Python stacks of all its threads with faulthandler, innermost 
 
     the rank is stopped                 by a signal                                    to blame
     it waits                            innermost in a collective, or for its device   another rank is to blame
-    it is in a backward                 computes or waits in C++; cannot be known      treated as waiting
+    it is in a backward                 computing or waiting in C++, which is unknown  treated as waiting
     it is anywhere else                                                                to blame, if others wait
 """
 
@@ -28,11 +28,11 @@ STANDS_STILL: Final = ("T", "t")
 COLLECTIVE: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 BACKWARD: Final = re.compile(r"/torch/autograd/(graph|__init__)\.py$")
 DEVICE: Final = re.compile(r"/torch/(cuda|accelerator)/")
-# A call into C has no frame; only the text of the line that makes the call tells what it waits for.
+# A call into C has no frame, so the source line that makes the call has to show that it waits.
 WAITING_LINE: Final = re.compile(r"\.(wait|synchronize|barrier|item|tolist|cpu|numpy)\(|\bdist\.\w+\(")
 INTERNAL: Final = re.compile(r"/torch/|/contextlib\.py$")
-NAMED: Final = 4  # ranks that a message describes one by one
-SHOWN_PARTS: Final = 3  # components of a path
+NAMED: Final = 4  # how many ranks a message describes one by one
+SHOWN_PARTS: Final = 3  # how many of the last components of a path are shown
 
 Source = Callable[[str, int], str]
 
@@ -52,7 +52,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where one rank is. `call`: the collective in which it waits; `frame`: the innermost frame of its own code."""
+    """The place where one rank is. `call`: where it waits; `frame`: the innermost frame of its own code."""
 
     frame: Frame | None
     stands: bool = False
@@ -63,51 +63,51 @@ class Whereabouts:
 
     def __str__(self) -> str:
         if self.frame is None:
-            return f"it gave no stack (process state {self.state})"
+            return f"it wrote no stack (process state {self.state})"
         return f"it {'waits in ' + self.call if self.call else 'is'} at {self.frame}"
 
     @property
     def sentence(self) -> str:
-        """Describe the rank's place and step count, because another rank may be at the same place a step later."""
+        """The rank's place and step count; ranks at the same place may differ in their step counts."""
         return str(self) + (f" after {self.steps} steps" if self.steps is not None else "")
 
     @property
     def place(self) -> tuple[str, Frame | None, int | None]:
-        """The rank's position, for comparison with others."""
+        """The rank's position, for comparison with other ranks."""
         return self.call, self.frame, self.steps
 
 
 @dataclass(frozen=True)
-class Absent:
-    """The ranks to blame, lowest first (none if that cannot be known), and the reason as text."""
+class Blamed:
+    """The ranks to blame, lowest first (none if unknown), and the reason as text."""
 
     ranks: tuple[int, ...]
     text: str
 
 
 def line_of(file: str, number: int) -> str:
-    """Return a line of a source file, "" if there is no such file here. The name comes from a node: not trusted."""
+    """Return a line of a source file, "" if the file is not here. Do not trust the name, which comes from a node."""
     return linecache.getline(file, number) if file.endswith(".py") and Path(file).is_file() else ""
 
 
-def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = line_of) -> Absent:
+def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = line_of) -> Blamed:
     """Find the ranks that are not where the others wait.
 
-    `dumps`: {rank: {"state", "lines", "steps"?}}, from the agents' `Stacks`. `source` returns the text of a line of a
-    file, "" if it has none.
+    `dumps`: {rank: {"state", "lines", "steps"?}}, from the agents' `Stacks`. `source(file, number)` returns a
+    line of a source file, "" if it is not available.
     """
     if not dumps:
-        return Absent((), "no rank sent its stacks")
+        return Blamed((), "no rank sent its stacks")
     found = {rank: whereabouts(dumps[rank], source) for rank in sorted(dumps)}
     if still := [rank for rank, each in found.items() if each.stands]:
-        return Absent(tuple(still), _each(still, lambda rank: f"stands still, stopped by a signal: {found[rank]}"))
+        return Blamed(tuple(still), _each(still, lambda rank: f"stands still, stopped by a signal: {found[rank]}"))
     waiting = {rank: each for rank, each in found.items() if each.waits}
     if busy := [rank for rank in found if rank not in waiting]:
         if waiting:
             where = _meeting(waiting)
-            return Absent(tuple(busy), _each(busy, lambda rank: f"did not come to {where}: {found[rank]}"))
+            return Blamed(tuple(busy), _each(busy, lambda rank: f"did not reach {where}: {found[rank]}"))
         if len(found) == 1:
-            return Absent(tuple(busy), _each(busy, lambda rank: f"is the only rank: {found[rank]}"))
+            return Blamed(tuple(busy), _each(busy, lambda rank: f"is the only rank: {found[rank]}"))
     return _odd_ones(found, all_wait=not busy)
 
 
@@ -120,7 +120,7 @@ def whereabouts(dump: Mapping[str, Any], source: Source) -> Whereabouts:
         return Whereabouts(None, stands, state=state, steps=steps)
     main = stacks[-1]
     call = _call(main, source)
-    if call == "backward":  # on a GPU the hooks of backward run in other threads
+    if call == "backward":  # on a GPU, backward runs hooks in other threads
         hooks = (stack for stack in stacks[:-1] if COLLECTIVE.search(stack[0].file))
         main = next(hooks, main)
         call = _call(main, source)
@@ -153,23 +153,30 @@ def _call(stack: Sequence[Frame], source: Source) -> str:
     return match[0].lstrip(".").rstrip("(") if match else ""
 
 
-def _odd_ones(found: Mapping[int, Whereabouts], *, all_wait: bool) -> Absent:
-    """Blame the ranks that are not where the majority is; without a majority, those that are farthest ahead."""
+def _odd_ones(found: Mapping[int, Whereabouts], *, all_wait: bool) -> Blamed:
+    """Blame the ranks that are not where the majority is. Without a majority, blame those that are farthest ahead."""
     (place, count), *others = Counter(each.place for each in found.values()).most_common()
     if not others:
         where = next(iter(found.values()))
-        return Absent((), f"all {count} ranks say the same: {where}; look at the network and at the devices")
+        return Blamed((), f"all {count} ranks report the same: {where}; check the network and the devices")
     if 2 * count > len(found):
         odd = [rank for rank, each in found.items() if each.place != place]
     else:
         farthest = max(each.steps or 0 for each in found.values())
         odd = [rank for rank, each in found.items() if (each.steps or 0) == farthest]
     if len(odd) == len(found):
-        return Absent((), _each(list(found), lambda rank: f"is elsewhere than the others: {found[rank].sentence}"))
+        return Blamed(
+            (), _each(list(found), lambda rank: f"is in a different place than the others: {found[rank].sentence}")
+        )
     they = next(each for rank, each in found.items() if rank not in odd)
     does = "waits" if all_wait else "is"
-    text = _each(odd, lambda rank: f"{does} elsewhere than the others: {found[rank].sentence}; they: {they.sentence}")
-    return Absent(tuple(odd), text)
+    text = _each(
+        odd,
+        lambda rank: (
+            f"{does} in a different place than the others: {found[rank].sentence}; another rank: {they.sentence}"
+        ),
+    )
+    return Blamed(tuple(odd), text)
 
 
 def _meeting(waiting: Mapping[int, Whereabouts]) -> str:

@@ -1,4 +1,4 @@
-"""The start of an attempt, from the first hello to the start messages: the phase that fails most on a new cluster.
+"""The start of an attempt, from the first hello to the start messages: where most failures happen on a new cluster.
 
     all nodes answer, or fail ──→ node 0 binds the store's port ──→ every node reaches it, and looks for the run folder
               │                                                        │
@@ -24,18 +24,18 @@ from muster.jobs.basics.words import counted
 from muster.jobs.hosts import nodelist
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fingerprint import fingerprint
-from muster.launch.plan.plan import Context, Machine, NodePlan, plan_nodes, start_message
+from muster.launch.plan.plan import Context, NodeMachine, NodePlan, plan_nodes, start_message
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.verdict import Stop
 from muster.launch.supervision.console import Console
-from muster.launch.supervision.crew import Node
 from muster.launch.supervision.master import own_address
 from muster.launch.supervision.roster import Roster
+from muster.launch.supervision.run_nodes import NodeState
 from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import ProtocolError
 
 LOOPBACK: Final = "127.0.0.1"
-WAITING_S: Final = 3.0  # between two messages about nodes that have not answered
+WAITING_S: Final = 3.0  # pause between two messages about nodes that have not answered
 SKEW_WARN_S: Final = 2.0
 SKEW_BAD_S: Final = 60.0
 OF_RANKS: Final = (wire.Started, wire.Report, wire.Exited, wire.Log, wire.Held, wire.File)
@@ -44,7 +44,7 @@ Send = Callable[[int, wire.ToAgent], None]
 
 
 class Startup:
-    """Runs the start of an attempt, up to its start messages. Every step returns None, or a Stop to end the attempt."""
+    """The start of an attempt. Every step returns None to continue, or a Stop to end the attempt."""
 
     def __init__(self, context: Context, roster: Roster, log: EventLog, console: Console, send: Send) -> None:
         self.context = context
@@ -60,12 +60,12 @@ class Startup:
         self._say_at = time.monotonic() + WAITING_S
 
     def answered(self, number: int) -> Stop | None:
-        """Record that a node has answered or failed; continue if it was the last one."""
+        """Record that a node has answered or failed; after the last node, continue the start."""
         self.roster.missing.discard(number)
         return None if self.roster.missing else self.begin()
 
     def say_waiting(self, now: float, deadline: float) -> None:
-        """Print which nodes have not greeted and their deadline; repeat when the list has become shorter."""
+        """Print which nodes have not greeted, and their deadline. Print again when the list changes."""
         missing = tuple(sorted(self.roster.missing))
         if self.complete or now < self._say_at or missing == self._waiting:
             return
@@ -74,16 +74,16 @@ class Startup:
         self.console.say(f"waiting until {until} for {self.roster.name_nodes(missing)}")
 
     def begin(self) -> Stop | None:
-        """Start the attempt. All of its nodes have answered or failed."""
+        """Continue the start when all nodes have answered or failed: ask node 0 to bind the store's port."""
         self.complete = True
         for number, node in enumerate(self.roster.nodes):
             node.heard = time.monotonic()
-            if node.channel is not None:  # measure its clock before judging it
+            if node.channel is not None:  # measure the node's clock before `judge` uses it
                 self.send(number, wire.Beat(time.time()))
         failed = {
-            number: node.failure or UnreachableError(f"{self.roster.hosts[number]}: its agent has gone")
+            number: node.failure or UnreachableError(f"{self.roster.hosts[number]}: lost the connection to its agent")
             for number, node in enumerate(self.roster.nodes)
-            # may have happened since it was chosen for this attempt
+            # a node may have failed since it was chosen for this attempt
             if node.failure is not None or node.gone or node.hello is None
         }
         if failed:
@@ -95,7 +95,7 @@ class Startup:
         """Refuse messages about ranks before any rank has been started.
 
         Raises:
-            ProtocolError: if `message` is such a message.
+            ProtocolError: if `message` is about ranks and none has been started.
         """
         if isinstance(message, OF_RANKS) and not self.begun:
             raise ProtocolError("no rank has been started")
@@ -105,13 +105,13 @@ class Startup:
         return self.prepared(number, message) if isinstance(message, wire.Prepared) else self.reached(number, message)
 
     def prepared(self, number: int, message: wire.Prepared) -> Stop | None:
-        """Tell every node to connect to the port that node 0 has bound.
+        """Order every node to connect to the port that node 0 has bound.
 
         Raises:
             ProtocolError: if this node was not asked to bind a port.
         """
         if number != 0 or self.port or not self.complete:
-            raise ProtocolError("it was not asked for")
+            raise ProtocolError("it was not requested")
         self.port = message.port
         if not self.context.remote:
             return self._start()
@@ -129,7 +129,7 @@ class Startup:
         return None
 
     def reach(self) -> wire.Reach:
-        """Return the order to reach the master. Write the nonce file by which nodes recognise the run folder."""
+        """Return the order to reach the master. Also write the nonce by which nodes recognise the run folder."""
         write_text(self.context.run.nonce("supervisor"), self.nonce)
         return wire.Reach(
             attempt=self.context.attempt,
@@ -141,7 +141,7 @@ class Startup:
         )
 
     def _learn_master(self, addresses: Sequence[tuple[str, str]]) -> None:
-        """Take node 0's address from its agent if neither the hosts file nor the user gave one.
+        """Set the master's address as node 0's agent found it, unless the hosts file or the user gave one.
 
         Raises:
             RefusedError: if node 0 has no address that the other nodes could reach.
@@ -159,7 +159,7 @@ class Startup:
             ProtocolError: if this node was not asked to reach the master.
         """
         if number not in self.roster.missing:
-            raise ProtocolError("it was not asked for")
+            raise ProtocolError("it was not requested")
         self.roster.nodes[number].reached = message
         self.roster.missing.discard(number)
         if self.roster.missing:
@@ -182,7 +182,7 @@ class Startup:
             self.context = replace(self.context, options={**self.context.options, "saving": False, "resume": None})
         return self._start()
 
-    def judge(self, node: Node) -> MusterError | None:
+    def judge(self, node: NodeState) -> MusterError | None:
         """Return the reason why a node that has answered `reach` cannot take part, or None."""
         host, said, placement, code = node.place.host, node.reached, self.context.placement, fingerprint()
         assert said is not None
@@ -190,17 +190,17 @@ class Startup:
         if said.why:
             return UnreachableError(
                 f"{host}: cannot reach the master at {where}: {said.why}; check the firewall between the nodes, or "
-                "give another network with --master-addr or --iface"
+                "choose another network with --master-addr or --iface"
             )
         if said.interface in ("", "lo") and not placement.one_host:
             return RefusedError(
-                f"{host}: it reaches the master {where} through {said.interface or 'no interface'}, which the others "
-                "do not share; give the address of node 0 that they reach with --master-addr"
+                f"{host}: reaches the master {where} through {said.interface or 'no interface'}, which other nodes "
+                "cannot use; choose an address of node 0 that all nodes reach with --master-addr"
             )
         if said.code != code:
             return RefusedError(
-                f"{host}: has other code of Muster ({said.code}, here {code}); run muster sync, or bring both to "
-                "one commit"
+                f"{host}: has a different version of Muster ({said.code}, here {code}); run muster sync, or use the "
+                "same commit on both"
             )
         if abs(node.clock.seconds) > SKEW_BAD_S:
             return RefusedError(f"{host}: its clock is off by {node.clock.seconds:+.0f} s; set it (chronyc makestep)")
@@ -218,7 +218,7 @@ class Startup:
         return Stop(code, "\n".join(lines))
 
     def warn(self, text: str) -> None:
-        """Print a warning, and record it for `muster status`."""
+        """Print a warning, and log it for `muster status`."""
         self.log.tell("warning", text=text)
 
     def _start(self) -> Stop | None:
@@ -247,7 +247,7 @@ class Startup:
         return None
 
     def announce(self, plans: list[NodePlan]) -> None:
-        """Print and log which rank runs where, and when the ranks were started."""
+        """Print which rank runs on which node, and log the start of the attempt."""
         placement = self.context.placement
         master = {"master_addr": placement.master_addr, "master_port": self.port}
         hosts = [node.host for node in placement.nodes]
@@ -268,9 +268,9 @@ def prepare_message(context: Context, hello: wire.Hello | None) -> wire.Prepare:
     return wire.Prepare(context.attempt, placement.master_addr or greeted, context.iface or "")
 
 
-def machine_of(hello: wire.Hello, reached: wire.Reached | None) -> Machine:
-    """Return a node's description, from its agent's messages."""
-    return Machine(
+def machine_of(hello: wire.Hello, reached: wire.Reached | None) -> NodeMachine:
+    """Describe a node's machine from its agent's messages."""
+    return NodeMachine(
         host=hello.host,
         cores=hello.cores,
         gpus=hello.gpus,

@@ -1,7 +1,9 @@
 """The history of one attempt: its events, and its row in attempts.jsonl (steps, and the cost of start and end).
 
-… failed ──detect──→ decided ──stop──→ over ──start──→ joined ──load──→ first step ──replay──→ last step reached
-  of the attempt before                      of the next one                                   before the failure
+The durations in the row:
+
+    … failed ──detect──→ decided ──stop──→ over ──start──→ joined ──load──→ first step ──replay──→ last step reached
+      of the attempt before                      of the next one                                   before the failure
 """
 
 from collections.abc import Mapping
@@ -14,16 +16,16 @@ from muster.launch.plan.plan import Context
 from muster.launch.records.advice import next_step
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import last_metrics, number
-from muster.launch.records.verdict import Ending, Verdict
+from muster.launch.records.verdict import RankEnd, Verdict
 from muster.launch.supervision.console import Console
-from muster.launch.supervision.crew import Node
+from muster.launch.supervision.run_nodes import NodeState
 
 TIMES: Final = {"loaded": "load_s", "replayed": "replay_s"}  # reports that contain a duration
 SAVED: Final = "saved after step"  # in the message of a drain whose save succeeded
 
 
 class Story:
-    """The history of one attempt."""
+    """The history of one attempt so far."""
 
     def __init__(self, context: Context, log: EventLog, console: Console) -> None:
         self.context = context
@@ -36,7 +38,7 @@ class Story:
         self.first_step: int | None = None
         self.saved_step: int | None = None
         self.has_session = False  # the program has opened a session
-        self.failed_at: float | None = None  # Unix seconds, by our clock
+        self.failed_at: float | None = None  # Unix seconds, on the supervisor's clock
         self.failed_step: int | None = None
         self.decided_at: float | None = None  # when it was decided to end the attempt
         self.times: dict[str, float] = {}
@@ -47,7 +49,7 @@ class Story:
         return self.saved_step is not None or self.origin is not None
 
     def session_opened(self) -> None:
-        """Record that the program has opened a session: it reports its progress, saves, and can be drained."""
+        """Record that the program has opened a session, so that it reports progress, saves and can be drained."""
         if not self.has_session:
             self.has_session = True
             self.log.event("session", attempt=self.number)
@@ -73,13 +75,13 @@ class Story:
         tell = self.log.tell if what == "missed" else self.log.event
         tell(what, attempt=self.number, rank=rank, **{k: v for k, v in report.items() if k != "report"})
 
-    def failed(self, ending: Ending) -> None:
+    def failed(self, ending: RankEnd) -> None:
         """Record the first failure."""
         if self.failed_at is None:
             self.failed_at, self.failed_step = ending.ended, ending.step
 
-    def last_step(self, nodes: list[Node]) -> int:
-        """Return how many steps were done at the end: the maximum of the ranks' last reports and the metrics."""
+    def last_step(self, nodes: list[NodeState]) -> int:
+        """Return how many steps were done: the maximum in the ranks' reports, the metrics and the checkpoints."""
         said = max((node.progress["steps"] for node in nodes if node.progress), default=0)
         try:
             row, _ = last_metrics(self.context.run)
@@ -88,8 +90,8 @@ class Story:
         logged = number(row.get("step")) or 0 if row.get("attempt") == self.number else 0
         return max(said, logged, self.failed_step or 0, self.saved_step or 0, self.origin_step)
 
-    def row(self, nodes: list[Node], verdict: Verdict, following: str, over: float) -> dict[str, Any]:
-        """Return the attempt's row without its verdict; `over`: when its last rank ended (Unix seconds)."""
+    def row(self, nodes: list[NodeState], verdict: Verdict, following: str, over: float) -> dict[str, Any]:
+        """Return the attempt's row without the verdict's record. `over`: when its last rank ended (Unix seconds)."""
         times = dict(self.times)
         if self.decided_at is not None:
             if self.failed_at is not None:

@@ -1,6 +1,6 @@
 """The transition from one attempt to the next: which nodes are left, and how the ranks are placed on them.
 
-Whether there is a next attempt is decided in `launch/supervision/recovery.py`.
+`launch/supervision/recovery.py` decides whether there is a next attempt.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from muster.launch.records.eventlog import EventLog
 from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.attempt import Attempt
 from muster.launch.supervision.console import Console
-from muster.launch.supervision.crew import Crew
 from muster.launch.supervision.recovery import Decision, NodeChoice, Past, blamed, choose, decide, largest_part
+from muster.launch.supervision.run_nodes import RunNodes
 
 
 class Succession:
     """The attempts of one supervisor so far, and the choice of the next one.
 
-    `saves`: our ranks make checkpoints. A user's program does after it has opened a session.
+    `saves`: the ranks make checkpoints; for a user's program, True once it has opened a session.
     """
 
-    def __init__(self, job: Job, crew: Crew, *, saves: bool) -> None:
+    def __init__(self, job: Job, run_nodes: RunNodes, *, saves: bool) -> None:
         self.job = job
-        self.crew = crew
+        self.run_nodes = run_nodes
         self.saves = saves
         self.past: list[Past] = []
         self.begun = False  # ranks have been started at least once
@@ -36,7 +36,7 @@ class Succession:
     def follow(
         self, attempt: Attempt, slots: Sequence[int], verdict: Verdict, *, asked: bool
     ) -> tuple[Decision, NodeChoice | None]:
-        """Decide what follows an attempt that ran on `slots`; `asked`: somebody asked for the run to end."""
+        """Decide what follows an attempt that ran on `slots`; `asked`: the run was asked to end."""
         self.begun |= attempt.startup.begun
         self.past.append(self._past(attempt, slots, verdict))
         decision = Decision(verdict) if asked else decide(self.past, self.job.restart, saves=self.saves)
@@ -48,7 +48,7 @@ class Succession:
     def _past(self, attempt: Attempt, slots: Sequence[int], verdict: Verdict) -> Past:
         """Summarise an attempt, and record which of its nodes reached the master."""
         said = {slot: node.reached for slot, node in zip(slots, attempt.roster.nodes, strict=True)}
-        self.crew.note_ways(
+        self.run_nodes.note_ways(
             [slot for slot, reached in said.items() if reached is not None and not reached.why],
             [slot for slot, reached in said.items() if reached is not None and reached.why],
         )
@@ -58,8 +58,8 @@ class Succession:
         if first is None:
             never_met = verdict.code == exits.TIMEOUT and "start_s" not in story.times and attempt.hangs.hang is None
             outage = never_met or verdict.code == exits.UNREACHABLE
-        elif first.cause == "peer" or self.crew.nodes[slots[first.node]].gone:
-            # a rank that only lost its connection is a victim; a lost node is already left to the reserve
+        elif first.cause == "peer" or self.run_nodes.nodes[slots[first.node]].gone:
+            # a rank that only lost its connection is a victim; a lost node is avoided already
             outage = True
         else:
             blame = slots[first.node]
@@ -74,17 +74,17 @@ class Succession:
         )
 
     def choose(self, slots: Sequence[int], alive: Sequence[int] | None = None) -> NodeChoice | None:
-        """Choose the nodes of the attempt after one on `slots`, from `alive` (None: all slots with an agent)."""
-        alive = self.crew.alive() if alive is None else alive
-        nodes = enumerate(self.crew.nodes)
+        """Choose the nodes of the attempt that follows one on `slots`, from `alive` (None: all with an agent)."""
+        alive = self.run_nodes.alive() if alive is None else alive
+        nodes = enumerate(self.run_nodes.nodes)
         lost = [slot for slot, node in nodes if not node.is_alive and not node.given_up]
         return choose(
             slots,
             alive,
             wanted=self.job.nodes,
             least=self._least(),
-            avoid=[blamed(self.past), frozenset(alive) - set(largest_part(alive, self.crew.cuts))],
-            # at the very first start a host name may be wrong
+            avoid=[blamed(self.past), frozenset(alive) - set(largest_part(alive, self.run_nodes.cuts))],
+            # before any rank has started, a lost node may just have a wrong host name
             revivable=lost if self.begun or len(self.past) > 1 else [],
             fits=lambda some: bool(some) and self._misfit(some) is None,
         )
@@ -94,8 +94,8 @@ class Succession:
         return min((restart.min_nodes if restart else None) or self.job.nodes, self.job.nodes)
 
     def _misfit(self, slots: Sequence[int]) -> RefusedError | None:
-        """Return why the job cannot run on the ranks of some nodes, or None."""
-        world_size = sum(self.crew.nodes[slot].place.ranks for slot in slots)
+        """Return why the job cannot run on the ranks of some nodes; None if it can."""
+        world_size = sum(self.run_nodes.nodes[slot].place.ranks for slot in slots)
         try:
             BY_KEY[self.job.kind].check(self.job.settings, world_size)
         except RefusedError as error:
@@ -103,8 +103,8 @@ class Succession:
         return None
 
     def _too_few(self, verdict: Verdict) -> Verdict:
-        """Add to a verdict the reason why there is no further attempt."""
-        alive, least = self.crew.alive(), self._least()
+        """Return the verdict with the reason why there is no further attempt."""
+        alive, least = self.run_nodes.alive(), self._least()
         why = f"{counted(len(alive), 'node')} left, and the job needs {least} (restart.min_nodes)"
         misfit = self._misfit(alive) if len(alive) >= least else None
         if misfit is not None:
@@ -116,7 +116,7 @@ class Succession:
         self, number: int, verdict: Verdict, decision: Decision, choice: NodeChoice, log: EventLog, console: Console
     ) -> None:
         """Print and log which attempt follows, on which nodes, and why."""
-        hosts, why = self.crew.hosts(choice.slots), verdict.message.partition("\n")[0]
+        hosts, why = self.run_nodes.hosts(choice.slots), verdict.message.partition("\n")[0]
         log.event("restarting", attempt=number, delay_s=decision.delay_s, hosts=hosts, why=why)
         wait = f" in {decision.delay_s:g} s" if decision.delay_s else ""
         fewer = f": {', '.join(hosts)}" if len(hosts) < self.job.nodes else ""
@@ -124,10 +124,10 @@ class Succession:
         console.say(f"attempt {number}{wait} on {counted(len(hosts), 'node')}{fewer}")
 
     def placement(self, before: Placement, slots: Sequence[int]) -> Placement:
-        """Renumber the ranks over the nodes of the next attempt."""
+        """Return the placement of the ranks on the nodes of the next attempt."""
         nodes, first_rank = [], 0
         for rank, slot in enumerate(slots):
-            place = self.crew.nodes[slot].place
+            place = self.run_nodes.nodes[slot].place
             nodes.append(replace(place, node_rank=rank, first_rank=first_rank))
             first_rank += place.ranks
         same = nodes[0].host == before.nodes[0].host or before.one_host

@@ -1,7 +1,7 @@
-"""The supervisor, one per run, outside the ranks: it starts the agents, makes attempts, and leaves no process behind.
+"""The supervisor, one per run, outside the ranks: it starts agents and attempts, and leaves no process behind.
 
     agents answer → attempt ──ended──→ recovery.decide ──again──→ wait, choose nodes and checkpoint → attempt …
-                    (attempt.py)             └── the end → every agent is dismissed, and the verdict written down
+                    (attempt.py)             └── the end → dismiss every agent, record the verdict
 
 All events arrive through one inbox, in order. Every wait has a deadline.
 """
@@ -22,18 +22,17 @@ from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.lease import Lease
 from muster.launch.records.progress_file import ProgressFile
-from muster.launch.records.verdict import Ending, Stop, Verdict, judge
+from muster.launch.records.verdict import RankEnd, Stop, Verdict, judge
 from muster.launch.supervision import resumption
 from muster.launch.supervision.attempt import Attempt, Send
 from muster.launch.supervision.console import Console
-from muster.launch.supervision.crew import SILENT_S, Crew
 from muster.launch.supervision.inbox import (
+    CheckpointChosen,
     Event,
     Failed,
-    Gone,
     Heard,
     Inbox,
-    Loaded,
+    NodeChannelClosed,
     Noticed,
     Refused,
     StopRequest,
@@ -42,6 +41,7 @@ from muster.launch.supervision.inbox import (
 )
 from muster.launch.supervision.recovery import Decision, NodeChoice
 from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
+from muster.launch.supervision.run_nodes import SILENT_S, RunNodes
 from muster.launch.supervision.story import last_advice
 from muster.launch.supervision.succession import Succession
 from muster.launch.transports.base import LEASE_S, Transport
@@ -49,21 +49,23 @@ from muster.launch.wire.messages import Heartbeat, Hello, Reached, StopRanks
 from muster.slurm.notice import Notice
 
 
-class OwnJob(Protocol):
+class SchedulerJob(Protocol):
     """The scheduler's job in which a supervisor runs (`launch/scheduler/requeue.py`)."""
 
-    def cause(self, first: Ending | None) -> Stop | None:
-        """Return why the scheduler ended the attempt, according to its records; None if it did not."""
+    def cause(self, first: RankEnd | None) -> Stop | None:
+        """Return why the scheduler ended the attempt, according to its messages; None if it did not."""
 
     def notice(self, *, limit: bool) -> Notice | None:
         """Return why and when the scheduler is about to end the job; None if it is not."""
 
 
 class Supervisor:
-    """Supervises a run, from its first agent to its verdict."""
+    """The supervisor of a run, from the first agent to the verdict."""
 
-    def __init__(self, context: Context, transport: Transport, console: Console, own_job: OwnJob | None = None) -> None:
-        self.own_job = own_job  # set if the supervisor runs in a scheduler's job of its own
+    def __init__(
+        self, context: Context, transport: Transport, console: Console, own_job: SchedulerJob | None = None
+    ) -> None:
+        self.own_job = own_job  # the scheduler's job that was submitted for this run, if any
         self.transport = transport
         self.console = console
         self.context = context
@@ -71,26 +73,26 @@ class Supervisor:
         self.job = context.job
         self.log = EventLog(context.run, console.say)
         self.lease, self.progress_file, self.inbox = Lease(context.run), ProgressFile(context.run), Inbox()
-        self.crew = Crew(context.crew)
+        self.run_nodes = RunNodes(context.run_nodes)
         # the slots of the current attempt, by node rank
         self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))
         self.rank_of = {slot: slot for slot in self.slots}  # slot → node rank in the current attempt
         self.attempt: Attempt | None = None
         saves = context.entry is not None and resumption.saves(context)
-        self.succession = Succession(context.job, self.crew, saves=saves)
-        self.reserve = Reserve(self.crew, transport, self.inbox, remote=context.remote)
+        self.succession = Succession(context.job, self.run_nodes, saves=saves)
+        self.reserve = Reserve(self.run_nodes, transport, self.inbox, remote=context.remote)
         self.stop: Stop | None = None  # the newest request to stop the run
         self.request: float | None = None  # the time of the newest `muster stop`
 
     async def run(self) -> Verdict:
-        """Make attempts until the run ends, and record them. Whatever happens, no process of the run is left."""
+        """Start attempts until the run ends, and record them. Leave no process of the run, even after an error."""
         began = time.time()
         raise_open_files()
         self.log.submitted(self.context, self.transport.name)
         self.inbox.listen_for_signals(self.run_dir)
         try:
             verdict = await self._attempts()
-        except (RunFolderError, StorageError) as error:  # the run folder fails, but there may be room for the last row
+        except (RunFolderError, StorageError) as error:  # the run folder has failed, but the last row may still fit
             verdict = Verdict(error.exit_code, str(error))
         finally:
             await self._farewell()
@@ -106,7 +108,7 @@ class Supervisor:
 
     async def _attempts(self) -> Verdict:
         if self.context.attempt:
-            self.run_dir.stop.unlink(missing_ok=True)  # it was meant for an earlier attempt
+            self.run_dir.stop.unlink(missing_ok=True)  # that request was for an earlier start
         self.inbox.tick()
         if refused := await self._load():
             return refused
@@ -138,7 +140,7 @@ class Supervisor:
     async def _load(self) -> Verdict | None:
         """Choose the next attempt's checkpoint in a thread; return a verdict if none can be used."""
         work = asyncio.ensure_future(asyncio.to_thread(resumption.with_checkpoint, self.context, self.console.say))
-        work.add_done_callback(lambda _: self.inbox.put(Loaded()))
+        work.add_done_callback(lambda _: self.inbox.put(CheckpointChosen()))
         await self._pump(work.done)
         try:
             self.context = await work
@@ -152,13 +154,13 @@ class Supervisor:
 
     def _new_attempt(self) -> None:
         self.run_dir.trim_attempts(self.context.attempt)
-        nodes = [self.crew.nodes[slot] for slot in self.slots]
+        nodes = [self.run_nodes.nodes[slot] for slot in self.slots]
         for node in nodes:
             node.reached = node.progress = None
         self.reserve.turn()
         patience_s = 0.0 if self.succession.past else self.transport.patience_s
         slots = self.slots
-        send: Send = lambda rank, message: self.crew.send(slots[rank], message)  # noqa: E731
+        send: Send = lambda rank, message: self.run_nodes.send(slots[rank], message)  # noqa: E731
         ask = None if self.own_job is None else self._ask
         self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s, ask)
         if self.stop is not None:  # the stop was requested between two attempts
@@ -169,11 +171,11 @@ class Supervisor:
         attempt = self._current
         await self._pump(attempt.is_over)
         over = time.time()
-        for slot in [*self.crew.missing]:  # nodes that have not answered by now are not waited for again
-            self.crew.answered(slot)
-        for rank in attempt.unswept():  # a process there cannot be killed: avoid the node unless it is needed
-            self.crew.nodes[self.slots[rank]].losses = MOST_LOSSES
-            self.crew.lose(self.slots[rank], time.monotonic())
+        for slot in [*self.run_nodes.missing]:  # do not wait again for nodes that have not answered by now
+            self.run_nodes.answered(slot)
+        for rank in attempt.unswept():  # a process there cannot be killed, so avoid the node
+            self.run_nodes.nodes[self.slots[rank]].losses = MOST_LOSSES
+            self.run_nodes.lose(self.slots[rank], time.monotonic())
         verdict, final = self._judge(attempt)
         asked = final or self.stop is not None or attempt.told is not None
         decision, choice = self.succession.follow(attempt, self.slots, verdict, asked=asked)
@@ -198,16 +200,16 @@ class Supervisor:
         return (judge(attempt.endings, cause), cause.final) if cause else (verdict, False)
 
     def _ask(self, limit: bool) -> None:
-        """Ask the scheduler in a thread why it sent a signal; the answer is passed to the attempt."""
+        """Ask the scheduler in a thread whether it is about to end the job; the attempt gets the answer."""
         assert self.own_job is not None
         answer = asyncio.ensure_future(asyncio.to_thread(self.own_job.notice, limit=limit))
         answer.add_done_callback(lambda _: self.inbox.put(Noticed(answer)))
 
     async def _prepare(self, decision: Decision, choice: NodeChoice) -> bool:
-        """Wait, restart agents if needed, and place the next attempt; return False if a stop was requested."""
+        """Wait for the delay, restart agents if needed, and place the next attempt; return False on a stop request."""
         until = time.monotonic() + decision.delay_s
         await self._pump(lambda: time.monotonic() >= until or self.stop is not None)
-        choice = self.succession.choose(self.slots) or choice  # nodes may have come and gone meanwhile
+        choice = self.succession.choose(self.slots) or choice  # meanwhile nodes may have been lost or have returned
         if choice.revive:
             await self._revive()
             choice = self.succession.choose(self.slots) or choice
@@ -218,7 +220,7 @@ class Supervisor:
         return self.stop is None
 
     async def _revive(self) -> None:
-        """Wait until enough nodes are back; give up those that are not back in time."""
+        """Wait until enough nodes are back. After the time limit, give up the nodes that are still lost."""
         limit_s = self.job.start_timeout_s
         deadline = time.monotonic() + limit_s + FENCE_S * self.context.remote
         self.reserve.needed = True
@@ -236,7 +238,7 @@ class Supervisor:
     # Messages -------------------------------------------------------------------------------------------------------
 
     async def _pump(self, until: Callable[[], bool]) -> None:
-        """Handle events until a condition is true. It is checked after every event, and the clock ticks often."""
+        """Handle events until a condition is true. It is checked after every event, at least every TICK_S."""
         while not until():
             self._handle(await self.inbox.next())
 
@@ -245,7 +247,7 @@ class Supervisor:
         match event:
             case Heard():
                 self._hear(event)
-            case Gone():
+            case NodeChannelClosed():
                 self._on_gone(event)
             case Failed():
                 self._on_failed(event.slot, event.error)
@@ -257,38 +259,38 @@ class Supervisor:
                 self._current.noticed(answer.result())
             case Tick():
                 self._on_tick()
-        while self.crew.broken:
-            self._on_gone(Gone(self.crew.broken.pop()))
+        while self.run_nodes.broken:
+            self._on_gone(NodeChannelClosed(self.run_nodes.broken.pop()))
 
     def _hear(self, heard: Heard) -> None:
         """Handle a node's message. An invalid message costs only that node, not the run."""
         try:
             self._take(heard)
-        except (StorageError, RunFolderError):  # the run folder fails, which is no fault of the node
+        except (StorageError, RunFolderError):  # the run folder failed, not the node
             raise
         except Exception as error:
             why = f"its agent broke the protocol: {type(heard.message).__name__}: {error or type(error).__name__}"
             self.log.event("warning", text=f"node {heard.slot}: {why}")
-            self._on_gone(Gone(heard.slot, why, heard.via))
+            self._on_gone(NodeChannelClosed(heard.slot, why, heard.via))
 
     def _take(self, heard: Heard) -> None:
         slot, message, attempt = heard.slot, heard.message, self.attempt
         if isinstance(message, Hello):
-            if self.crew.greeted(slot, message, heard.via):
+            if self.run_nodes.greeted(slot, message, heard.via):
                 self.reserve.starting.discard(slot)
                 self._answered(slot)
             return
-        if not self.crew.heard(slot, heard.via):
-            return  # from an agent that was given up
+        if not self.run_nodes.heard(slot, heard.via):
+            return  # the message is from an agent that was given up
         if isinstance(message, Heartbeat):
-            self.crew.nodes[slot].beat(message, heard.received, self.context.attempt)
+            self.run_nodes.nodes[slot].beat(message, heard.received, self.context.attempt)
         elif attempt is not None and slot in self.rank_of and message.attempt == attempt.number:
             attempt.take(self.rank_of[slot], message)
         elif attempt is not None and isinstance(message, Reached) and message.attempt == attempt.number:
             self.reserve.reached(slot, message, attempt, self.slots, time.monotonic())
 
     def _on_failed(self, slot: int, error: MusterError) -> None:
-        node = self.crew.nodes[slot]
+        node = self.run_nodes.nodes[slot]
         if node.settled or self.reserve.failed(slot, error, time.monotonic()):
             return  # once there is an agent, only the end of its channel counts
         if self._current.is_over() or not self._current.is_stopping:
@@ -299,20 +301,20 @@ class Supervisor:
     def _answered(self, slot: int) -> None:
         """Continue the start when the last node of the attempt has answered or failed."""
         attempt = self._current
-        self.crew.answered(slot)
-        if attempt.is_over():  # the agent of a lost node is back, for the next attempt
+        self.run_nodes.answered(slot)
+        if attempt.is_over():  # a lost node's agent has returned, for use in the next attempt
             return
         if attempt.is_stopping:
-            self.crew.send(slot, StopRanks(attempt.number, 0.0))
+            self.run_nodes.send(slot, StopRanks(attempt.number, 0.0))
         elif slot in self.rank_of and not attempt.startup.complete:
             attempt.advance(lambda: attempt.startup.answered(self.rank_of[slot]))
 
-    def _on_gone(self, gone: Gone) -> None:
-        node = self.crew.nodes[gone.slot]
+    def _on_gone(self, gone: NodeChannelClosed) -> None:
+        node = self.run_nodes.nodes[gone.slot]
         if gone.via not in (None, node.channel):
-            return  # from an earlier agent of the node
+            return  # that channel belongs to an earlier agent of the node
         if not node.gone:
-            self.crew.lose(gone.slot, time.monotonic())
+            self.run_nodes.lose(gone.slot, time.monotonic())
             self._lost(gone.slot, gone.why)
 
     def _lost(self, slot: int, why: str, ago_s: float = 0.0) -> None:
@@ -322,25 +324,25 @@ class Supervisor:
     def _on_tick(self) -> None:
         now = time.monotonic()
         self.lease.renew()
-        late_s = self.crew.tick(now)
+        late_s = self.run_nodes.tick(now)
         if late_s > SILENT_S / 2 and self.context.remote:
-            text = f"the supervisor itself did not run for {late_s:.0f} s; nodes wait {LEASE_S:g} s for it"
+            text = f"the supervisor itself did not run for {late_s:.0f} s; after {LEASE_S:g} s, agents stop their ranks"
             self.log.tell("warning", text=text)
-        for lost in self.crew.silent(now):
-            silent_s = now - self.crew.nodes[lost].heard
+        for lost in self.run_nodes.silent(now):
+            silent_s = now - self.run_nodes.nodes[lost].heard
             self._lost(lost, f"its agent was silent for {silent_s:.0f} s", silent_s)
         request = requested(self.run_dir)
         if request.get("time") != self.request:
             self.request = request.get("time")
             self._on_stop(StopRequest.of(request))
         if self.attempt is not None:
-            self.progress_file.write(self.context.attempt, [self.crew.nodes[slot] for slot in self.slots])
+            self.progress_file.write(self.context.attempt, [self.run_nodes.nodes[slot] for slot in self.slots])
             self.attempt.tick(now, late_s)
             if self.job.restart is not None:
                 self._tend_reserve(self.attempt, now)
 
     def _tend_reserve(self, attempt: Attempt, now: float) -> None:
-        """Bring lost nodes back; once the job can use more nodes than it has, save and continue with them."""
+        """Restart lost nodes' agents. Once the job can use more nodes than it has, save and continue on more."""
         used = () if attempt.is_over() else self.slots
         self.reserve.tick(now, attempt, used)
         missing = self.job.nodes - len(used)
@@ -348,14 +350,14 @@ class Supervisor:
             return
         choice = self.succession.choose(used, [*used, *fit])
         if choice is not None and len(choice.slots) > len(used):
-            names = nodelist.fold(self.crew.hosts(sorted(set(choice.slots) - set(used))))
+            names = nodelist.fold(self.run_nodes.hosts(sorted(set(choice.slots) - set(used))))
             text = f"to continue on {counted(len(choice.slots), 'node')}, including {names} again"
             attempt.drain(Stop(exits.REQUEUE, f"stopped {text}"), text, growing=True)
 
     def _on_stop(self, request: StopRequest) -> None:
-        """Stop the run on request: the first request saves first, if possible; a second one stops at once."""
+        """Stop the run on request. On the first request, save first if possible; on a second one, stop at once."""
         limit = request.code == exits.TIMEOUT
-        # At a scheduler's time limit the run continues in the next allocation.
+        # At a scheduler's time limit, a run that can resume continues in the next allocation.
         attempt, again = self.attempt, self.stop is not None
         session = attempt is not None and attempt.story.has_session
         continues = limit and resumption.continues(self.context, session=session)
@@ -374,9 +376,9 @@ class Supervisor:
     # The end --------------------------------------------------------------------------------------------------------
 
     async def _farewell(self) -> None:
-        """Dismiss every agent; then kill all processes that still carry the run id."""
+        """Dismiss every agent, then kill all processes that still have the run id in their environment."""
         self.inbox.close(self.attempt.verdict().code & 0xFF if self.attempt is not None else 1)
-        lost = [slot for slot, node in enumerate(self.crew.nodes) if node.gone or node.hello is None]
+        lost = [slot for slot, node in enumerate(self.run_nodes.nodes) if node.gone or node.hello is None]
         await self.transport.close(lost)
         if left := processes.of_run(self.run_dir.run_id):
             self.log.event("warning", text=f"{len(left)} processes outlived their rank parent and were killed")

@@ -1,51 +1,33 @@
-"""A sweep, from its grids to its table. Every point is prepared before its folder is made and any point starts."""
+"""The steps of `muster sweep`: prepare all points, create their folders and the sweep's, run the points."""
 
 import json
+import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
 
-from muster.jobs.basics.errors import JobFileError, MusterError, NotFoundError, UsageError
+from muster.jobs.basics.errors import JobFileError, MusterError, UsageError
 from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.launch.common import screen
-from muster.launch.look.comparison import compared
-from muster.launch.look.comparison_view import table
-from muster.launch.look.steps import Measured, read_measured
-from muster.launch.records.runstate import read_state
-from muster.launch.submit.prepare import Prepared, prepare
+from muster.launch.submit.prepare import PreparedSubmission, prepare
 from muster.launch.submit.request import Request
-from muster.launch.sweeps.sweep import (
-    Grid,
-    Point,
-    SweepRecord,
-    complaint,
-    exit_code,
-    points_of,
-    summary,
-    sweep_path,
-)
-from muster.launch.sweeps.sweep_run import Element, is_array, run_here, run_in_queue
-
-# applied to a point's record with the words of its rate
-COLUMNS: Final[dict[str, Callable[[dict[str, Any]], object]]] = {
-    "point": lambda row: row["point"],
-    "state": lambda row: row["state"],
-    "exit>": lambda row: row["code"],
-    "took>": lambda row: screen.duration(row["seconds"]),
-    "step>": lambda row: row["step"] if row["steps"] is None else f"{row['step']} of {row['steps']}",
-    "loss>": lambda row: None if row["loss"] is None else f"{row['loss']:.4f}",
-    "median rate>": lambda row: row["words"][0],
-    "middle half": lambda row: row["words"][1],
-    "run": lambda row: row["run_id"],
-}
-SPARE: Final = ("took>", "exit>", "step>", "loss>", "run")
+from muster.launch.submit.start import check_torch, copied, write_run
+from muster.launch.sweeps.grids import Axis
+from muster.launch.sweeps.sweep import SweepPoint, SweepRecord, complaint, points_of, sweep_path
+from muster.launch.sweeps.sweep_run import PointRun, is_array, run_here, run_in_queue
 
 
-def check(request: Request, grids: Sequence[str]) -> None:
-    """Refuse options that contradict each other.
+@dataclass(frozen=True)
+class Element:
+    """One prepared point of a sweep. Nothing of it is written yet."""
+
+    point: SweepPoint
+    prepared: PreparedSubmission
+
+
+def check(request: Request, words: Sequence[tuple[str, str]]) -> None:
+    """Refuse options that contradict each other. `words`: the values of `--grid` and `--zip`, each with its option.
 
     Raises:
         UsageError: if two options set the same key, or the transport cannot run sweeps.
@@ -53,21 +35,21 @@ def check(request: Request, grids: Sequence[str]) -> None:
     options = {word.partition("=")[0]: f"--set {word.partition('=')[0]}" for word in request.overrides}
     options |= {"nodes": "-N"} if request.nodes is not None else {}
     options |= {"ranks_per_node": "-n"} if request.ranks_per_node is not None else {}
-    for key in (word.partition("=")[0] for word in grids):
+    for option, key in ((option, word.partition("=")[0]) for option, word in words):
         if key in options:
-            raise UsageError(f"--grid {key} and {options[key]} both set {key}; keep one of them")
+            raise UsageError(f"{option} {key} and {options[key]} both set {key}; keep one of them")
     if request.on == "hand":
         raise UsageError("--on hand: a sweep starts its runs itself; choose another transport")
 
 
-def prepare_points(request: Request, grids: list[Grid], limit: int | None, repeats: int) -> tuple[str, list[Element]]:
-    """Prepare every point before anything starts; also return the name of the sweep.
+def prepare_points(request: Request, grids: list[Axis], limit: int | None, repeats: int) -> tuple[str, list[Element]]:
+    """Prepare every point before any run starts; return the sweep's name and the points.
 
     Raises:
-        UsageError, JobFileError, RefusedError: if any point is wrong; with the errors of all points at once.
+        UsageError, JobFileError, RefusedError: if a point is invalid. The message lists the errors of all points.
     """
 
-    def attempt(point: Point, name: str | None) -> Prepared | MusterError:
+    def attempt(point: SweepPoint, name: str | None) -> PreparedSubmission | MusterError:
         changed = replace(request, overrides=(*request.overrides, *point.overrides), name=name)
         try:
             return prepare(changed, allow_unread=True)
@@ -82,14 +64,16 @@ def prepare_points(request: Request, grids: list[Grid], limit: int | None, repea
     first = tried[0]
     assert not isinstance(first, MusterError)
     if limit not in (None, 1) and not is_array(first.route):
-        raise UsageError(f"--limit {limit}: is for Slurm arrays only; here points run one after another")
+        raise UsageError(
+            f"--limit {limit}: is for Slurm arrays only, but these points run one after another; remove it"
+        )
     name = first.context.job.name
     prepared = ((point, attempt(point, point.name)) for point in points_of(grids, name, repeats))
     return name, [Element(point, each) for point, each in prepared if not isinstance(each, MusterError)]
 
 
-def refuse_unread(tried: list[Prepared | MusterError]) -> list[Prepared | MusterError]:
-    """Replace points by errors if a key is read by none of them, unless all of them have its default value."""
+def refuse_unread(tried: list[PreparedSubmission | MusterError]) -> list[PreparedSubmission | MusterError]:
+    """Return `tried`, or errors for all points if a key that no point reads differs from its default in some point."""
     loaded = [each.loaded for each in tried if not isinstance(each, MusterError)]
     common = set.intersection(*(set(each.unread) for each in loaded)) if loaded else set()
     refused = [key for key in common if any(key not in each.idle for each in loaded)]
@@ -101,55 +85,70 @@ def refuse_unread(tried: list[Prepared | MusterError]) -> list[Prepared | Muster
     ]
 
 
-def make_sweep(request: Request, name: str, elements: list[Element]) -> tuple[SweepRecord, Path]:
-    """Make the sweep's folder beside its runs, with the record of its points.
+def make_sweep(request: Request, name: str, elements: list[Element]) -> tuple[SweepRecord, Path, list[PointRun]]:
+    """Create the run folders of all points, the sweep's folder beside them, and the record; on failure remove them.
 
     Raises:
-        RunFolderError, StorageError: if it cannot be written.
+        RefusedError: if the working folder is too large to copy, or the points need torch, which is missing.
+        RunFolderError, StorageError: if a folder or the record cannot be written.
     """
     first = elements[0].prepared
     folder = sweep_path(first.context.run.path.parent, name)
     make_run(RunDir(folder), shared=first.context.site.share == "group")
-    record = SweepRecord(
-        name=name,
-        job=request.job if request.program else str(Path(request.job).absolute()),
-        transport=first.route.transport,
-        time=time.time(),
-        points=tuple(each.point for each in elements),
-        run_ids=tuple(each.run.run_id for each in elements),
-    )
-    record.write(folder)
-    return record, folder
+    try:
+        points = write_points(elements, folder)
+        record = SweepRecord(
+            name=name,
+            job=request.job if request.program else str(Path(request.job).absolute()),
+            transport=first.route.transport,
+            time=time.time(),
+            points=tuple(each.point for each in elements),
+            run_ids=tuple(each.run.run_id for each in points),
+        )
+        record.write(folder)
+    except BaseException:
+        for path in (folder, *(each.prepared.context.run.path for each in elements)):
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    return record, folder, points
 
 
-def execute(elements: list[Element], folder: Path, *, limit: int | None, keep_going: bool) -> bool:
-    """Run the points; return False if the user stopped the sweep."""
-    if is_array(elements[0].prepared.route):
-        return run_in_queue(elements, folder, limit=limit)
-    return run_here(elements, folder, keep_going=keep_going)
+def write_points(elements: Sequence[Element], folder: Path) -> list[PointRun]:
+    """Create the run folders. In a queue they share one copy of the code, unless their working folders differ.
 
-
-def measured_points(record: SweepRecord, runs: Sequence[RunDir]) -> dict[str, list[Measured]]:
-    """Return the measured steps of every point, with repeats in one list; points without a step are omitted."""
-    found: dict[str, list[Measured]] = {}
-    for point, run in zip(record.points, runs, strict=True):
-        with suppress(NotFoundError):
-            measured = read_measured(run)
-            found.setdefault(point.label or record.name, []).append(measured)
-    return found
-
-
-def show(record: SweepRecord, folder: Path, *, as_json: bool) -> int:
-    """Print the current table of a sweep; return the exit code of its first failed point."""
-    runs = record.runs(folder)
-    states = [read_state(run) if run.path.is_dir() else None for run in runs]
-    rows = [summary(point, state) for point, state in zip(record.points, states, strict=True)]
-    if as_json:
-        print(json.dumps({"sweep": folder.name, "job": record.job, "points": rows}, indent=2))
+    All are created before the first run begins, so that a stopped sweep can be resumed with the settings it had.
+    """
+    prepared = [each.prepared for each in elements]
+    for each in prepared:
+        check_torch(each.submission)
+    if not is_array(prepared[0].route):
+        written = [write_run(each) for each in prepared]
+    elif len({(each.context.workdir, each.context.entry is None) for each in prepared}) > 1:
+        written = [write_run(each, snapshot=True) for each in prepared]
     else:
-        rates = (each.rate.words(each.unit) if each and each.rate else (None, None) for each in states)
-        shown = ({**row, "words": words} for row, words in zip(rows, rates, strict=True))
-        print(screen.table(tuple(COLUMNS), ([of(row) for of in COLUMNS.values()] for row in shown), spare=SPARE))
-        if measured := measured_points(record, runs):
-            print("", table(compared(measured, next(iter(measured)))), sep="\n")
-    return exit_code([row["code"] for row in rows])
+        changes = copied(prepared[0].context, RunDir(folder))
+        written = [write_run(each.changed(**changes)) for each in prepared]
+    return [PointRun(each.point, submission) for each, submission in zip(elements, written, strict=True)]
+
+
+def execute(points: list[PointRun], folder: Path, *, limit: int | None, keep_going: bool) -> bool:
+    """Run the points; return False if the user stopped the sweep."""
+    if is_array(points[0].submission.route):
+        return run_in_queue(points, folder, limit=limit)
+    return run_here(points, folder, keep_going=keep_going)
+
+
+def preview(elements: Sequence[Element], *, as_json: bool) -> str:
+    """Return the points of a sweep as text: names, nodes, ranks."""
+    rows = [
+        {
+            "point": each.point.label,
+            "name": each.point.name,
+            "nodes": len(each.prepared.context.placement.nodes),
+            "ranks": each.prepared.context.placement.world_size,
+        }
+        for each in elements
+    ]
+    if as_json:
+        return json.dumps({"points": rows}, indent=2)
+    return screen.table(("point", "nodes>", "ranks>", "name"), [list(row.values()) for row in rows])

@@ -1,4 +1,4 @@
-"""Stop a sweep: stop.json in its folder keeps further points from starting; then each of its runs is stopped."""
+"""Stop a sweep: stop.json in its folder prevents further points from starting, then each run is stopped."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,14 @@ def stop_sweep(folder: Path, *, grace_s: float | None, now: bool) -> list[StopOu
     """Stop the runs of a sweep, and the process that starts them. Errors as for `stop`."""
     record = SweepRecord.read(folder)
     request_stop(RunDir(folder), grace_s, now=now)
-    runs = [run for run in record.runs(folder) if run.path.is_dir()]  # a run made later sees stop.json and ends
+    existing = [run for run in record.runs(folder) if run.path.is_dir()]
+    runs = [run for run in existing if run.events.exists()]
+    for run in existing:
+        if run not in runs:
+            request_stop(run, grace_s, now=now)  # if it begins now, its supervisor stops it at once
     over = {run for run in runs if read_state(run).is_over}
     queued = [run for run in runs if run not in over and run.slurm.exists()]
-    if queued:  # all at once, because a point may take some time to save
+    if queued:  # cancelled together, because each may take time to save
         from muster.launch.scheduler.slurm_follow import cancel
 
         cancel(queued, grace_s=0.0 if now else grace_s, now=now)

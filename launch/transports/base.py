@@ -7,24 +7,24 @@ from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError
 from muster.launch.wire.channel import Channel
 
-# how long agents on other machines wait for a sign of the supervisor; their rank parents need 1 s more
+# how long remote agents wait for a message of the supervisor; their rank parents then need 1 s to stop the ranks
 LEASE_S: Final = 8.0
 
 
 def agent_argv(python: str, code: str | None, *words: str) -> list[str]:
-    """Return the command line of an agent on another machine, with the code there; `words` are appended."""
+    """Return an agent's command line on another machine. `code`: the code's folder there; `words`: more arguments."""
     return [*module_argv(python, "muster.launch.agent", code), "--lease-s", str(LEASE_S), *words]
 
 
 class Gate(Protocol):
-    """Receives the channels of the agents that a transport starts, and the failures to start them."""
+    """A receiver for the channels of the agents that a transport starts, and for failures to start them."""
 
     def connected(self, channel: Channel) -> None:
-        """Accept an agent's channel, which knows the node at its other end."""
+        """Accept an agent's channel; `channel.node` is its node."""
         ...
 
     def failed(self, node_rank: int, error: MusterError) -> None:
-        """Accept the failure of a node's agent to start, or its end; only the first report on a node counts."""
+        """Record that a node's agent could not be started, or has ended. Only the first report on a node counts."""
         ...
 
 
@@ -47,15 +47,15 @@ class Transport(Protocol):
         ...
 
     async def restart(self, slot: int, gate: Gate) -> None:
-        """Start the agent of one node again after it was lost; end what remains of the earlier start.
+        """End what remains of a node's lost agent, and start a new agent.
 
-        The new agent is reported to the gate like those of `start`. Nothing more is reported about the lost one.
+        The new agent is reported to the gate like those of `start`. Nothing more is reported about the lost agent.
 
         Raises:
-            RefusedError: if this transport cannot do it; the message names an alternative.
+            RefusedError: if this transport cannot restart agents; the message names an alternative.
         """
         ...
 
     async def close(self, lost: Collection[int]) -> None:
-        """Wait until every agent started from here has ended. End those that do not; end the `lost` ones at once."""
+        """Wait until every agent started here has ended. End late agents, and agents of `lost` nodes at once."""
         ...

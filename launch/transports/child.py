@@ -1,6 +1,6 @@
 """A child process of the supervisor that carries or starts agents: ssh, pdsh, srun, or an agent on this machine.
 
-asyncio's own subprocesses use one thread each on Python 3.10 and 3.11, so here the loop watches a pidfd
+asyncio's own subprocesses use one thread each on Python 3.10 and 3.11, so this module watches a pidfd
 (pidfd_open(2)).
 """
 
@@ -16,9 +16,9 @@ from muster.jobs.basics.errors import RefusedError
 from muster.launch.common.limits import restore_open_files
 from muster.launch.wire.channel import LINE_BYTES, Channel, over_pipes
 
-KEPT_LINES: Final = 200  # of standard error, per process
+KEPT_LINES: Final = 200  # last lines of standard error that are kept per process
 FAREWELL_S: Final = 5.0
-READING_S: Final = 1.0  # to read the rest of standard error after the process has ended
+READING_S: Final = 1.0  # time limit for reading the rest of standard error after the process has ended
 
 
 class Child:
@@ -63,7 +63,7 @@ class Child:
         return await over_pipes(self.process.stdout, self.process.stdin, node=node)
 
     async def read_errors(self, tell: "asyncio.Queue[str] | None" = None) -> None:
-        """Read standard error to its end. Keep the last lines; also put each line into the queue `tell`, if given."""
+        """Read standard error to its end. Keep the last lines, and put each line into the queue `tell`, if given."""
         assert self.process.stderr is not None
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=LINE_BYTES)

@@ -1,8 +1,8 @@
-"""Transports whose agents dial back. One program starts them all (pdsh, srun), or people do, by pasting lines.
+"""Transports whose agents dial back. One program starts all agents (pdsh, srun), or users paste their command lines.
 
-The supervisor listens. It and its agents prove to each other that they hold the node's key. A `Starter` describes each
-transport: how its program is called, where its agents find the run's secret, and how its error messages are read. An
-agent that is started again has its own program; later messages of the first program about that node are ignored.
+The supervisor listens. It and its agents prove to each other that they hold the node's key. A `Starter` describes the
+program of a transport: its command line, its environment, and how to read its error messages. An agent that is started
+again has its own program; later messages of the first program about that node are ignored.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from muster.jobs.machine import network
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.transports.base import Gate
 from muster.launch.transports.child import FAREWELL_S, READING_S, Child
-from muster.launch.transports.watched import Watched, watch_own
+from muster.launch.transports.watched import NodeProcesses, watch_own
 from muster.launch.wire.keys import SECRET
 from muster.launch.wire.listener import Listener
 
-LOST_S: Final = 1.0  # for agents of healthy nodes to end before pdsh is ended for the lost ones
+LOST_S: Final = 1.0  # time for healthy nodes' agents to end, before pdsh is ended because of lost nodes
 PDSH_LINE: Final = re.compile(r"(?:pdsh@[^:]*: )?(?P<host>[^:\s]+): (?P<text>.*)")
 PDSH_END: Final = re.compile(r"[Ee]xited with exit code (\d+)")
 ALL: Final = -1  # stands for the program that starts all agents
@@ -35,21 +35,21 @@ class Starter:
     """The program that starts the agents.
 
     `argv(connect, slot)` returns its complete command line. `connect`: the address for the agents to dial; `slot`: the
-    one node whose agent is started again, None for all. `explain(name, code, errors)` turns the end of one node's
-    start, or of the program itself (name ""), into an error message.
+    one node whose agent is started again, None for all. `explain(name, code, errors)` returns the error for the failed
+    start of node `name`, or for the end of the program itself (name "").
     """
 
     argv: Callable[[str, int | None], list[str]]
-    environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
-    replaces: Mapping[str, str] | None = None  # used instead of our own, where that has too many variables
-    prefix: str = ""  # of its messages about a node
-    names: Mapping[str, int] = field(default_factory=dict)  # node names in its messages, the best name first
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to the environment of this process
+    replaces: Mapping[str, str] | None = None  # used instead of this process's environment, if set
+    prefix: str = ""  # the start of its messages about a node
+    names: Mapping[str, int] = field(default_factory=dict)  # {node name in its messages: node}, preferred names first
     explain: Callable[[str, int, Sequence[str]], MusterError] | None = None
-    passes_on: Callable[[str], bool] = lambda line: False  # which lines of its standard error to copy to ours
+    passes_on: Callable[[str], bool] = lambda line: False  # selects lines of its standard error to print
 
 
 class Dialled:
-    """Agents that dial the supervisor. Without a starter, people start all of them but node 0's, which runs here."""
+    """A transport whose agents dial the supervisor. Without a starter, users start all agents but node 0's."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Dialled:
         self.patience_s = patience_s
         self._listener = Listener(nodes, run=run.run_id, attempt=attempt, secret=secret, report=warn)
         self._connect = ""
-        self._started = Watched()
+        self._started = NodeProcesses()
         self._again: set[int] = set()  # nodes whose agents were started again
         self._accepting: asyncio.Task[None] | None = None
 
     def commands(self) -> list[list[str]]:
-        """Return the starter's command line or, by hand, the one of node 0's own agent."""
+        """Return the starter's command line or, without a starter, that of node 0's agent, which runs here."""
         return [self.starter.argv("ADDRESS:PORT", None)] if self.starter is not None else [list(self.own_agent)]
 
     async def start(self, gate: Gate) -> None:
@@ -90,12 +90,12 @@ class Dialled:
         route = network.route_to(self.towards) if self.towards else None
         own = network.own_addresses()
         bind = self.listen or (route[1] if route else "")
-        # an address translated on the way
+        # the address may not be one of this host's, for example behind NAT
         if not bind.startswith("127.") and bind not in (address for _, address in own):
             bind = ""
         named = [self.listen or bind] if self.listen or bind else [address for _, address in own] or [network.LOOPBACK]
         if not bind:
-            warn("listening on every address of this host, because it is not known which one the nodes can reach")
+            warn("listening on every address of this host, because it is unknown which one the nodes can reach")
         await self._listener.open(bind, self.port, dialled_as=named)
         self._connect = ",".join(self._listener.addresses)
         if self.own_agent:
@@ -108,7 +108,7 @@ class Dialled:
             self._start_by(self.starter, None, gate)
 
     async def restart(self, slot: int, gate: Gate) -> None:
-        """Start a node's agent with a program of its own. By hand, ask the user to paste its line again."""
+        """Start a node's agent with a program of its own. Without a starter, ask the user to paste its line again."""
         self._again.add(slot)
         await self._started.end(slot)
         if not (slot == 0 and self.own_agent):
@@ -139,7 +139,7 @@ class Dialled:
         self._started.add(place, child, gate, partial(self._watch, starter, child, place))
 
     async def _watch(self, starter: Starter, child: Child, place: int, gate: Gate) -> None:
-        """Report the starter's messages about single nodes as they appear, and at its end that no more agents come."""
+        """Report failures of single nodes as the starter prints them. After its end, report every node as failed."""
         lines: asyncio.Queue[str] = asyncio.Queue()
         reading = asyncio.create_task(child.read_errors(lines))
         said: dict[int, list[str]] = {}
@@ -168,11 +168,11 @@ class Dialled:
                 gate.failed(node, starter.explain(called.get(node, ""), code, said.get(node) or child.errors))
 
     def _speaks_for(self, place: int, node: int) -> bool:
-        """Return whether the program at a place is the one that last started a node's agent."""
+        """Return whether this node's newest agent was started by the program for `place` (a node, or ALL)."""
         return place == (node if node in self._again else ALL)
 
     async def close(self, lost: Collection[int]) -> None:
-        """Stop listening, and wait for the started programs to end. pdsh would wait long for a lost node's ssh."""
+        """Stop listening, and wait for the started programs to end. Wait only briefly for pdsh if a node is lost."""
         self._listener.close()
         self.run.token.unlink(missing_ok=True)
 

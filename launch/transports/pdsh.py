@@ -17,7 +17,7 @@ from muster.launch.transports.ssh_command import base_options, explain, last_sai
 def pdsh_transport(
     nodes: Sequence[Host], hosts: HostSet, ssh: SshSettings, *, run: RunDir, python: str, code: str | None, fanout: int
 ) -> Dialled:
-    """Make the transport.
+    """Return the pdsh transport for `nodes`.
 
     Raises:
         RefusedError: if pdsh is not installed, or cannot reach these hosts with their settings.
@@ -26,14 +26,14 @@ def pdsh_transport(
         raise RefusedError("--on pdsh: pdsh is not installed here; apt-get install pdsh, or use --on ssh")
     ports = {host.login.port if host.login else None for host in nodes}
     if len(ports) > 1:
-        raise RefusedError("--on pdsh: the hosts have different ssh ports, and pdsh takes one; use --on ssh")
+        raise RefusedError("--on pdsh: the hosts have different ssh ports, but pdsh supports only one; use --on ssh")
     words = [*hosts.ssh_options, *base_options(ssh, port=ports.pop())]
     if spaced := [word for word in words if any(each.isspace() for each in word)]:
-        raise RefusedError(f"--on pdsh: pdsh splits ssh options at spaces, and {spaced[0]!r} has one; use --on ssh")
+        raise RefusedError(f"--on pdsh: pdsh splits ssh options at spaces, as in {spaced[0]!r}; use --on ssh")
     targets = [target_of(host, ssh.user) for host in nodes]
 
     def command(connect: str, node: str) -> str:
-        # pdsh replaces %n by the position in -w, everywhere; every other % has to be doubled.
+        # pdsh replaces every %n by the host's position in -w. All remaining % signs must be doubled.
         agent = agent_argv(python, code, "--connect", connect, "--secret-file", str(run.token), "--node")
         return shlex.join(["exec", *agent]).replace("%", "%%") + f" {node}"
 
@@ -66,12 +66,12 @@ def pdsh_transport(
 
 
 def target_of(host: Host, user: str | None) -> str:
-    """Return pdsh's name for a host, with its login; `user` is the login of hosts without one."""
+    """Return the name for a host in pdsh's -w, with its login name. `user`: the login name of hosts without one."""
     login = host.login or Login(host.name)
     name = login.user or user
     return f"{name}@{login.target}" if name else login.target
 
 
 def pdsh_name(target: str) -> str:
-    """Return the host name with which pdsh prefixes the lines that it passes on."""
+    """Return the host name that pdsh puts in front of a target's output lines."""
     return target.rpartition("@")[2]

@@ -1,4 +1,4 @@
-"""The Slurm transport: one job step of agents in an allocation. srun copies one input to all, so they dial back."""
+"""The Slurm transport: one job step starts all agents. srun copies its input to every task, so agents dial back."""
 
 import errno
 import os
@@ -19,16 +19,16 @@ NOT_STARTED: Final = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 
 
 def is_of_a_node(line: str) -> bool:
-    """Return whether a line of srun's is a message about one node."""
+    """Return whether a line printed by srun is a message about one node."""
     found = complaint([line])
     return found is not None and found.of_a_node
 
 
 def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str | None, alone: str = "") -> Dialled:
-    """Make the transport for nodes of the allocation that this process is in.
+    """Return the Slurm transport for nodes of the allocation in which this process runs.
 
-    `alone`: what agents do with the job when its supervisor is lost: `requeue` or `cancel`; "": nothing, the job is not
-    theirs.
+    `alone`: what agents do with the Slurm job when its supervisor is lost: `requeue` or `cancel`; "": nothing, because
+    the job belongs to the user.
 
     Raises:
         RefusedError: if there is no allocation.
@@ -50,7 +50,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
     def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
         if name and code in NOT_STARTED and not any("boot.py" in line for line in errors):
             why = os.strerror(code)  # slurmstepd exits with the errno of its execve; its message may come later
-            return RefusedError(f"{name}: {python} cannot be run there: {why}; correct interpreter in the site file")
+            return RefusedError(f"{name}: {python} cannot be run there: {why}; correct `interpreter` in the site file")
         if name:
             return explain(Host(name, ""), code, errors)
         return UnreachableError(f"srun ended with code {code} before all agents had connected: {last_said(errors)}")
@@ -65,7 +65,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
             explain=told,
             replaces=step_environment(os.environ),
             prefix="srun: error: ",
-            passes_on=is_of_a_node,  # copied to the output of the batch script, for launch/scheduler/slurm_output.py
+            passes_on=is_of_a_node,  # printed for launch/scheduler/slurm_output.py, which reads the batch output
             names={name: number for number, name in enumerate(nodes)},
         ),
     )

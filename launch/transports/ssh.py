@@ -1,4 +1,4 @@
-"""The ssh transport: one ssh per node, whose pipes carry the agent's channel. Opens no port and installs nothing."""
+"""The ssh transport: one ssh per node, whose pipes carry the agent's channel. It opens no port and installs nothing."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from muster.jobs.spec.site import SshSettings
 from muster.launch.transports.base import Gate, agent_argv
 from muster.launch.transports.child import FAREWELL_S, READING_S, Child
 from muster.launch.transports.ssh_command import explain, ssh_argv
-from muster.launch.transports.watched import Watched
+from muster.launch.transports.watched import NodeProcesses
 from muster.launch.wire.channel import ChannelClosed
 
 FANOUT: Final = 64  # ssh connections being set up at once
@@ -32,7 +32,7 @@ class Ssh:
         self.python = python
         self.code = code
         self._turns = asyncio.Semaphore(fanout or FANOUT)
-        self._started = Watched()
+        self._started = NodeProcesses()
 
     def commands(self) -> list[list[str]]:
         """Return every ssh's command line."""
@@ -45,7 +45,7 @@ class Ssh:
             await self._start_one(node, argv, gate)
 
     async def restart(self, slot: int, gate: Gate) -> None:
-        """Start a node's agent with a new ssh; end the old one, which may still wait for a dead host."""
+        """Start a node's agent with a new ssh. First end the old ssh, which may still wait for a dead host."""
         await self._started.end(slot)
         await self._start_one(slot, self.commands()[slot], gate)
 
@@ -69,5 +69,5 @@ class Ssh:
         gate.failed(node, explain(self.nodes[node], code, child.errors, self.ssh))
 
     async def close(self, lost: Collection[int]) -> None:
-        """Wait for every ssh to end with its agent; do not wait for those of lost nodes, which have long time-outs."""
+        """Wait until every agent and its ssh have ended, except for lost nodes, whose ssh has a long time-out."""
         await self._started.close(lambda node: 0.0 if node in lost else FAREWELL_S)

@@ -1,4 +1,4 @@
-"""The submitit transport: its tasks start the agents, and this supervisor is a child of the first task.
+"""The submitit transport: submitit's tasks start the agents, and this supervisor is a child of the first task.
 
 This process starts node 0's agent. A file in the run folder tells the other tasks where to dial
 (slurm/submitit_job.py).

@@ -12,20 +12,20 @@ from muster.launch.wire.channel import Channel
 
 
 class ClosableGate:
-    """Passes reports on to a gate until it is closed; later reports are dropped."""
+    """A gate that passes reports on to another gate until it is closed. It drops later reports."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate: Gate | None = gate
 
     def connected(self, channel: Channel) -> None:
-        """Pass on an agent's channel, or close it."""
+        """Pass on an agent's channel, or close the channel if this gate is closed."""
         if self._gate is None:
             channel.close()
         else:
             self._gate.connected(channel)
 
     def failed(self, node_rank: int, error: MusterError) -> None:
-        """Pass on that an agent cannot be started, or has ended."""
+        """Pass on the report that an agent cannot be started, or has ended."""
         if self._gate is not None:
             self._gate.failed(node_rank, error)
 
@@ -35,7 +35,7 @@ class ClosableGate:
 
 
 @dataclass(frozen=True)
-class Entry:
+class NodeProcess:
     """A process of a node; `node` is -1 for a process of all nodes."""
 
     node: int
@@ -45,21 +45,21 @@ class Entry:
 
 
 async def watch_own(node: int, agent: Child, gate: Gate) -> None:
-    """Report the end of an agent on this machine, whose standard error goes to ours."""
+    """Report the end of an agent on this machine, which shares this process's standard error."""
     code = await asyncio.shield(agent.ended)
     gate.failed(node, UnreachableError(f"node {node}: its agent ended with code {code} before its greeting"))
 
 
-class Watched:
+class NodeProcesses:
     """A transport's child processes, by node."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[NodeProcess] = []
 
     def add(self, node: int, child: Child, gate: Gate, watch: Callable[[Gate], Coroutine[Any, Any, None]]) -> None:
         """Add a process, and start the task that watches it; the task's reports go to `gate`."""
         closable = ClosableGate(gate)
-        self._entries.append(Entry(node, child, closable, asyncio.create_task(watch(closable))))
+        self._entries.append(NodeProcess(node, child, closable, asyncio.create_task(watch(closable))))
 
     async def end(self, node: int) -> None:
         """End a node's processes at once, without any report to the gate."""
@@ -70,10 +70,10 @@ class Watched:
         await asyncio.gather(*(entry.child.end(0.0) for entry in ours), *(entry.watch for entry in ours))
 
     async def close(self, wait_s: Callable[[int], float]) -> None:
-        """Wait for each process's end for `wait_s(node)` seconds, then end it; afterwards stop watching."""
+        """Wait up to `wait_s(node)` seconds for each process to end, then end it. Finally stop watching."""
         await asyncio.gather(*(entry.child.end(wait_s(entry.node)) for entry in self._entries))
         for entry in self._entries:
             entry.watch.cancel()
         for ended in await asyncio.gather(*(entry.watch for entry in self._entries), return_exceptions=True):
-            if isinstance(ended, Exception):  # a bug: a cancelled task ends with CancelledError, which is no Exception
+            if isinstance(ended, Exception):  # a bug: CancelledError, from `cancel`, is not an Exception
                 raise ended

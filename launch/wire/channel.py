@@ -1,9 +1,11 @@
-"""The control channel between supervisor and agent: typed messages as JSON lines over one of two carriers.
+"""The control channel between supervisor and agent.
 
-Pipe: the standard input and output of the agent's process, for transports that keep them (local, ssh). The process
-      at the other end was started by us or authenticated by ssh.
-TCP:  a connection that the agent dials, for transports that do not (pdsh, srun, submitit, a pasted line). Both ends
-      prove that they hold the node's key (handshake.py) before any message is read.
+It carries typed messages as JSON lines over one of two carriers:
+
+Pipe   the standard input and output of the agent's process, for transports that connect them (local, ssh); the
+       process at the other end was started by the supervisor or authenticated by ssh
+TCP    a connection that the agent opens, for all other transports (pdsh, srun, submitit, a pasted line); both ends
+       prove that they hold the node's key (handshake.py) before any message is read
 """
 
 import asyncio
@@ -18,7 +20,7 @@ from muster.launch.wire.messages import FROM_AGENT, TO_AGENT, Hello
 START_BYTES: Final = 1 << 24  # the longest message to an agent: arguments and environment of all ranks of a node
 LINE_BYTES: Final = 1 << 23  # the longest message from an agent: a line of 1 MiB with every character escaped
 CHATTER_LINES: Final = 1000
-UNHANDLED: Final = 256  # messages of one node that may wait in the inbox
+UNHANDLED: Final = 256  # maximum number of one node's messages in the inbox
 
 
 class ChannelClosed(Exception):
@@ -26,7 +28,7 @@ class ChannelClosed(Exception):
 
 
 class NotAMessage(ChannelClosed):
-    """The other end does not speak our protocol."""
+    """The other end violates the protocol."""
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Channel:
     writer: asyncio.StreamWriter
     kinds: Mapping[str, type]
     source: asyncio.ReadTransport | None = None  # set if reading and writing use two separate pipes
-    node: int = -1  # at the supervisor's end: the node at the other end
+    node: int = -1  # at the supervisor's end: the number of the agent's node
     unhandled: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(UNHANDLED))
     _first: Any = None  # received by `wait_for_hello`, returned by the next `receive`
 
@@ -45,7 +47,7 @@ class Channel:
         """Send one message.
 
         Raises:
-                ChannelClosed: if the other end has closed.
+            ChannelClosed: if the other end has closed.
         """
         try:
             self.writer.write(encode(message))
@@ -64,7 +66,7 @@ class Channel:
         self.writer.write(encode(message))
 
     async def wait_for_hello(self) -> None:
-        """Wait for the agent's first message; skip lines printed before it by a shell's start-up files.
+        """Wait for the agent's first message. Skip lines that a shell's start-up files print before it.
 
         Raises:
             ChannelClosed: if the other end has closed, or sends too much without a hello.
@@ -75,7 +77,7 @@ class Channel:
                 return
             except NotAMessage:
                 continue
-        raise ChannelClosed("it printed no hello")
+        raise ChannelClosed("it sent no hello")
 
     async def receive_hello(self) -> Hello:
         """Return the agent's first message. Errors as for `receive`."""
@@ -108,7 +110,7 @@ class Channel:
             raise NotAMessage(str(error)) from error
 
     def abort(self) -> None:
-        """Close this end without sending what is still queued, because the other end does not read it."""
+        """Close this end without sending queued messages, because the other end does not read them."""
         if not self.writer.transport.is_closing():  # asyncio's pipes cannot be aborted once closed
             self.writer.transport.abort()
         if self.source is not None:
@@ -122,7 +124,7 @@ class Channel:
 
 
 async def over_pipes(source: IO[bytes], sink: IO[bytes], *, node: int | None = None) -> Channel:
-    """Make a channel end over two pipes: the supervisor's end for `node`, or the agent's if `node` is None."""
+    """Return a channel over two pipes: the supervisor's end for `node`, or the agent's end if `node` is None."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=START_BYTES if node is None else LINE_BYTES)
     reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
@@ -134,7 +136,7 @@ async def over_pipes(source: IO[bytes], sink: IO[bytes], *, node: int | None = N
 
 
 async def over_socket(connection: socket.socket, *, node: int | None = None, received: bytes = b"") -> Channel:
-    """Make a channel end over a connection after its handshake; `received` are bytes already read from it.
+    """Return a channel over a connection after its handshake. `received`: bytes already read from the connection.
 
     `node`: as for `over_pipes`.
     """

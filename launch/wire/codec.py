@@ -1,8 +1,8 @@
-"""Typed messages as JSON lines: each message class declares its fields, and only those are accepted, within bounds.
+"""Typed messages as JSON lines. Each message class declares its fields and their bounds; all others are refused.
 
 A message is a frozen dataclass; a record inside one is a TypedDict. Supported field types: bool, int, float, str, bytes
 (base64), None, Literal, unions, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, T]`, TypedDict, and Any for JSON that is
-passed on unread. Every field has a bound: its own (`Annotated[int, Bound(0, 65_535)]`), or the default of its type.
+not checked. Every field has a bound: its own (`Annotated[int, Bound(0, 65_535)]`), or the default of its type.
 
     class Held:                              {"message": "Held", "attempt": 0, "steps": 41}
         attempt: Attempt      ←──────→
@@ -26,7 +26,7 @@ from muster.jobs.basics.reading import parse_json
 
 KIND: Final = "message"
 LONGEST_FLOAT: Final = 1000  # bits of the largest integer that is read as a float
-SHOWN: Final = 60  # characters of a wrong value that an error message repeats
+SHOWN: Final = 60  # maximum characters of an invalid value in an error message
 
 
 class ProtocolError(ValueError):
@@ -35,9 +35,9 @@ class ProtocolError(ValueError):
 
 @dataclass(frozen=True)
 class Bound:
-    """The limits of a field: of a number its value, of text, bytes, tuples and dicts the length (`most` only).
+    """The limits of a field: on the value of a number, or the length of text, bytes, tuples and dicts (`most` only).
 
-    If `words` is given, text must be one of them.
+    If `words` is given, a text must be one of them.
     """
 
     least: float = 0
@@ -45,7 +45,7 @@ class Bound:
     words: frozenset[str] | None = None
 
 
-ANY_FLOAT: Final = Bound(-math.inf, math.inf)  # including NaN and infinity: a loss may be anything
+ANY_FLOAT: Final = Bound(-math.inf, math.inf)  # including NaN and infinity, which a loss may be
 DEFAULTS: Final[Mapping[type, Bound]] = {
     int: Bound(-(1 << 53), 1 << 53),
     float: Bound(-1e15, 1e15),
@@ -67,7 +67,7 @@ def decode(line: bytes, kinds: Mapping[str, type]) -> Any:
     """Return the message in a line.
 
     Raises:
-        ProtocolError: if the line is not JSON, is of none of these kinds, or has a field that its class does not allow.
+        ProtocolError: if the line is not JSON, is of none of these kinds, or has an invalid field.
     """
     try:
         found = parse_json(line)
@@ -96,7 +96,7 @@ def table(*kinds: type) -> dict[str, type]:
 
 @cache
 def _record(kind: Any) -> Read:
-    """Return a reader for the fields of a dataclass or TypedDict, for which unknown and missing fields are errors."""
+    """Return a reader for the fields of a dataclass or TypedDict. It refuses unknown and missing fields."""
     hints = typing.get_type_hints(kind, include_extras=True)
     readers = {name: _reader(hint) for name, hint in hints.items()}
     if typing.is_typeddict(kind):

@@ -8,21 +8,21 @@
       … and only now messages, both ways
 
 A proof is HMAC-SHA256 (RFC 2104) under the node's key over the prover's role, the run, attempt and node, both nonces,
-and the address that the agent dialled. So the key never travels, and a proof is valid for one connection only. A proof
+and the address that the agent dialled. So the key is never sent, and a proof is valid for one connection only. A proof
 cannot be reflected to its sender, because it contains the role. A third party cannot relay the handshake from another
-address, because it contains the address.
+address, because a proof contains the address.
 
-A run has one secret. The key of a node is HMAC-SHA256 of its number under the secret. Where each node is given its own
-key (by hand), no node can impersonate another. Lines are ASCII, at most LONGEST bytes, and are not JSON.
+A run has one secret. The key of a node is HMAC-SHA256 of its number under the secret. If each node gets only its own
+key (agents started by hand), no node can impersonate another. Lines are ASCII, at most LONGEST bytes, and are not JSON.
 
-Agents import this before they greet, so it imports only `hmac`.
+Agents import this module before they greet, so it imports only `hmac` and `os`.
 """
 
 import hmac
 import os
 
 VERSION = "muster/1"
-LONGEST = 1024  # bytes of a line
+LONGEST = 1024  # maximum bytes of a line
 NONCE_BYTES = 16
 SECRET_BYTES = 32
 AGENT, SUPERVISOR = "agent", "supervisor"
@@ -44,7 +44,7 @@ def node_key(secret: str, node: int) -> str:
 
 
 class TurnedAwayError(Exception):
-    """The supervisor has proved its identity and refuses this agent."""
+    """The supervisor has proved that it holds the key, and refuses this agent."""
 
 
 class AgentSide:
@@ -57,11 +57,11 @@ class AgentSide:
         self.nonce = os.urandom(NONCE_BYTES).hex()
 
     def greeting(self) -> bytes:
-        """Return the first line."""
+        """Return the agent's first line."""
         return f"{VERSION} {AGENT} {self.node} {self.nonce} {self.dialled}\n".encode()
 
     def answer(self, line: bytes) -> bytes:
-        """Check the supervisor's line, and return our line, which proves that we hold the key.
+        """Check the supervisor's proof, and return the line with the agent's proof.
 
         Raises:
             HandshakeError: if the other end does not hold the key.
@@ -77,10 +77,10 @@ class AgentSide:
 
     @staticmethod
     def check_welcome(line: bytes) -> None:
-        """Read the supervisor's last line.
+        """Check the supervisor's last line.
 
         Raises:
-            TurnedAwayError: if the supervisor refuses this agent, with its reason.
+            TurnedAwayError: if the supervisor refuses this agent; the text is its reason.
         """
         if line != WELCOME:
             raise TurnedAwayError(" ".join(words_of(line)).removeprefix(REFUSED) or "no reason")
@@ -95,12 +95,12 @@ class SupervisorSide:
         self.about = (run, str(attempt), str(node), nonce, os.urandom(NONCE_BYTES).hex(), dialled)
 
     def challenge(self) -> bytes:
-        """Return our line, which proves that we hold the key."""
+        """Return the supervisor's line, with its proof."""
         run, attempt, _, _, nonce, _ = self.about
         return f"{VERSION} {SUPERVISOR} {run} {attempt} {nonce} {proof(self.key, SUPERVISOR, self.about)}\n".encode()
 
     def is_proved(self, line: bytes) -> bool:
-        """Return whether the agent's second line proves that it holds the key."""
+        """Return whether the agent's second line is a valid proof."""
         return hmac.compare_digest(line.strip(), proof(self.key, AGENT, self.about).encode())
 
 

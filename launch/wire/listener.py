@@ -1,4 +1,4 @@
-"""The supervisor's port for agents that dial back. Any process that reaches it may connect without harming the run.
+"""The supervisor's port for agents that dial back. Connections of other processes cannot harm the run.
 
     connection ──→ is a node expected? ──no──→ closed unread
                         │ yes
@@ -32,14 +32,14 @@ from muster.launch.wire.handshake import (
 )
 
 BACKLOG: Final = 4096  # all agents of a large run dial at once
-UNPROVED: Final = 256  # handshakes at once; beyond that the oldest that has not greeted is dropped
+UNPROVED: Final = 256  # limit of handshakes beyond one per node; then the oldest without a greeting is dropped
 HANDSHAKE_S: Final = 10.0
 REPORT_S: Final = 1.0
 PAUSE_S: Final = 0.05  # after an error of accept(2), such as running out of descriptors
 
 
 class Listener:
-    """Accepts the agents of `nodes` nodes. `secret`: the run's secret, if agents were given their keys beforehand."""
+    """The port for the agents of `nodes` nodes. `secret`: the run's secret, if agents already have their keys."""
 
     def __init__(
         self, nodes: int, *, run: str, attempt: int = 0, secret: str = "", report: Callable[[str], None]
@@ -55,7 +55,7 @@ class Listener:
         self._socket: socket.socket | None = None
         self._accepted: asyncio.Queue[Channel] = asyncio.Queue()
         self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
-        self._greeted: set[socket.socket] = set()  # the subset that has sent an agent's first line
+        self._greeted: set[socket.socket] = set()  # connections that have sent an agent's first line
         self._refused: Counter[str] = Counter()
         self._last_peer = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,7 +63,7 @@ class Listener:
     async def open(self, address: str, port: int = 0, *, dialled_as: Iterable[str] = ()) -> None:
         """Listen at `address` ("": every address of this host), on the given port or on a free one.
 
-        Agents have to dial one of `dialled_as`, or `address` itself.
+        `dialled_as`: the addresses that agents may have dialled (default: `address`).
 
         Raises:
             RefusedError: if the given port is in use or may not be bound.
@@ -83,7 +83,7 @@ class Listener:
             self._tasks.add(asyncio.create_task(work))
 
     async def accept(self) -> Channel:
-        """Return the channel of the next node that passes the handshake; the caller sets the deadline."""
+        """Return the channel of the next node that passes the handshake. There is no time limit."""
         return await self._accepted.get()
 
     def expect(self, node: int) -> None:
@@ -104,7 +104,7 @@ class Listener:
         while True:
             try:
                 connection, peer = await loop.sock_accept(listening)
-            except OSError as error:  # the peer has closed again, or no descriptor is free
+            except OSError as error:  # the peer has already closed, or no descriptor is free
                 self._refuse(error.strerror or str(error), "")
                 await asyncio.sleep(PAUSE_S)
                 continue
@@ -117,7 +117,7 @@ class Listener:
                 self._handshakes.pop(oldest or next(iter(self._handshakes))).cancel()
                 self._refuse("too many connections", peer[0])
             self._handshakes[connection] = asyncio.create_task(self._admit(connection, peer[0]))
-            await asyncio.sleep(0)  # start the handshake before the next connection
+            await asyncio.sleep(0)  # start the handshake before accepting again
 
     async def _admit(self, connection: socket.socket, peer: str) -> None:
         """Run the handshake on a connection; turn it into a channel, or close it if it fails."""
@@ -129,7 +129,7 @@ class Listener:
             self._accepted.put_nowait(channel)
         except HandshakeError as error:
             self._refuse(str(error), peer)
-        except asyncio.TimeoutError:  # before OSError, whose subclass it is from Python 3.11 on
+        except asyncio.TimeoutError:  # must precede OSError, its base class since Python 3.11
             self._refuse("silent", peer)
         except OSError as error:
             self._refuse(error.strerror or str(error), peer)
@@ -180,7 +180,7 @@ class Listener:
 
 
 async def read_line(connection: socket.socket, received: bytes) -> tuple[bytes, bytes]:
-    """Return the next line and the bytes after it; `received` was read before.
+    """Return the next line and the bytes after it. `received`: bytes already read.
 
     Raises:
         HandshakeError: if the line is too long, or the connection ends.

@@ -1,7 +1,7 @@
 """Every message of the control channel, by direction. `codec.py` encodes and decodes them.
 
-A node can send only the messages in FROM_AGENT; nothing else reaches a handler of the supervisor. Field names carry
-units. All messages but Hello are about one attempt. Times are Unix seconds by the sender's clock.
+A node can send only the messages in FROM_AGENT; nothing else reaches a handler of the supervisor. All of these except
+Hello name the attempt that they are about. Times are Unix seconds on the sender's clock.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ from muster.launch.wire.records import (
     Progress,
     Rank,
     RankReport,
+    RankStacks,
     Seconds,
     Signal,
-    Stack,
     Text,
     Ticks,
     Warm,
@@ -88,7 +88,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Reached:
-    """Whether this node reaches the store, and where its part of the run folder is."""
+    """The answer to a Reach: whether this node reaches the store, and where it keeps its part of the run folder."""
 
     attempt: Attempt
     interface: Name
@@ -120,7 +120,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Exited:
-    """A rank has ended: its exit code or signal, the signal that we sent before, and the rank's own reason."""
+    """The end of a rank: its exit code or signal, the last signal that the rank parent sent, and the rank's reason."""
 
     attempt: Attempt
     rank: Rank
@@ -138,7 +138,7 @@ class Held:
     """A rank waits before its next step, after `steps` steps."""
 
     attempt: Attempt
-    steps: Annotated[int, Bound(0, (1 << 53) - 1)]  # a StopAt can hold one more
+    steps: Annotated[int, Bound(0, (1 << 53) - 1)]  # so that `steps` + 1 fits into a StopAt
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Stacks:
     """The stacks of this node's hung ranks."""
 
     attempt: Attempt
-    ranks: Annotated[tuple[Stack, ...], Bound(most=1 << 12)]
+    ranks: Annotated[tuple[RankStacks, ...], Bound(most=1 << 12)]
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class File:
 
 @dataclass(frozen=True)
 class Terminated:
-    """The agent has received SIGTERM, so its node is about to be taken away."""
+    """The agent has received SIGTERM, so a scheduler will probably end its node's processes."""
 
     attempt: Attempt
 
@@ -215,14 +215,14 @@ FROM_AGENT: Final = table(*get_args(FromAgent))
 
 @dataclass(frozen=True)
 class Beat:
-    """The supervisor's sign of life, which the agent answers with a Heartbeat."""
+    """A sign of life from the supervisor, which the agent answers with a Heartbeat."""
 
     sent: Seconds
 
 
 @dataclass(frozen=True)
 class Inspect:
-    """Ask for facts about a node (launch/node/nodefacts.py says which field asks for which fact)."""
+    """A request for facts about a node. launch/node/nodefacts.py lists the fact for each field."""
 
     run: Text = ""
     nonce: Name = ""
@@ -238,7 +238,7 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Bind the store's port at this address, or at the address of an interface or network (`iface`)."""
+    """An order to bind the store's port at an address, or at the address of an interface or network (`iface`)."""
 
     attempt: Attempt
     bind: Name
@@ -247,7 +247,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Reach:
-    """Try to connect to the store, and look for the run folder."""
+    """An order to connect to the store once, and to look for the run folder."""
 
     attempt: Attempt
     address: Name
@@ -259,7 +259,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Start:
-    """Start this node's ranks (made by launch/plan/plan.py); `ranks` are passed unchanged to the rank parent."""
+    """An order to start this node's ranks, from launch/plan/plan.py. `ranks` go unchanged to the rank parent."""
 
     attempt: Attempt
     node: Count
@@ -276,14 +276,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Hold:
-    """Make every rank wait before its next step."""
+    """An order to make every rank wait before its next step."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True)
 class StopAt:
-    """Make every rank save and end after `steps` steps."""
+    """An order to make every rank save and end after `steps` steps."""
 
     attempt: Attempt
     steps: Count
@@ -291,14 +291,14 @@ class StopAt:
 
 @dataclass(frozen=True)
 class Dump:
-    """Ask for the Python stacks of all ranks."""
+    """A request for the Python stacks of all ranks."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True)
 class StopRanks:
-    """End this node's ranks: SIGTERM, SIGKILL after the grace period, then a sweep. Programs are told the reason."""
+    """An order to end this node's ranks: SIGTERM, SIGKILL after the grace period, a sweep. Programs see `reason`."""
 
     attempt: Attempt
     grace_s: Seconds

@@ -6,7 +6,7 @@ from muster.jobs.machine.linux import signal_name
 from muster.launch.wire.codec import ANY_FLOAT, Bound
 
 MOST_RANKS: Final = 1 << 20
-MOST_TOLD: Final = 64  # ranks of a node whose progress a heartbeat can contain
+MOST_TOLD: Final = 64  # maximum number of ranks in the progress of a heartbeat
 Attempt = Annotated[int, Bound(0, 1 << 20)]
 Rank = Annotated[int, Bound(0, MOST_RANKS)]
 Pid = Annotated[int, Bound(1, 1 << 31)]
@@ -32,7 +32,7 @@ class _RankProgress(TypedDict):
 
 
 class RankProgress(_RankProgress, total=False):
-    """The progress of one rank. `state`: its process state (a letter, proc(5)), "" unless it has been silent for long.
+    """The progress of one rank. `state`: its process state (a letter, proc(5)), "" if it was active recently.
 
     `gpu`: the utilization of its GPU in percent, and the bytes of GPU memory in use.
     """
@@ -64,7 +64,7 @@ class _StepReport(TypedDict):
 
 
 class StepReport(_StepReport, total=False):
-    """The progress of the training. A program may report only its step."""
+    """The progress of training. A user's program may report only its step."""
 
     steps: Count
     loss: Real
@@ -98,7 +98,7 @@ class Replayed(TypedDict):
     worst: Real
 
 
-class Saved(TypedDict):
+class CheckpointSaved(TypedDict):
     """A checkpoint has been committed."""
 
     report: Literal["saved"]
@@ -118,7 +118,7 @@ class Missed(TypedDict):
     message: Text
 
 
-RankReport = StepReport | Arrived | FirstStep | Saved | Loaded | Replayed | Missed  # of jobs/node/reports.py
+RankReport = StepReport | Arrived | FirstStep | CheckpointSaved | Loaded | Replayed | Missed  # see jobs/node/reports.py
 
 
 class _Failure(TypedDict):
@@ -130,7 +130,7 @@ class _Failure(TypedDict):
 
 
 class Failure(_Failure, total=False):
-    """A rank's own reason for its end (jobs/node/reports.py)."""
+    """The reason that a rank reports for its failure (jobs/node/reports.py)."""
 
     step: Count
 
@@ -145,7 +145,7 @@ class _Stack(TypedDict):
     lines: Annotated[tuple[Line, ...], Bound(most=256)]
 
 
-class Stack(_Stack, total=False):
+class RankStacks(_Stack, total=False):
     """The stacks of one hung rank, and its progress."""
 
     phase: Name
@@ -161,7 +161,7 @@ class Leftover(TypedDict):
     rank: Rank | None
 
 
-class Memory(TypedDict):
+class NodeMemory(TypedDict):
     """Memory of a node in MiB."""
 
     total_mib: Count
@@ -182,13 +182,13 @@ class _Storage(TypedDict):
 
 
 class Storage(_Storage, total=False):
-    """Where a node would keep its part of a run folder."""
+    """The place where a node would keep its part of a run folder."""
 
     free_mib: Count
 
 
 class Facts(TypedDict, total=False):
-    """Facts about a node: what it has and reaches (launch/node/nodefacts.py)."""
+    """Facts about a node: resources, software, and what it reaches (launch/node/nodefacts.py)."""
 
     host: Name
     machine: Name
@@ -200,7 +200,7 @@ class Facts(TypedDict, total=False):
     torch: Name | None
     muster: Name | None
     cores: Count
-    memory: Memory
+    memory: NodeMemory
     gpus: Annotated[tuple[Name, ...], Bound(most=1 << 10)]
     limits: Limits
     program: Text

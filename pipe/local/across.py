@@ -1,13 +1,12 @@
 """Copy tensors from one device to another while both devices compute.
 
 PyTorch runs a copy between two GPUs on the sender's current stream, and makes the current streams of both GPUs wait for
-each other. Here two extra streams do the copy. It waits only for the tensor, and only its consumer waits for it. The
-gradient goes back over the same two streams.
+each other. Here two extra streams do the copy: they wait only for the tensor, and only its consumer waits for the copy.
+The gradient returns over the same two streams.
 
     sender     compute    F0  F1  F2
                extra          0   1   2          an event after each F allows its copy
     receiver   extra          0   1   2
-    receiver   beside         0   1   2
                compute            F0  F1  F2
 """
 
@@ -31,21 +30,21 @@ class Streams:
     pairs: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = field(default_factory=dict)
 
     def fetch(self, value: Any, ready: Ready) -> Any:
-        """Return the value with all tensors on this device. The calling thread's current stream waits for them."""
+        """Return the value with all tensors on this device. The calling thread's current stream waits for copies."""
         return mapped(value, lambda tensor: self._fetch(tensor, ready))
 
     def _fetch(self, tensor: Tensor, ready: Ready) -> Tensor:
         if tensor.device == self.device:
             return tensor
         if tensor.device not in ready or self.device.type != "cuda":
-            return tensor.to(self.device)  # ordered by the caller's current streams
+            return tensor.to(self.device)  # this copy runs on the caller's current streams
         if tensor.device not in self.pairs:
             self.pairs[tensor.device] = _stream(tensor.device), _stream(self.device)
         there, here = self.pairs[tensor.device]
         there.wait_event(ready[tensor.device])
         computing = torch.cuda.current_stream(self.device)
         users = torch.cuda.current_stream(tensor.device), computing
-        # The autograd engine runs this node on the copy's current stream, so gradients arrive there.
+        # Autograd runs a node's backward on the stream of its forward, so gradients arrive on these streams.
         with torch.cuda.stream(here), torch.cuda.stream(there):
             copy: Tensor = _Across.apply(tensor, (there, here), users)  # type: ignore[no-untyped-call]
         here.wait_stream(there)
@@ -65,7 +64,7 @@ class _Across(torch.autograd.Function):
     ) -> Tensor:
         ctx.streams, ctx.users = streams, users
         copy = tensor.to(streams[1].device, non_blocking=True)
-        # Memory must not be reused before these streams have finished with it.
+        # The allocator must not reuse the memory before these streams have finished with it.
         tensor.record_stream(streams[0])
         copy.record_stream(users[1])
         return copy

@@ -38,7 +38,7 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def batch_of(value: Any) -> int:
-    """Return the number of samples: the first dimension, which all tensors of the value share.
+    """Return the number of samples: the size of the first dimension, equal for all tensors of the value.
 
     Raises:
         ValueError: If no tensor has a dimension, or the numbers of samples differ.
@@ -48,8 +48,8 @@ def batch_of(value: Any) -> int:
         raise ValueError("inputs: no tensor with a dimension; expected at least one, with the batch as first dimension")
     if len(found) > 1:
         raise ValueError(
-            f"inputs: tensors with {found} samples; expected one number, because all are cut along their first "
-            "dimension; pass a tensor without a batch to its layer as a buffer"
+            f"inputs: tensors with {found} samples; expected equal numbers, because all are cut along their first "
+            "dimension; if a tensor has no batch dimension, make it a buffer of its layer"
         )
     return found[0]
 
@@ -91,7 +91,10 @@ def join(values: Sequence[Any]) -> Any:
     if isinstance(first, (tuple, list, dict)):
         sizes = {tuple(each) if isinstance(each, dict) else len(each) for each in values}
         if len(sizes) > 1:
-            raise ValueError(f"outputs: micro-batches returned a {kinds.pop()} of {sorted(sizes, key=str)}; wanted one")
+            raise ValueError(
+                f"outputs: micro-batches returned {kinds.pop()}s with lengths or keys {sorted(sizes, key=str)}; "
+                "expected the same for all"
+            )
         if isinstance(first, dict):
             return {key: join([each[key] for each in values]) for key in first}
         return _like(first, [join(each) for each in zip(*values, strict=True)])

@@ -12,9 +12,10 @@ t - s.
     stage 1         0    1    2
     stage 2              0    1    2
 
-This is GPipe's forward (Huang et al. 2019). The backward is autograd's own. It has a thread for each GPU, so stages on
-GPUs overlap there too, last micro-batch first; CPU stages share one thread. The activations of every micro-batch are
-kept until the backward. For pipelines over processes, with other schedules, see `pipe.Pipeline`.
+This is GPipe's forward (Huang et al. 2019). The backward is autograd's own, which has a thread for each GPU. So stages
+on GPUs also overlap in the backward, last micro-batch first; all stages on CPUs share one thread. The activations of
+every micro-batch are kept until the backward, unless `recompute` is set. For pipelines over processes, with other
+schedules, see `pipe.Pipeline`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from muster.pipe.buffers import Buffers
 from muster.pipe.local.across import Ready
 from muster.pipe.local.nested import batch_of, cut, join
+from muster.pipe.local.recomputing import RECOMPUTE, Recompute, is_recomputed
 from muster.pipe.local.turns import Turns
 from muster.pipe.local.workers import Modes, PipeCall, StageResult, StageTask, Workers
 from muster.pipe.run import part_lengths
@@ -33,10 +36,10 @@ from muster.pipe.schedules.cuts import Cuts, by_hand, even
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield the work of every tick as (micro-batch, stage) pairs: stage s has micro-batch t - s.
+    """Yield the (micro-batch, stage) pairs of every tick: stage s runs micro-batch t - s.
 
-    Work of one tick may run concurrently, and needs only results of earlier ticks. There are microbatches + stages - 1
-    ticks.
+    The pairs of one tick may run concurrently, and need only results of earlier ticks. There are
+    microbatches + stages - 1 ticks.
     """
     for tick in range(microbatches + stages - 1):
         first, last = max(0, tick - microbatches + 1), min(tick, stages - 1)
@@ -46,9 +49,9 @@ def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int
 def split_module(module: nn.Sequential, cuts: Sequence[int] | None = None) -> list[nn.Sequential]:
     """Cut a sequence into stages of consecutive layers, which keep their names.
 
-    `cuts` are the first layers of the stages. Without them, it is cut where devices change: a layer is on the device of
-    its parameters and buffers. A layer without any is on the device of the layer before it (or of the first that has
-    some).
+    `cuts` lists the first layer of each stage. Without it, the sequence is cut where the device of its layers changes.
+    A layer without parameters and buffers belongs to the device of the layer before it. Such layers at the beginning
+    belong to the device of the first layer that has some.
 
     Raises:
         ValueError: If a layer is on several devices, or the cuts are invalid.
@@ -74,19 +77,23 @@ class Pipe(nn.Module):
     Inputs, outputs and values between layers may be tuples, lists and dictionaries of tensors. Every input tensor is
     cut along its first dimension, and every output tensor joined along it.
 
-    Differences from calling the module: batch norms see micro-batches, and update their statistics for each. Dropout
-    draws a mask for each micro-batch. Random numbers are drawn in the order of ticks, then stages: stages that share a
-    generator (all on CPUs, or all on one GPU) take turns (`turns.py`), so the same seed gives the same masks. Gradients
-    are those of one forward per micro-batch and one backward of all. Threads take over autograd's modes, autocast, the
-    default device, current streams and context variables from the caller, but not modes of tensor subclasses or
-    saved-tensor hooks. `torch.func` and tracing are refused. To compile, compile the layers. Layers are called one by
-    one, without the sequence's own forward and hooks. Micro-batches are views of the batch: if autograd needs the input
-    of a layer, no layer may write to the batch in place.
+    With `recompute`, the activations inside stages are not kept: the backward runs a stage's forward again, for every
+    micro-batch ("always"), or for all but the last ("except_last"), whose backward begins at once. It uses the random
+    numbers, autocast settings and buffer values of the first forward.
 
-    The forward raises an error of a stage at once and unchanged. Other stages finish their current work, unobserved,
-    and start nothing more; then the pipe can be used again. Several threads may use a pipe concurrently. Its own
-    threads start with the first forward and end with the pipe; copies and pickles start their own. `state_dict` has the
-    module's names after `module.`.
+    A pipe differs from its module as follows. Batch norms normalize each micro-batch, and update their statistics after
+    it. Dropout draws a mask for each micro-batch. Random numbers are drawn in the order of ticks, then stages: stages
+    that share a generator (all on CPUs, or all on one GPU) take turns (`turns.py`), so the same seed gives the same
+    masks. Gradients are those of one forward per micro-batch and one backward through all. Threads inherit the caller's
+    autograd modes, autocast, default device, current streams and context variables, but not its modes of tensor
+    subclasses or saved-tensor hooks. `torch.func` and tracing are refused. Compile the layers, not the pipe. Layers are
+    called one by one, without the sequence's own forward and hooks. Micro-batches are views of the batch: if autograd
+    needs the input of a layer, no layer may write to the batch in place.
+
+    If a stage raises, the forward raises the same error at once. Other stages finish their current work and start
+    nothing more; their results are dropped. Then the pipe can be used again. Several threads may use a pipe
+    concurrently. Its own threads start with the first forward and end when the pipe is deleted; a copy starts its own.
+    `state_dict` has the module's names, prefixed by `module.`.
 
     Raises:
         TypeError: If the module is not an `nn.Sequential`.
@@ -102,6 +109,7 @@ class Pipe(nn.Module):
         devices: Sequence[torch.device | str | int] | None = None,
         cuts: Sequence[int] | None = None,
         balance: Sequence[int] | None = None,
+        recompute: Recompute = "never",
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Sequential):
@@ -109,12 +117,15 @@ class Pipe(nn.Module):
                 f"module: got a {type(module).__name__}; expected an nn.Sequential, whose layers become stages"
             )
         if not len(module):
-            raise ValueError("module: it has no layers; expected at least one")
+            raise ValueError("module has no layers; expected at least one")
         self.chunks, self.split_size = _count(chunks, "chunks"), _count(split_size, "split_size")
         if (chunks is None) == (split_size is None):
             raise ValueError(
                 f"chunks is {chunks} and split_size {split_size}; pass exactly one of them, to cut batches"
             )
+        if recompute not in RECOMPUTE:
+            raise ValueError(f"recompute must be 'always', 'except_last' or 'never', got {recompute!r}")
+        self.recompute = recompute
         self.module = module
         self.cuts, self.devices = _placed(module, devices, cuts, balance)
         self._check_shared()
@@ -124,7 +135,7 @@ class Pipe(nn.Module):
 
     @property
     def stages(self) -> list[nn.Sequential]:
-        """The module's stages as they are now, including layers replaced in the module since."""
+        """The current stages of the module, including layers that were replaced after the pipe was built."""
         return split_module(self.module, self.cuts)
 
     def __len__(self) -> int:
@@ -142,6 +153,7 @@ class Pipe(nn.Module):
         ready: list[Ready] = [{}] * len(values)
         stages, inboxes = self.stages, self._workers.inboxes()
         keys = self._turns.keys(stages)
+        buffers = [Buffers(list(stage._modules.items())) for stage in stages]
         answer: StageResult | None = None
         del value
         try:
@@ -150,13 +162,17 @@ class Pipe(nn.Module):
                 for wave in self._turns.waves(keys, microbatch_of):
                     for stage in wave:
                         microbatch = microbatch_of[stage]
-                        task = StageTask(call, stage, microbatch, stages[stage], values[microbatch], ready[microbatch])
+                        again = is_recomputed(self.recompute, microbatch, len(values))
+                        task = StageTask(
+                            *(call, stage, microbatch, stages[stage], values[microbatch], ready[microbatch]),
+                            buffers=buffers[stage] if again else None,
+                        )
                         inboxes[stage].put(task)
-                        del task  # only the worker holds it now
+                        del task  # drop this reference, so that the worker has the only one
                     for _ in wave:
                         answer = call.answers.get()
                         if answer.error is not None:
-                            raise self._told(answer.error, answer.stage, answer.microbatch, len(values))
+                            raise self._with_note(answer.error, answer.stage, answer.microbatch, len(values))
                         values[answer.microbatch], ready[answer.microbatch] = answer.value, answer.ready
         finally:
             answer = None  # an error in a reference cycle would keep its stage's tensors alive
@@ -174,8 +190,8 @@ class Pipe(nn.Module):
         assert self.chunks is not None
         return part_lengths(samples, self.chunks) if samples else [0]
 
-    def _told(self, error: BaseException, stage: int, microbatch: int, microbatches: int) -> BaseException:
-        """Add a note with the stage to an error, if this Python has notes."""
+    def _with_note(self, error: BaseException, stage: int, microbatch: int, microbatches: int) -> BaseException:
+        """Add a note with the stage to an error, if this version of Python supports notes."""
         if hasattr(error, "add_note"):
             names = list(self.stages[stage]._modules)
             error.add_note(
@@ -201,7 +217,7 @@ class Pipe(nn.Module):
                 layer.to(device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Pipe":
-        """Convert the layers as in any module, but keep each on its device, even if the pipe is moved to another."""
+        """Convert the layers as `nn.Module` does, but leave each on its own device, even if the pipe is moved."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._place()
         return self
@@ -213,17 +229,17 @@ def _placed(
     cuts: Sequence[int] | None,
     balance: Sequence[int] | None,
 ) -> tuple[Cuts, tuple[torch.device, ...]]:
-    """Return where stages begin, and their devices."""
+    """Return the first layer and the device of every stage."""
     if devices is None:
         if cuts is not None or balance is not None:
-            raise ValueError("cuts or balance, but no devices; pass a device for every stage")
+            raise ValueError("cuts or balance is given without devices; pass a device for every stage")
         found = _cuts_by_device(module)
         return found, tuple(_homes(module)[start] for start in found)
     if isinstance(devices, (str, torch.device)) or not devices:
         raise ValueError(f"devices: got {devices!r}; expected a list with a device for every stage, at least one")
     named = tuple(torch.device(each) for each in devices)
     if missing := [str(each) for each in named if each.type == "cuda" and (each.index or 0) >= _gpus()]:
-        raise ValueError(f"devices: {', '.join(missing)}: this process sees {_gpus()} GPUs; name those, or 'cpu'")
+        raise ValueError(f"devices: {', '.join(missing)}: this process sees {_gpus()} GPUs; use those, or 'cpu'")
     indexed = tuple(
         torch.device(each.type, torch.cuda.current_device()) if each.type == "cuda" and each.index is None else each
         for each in named

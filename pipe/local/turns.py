@@ -4,8 +4,9 @@
               stage 1: dropout  ──┴──►
               stage 2: dropout       ────►   the next wave
 
-All threads draw from one generator on CPUs, and stages on one GPU share that GPU's. Whether a stage draws is detected
-from the generators' states before and after a wave. A stage not seen before runs only with stages known not to draw.
+On CPUs, all threads draw from one generator; stages on one GPU share that GPU's. If a generator's state changes during
+a wave, a stage of that wave has drawn random numbers. A stage not seen before runs only together with stages that are
+known to draw none.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ Key = tuple[int, tuple[tuple[type, bool], ...]]  # stage number; type and traini
 
 
 class Turns:
-    """Records which stages of a pipe draw random numbers."""
+    """A scheduler of the waves of each tick, with a record of the stages that draw random numbers."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         stages = Counter(each for each in devices if each.type == "cuda")
@@ -26,14 +27,14 @@ class Turns:
         self._draws: dict[Key, bool] = {}
 
     def keys(self, stages: Sequence[nn.Module]) -> list[Key]:
-        """Return keys for the current state of the stages."""
+        """Return a key for each stage in its current state."""
         return [
             (number, tuple((type(each), each.training) for each in stage.modules()))
             for number, stage in enumerate(stages)
         ]
 
     def waves(self, keys: Sequence[Key], tick: Iterable[int]) -> Iterator[list[int]]:
-        """Yield groups of a tick's stages that may run together. The caller must wait for a group before the next."""
+        """Yield groups of a tick's stages that may run together. The caller waits for each group in turn."""
         draws = {stage: self._draws.get(keys[stage]) for stage in sorted(tick)}
         quiet = [stage for stage, known in draws.items() if known is False]
         turns = [stage for stage, known in draws.items() if known is not False]
@@ -44,7 +45,7 @@ class Turns:
             if turns:
                 if draws[wave[-1]] is None:
                     self._draws[keys[wave[-1]]] = self._changed(before)
-            elif self._changed(before):  # a stage has begun to draw: treat this wave's stages as new
+            elif self._changed(before):  # a stage now draws random numbers, so test the stages of this wave again
                 for stage in wave:
                     self._draws.pop(keys[stage], None)
 

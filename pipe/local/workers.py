@@ -1,6 +1,6 @@
-"""Threads that each run one stage: tasks come in through a queue, answers go out through another.
+"""Threads that each run one stage, with a queue for their tasks and another for the answers.
 
-A new thread has PyTorch's defaults, whatever its caller has set. Gradient recording, autocast, the default device, and
+A new thread has PyTorch's defaults, not its caller's settings. Gradient recording, autocast, the default device, and
 the current streams of GPUs are all per thread. So each task carries the settings of its caller (`Modes`).
 """
 
@@ -18,9 +18,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from muster.pipe.buffers import Buffers
 from muster.pipe.local.across import Ready, Streams, events_now, streams_now
+from muster.pipe.local.recomputing import recomputed
 
-AT_EXIT_S: Final = 30.0  # how long the process waits at exit for running layers
+AT_EXIT_S: Final = 30.0  # longest wait for running layers when the process exits
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,20 @@ class Modes:
 
     gradients: bool
     inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]  # types of devices with autocast on, and its dtype
+    autocast: tuple[tuple[str, torch.dtype], ...]  # device types with autocast enabled, with their dtypes
     default_device: torch.device
     streams: tuple[torch.cuda.Stream, ...]
     context: contextvars.Context
 
     @classmethod
     def of_this_thread(cls, value: Any, devices: Sequence[torch.device]) -> "Modes":
-        """Read this thread's settings that matter for a value and for some devices.
+        """Read this thread's settings, with its current streams on `devices` and on the devices of a value's tensors.
 
         Raises:
-            RuntimeError: If this thread transforms or traces its computation, which does not reach other threads.
+            RuntimeError: If a transform of torch.func or a trace is active, which does not apply to other threads.
         """
         _require_plain()
-        types = sorted({"cpu", *(device.type for device in devices)} - {"meta"})  # there is no autocast on meta
+        types = sorted({"cpu", *(device.type for device in devices)} - {"meta"})  # the meta device has no autocast
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -56,7 +58,7 @@ class Modes:
     def set_here(self, device: torch.device) -> Iterator[None]:
         """Apply the settings to this thread within the block, for work on a device."""
         for stream in self.streams:
-            torch.cuda.set_stream(stream)  # also makes its device current
+            torch.cuda.set_stream(stream)  # this also makes the stream's device current
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with ExitStack() as stack:
@@ -64,7 +66,7 @@ class Modes:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             for kind, dtype in self.autocast:
-                # All threads share the cache of casts: chance would decide whose gradients are summed in 16 bits.
+                # All threads share the cast cache, so timing would decide which gradients are summed in 16 bits.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             if self.default_device != torch.get_default_device():
                 stack.enter_context(self.default_device)
@@ -81,7 +83,7 @@ class PipeCall:
 
 @dataclass(frozen=True)
 class StageResult:
-    """The result of a task: a value with the events after which GPUs have it, or an error."""
+    """The result of a task: an error, or a value with the GPU events that mark when it is ready."""
 
     stage: int
     microbatch: int
@@ -100,6 +102,7 @@ class StageTask:
     layers: nn.Sequential
     value: Any
     ready: Ready
+    buffers: Buffers | None = None  # of the layers, if the backward recomputes the forward
 
     def answer(self, streams: Streams) -> StageResult:
         """Run the task and return its result."""
@@ -112,8 +115,11 @@ class StageTask:
     def _run(self, streams: Streams) -> StageResult:
         with self.call.modes.set_here(streams.device):
             value = streams.fetch(self.value, self.ready)
-            for layer in self.layers:
-                value = layer(value)
+            if self.buffers is not None and torch.is_grad_enabled():
+                value = recomputed(self.layers, value, self.buffers)
+            else:
+                for layer in self.layers:
+                    value = layer(value)
             return StageResult(self.stage, self.microbatch, value, events_now(value))
 
 
@@ -121,7 +127,7 @@ class StageWorker(threading.Thread):
     """A thread that runs one stage's tasks on a device, in the order of its queue."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
-        # A daemon, because a thread that waits for all others to end would also wait for an idle worker.
+        # A daemon, because at exit the interpreter would wait forever for an idle worker.
         super().__init__(name=f"pipe stage {stage} on {device}", daemon=True)
         self.device = device
         self.inbox: SimpleQueue[StageTask | None] = SimpleQueue()
@@ -144,8 +150,9 @@ _WORKERS: Final[MutableSet[StageWorker]] = weakref.WeakSet()  # workers of all p
 
 @atexit.register
 def _end_all() -> None:
-    """Wait for workers. One that still runs when the interpreter exits would abort the process.
-    This happens if an error of one stage ends the program while other stages are running.
+    """Wait for workers, because one that still runs when the interpreter exits would abort the process.
+
+    Workers still run at exit if an error of one stage ends the program while other stages are computing.
     """
     workers, deadline = list(_WORKERS), time.monotonic() + AT_EXIT_S
     for each in workers:
@@ -155,7 +162,7 @@ def _end_all() -> None:
 
 
 class Workers:
-    """The workers of a pipe, one per device. They start on first use, and again if they have ended."""
+    """The workers of a pipe, one per stage. They start on first use, and again if they have ended."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
@@ -164,7 +171,7 @@ class Workers:
         self._end: Callable[[], object] = _nothing
 
     def inboxes(self) -> "list[SimpleQueue[StageTask | None]]":
-        """Return the task queue of every stage. Every task put into one is answered."""
+        """Return the task queue of every stage. Every task put into a queue is answered."""
         with self._starting:  # several threads may use one pipe
             # After a fork none of the parent's threads are alive.
             if not self.threads or not all(each.is_alive() for each in self.threads):
@@ -202,10 +209,10 @@ def _require_plain() -> None:
     """Raise if a transform or trace is active: it applies to this thread only, and would miss the stages' work."""
     what = None
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        what = "a transform of torch.func, as grad, jvp and vmap,"
+        what = "a transform of torch.func (such as grad, jvp or vmap)"
     elif torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
         what = "tracing"
     if what is not None:
         raise RuntimeError(
-            f"Pipe: {what} only sees its own thread, but stages run on others; apply it to the pipe's .module"
+            f"Pipe: {what} applies only to its own thread, but stages run on others; apply it to the pipe's .module"
         )

@@ -5,9 +5,10 @@
     rank 0   F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3
     rank 3   F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 F3.3 B3.3
 
-A backward is one action B, or two if a bubble is to be filled. I computes the gradient of a stage's input, which the
-previous stage waits for. W computes the gradients of its weights, which no other rank waits for (Qi et al. 2024, "Zero
-bubble pipeline parallelism"). Stages are numbered from the model's input to its loss. A rank may have several stages.
+A backward is one action B. Schedules that fill their bubbles split it into I and W (Qi et al. 2024, "Zero bubble
+pipeline parallelism"). I computes the gradient of a stage's input, which the previous stage waits for. W computes the
+gradients of its weights, which no other rank waits for. Stages are numbered from the model's input to its loss. A rank
+may have several stages.
 """
 
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class ScheduleError(ValueError):
-    """A schedule or program cannot run, or would give wrong gradients. The message names the place and the numbers."""
+    """A schedule or program that cannot run, or would give wrong gradients. The message names the place."""
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """One unit of work: a kind of action, a stage, and a micro-batch."""
+    """One unit of work: a kind of action, a stage, and a micro-batch (or a slice of one)."""
 
     kind: Kind
     stage: int
@@ -36,14 +37,23 @@ class Action:
 class Schedule:
     """The actions of every rank, in order.
 
-    `rank_of[stage]` is the rank that holds a stage. `actions[rank]` lists a rank's actions, first to last. A step is
-    the whole table. The optimizer steps after it, so all micro-batches see the same weights.
+    `rank_of[stage]` is the rank that holds a stage. `actions[rank]` lists a rank's actions, first to last. A step
+    runs the whole table. The optimizer runs after it, so all micro-batches use the same weights.
+
+    With `slices` above 1, sequences are cut into that many slices along their tokens. `microbatches` then counts all
+    slices of all micro-batches: number u is slice u % slices of micro-batch u // slices.
     """
 
     name: str
     microbatches: int
     rank_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
+    slices: int = 1
+
+    def backward_order(self, microbatches: int) -> list[int]:
+        """Return the order of backwards on every stage: later slices first, because they read earlier ones."""
+        begins = range(0, microbatches, self.slices)
+        return [index for begin in begins for index in reversed(range(begin, begin + self.slices))]
 
     @property
     def ranks(self) -> int:

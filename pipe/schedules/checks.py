@@ -1,4 +1,4 @@
-"""Prove that a schedule and its program are right: every action once, messages in order, and no deadlock."""
+"""Prove that a schedule and its program are correct: every action once, messages in order, and no deadlock."""
 
 from collections import Counter, defaultdict, deque
 from itertools import pairwise
@@ -16,7 +16,7 @@ def check_actions(schedule: Schedule) -> None:
     """
     done = Counter(action for row in schedule.actions for action in row)
     if twice := [action for action, times in done.items() if times > 1]:
-        raise ScheduleError(f"schedule {schedule.name}: {twice[0]} is done {done[twice[0]]} times, expected once")
+        raise ScheduleError(f"schedule {schedule.name}: {twice[0]} occurs {done[twice[0]]} times, expected once")
     _check_places(schedule)
     places: list[dict[Action, int]] = [{} for _ in range(schedule.stages)]
     for row in schedule.actions:
@@ -32,11 +32,11 @@ def _check_places(schedule: Schedule) -> None:
         for action in row:
             if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
                 limits = f"{stages} stages and {microbatches} micro-batches"
-                raise ScheduleError(f"schedule {schedule.name}: rank {rank} does {action}, but there are {limits}")
+                raise ScheduleError(f"schedule {schedule.name}: rank {rank} runs {action}, but there are {limits}")
             if schedule.rank_of[action.stage] != rank:
                 owner = schedule.rank_of[action.stage]
                 raise ScheduleError(
-                    f"schedule {schedule.name}: rank {rank} does {action}, but rank {owner} holds that stage"
+                    f"schedule {schedule.name}: rank {rank} runs {action}, but rank {owner} has that stage"
                 )
 
 
@@ -47,31 +47,31 @@ def _check_stage(schedule: Schedule, stage: int, position: dict[Action, int]) ->
     for kind in kinds:
         for index in range(schedule.microbatches):
             if Action(kind, stage, index) not in position:
-                raise ScheduleError(f"schedule {schedule.name}: rank {rank} never does {kind}{stage}.{index}")
+                raise ScheduleError(f"schedule {schedule.name}: rank {rank} never runs {kind}{stage}.{index}")
     if extra := [action for action in position if action.kind not in kinds]:
-        raise ScheduleError(f"schedule {schedule.name}: stage {stage} does {extra[0]} but also splits its backward")
-    pairs = [
-        (Action(kind, stage, index - 1), Action(kind, stage, index))
-        for kind in kinds
-        for index in range(1, schedule.microbatches)
-    ]
+        raise ScheduleError(f"schedule {schedule.name}: stage {stage} runs {extra[0]}, but splits its other backwards")
+    count = schedule.microbatches
+    pairs = []
+    for kind in kinds:
+        order = range(count) if kind == "F" else schedule.backward_order(count)
+        pairs += [(Action(kind, stage, one), Action(kind, stage, other)) for one, other in pairwise(order)]
     for first, second in pairwise(kinds):
-        pairs += [(Action(first, stage, index), Action(second, stage, index)) for index in range(schedule.microbatches)]
+        pairs += [(Action(first, stage, index), Action(second, stage, index)) for index in range(count)]
     for before, after in pairs:
         if position[before] > position[after]:
             places = f"{position[after]} and {position[before]}"
             raise ScheduleError(
-                f"schedule {schedule.name}: rank {rank} does {after} before {before} (places {places}); swap them"
+                f"schedule {schedule.name}: rank {rank} runs {after} before {before} (places {places}); swap them"
             )
 
 
 def check(program: Program) -> None:
-    """Prove that a program runs to its end and gives right results, whatever the timing, even if sends block.
+    """Prove that a program ends and gives correct results with any timing, even if sends block.
 
     Raises:
         ScheduleError: If its actions are not those of a valid schedule; a message is missing, repeated, before its
-            producer, after its consumer, or to a wrong rank; two messages from one rank to another are received in
-            another order than sent; or the ranks deadlock when every send blocks until it is received.
+            producer, after its consumer, or to a wrong rank; two messages from one rank to another are not received
+            in the order in which they are sent; or the ranks deadlock when every send blocks until it is received.
     """
     check_actions(program.schedule)
     _check_messages(program)
@@ -80,10 +80,10 @@ def check(program: Program) -> None:
 
 
 def _check_messages(program: Program) -> None:
-    """Compare every rank's sends with what its actions produce, and its receives with what they need."""
+    """Check that every rank sends the results of its actions and receives their inputs, once each and in time."""
     name, rank_of = program.schedule.name, program.schedule.rank_of
     if len(program.steps) != program.schedule.ranks:
-        raise ScheduleError(f"program of {name}: steps of {len(program.steps)} ranks, wanted {program.schedule.ranks}")
+        raise ScheduleError(f"program of {name} has {len(program.steps)} ranks, expected {program.schedule.ranks}")
     for rank, (steps, row) in enumerate(zip(program.steps, program.schedule.actions, strict=True)):
         where = f"program of {name}: rank {rank}"
         actions = tuple(step for step in steps if isinstance(step, Action))
@@ -92,7 +92,7 @@ def _check_messages(program: Program) -> None:
                 (place for place, pair in enumerate(zip(actions, row, strict=False)) if pair[0] != pair[1]), None
             )
             found = f"{len(actions)} actions, not {len(row)}" if same is None else f"{actions[same]}, not {row[same]}"
-            raise ScheduleError(f"{where} does {found} as in its schedule")
+            raise ScheduleError(f"{where} runs {found} as in its schedule")
         position: dict[Step, int] = {}
         for place, step in enumerate(steps):
             if step in position:
@@ -103,10 +103,12 @@ def _check_messages(program: Program) -> None:
             send, receive = sent_after(action, rank_of), received_before(action, rank_of)
             wanted |= {step for step in (send, receive) if step}
             if send and position.get(send, -1) < position[action]:
-                raise ScheduleError(f"{where} {_has(send, position)}, must follow {action} (place {position[action]})")
+                raise ScheduleError(
+                    f"{where} {_has(send, position)}; it must follow {action} (place {position[action]})"
+                )
             if receive and not position.get(receive, len(steps)) < position[action]:
                 raise ScheduleError(
-                    f"{where} {_has(receive, position)}, must precede {action} (place {position[action]})"
+                    f"{where} {_has(receive, position)}; it must precede {action} (place {position[action]})"
                 )
         if extra := sorted(position.keys() - wanted, key=position.__getitem__):
             step = extra[0]

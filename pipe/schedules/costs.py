@@ -1,8 +1,8 @@
 """Costs of a schedule's actions in seconds: per stage, and per message between two stages.
 
-rank 0   F0 ─send─ F0 ─send─ ...                  send: time until the sender can continue
-            └──message───┐                        message: from the end of its producer to the consumer that waits
-rank 1   . . . . . . . . F1  take F1              take: the receiver's time for a message that has already arrived
+rank 0   F0 ─send─ F0 ─send─ ...              send: time until the sender can continue
+            └──message───┐                    message: from the producer's end to the start of a waiting consumer
+rank 1   . . . . . . . . F1  take F1          take: time to accept a message that has already arrived
 """
 
 import math
@@ -21,7 +21,7 @@ class Costs:
     A whole backward (B) costs `input_gradient` plus `weight_gradient`. `message` is one number for all messages, or one
     per cut: `message[cut]` applies between stages `cut` and `cut + 1`, to activations and gradients. `send` is the time
     a rank needs to hand a message over before it can continue; `take` is the time to accept one that has arrived. With
-    the defaults, a backward takes as long as two forwards and messages are free, as in the formulas.
+    the defaults, a backward takes as long as two forwards and messages are free, as in the formulas of `tables.py`.
 
     Raises:
         ValueError: If a number is negative, infinite or NaN.
@@ -40,7 +40,7 @@ class Costs:
             value = getattr(self, name)
             for seconds in value if isinstance(value, tuple) else (value,):
                 if not (math.isfinite(seconds) and seconds >= 0):
-                    raise ValueError(f"costs: {name} must be seconds of 0 or more, got {seconds}")
+                    raise ValueError(f"costs: {name} must be finite seconds of 0 or more, got {seconds}")
 
     def of(self, action: Action) -> float:
         """Return the seconds of an action."""
@@ -65,7 +65,7 @@ class Costs:
         return _at(self.take, stage)
 
     def require(self, stages: int) -> None:
-        """Raise ValueError if the costs per stage or per cut do not match the number of stages."""
+        """Raise ValueError if the number of costs per stage or per cut does not match the number of stages."""
         for name in NAMES:
             value = getattr(self, name)
             wanted = stages - 1 if name == "message" else stages

@@ -4,10 +4,10 @@
     balanced([1, 1, 1, 1, 1, 4], 3)            (0, 3, 5)     weights 1 1 1 | 1 1 | 4
     by_hand([2, 5], 7, 3)                      (0, 2, 5)     layers 0 1 | 2 3 4 | 5 6
 
-Cuts are the first layers of the stages. A stage has at least one layer, and layers keep their order. In a steady
-pipeline, a micro-batch takes as long as the heaviest stage. Weights may be counts, parameters, floating point
-operations or seconds (`pipe/boundaries.py` computes them). They are scaled to integers before they are added, so that
-no result depends on rounding.
+Cuts are the first layers of the stages. A stage has at least one layer, and layers keep their order. The heaviest stage
+determines the throughput of a pipeline. Weights may be counts, parameters, floating point operations or seconds
+(`pipe/boundaries.py` computes them). They are scaled to integers before they are added, so that no result depends on
+rounding.
 """
 
 import math
@@ -42,7 +42,7 @@ def by_hand(bounds: Sequence[int], layers: int, stages: int) -> Cuts:
         wanted = "expected none for one stage"
     if len(cuts) != stages:
         made = f"{_counted(len(cuts), 'stage')} of {_counted(layers, 'layer')}"
-        raise ValueError(f"cuts {list(bounds)}: make {made}, not {stages}; {wanted}")
+        raise ValueError(f"cuts {list(bounds)} make {made}, not {stages}; {wanted}")
     for before, after in pairwise(cuts):
         if after <= before:
             raise ValueError(f"cuts {list(bounds)}: {after} is not greater than {before}; {wanted}")
@@ -58,13 +58,13 @@ def balanced(weights: Sequence[float], stages: int) -> Cuts:
     by dynamic programming over suffixes of the model (the linear partition problem).
 
     Raises:
-        ValueError: If there are more stages than layers, or a weight is negative or NaN.
+        ValueError: If there are more stages than layers, or a weight is negative or not finite.
     """
     _check(len(weights), stages)
-    until = (0, *accumulate(_whole(weights)))  # until[i]: weight of layers before i
+    until = (0, *accumulate(_whole(weights)))  # until[i]: total weight of the layers before i
     limit = _least_bottleneck(until, stages)
     layers, nothing_fits = len(weights), None
-    # least[i]: squares of the best cut of layers i and up into the stages so far; first[i]: end of its first stage.
+    # least[i]: sum of squares of the best cut of layers i and up into these stages; first[i]: its first stage's end.
     least: list[int | None] = [nothing_fits] * layers + [0]
     ends: list[list[int]] = []
     for remaining in range(stages):
@@ -89,12 +89,13 @@ def balanced(weights: Sequence[float], stages: int) -> Cuts:
 def balanced_ranks(weights: Sequence[float], rank_of: Sequence[int]) -> Cuts:
     """Cut for ranks with several stages, so that the heaviest rank is as light as possible.
 
-    `rank_of[stage]` is the rank that holds a stage, as in `Schedule`. With one stage per rank this is `balanced`.
-    Otherwise it starts from `balanced` and moves runs of cuts by one layer while that makes the heaviest rank lighter,
-    or ranks more equal. This local search is never worse than `balanced`, but not proved optimal.
+    `rank_of[stage]` is the rank that holds a stage, as in `Schedule`. With one stage per rank, the result is that of
+    `balanced`. Otherwise, starting from `balanced`, it moves runs of adjacent cuts by one layer as long as this makes
+    the heaviest rank lighter, or ranks more equal. This local search is never worse than `balanced`, but may miss the
+    optimum.
 
     Raises:
-        ValueError: As `balanced`.
+        ValueError: For the same reasons as `balanced`.
     """
     stages = len(rank_of)
     cuts = balanced(weights, stages)
@@ -137,7 +138,7 @@ def _neighbours(cuts: Cuts, layers: int) -> list[Cuts]:
 def _least_bottleneck(until: Sequence[int], stages: int) -> int:
     """Return the smallest possible weight of the heaviest stage."""
     layers = len(until) - 1
-    least = [until[layers] - until[start] for start in range(layers)]  # one stage from `start` to the end
+    least = [until[layers] - until[start] for start in range(layers)]  # with one stage for all layers from `start` on
     for remaining in range(1, stages):
         now = least.copy()
         for start in range(layers - remaining):
@@ -153,10 +154,10 @@ def _least_bottleneck(until: Sequence[int], stages: int) -> int:
 
 
 def _whole(weights: Sequence[float]) -> list[int]:
-    """Scale weights to integers in the same proportions: every float is an integer over a power of two."""
+    """Scale weights to integers, exactly: every float is an integer divided by a power of two."""
     for layer, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"weights: layer {layer} weighs {weight}; expected a finite number of 0 or more")
+            raise ValueError(f"weights: layer {layer} has weight {weight}; expected a finite number of 0 or more")
     exact = [Fraction(weight) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
     return [int(weight * common) for weight in exact]

@@ -4,8 +4,9 @@
     rank 1  ..F0F1F2....B0--B1--B2--..
     rank 2  ....F0F1F2B0--B1--B2--....
 
-A cell begins with its kind and its micro-batch. Dots are idle time, and tildes are idle time during a message of the
-rank. On ranks with two stages, the second has small letters. With more stages, cells read stage.micro-batch.
+A cell begins with its kind and its micro-batch. Dots are idle time, and tildes are idle time while a message of the
+rank is in transit. If ranks have two stages, the second has lower-case letters. With more stages, cells read
+stage.micro-batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -88,10 +89,10 @@ def legend(rows: Rows) -> str:
     kinds = {each.kind for row in rows for each in row}
     phrases = [f"{kind} {phrase}" for kind, phrase in PHRASES.items() if kind in kinds]
     if any(not each.computes for row in rows for each in row):
-        phrases.append(f"{UNDER_WAY} idle, a message under way")
+        phrases.append(f"{UNDER_WAY} idle, a message in transit")
     chunks = 1 + max((each.chunk for row in rows for each in row), default=0)
     numbers = "number: micro-batch" if chunks <= 2 else "numbers: stage.micro-batch"
-    small = ["small letters: the rank's second stage"] if chunks == 2 else []
+    small = ["lower case: the rank's second stage"] if chunks == 2 else []
     return ", ".join([*phrases, f"{IDLE} idle", numbers, *small])
 
 
@@ -136,7 +137,7 @@ def _scale(rows: Rows, chunks: int, total_s: float, width: int) -> float:
 
 
 def _cell(each: Bar, columns: int, chunks: int) -> str:
-    """Return a label with a line to the end of the cell, leaving the last column free if there is room."""
+    """Return a cell's label, then a line to its end. If there is room, the last column stays empty."""
     said = label(each, chunks)
     if len(said) > columns:
         said = said[:1][:columns]

@@ -41,7 +41,7 @@ class Record:
 
     @property
     def action(self) -> Action:
-        """The recorded action. Not for records of messages."""
+        """The recorded action. The record of a message has none."""
         assert self.kind in COMPUTE
         kind: Kind = self.kind  # type: ignore[assignment]
         return Action(kind, self.stage, self.microbatch)
@@ -53,12 +53,12 @@ class Compared:
 
     measured: float  # bubbles: idle share of all ranks' time, 0 to 1
     simulated: float
-    costs: Costs  # the measured means
+    costs: Costs  # means of actions, medians of messages
     simulation: Simulated
 
 
 def bars(records: Iterable[Record], rank_of: Sequence[int]) -> list[list[Bar]]:
-    """Convert records to rows for drawing, like simulated spans: one per rank, in order of time."""
+    """Convert records to rows of bars for drawing, one row per rank, in order of time."""
     rows: list[list[Bar]] = [[] for _ in range(1 + max(rank_of))]
     for each in sorted(records, key=lambda each: each.start_s):
         kind = "receive" if each.kind == "wait" else each.kind
@@ -71,7 +71,7 @@ def bars(records: Iterable[Record], rank_of: Sequence[int]) -> list[list[Bar]]:
 def bubble(records: Iterable[Record], ranks: int) -> float:
     """Return the idle share of the ranks' time, from the first start to the last end of any action.
 
-    0 to 1, as in `Simulated`; 0 without records. Overlapping actions of a rank count once.
+    The result is between 0 and 1, as in `Simulated`, and 0 without records. Overlapping actions of a rank count once.
     """
     actions = [each for each in records if each.kind in COMPUTE]
     if not actions:
@@ -90,18 +90,18 @@ def busy_s(records: Iterable[Record], ranks: int) -> tuple[float, ...]:
 
 
 def spread(records: Iterable[Record]) -> tuple[float, float]:
-    """Return the smallest and largest ratio of an action's duration to the mean of its kind and stage; else (1, 1)."""
+    """Return the smallest and largest ratio of an action's duration to the mean for its kind and stage."""
     took = _took(records)
     shares = [each / mean for seconds in took.values() if (mean := fmean(seconds)) for each in seconds]
     return min(shares, default=1.0), max(shares, default=1.0)
 
 
 def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
-    """Return the mean costs of a schedule's actions per stage and messages per cut, over several recorded steps.
+    """Return the costs of a schedule over recorded steps: means of actions per stage, medians of messages per cut.
 
-    A message lasts from its producer's end to its consumer's start. Only messages count whose consumer's rank was
-    already idle when the producer ended; of these, the median is used, because some ranks are delayed for other
-    reasons. A cut without such a message gets the smallest upper bound. The cost of whole backwards is reported as
+    A message lasts from its producer's end to its consumer's start. A message counts only if the consumer's rank was
+    already idle when the producer ended. The median is used because some consumers start late for other reasons. For a
+    cut without such messages, the shortest of the others is used, as an upper bound. The cost of whole backwards is
     `input_gradient`.
 
     Raises:
@@ -112,9 +112,7 @@ def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
     kinds = {action.kind for row in schedule.actions for action in row}
     missing = [f"{kind}{stage}" for kind in sorted(kinds) for stage in stages if not took[kind, stage]]
     if missing:
-        raise ValueError(
-            f"records: none of {', '.join(missing)}; expected every action of {schedule.name!r}, on all ranks"
-        )
+        raise ValueError(f"records lack {', '.join(missing)}; expected every action of {schedule.name!r}, on all ranks")
     means = {key: fmean(seconds) for key, seconds in took.items() if seconds}
     inputs = tuple(means["I", stage] if ("I", stage) in means else means["B", stage] for stage in stages)
     weights = tuple(means.get(("W", stage), 0.0) for stage in stages)
@@ -133,10 +131,10 @@ def _took(records: Iterable[Record]) -> dict[tuple[str, int], list[float]]:
 
 
 def compare(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Compared:
-    """Compare the mean bubble of recorded steps with that of a simulation with their mean costs.
+    """Compare the mean bubble of recorded steps with the bubble of a simulation that has their costs.
 
     Raises:
-        ValueError: As `mean_costs`.
+        ValueError: For the same reasons as `mean_costs`.
     """
     costs = mean_costs(steps, schedule)
     simulation = simulate(with_messages(schedule), costs)
@@ -169,7 +167,7 @@ def _messages(steps: Sequence[Sequence[Record]], schedule: Schedule) -> tuple[fl
 def _handling(
     steps: Sequence[Sequence[Record]], schedule: Schedule, messages: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the send and take costs of every stage: to hand over its output, and to accept a message that is there."""
+    """Return the send and take costs of every stage: to hand over its output, and to accept an arrived message."""
     sends: list[list[float]] = [[] for _ in range(schedule.stages)]
     takes: list[list[float]] = [[] for _ in range(schedule.stages)]
     for records in steps:

@@ -3,11 +3,11 @@
     rank 0   F0.0 >a1.0 F0.1 >a1.1 <g0.0 B0.0 <g0.1 B0.1        >a1.0  send: the activation for stage 1, micro-batch 0
     rank 1   <a1.0 F1.0 B1.0 >g0.0 <a1.1 F1.1 B1.1 >g0.1        <g0.0  receive: the gradient for stage 0
 
-The order is that of an execution in which every send blocks until it is received, as NCCL's may. A rank runs until it
-needs a tensor from another rank or has produced one for another; then the two exchange it. So the program is itself an
-execution without a deadlock, even if sends block, and tensors between two ranks arrive in the order in which they are
-sent. A send directly follows its producer. A receive directly precedes its consumer, or comes earlier if the sender's
-next steps are needed first. There an executor may post it, and wait for it only at the consumer.
+The order is that of an execution in which every send blocks until it is received, as it may with NCCL. A rank runs
+until it needs a tensor from another rank or has produced one for another; then the two exchange it. So the program is
+itself an execution without a deadlock, even if sends block, and tensors between two ranks arrive in the order in which
+they are sent. A send directly follows its producer. A receive directly precedes its consumer, or is earlier if the
+sender's next steps are needed first. An executor may post the receive there, and wait for it only at the consumer.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ def with_messages(schedule: Schedule) -> Program:
     """Insert each send after its producer and each receive where it is needed, without a deadlock.
 
     Raises:
-        ScheduleError: If the schedule is incomplete, or its ranks deadlock in any order of messages.
+        ScheduleError: If the schedule is incomplete, or its ranks deadlock whatever the order of messages.
     """
     check_actions(schedule)
     rendezvous = _Rendezvous(schedule)
@@ -52,7 +52,7 @@ class _Rendezvous:
         return not any(self.left)
 
     def advance(self) -> None:
-        """Do every step that is possible with each receive directly before its consumer."""
+        """Run all steps that are possible while each receive directly precedes its consumer."""
         while self.to_try:
             rank = self.to_try.popleft()
             left = self.left[rank]
@@ -93,7 +93,7 @@ class _Rendezvous:
             self.to_try.append(send.peer)
 
     def hoist(self) -> None:
-        """Break a ring of waiting ranks by an early receive: activations first, then the oldest micro-batch."""
+        """Break a ring of waiting ranks by an early receive, preferring activations, then the oldest micro-batch."""
         ring = self._ring()
         sends = [(step, rank) for rank in ring if isinstance(step := self.left[rank][0], Send)]
         if not sends:

@@ -22,19 +22,19 @@ class _Message:
 
     @property
     def key(self) -> Key:
-        """What both ends of a message share: kind, stage and micro-batch."""
+        """The kind, stage and micro-batch of a message, which are equal at both ends."""
         return self.what, self.stage, self.microbatch
 
 
 class Send(_Message):
-    """Send a tensor to rank `peer`: the input of its `stage` for a micro-batch."""
+    """A send to rank `peer`: the activation or gradient that its `stage` needs for a micro-batch."""
 
     def __str__(self) -> str:
         return f">{self.what[0]}{self.stage}.{self.microbatch}"
 
 
 class Receive(_Message):
-    """Receive a tensor from rank `peer`: the input of our `stage` for a micro-batch."""
+    """A receive from rank `peer`: the activation or gradient that our `stage` needs for a micro-batch."""
 
     def __str__(self) -> str:
         return f"<{self.what[0]}{self.stage}.{self.microbatch}"
@@ -43,7 +43,7 @@ class Receive(_Message):
 Step = Action | Send | Receive
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """Start and end of a step, in seconds of one clock: simulated, or the rank's own."""
 
     step: Step

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.costs import Costs as Costs
-from muster.pipe.schedules.programs import Program, Span
+from muster.pipe.schedules.programs import Program, StepSpan
 from muster.pipe.schedules.tables import SCHEDULES
 from muster.pipe.schedules.times import times
 
@@ -16,13 +16,13 @@ class Simulated:
 
     `spans[rank]` are a rank's actions with their times; `messages[rank]` are its sends, from departure to arrival.
     `bubble` is the idle share of all ranks' time, from the first start to the last end on any rank.
-    `bubble_without_barrier` is that share if every rank begins its next step as soon as its own is done: a step then
-    lasts as long as the longest time from any rank's first start to its last end. An activation is in flight from the
-    start of its forward to the end of its backward (W if split); `peak_in_flight` is the maximum on each rank.
+    `bubble_without_barrier` is the idle share if every rank begins its next step as soon as its own is done: a step
+    then lasts as long as the longest time from any rank's first start to its last end. An activation is in flight from
+    the start of its forward to the end of its backward (W if split); `peak_in_flight` is the maximum on each rank.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
-    messages: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[StepSpan, ...], ...]
+    messages: tuple[tuple[StepSpan, ...], ...]
     makespan_s: float
     bubble: float
     bubble_without_barrier: float
@@ -43,13 +43,13 @@ def simulate(program: Program, costs: Costs | None = None) -> Simulated:
     orders = tuple(tuple(step for step in row if isinstance(step, Action)) for row in program.steps)
     found = times(program.schedule.rank_of, orders, costs)
     spans = tuple(
-        tuple(Span(action, start, end) for action, (start, end) in zip(order, row, strict=True))
+        tuple(StepSpan(action, start, end) for action, (start, end) in zip(order, row, strict=True))
         for order, row in zip(orders, found.actions, strict=True)
     )
     makespan_s = max((row[-1].end_s for row in spans if row), default=0.0)
     return Simulated(
         spans=spans,
-        messages=tuple(tuple(Span(send, *when) for send, when in row) for row in found.messages),
+        messages=tuple(tuple(StepSpan(send, *when) for send, when in row) for row in found.messages),
         makespan_s=makespan_s,
         bubble=_share(sum(_busy(row) for row in spans), len(spans) * makespan_s),
         bubble_without_barrier=_without_barrier(spans),
@@ -58,11 +58,11 @@ def simulate(program: Program, costs: Costs | None = None) -> Simulated:
 
 
 def bubble_formula(name: str, ranks: int, microbatches: int, chunks: int = 2) -> float:
-    """Return the idle share of a step by formula: equal stages, F = I = W, free messages."""
+    """Return the idle share of a step by formula, for equal stages, F = I = W and free messages."""
     return SCHEDULES[name].bubble(ranks, microbatches, chunks)
 
 
-def _busy(row: tuple[Span, ...]) -> float:
+def _busy(row: tuple[StepSpan, ...]) -> float:
     return sum(span.end_s - span.start_s for span in row)
 
 
@@ -70,7 +70,7 @@ def _share(busy_s: float, whole_s: float) -> float:
     return max(0.0, 1 - busy_s / whole_s) if whole_s else 0.0
 
 
-def _without_barrier(spans: tuple[tuple[Span, ...], ...]) -> float:
+def _without_barrier(spans: tuple[tuple[StepSpan, ...], ...]) -> float:
     longest = max((row[-1].end_s - row[0].start_s for row in spans if row), default=0.0)
     return _share(sum(_busy(row) for row in spans), len(spans) * longest)
 

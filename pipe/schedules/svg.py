@@ -1,7 +1,7 @@
 """Draw a pipeline's step as an SVG: one row per rank, colours for kinds, messages in a lane below, idle time in grey.
 
-Bars come from `pipe/schedules/draw.py`, simulated or measured. A cell shows its micro-batch if there is room, and all
-its details as a tooltip. A rank's later stages are paler than its first.
+Bars come from `pipe/schedules/draw.py`, simulated or measured. A cell shows its micro-batch if there is room; its
+tooltip has all details. A rank's later stages are paler than its first.
 """
 
 import math

@@ -7,15 +7,17 @@
     interleaved  v p     whole     more than 1f1b, of smaller stages   (p - 1) / (v m + p - 1), for m >= p
     zb1p         p       split     min(p, m)                           (p - 1) / (3 m + p - 1), for m >= p
     zbv          2 p     split     2 p, of stages half as large        (p - 1) / (6 m + p - 1), for m >= 2 p
+    terapipe     p       whole     m s slices                          (p - 1) / (m s + p - 1), equal slices
 
-p ranks, m micro-batches, v chunks per rank. The idle time of zbv is the delay between the starts of its first and last
-rank: p - 1 forwards of half a stage. Our steps end on all ranks at once. The paper counts each rank's time from its own
-first action to its own last one, and so arrives at zero. In every schedule, a stage runs its backwards (and its W, if
-split) in the order of micro-batches, so that sums of gradients have the same bits as in a loop over micro-batches.
+p ranks, m micro-batches, v chunks per rank, s slices of a sequence. The idle time of zbv is the delay between the
+starts of its first and last rank: p - 1 forwards of half a stage. Our steps end on all ranks at the same time. The
+paper counts each rank's time from its own first action to its own last one, and so finds no idle time. In every
+schedule, a stage runs its backwards (and its W, if split) in the order of micro-batches, so that sums of gradients have
+the same bits as in a loop over micro-batches. Within a micro-batch, backwards of slices run last to first.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.costs import Costs
@@ -24,7 +26,7 @@ from muster.pipe.schedules.zero_bubble import Orders, one_chunk, two_chunks
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """One schedule: the stages per rank (None: as requested), their placement, and the order of actions."""
+    """One schedule: its stages per rank (`chunks`; None: as requested), their placement, and the order of actions."""
 
     about: str
     chunks: int | None
@@ -32,6 +34,7 @@ class ScheduleRow:
     orders: Callable[[tuple[int, ...], int, int, Costs], Orders]
     bubble: Callable[[int, int, int], float]  # (ranks, micro-batches, chunks) -> idle share
     splits_backward: bool = False
+    slices_tokens: bool = False
 
     def stages(self, ranks: int, chunks: int = 2) -> int:
         """Return the number of stages that the model is cut into."""
@@ -42,26 +45,32 @@ class ScheduleRow:
         return self.stages(ranks, chunks) * microbatches * (3 if self.splits_backward else 2)
 
 
-def schedule(name: str, ranks: int, microbatches: int, *, chunks: int = 2, costs: Costs | None = None) -> Schedule:
+def schedule(
+    name: str, ranks: int, microbatches: int, *, chunks: int = 2, costs: Costs | None = None, slices: int = 1
+) -> Schedule:
     """Return the table of a schedule. The same arguments give the same table on every rank.
 
     `chunks` is the number of stages per rank for `interleaved`; for the others it is fixed. zb1p and zbv are optimized
     for `costs` (default: one second each); the others ignore them. There may be fewer micro-batches than ranks.
+    `slices` is the number of slices of a sequence for `terapipe`.
 
     Raises:
-        ValueError: If the name is unknown, ranks, micro-batches or chunks are less than 1, or the number of costs does
-            not match the stages.
+        ValueError: If the name is unknown, ranks, micro-batches, chunks or slices are less than 1, the number of costs
+            does not match the stages, or the schedule does not slice sequences and `slices` is above 1.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; expected one of: {', '.join(SCHEDULES)}")
-    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+    for what, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks), ("slices", slices)):
         if number < 1:
             raise ValueError(f"schedule {name}: {what} must be at least 1, got {number}")
     row = SCHEDULES[name]
+    if slices > 1 and not row.slices_tokens:
+        raise ValueError(f"schedule {name}: slices must be 1, got {slices}; only terapipe slices sequences")
     rank_of = row.rank_of(ranks, row.chunks or chunks)
     costs = costs or Costs()
     costs.require(len(rank_of))
-    return Schedule(name, microbatches, rank_of, row.orders(rank_of, ranks, microbatches, costs))
+    made = Schedule(name, count := microbatches * slices, rank_of, row.orders(rank_of, ranks, count, costs), slices)
+    return made if slices == 1 else replace(made, actions=tuple(_later_first(each, made) for each in made.actions))
 
 
 def round_robin(ranks: int, chunks: int) -> tuple[int, ...]:
@@ -101,9 +110,10 @@ def _1f1b(_rank_of: tuple[int, ...], ranks: int, microbatches: int, _costs: Cost
 def _interleaved(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
     """Megatron's order (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters").
 
-    Micro-batches pass through a rank's chunks in rounds of at least as many micro-batches as ranks: when the last of a
-    round has passed, the first has come around the ring. If the ranks do not divide the micro-batches, rounds are
-    slightly larger, the larger ones first. A round smaller than the ring would have to wait for it.
+    Micro-batches pass through a rank's chunks in rounds. A round has at least as many micro-batches as there are ranks,
+    so its first micro-batch has come around the ring of ranks when its last one has passed. With a remainder, rounds
+    are slightly larger, the larger ones first: after a round smaller than the ring, a rank would wait for the first
+    micro-batch.
     """
     chunks = len(rank_of) // ranks
     if chunks == 1:
@@ -120,6 +130,12 @@ def _interleaved(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs:
         backwards = [Action("B", stage, index) for part in rounds for stage in reversed(stages) for index in part]
         rows.append(_alternated(forwards, backwards, ahead=2 * (ranks - rank - 1) + (chunks - 1) * sizes[0]))
     return tuple(rows)
+
+
+def _later_first(row: tuple[Action, ...], made: Schedule) -> tuple[Action, ...]:
+    """Run the backwards of a micro-batch's slices last to first: earlier slices get gradients from later ones."""
+    order = made.backward_order(made.microbatches)
+    return tuple(each if each.kind == "F" else replace(each, microbatch=order[each.microbatch]) for each in row)
 
 
 def _alternated(forwards: list[Action], backwards: list[Action], *, ahead: int) -> tuple[Action, ...]:
@@ -139,7 +155,7 @@ def _bubble_of_one_stage(ranks: int, microbatches: int, _chunks: int) -> float:
 
 
 def _bubble_of_interleaved(ranks: int, microbatches: int, chunks: int) -> float:
-    """With fewer micro-batches than ranks, every chunk but the last waits for the first micro-batch to come around."""
+    """With fewer micro-batches than ranks, each chunk but the last is followed by a wait for the first micro-batch."""
     idle = ranks - 1 + (chunks - 1) * max(0, ranks - microbatches)
     return idle / (chunks * microbatches + idle)
 
@@ -151,7 +167,7 @@ def _bubble_of_zb1p(ranks: int, microbatches: int, _chunks: int) -> float:
 
 
 def _bubble_of_zbv(ranks: int, microbatches: int, _chunks: int) -> float:
-    """The longer one counts: a rank's work after the first micro-batch arrives, or the trip down the V, up and back."""
+    """A step takes the longer of two times: a rank's work after its first input, or a trip along the V and back."""
     makespan = max(6 * microbatches + ranks - 1, 4 * ranks + 2 * microbatches - 1)
     return 1 - 6 * microbatches / makespan
 
@@ -162,24 +178,32 @@ SCHEDULES = {
     ),
     "gpipe": ScheduleRow("all forwards, then all backwards", 1, round_robin, _gpipe, _bubble_of_one_stage),
     "1f1b": ScheduleRow(
-        "one forward, one backward: memory of as many micro-batches as stages",
+        "one forward, one backward in turn; memory for as many micro-batches as stages",
         1,
         round_robin,
         _1f1b,
         _bubble_of_one_stage,
     ),
     "interleaved": ScheduleRow(
-        "1f1b over several smaller stages a rank", None, round_robin, _interleaved, _bubble_of_interleaved
+        "1f1b over several smaller stages per rank", None, round_robin, _interleaved, _bubble_of_interleaved
     ),
     "zb1p": ScheduleRow(
         "1f1b whose weight gradients fill the bubble", 1, round_robin, one_chunk, _bubble_of_zb1p, splits_backward=True
     ),
     "zbv": ScheduleRow(
-        "two stages a rank in a V, weight gradients fill the bubble",
+        "two stages per rank in a V; weight gradients fill the bubble",
         2,
         vee,
         two_chunks,
         _bubble_of_zbv,
         splits_backward=True,
+    ),
+    "terapipe": ScheduleRow(
+        "gpipe over slices of the sequences of each micro-batch, for causal models",
+        1,
+        round_robin,
+        _gpipe,
+        _bubble_of_one_stage,
+        slices_tokens=True,
     ),
 }

@@ -1,4 +1,4 @@
-"""Compute when actions begin and end: every rank keeps its order, and each action starts when its inputs are there."""
+"""Compute when actions begin and end: ranks keep their order, and each action starts when its inputs have arrived."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class ActionTimes:
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """List what an action needs: F the previous stage's F, W its I, a backward its F and the next stage's backward."""
+    """List an action's inputs: F needs the previous stage's F, W its I, a backward its F and the next stage's one."""
     stage, index = action.stage, action.microbatch
     if action.kind == "F":
         return (Action("F", stage - 1, index),) if stage else ()
@@ -33,10 +33,11 @@ def times(rank_of: tuple[int, ...], orders: tuple[tuple[Action, ...], ...], cost
     """Compute the times of all actions.
 
     A message leaves when its producer ends, after earlier messages between the same two ranks. The sender continues
-    when it has handed the message over. The receiver continues when it has accepted it, which may overlap its waiting.
+    after handing the message over, and the receiver after accepting it. The time to accept a message overlaps the wait
+    for it.
 
     Raises:
-        ScheduleError: If the ranks deadlock, or an action needs one that does not exist.
+        ScheduleError: If the ranks deadlock, or an action needs the result of a missing one.
     """
     stages = len(rank_of)
     arrived: list[dict[Action, float]] = [{} for _ in orders]  # by rank: when an action's result is available there

@@ -1,11 +1,11 @@
 """Order the actions of zb1p and zbv: split backwards, whose weight gradients (W) fill the bubble.
 
 Qi et al. 2024, "Zero bubble pipeline parallelism" (ZB-H1) and "Pipeline parallelism with controllable memory" (V-ZB).
-The papers draw them for F = I = W; here they are optimized for any costs. zb1p is 1F1B with each W some micro-batches
-after its I. zbv is list scheduling in simulated time: a free rank takes the most urgent action whose inputs are there.
+The papers' orders assume F = I = W; here they are optimized for any costs. zb1p is 1F1B with each W some micro-batches
+after its I. zbv is list scheduling in simulated time: a free rank takes the most urgent action that is ready.
 It runs a forward only if it has room for the activation, and W only if nothing else can run or memory is full.
-Whether F or I of which stage is more urgent depends on costs, so several rules are tried and the shortest step wins.
-The result depends only on sums, products and comparisons of the given numbers, so every rank finds the same order.
+The best priorities depend on costs, so several rules are tried and the order with the shortest step wins. The result
+depends only on sums, products and comparisons of the given numbers, so every rank finds the same order.
 """
 
 import heapq
@@ -19,7 +19,7 @@ from muster.pipe.schedules.times import times
 
 Orders = tuple[tuple[Action, ...], ...]
 
-OFTEN = Costs(1.0, 1.2, 0.6, 0.2)  # roughly those of GPT blocks on CPUs
+TYPICAL = Costs(1.0, 1.2, 0.6, 0.2)  # roughly those of GPT blocks on CPUs
 MANY_ACTIONS = 20_000  # beyond this only one order is tried, because choosing would take seconds
 
 
@@ -27,12 +27,12 @@ MANY_ACTIONS = 20_000  # beyond this only one order is tried, because choosing w
 class Rules:
     """Priorities among the actions that a rank could take.
 
-    `in_flight` bounds a rank's forwards without their W. `first` is the preferred kind, F or I. Between the I or W of
-    two stages, `oldest` prefers the older micro-batch; otherwise the later stage wins. Between the F of two stages, the
-    later stage wins, or with `alternate` the one that was not last. `through` limits the micro-batches between a rank's
-    two stages once backwards have begun: the number of stages between them divided by `through`, plus 2. Further
-    forwards have lower priority than W. `patience` is the share of W's duration that a rank waits for an input in
-    transit instead.
+    `in_flight` bounds the micro-batches of a rank between their F and their W. `first` is the preferred kind, F or I.
+    Between the I or W of two stages, `oldest` prefers the older micro-batch; otherwise the later stage wins. Between
+    the F of two stages, the later stage wins, or with `alternate` the one that did not run last. `through` limits the
+    micro-batches between a rank's two stages once backwards have begun: the number of stages between them divided by
+    `through`, plus 2. Further forwards have lower priority than W. Instead of running W, a rank waits for an input in
+    transit if it will arrive within `patience` times the duration of W.
     """
 
     in_flight: int
@@ -44,7 +44,7 @@ class Rules:
 
 
 def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
-    """Order zb1p. Each rank may hold as many activations until their W as the first rank of 1F1B does.
+    """Order zb1p. A rank may hold as many activations as the first rank of 1F1B, each until its W.
 
     1F1B with its backwards split in place is tried too, so that in simulated time zb1p is never slower than 1F1B, up to
     `MANY_ACTIONS`.
@@ -56,9 +56,9 @@ def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Co
 
 
 def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
-    """Order zbv. A rank may hold 2 * ranks activations until their W, of stages half as large as zb1p's.
+    """Order zbv. A rank may hold 2 * ranks activations, each until its W. Stages are half as large as in zb1p.
 
-    The order for F = I = W is tried for other costs, too. For F = I = W itself, orders for `OFTEN` are tried, too:
+    The order for F = I = W is tried for other costs, too. For F = I = W itself, orders for `TYPICAL` are tried, too:
     many orders are equally short there, but some of them get much longer if costs change a little.
     """
     tried = (
@@ -69,8 +69,8 @@ def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: C
     )
     orders = (_listed(rank_of, microbatches, costs, rules) for rules in tried)
     if costs == Costs():
-        often = (_listed(rank_of, microbatches, OFTEN, rules) for rules in tried)
-        return _shortest(chain(orders, often), rank_of, costs, OFTEN)
+        often = (_listed(rank_of, microbatches, TYPICAL, rules) for rules in tried)
+        return _shortest(chain(orders, often), rank_of, costs, TYPICAL)
     alike = (two_chunks(rank_of, ranks, microbatches, each) for each in (Costs(),))
     return _shortest(chain(orders, alike), rank_of, costs)
 
@@ -78,8 +78,9 @@ def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: C
 def _shortest(
     candidates: Iterable[Orders], rank_of: tuple[int, ...], costs: Costs, then: Costs | None = None
 ) -> Orders:
-    """Choose the order with the shortest step, the first of equals. Stop early if it is optimal or too long to compare.
-    `then` breaks ties: of equally short orders, the one with the shortest step for those costs wins.
+    """Choose the order with the shortest step for `costs`. `then` are the costs that break ties.
+
+    Stop early at an order with more than `MANY_ACTIONS` actions or, without `then`, at an optimal order.
     """
     best: tuple[tuple[float, float], Orders] | None = None
     for orders in candidates:
@@ -137,7 +138,7 @@ def _listed(rank_of: tuple[int, ...], microbatches: int, costs: Costs, rules: Ru
 
 
 class _Listing:
-    """The state of a list scheduling: how much each stage has begun, and when actions are ready."""
+    """The state of list scheduling: how many actions each stage has begun, and when each action is ready."""
 
     def __init__(self, rank_of: tuple[int, ...], microbatches: int, costs: Costs, rules: Rules) -> None:
         stages = range(len(rank_of))
@@ -153,14 +154,14 @@ class _Listing:
         self.awake = [(0.0, rank) for rank in ranks]  # (time, rank): when a rank may be able to begin an action
 
     def run(self) -> None:
-        """Begin all actions, in order of time."""
+        """Begin all actions, in the order of simulated time."""
         while self.awake:
             now, rank = heapq.heappop(self.awake)
             if self.free[rank] <= now and (action := self._most_urgent(rank, now)):
                 self._begin(action, rank, now)
 
     def _most_urgent(self, rank: int, now: float) -> Action | None:
-        """Return the action that a rank should begin; None if there is none, or it should wait."""
+        """Return the action that a rank should begin; None if none can run, or the rank should wait."""
         found, awaited = [], now
         for chunk, stage in enumerate(self.chunks[rank]):
             for kind, begun in self.begun.items():
@@ -186,7 +187,7 @@ class _Listing:
         return in_flight + reserved < self.rules.in_flight
 
     def _urgency(self, kind: Kind, rank: int, chunk: int, index: int) -> tuple[int, ...]:
-        """Return a sort key, lowest first: F 0 or 2, I 1, W 3, and 4 for an F that comes after W."""
+        """Return a sort key, lowest first. It begins with 0 or 2 for F, 1 for I, 3 for W, and 4 for an F after W."""
         rules, stages = self.rules, self.chunks[rank]
         if kind != "F":
             return (1 if kind == "I" else 3), index if rules.oldest else 0, -chunk

@@ -1,1 +1,1 @@
-"""Split backwards in two halves: gradients of inputs first, gradients of weights later."""
+"""Split backwards into two halves: gradients of inputs first, gradients of weights later."""

@@ -3,10 +3,10 @@
     backward   dX = input_gradient(dY, x, W, place)      the gradient of the input; as a hidden side effect,
                                                          (x, dY) are kept for `WeightQueue.run`
 
-The operation returns dX itself, so the compiler cannot remove it. It keeps copies, because compiled code reuses the
-memory of a tensor once its own graph no longer needs it. `place` is the layer's number, as a tensor: layers of equal
-shape share compiled code, which would treat an integer as a constant. If the input needs no gradient, nothing calls the
-operation, so such a layer is not split.
+The operation returns dX itself, so the compiler cannot remove it. It keeps copies of x and dY, because compiled code
+reuses the memory of a tensor once its own graph no longer needs it. `place` is the layer's number, as a tensor: layers
+of equal shape share compiled code, which would treat an integer as a constant. If the input needs no gradient, nothing
+calls the operation, so such a layer is not split.
 """
 
 import weakref
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-RUNS: Final = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)  # by weight.dim() - 2
+RUNS: Final = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)  # index: weight.dim() - 2
 
 
 class SplitLayer(Protocol):
@@ -32,11 +32,11 @@ class SplitLayer(Protocol):
 
 
 _LAYERS: Final[weakref.WeakValueDictionary[int, SplitLayer]] = weakref.WeakValueDictionary()
-"""Layers by number. Compiled code names them so, because an operation's arguments are tensors."""
+"""Layers by number. Compiled code passes the number, as a tensor, because it cannot pass the layer."""
 
 
 def number(place: SplitLayer) -> Tensor:
-    """Give a layer a number, as a tensor. The number is freed with the layer."""
+    """Return a new number for a layer, as a tensor. The number is freed with the layer."""
     given = max(_LAYERS, default=-1) + 1
     _LAYERS[given] = place
     return torch.tensor(given)
@@ -60,7 +60,7 @@ input_gradient.register_fake(_like_input)
 
 
 class _Layer(torch.autograd.Function):
-    """A linear layer or convolution with our backward."""
+    """A linear layer or convolution whose backward calls the custom operation."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor, *settings: Any) -> Tensor:

@@ -1,10 +1,10 @@
-"""Gradient capture: a hook on a split layer's output that passes on what its weight gradients need later.
+"""Gradient capture: a hook on a split layer's output that keeps the two tensors needed for its weight gradients.
 
     y = linear(x)       its weights are detached                capture(y, CaptureHook(site, weight, bias, x))
-    dY comes            the tap passes (x, dY) to the layer's site, which passes it to the queue
+    dY is computed      the hook passes (x, dY) to the layer's site, which passes them to the queue
 
-If the input needs no gradient, the output is connected to the site's anchor; otherwise there would be no backward to
-hook into.
+If the input needs no gradient, the output is connected to the site's anchor, because without a graph there would be no
+backward and no call of the hook.
 """
 
 import weakref
@@ -27,14 +27,14 @@ class SplitSite:
     __slots__ = ("__weakref__", "_queue", "anchor", "kind", "module", "original")
 
     def __init__(self, weight_queue: PendingQueue, kind: GradientKind, module: nn.Module) -> None:
-        self._queue = weakref.ref(weight_queue)  # a deleted queue restores its layers
+        self._queue = weakref.ref(weight_queue)  # weak, because a deleted queue restores its layers
         self.kind = kind
         self.module = weakref.ref(module)
         self.original = type(module)
         self.anchor = torch.empty(0, requires_grad=True)  # connects outputs to the graph if inputs need no gradient
 
     def keep(self, work: PendingGradients) -> None:
-        """Pass one call of the layer to the queue."""
+        """Pass the pending gradients of one call of the layer to the queue."""
         weight_queue = self._queue()
         if weight_queue is None:
             raise RuntimeError(
@@ -43,7 +43,7 @@ class SplitSite:
         weight_queue.keep(work)
 
     def keep_copies(self, x: Tensor, gradient: Tensor) -> None:
-        """Pass copies from one call of the layer in compiled code to the queue."""
+        """Copy the tensors of one call in compiled code, and pass them to the queue."""
         module = self.module()
         assert module is not None
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
@@ -57,7 +57,7 @@ class SplitSite:
 
 
 class CaptureHook:
-    """A hook on a layer's output, which passes on the input and the output's gradient."""
+    """A hook on a layer's output, which passes the layer's input and the output's gradient to the queue."""
 
     __slots__ = ("bias", "site", "unpack", "version", "weight", "x")
 
@@ -69,11 +69,11 @@ class CaptureHook:
         self.unpack: Callable[[Any], Tensor] | None = None
         self.x: Any = x
         if hooks := _saving_hooks(True):
-            with torch.no_grad():  # activation checkpointing saves something smaller; offloading moves the tensor
+            with torch.no_grad():  # activation checkpointing and offloading replace the saved tensor
                 self.x, self.unpack = hooks[0](x.detach()), hooks[1]
 
     def __call__(self, gradient: Tensor) -> None:
-        """Receive the output's gradient."""
+        """Check that the input is unchanged, and pass it and the output's gradient to the queue."""
         x, site = self.x, self.site
         if gradient.requires_grad:
             raise RuntimeError("a split backward cannot be differentiated; use a plain layer for create_graph=True")
@@ -88,9 +88,8 @@ class CaptureHook:
             )
         if not _keeps_graph():
             self.x = None
-        site.keep(
-            PendingGradients(site.kind, self.weight, self.bias, x.data, gradient)
-        )  # .data does not keep the graph alive
+        # `x.data` does not keep the graph alive.
+        site.keep(PendingGradients(site.kind, self.weight, self.bias, x.data, gradient))
 
 
 class _Hooks(dict[int, Callable[[Tensor], Any]]):
@@ -100,7 +99,7 @@ class _Hooks(dict[int, Callable[[Tensor], Any]]):
 
 
 class Anchored(torch.autograd.Function):
-    """Connect an output to the graph although its input needs no gradient."""
+    """An operation that connects an output to the graph even if its input needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], arguments: tuple[Any, ...], anchor: Tensor) -> Tensor:
@@ -114,9 +113,11 @@ class Anchored(torch.autograd.Function):
 def capture(y: Tensor, hook: CaptureHook) -> None:
     """Register the hook, to be called with the gradient of a layer's output.
 
-    A linear layer's output may be a view of (rows, outputs). After an in-place operation only the base keeps its node.
+    A linear layer's output may be a view of (rows, outputs). An in-place operation removes the view's node from the
+    graph, but not the node of its base.
     """
     captured = y if y._base is None else y._base
-    captured._backward_hooks = _Hooks({_OURS: hook})  # like register_hook without a handle, in a third of its time
+    # This does what register_hook does, without a handle and in a third of the time.
+    captured._backward_hooks = _Hooks({_OURS: hook})
     node: Any = captured.grad_fn
     node._register_hook_dict(captured)

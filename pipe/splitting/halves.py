@@ -9,12 +9,11 @@
         loss.backward()                            # I: also computes gradients of norms, embeddings and the like
     queue.run(0)                                   # W: weights of linear layers and convolutions
 
-Each layer's backward is split where it computes dX and dW. No second pass through the graph is needed, so the split
-costs neither memory nor time. `pipe/splitting/layers.py` has the layers, `pipe/splitting/weight_gradients.py` the
-products.
+Each layer's backward is split where it computes dX and dW. So no second pass through the graph is needed, and nothing
+is computed twice. `pipe/splitting/layers.py` has the layers, `pipe/splitting/weight_gradients.py` the products for dW.
 
-Source: Qi et al. 2024, "Zero bubble pipeline parallelism". Deferring the weight half layer by layer is from DeepSeek-AI
-2025, "DualPipe".
+Source: Qi et al. 2024, "Zero bubble pipeline parallelism". Deferring the weight gradients layer by layer is from
+DeepSeek-AI 2025, "DualPipe".
 """
 
 import weakref
@@ -31,20 +30,20 @@ Later = Callable[[], None]
 
 
 class WeightQueue:
-    """Pending weight gradients of a module, by key.
+    """The pending weight gradients of a module, grouped by key.
 
     Building a queue splits the module's `nn.Linear`, `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` layers, until
     `restore()`, the end of a `with`, or the queue's deletion. State dict, names and parameters do not change. A copy or
-    unpickled version of a split layer is a plain layer. A layer is not split if its weight is computed by a norm, a
-    mask or a parametrization, now or later. A key is anything that identifies one backward: here a stage and a
-    micro-batch.
+    unpickled version of a split layer is a plain layer. A layer whose weight is computed (by a norm, a mask or a
+    parametrization, even one added later) runs as a plain one. A key is any hashable object that identifies one
+    backward; a pipeline uses (stage, micro-batch).
 
-    Between `collecting` and `run`, the queue holds inputs of these layers and gradients of their outputs without
-    copying. Do not write to their memory in between.
+    Between `collecting` and `run`, the queue keeps the inputs of these layers and the gradients of their outputs
+    without copying. Do not overwrite these tensors in between.
 
-    `run` adds to `.grad` what autograd would have added, and calls the hooks of parameters. With `exact` the bits are
-    autograd's, if keys run in the order of a loop over micro-batches; a layer that shares its weight with another kind
-    of module, such as a head tied to an embedding, is then not split. There are two exceptions, which differ by
+    `run` adds the same gradients to `.grad` as autograd would, and calls the hooks of parameters. With `exact` the bits
+    are autograd's, if keys run in the order of a loop over micro-batches. To ensure this, a layer that shares its
+    weight with another kind of module, such as a head tied to an embedding, is not split. Two cases still differ by
     rounding: a weight that a forward also uses directly, and, under autocast, a weight used twice in a micro-batch.
 
     Raises:
@@ -54,10 +53,10 @@ class WeightQueue:
     def __init__(self, module: nn.Module, *, exact: bool = False) -> None:
         self.exact = exact
         self._works: dict[Hashable, list[PendingGradients | Later]] = {}
-        self._open: list[PendingGradients | Later] | None = None  # the work of the key that is being collected
+        self._open: list[PendingGradients | Later] | None = None  # the pending work of the key being collected
         layers = list(module.modules())
         if taken := [type(each).__name__ for each in layers if is_split(each)]:
-            raise ValueError(f"{len(taken)} layers ({taken[0]}, ...) are already split; restore() their queue first")
+            raise ValueError(f"{len(taken)} layers ({taken[0]}, ...) are already split; restore their queue first")
         kinds = [kind_of(each) for each in layers]
         whole = {
             id(parameter)
@@ -72,18 +71,17 @@ class WeightQueue:
                 split(each, kind, self)
                 self._layers.append(each)
             elif kind is None and not exact and hasattr(each, "weight_queue"):
-                each.weight_queue = weakref.proxy(
-                    self
-                )  # tensor-parallel layers defer their weight gradients themselves
+                # A tensor-parallel layer passes its weight gradients to this queue itself.
+                each.weight_queue = weakref.proxy(self)
                 self._others.append(each)
         weakref.finalize(self, _restore, self._layers, self._others).atexit = False
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Collect the weight half of all backwards in the block under a key. Several blocks may add to one key.
+        """Collect the pending weight gradients of all backwards in the block under a key. Several blocks may share it.
 
         Raises:
-            RuntimeError: If another key is open. A split layer's backward raises if no key is open.
+            RuntimeError: If called within another `collecting` block. A split layer's backward raises outside of one.
         """
         if self._open is not None:
             raise RuntimeError(f"collecting({key!r}) within another collecting(); close that first")
@@ -125,7 +123,7 @@ class WeightQueue:
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """The keys that were collected but have not run, oldest first."""
+        """The keys whose work was collected but has not run, oldest first."""
         return tuple(self._works)
 
     def finish(self) -> None:
@@ -143,7 +141,7 @@ class WeightQueue:
         self._works.clear()
 
     def restore(self) -> None:
-        """Make the layers plain again. Pending work can still be run."""
+        """Restore the plain layers. Pending work can still be run."""
         _restore(self._layers, self._others)
 
     def __enter__(self) -> "WeightQueue":

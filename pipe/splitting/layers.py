@@ -6,7 +6,8 @@
 
 A layer's class is replaced by a subclass with another `forward`. Parameters, state dict and printed form do not change,
 and copies are plain layers. A layer that cannot be split (a computed weight, complex numbers, its own `forward`) keeps
-its class. So do all other kinds of layers: their weight gradients are computed together with the gradients of inputs.
+its class. Other kinds of layers keep theirs, too: their weight gradients are computed together with the gradients of
+inputs.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def kind_of(module: nn.Module) -> GradientKind | None:
-    """Return the kind of weight gradients of a layer; None if it cannot be split."""
+    """Return how a layer's weight gradients are computed; None if the layer cannot be split."""
     held, weight = module._parameters, module._parameters.get("weight")
     if weight is None or "bias" not in held or is_lazy(weight) or weight.is_complex() or "forward" in module.__dict__:
         return None
@@ -57,7 +58,7 @@ def anchors_of(module: nn.Module) -> list[Tensor]:
 
 
 def restore(module: nn.Module) -> None:
-    """Restore a split layer's class, unless a parametrization has replaced ours since."""
+    """Restore a split layer's class, unless a parametrization has since replaced the split one."""
     site = module.__dict__.pop(SITE)
     del module.__dict__[PLACE]
     if type(module) in (_subclass(_SplitLinear, site.original), _subclass(_SplitConvolution, site.original)):
@@ -66,15 +67,15 @@ def restore(module: nn.Module) -> None:
 
 @cache
 def _subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """Return the split subclass of a class. It has the original's name, so it prints alike."""
+    """Return the split subclass of a class. It has the original's name, so that split layers print like plain ones."""
     return type(original.__name__, (ours, original), {"__module__": __name__})
 
 
 def _convolution(module: _ConvNd) -> Convolution | None:
-    """Return the settings of a convolution; None for a custom class, or unequal padding of two sides."""
+    """Return the settings of a convolution; None for a custom class, or if opposite sides are padded unequally."""
     own = type(module)
     plain = any(own.forward is each.forward and own._conv_forward is each._conv_forward for each in CONVOLUTIONS)
-    around = list(module._reversed_padding_repeated_twice)  # last dimension first, both sides
+    around = list(module._reversed_padding_repeated_twice)  # both sides of each dimension, last dimension first
     if not plain or around[::2] != around[1::2]:
         return None
     padding = tuple(around[::-2]) if module.padding_mode == "zeros" else (0,) * (len(around) // 2)
@@ -82,13 +83,13 @@ def _convolution(module: _ConvNd) -> Convolution | None:
 
 
 class _Split(nn.Module):
-    """The common part of split layers."""
+    """Base class of split layers."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as a plain layer, because a copy has no queue for its weight gradients."""
         plain = object.__new__(self.__dict__[SITE].original)
         plain.__dict__.update((name, each) for name, each in self.__dict__.items() if name not in (SITE, PLACE))
-        return plain.__reduce_ex__(1)  # later protocols require an object of this very class
+        return plain.__reduce_ex__(1)  # from protocol 2 on, pickle would compare the classes
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the split layer; run it as a plain one if a norm or mask has replaced its weight or bias."""
@@ -131,7 +132,8 @@ class _SplitLinear(_Split):
         flat, shape = x.flatten(0, -2), (*x.shape[:-1], len(weight))  # (rows, features)
         if x.is_contiguous():
             return self._captured(functional.linear, flat, weight, bias).view(shape)
-        # A plain layer flattens such an input, too, but only while its weight is in the graph.
+        # torch flattens such an input only if the weight requires a gradient. Ours is detached, so the input is
+        # flattened here, to get the same bits.
         y = self._captured(functional.linear, flat, weight, None).view(shape)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -158,12 +160,12 @@ class _SplitConvolution(_Split):
 
 
 def _is_due(weight: Tensor) -> bool:
-    """Return whether a weight's gradient is wanted and accumulates in the weight itself (not in what computes it)."""
+    """Return whether a weight's gradient is wanted, and the weight is a leaf, not computed from other tensors."""
     return weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
 
 
 def _in_autocast(x: Tensor) -> Tensor:
-    """Cast an input as autocast would, so that the cast tensor is the one that is kept."""
+    """Cast an input as autocast would, so that the cast tensor is kept for the weight gradients."""
     if not torch._C._is_any_autocast_enabled():  # ten times faster than asking for a device type
         return x
     kind = x.device.type

@@ -5,7 +5,7 @@
 
 `Sums` adds them to `.grad` as autograd would: the contributions of all uses in one micro-batch form one gradient, and
 then hooks are called. With `exact` the bits are autograd's, too: the uses are added up before they are added to
-`.grad`, and no product accumulates directly, because that would round once less.
+`.grad`, and no product accumulates into `.grad` directly, because that would skip one rounding.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +17,8 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-FULL: Final = (
-    torch.float32,
-    torch.float64,
-)  # types in which torch accumulates directly; it sums 16-bit types in float32
+# Types in which torch accumulates directly. It sums 16-bit types in float32.
+FULL: Final = (torch.float32, torch.float64)
 
 
 class PendingGradients(NamedTuple):
@@ -28,25 +26,25 @@ class PendingGradients(NamedTuple):
 
     kind: "GradientKind"
     weight: nn.Parameter
-    bias: nn.Parameter | None  # None: the layer has none, or it is frozen
+    bias: nn.Parameter | None  # None if the layer has none, or if it is frozen
     x: Tensor
-    gradient: Tensor  # of the output; has the type of the computation, as x does
+    gradient: Tensor  # gradient of the output; both tensors have the type of the computation
 
 
 class PendingQueue(Protocol):
     """A queue of pending work, such as `pipe.splitting.halves.WeightQueue`."""
 
     def keep(self, work: PendingGradients) -> None:
-        """Add the work of one call of a layer, from its backward."""
+        """Add the pending gradients of one call of a layer, during its backward."""
 
 
 class Sums:
-    """Adds the gradients of one micro-batch to `.grad`."""
+    """The sums of one micro-batch's gradients, which are added to `.grad`."""
 
     def __init__(self, works: Sequence[PendingGradients], *, exact: bool) -> None:
         self.exact = exact
         learning = [each for work in works for each in work[1:3] if each is not None]
-        self._uses = Counter(map(id, learning))  # number of uses still to come, by parameter
+        self._uses = Counter(map(id, learning))  # number of uses that have not been added yet, by parameter
         self._partial: dict[int, Tensor] = {}  # the sum over the uses so far, if it must be complete before it is added
         self._ones: Tensor | None = None
         self._simple = len(self._uses) == len(learning) and not any(  # one use per parameter, and no hooks
@@ -61,7 +59,7 @@ class Sums:
         return held if self._simple or not parameter._backward_hooks else None
 
     def ones(self, rows: Tensor) -> Tensor:
-        """Return a vector with a one for each row of a matrix."""
+        """Return a vector of ones, one for each row of a matrix."""
         ones = self._ones
         if ones is None or ones.size(0) != rows.size(0) or ones.dtype is not rows.dtype or ones.device != rows.device:
             ones = self._ones = rows.new_ones(rows.size(0))
@@ -98,7 +96,7 @@ class Sums:
 
 
 class GradientKind(ABC):
-    """How the gradients of a kind of layer are computed."""
+    """The computation of gradients for one kind of layer."""
 
     @abstractmethod
     def run(self, work: PendingGradients, sums: Sums) -> None:
@@ -106,11 +104,11 @@ class GradientKind(ABC):
 
     @abstractmethod
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of x, with its shape."""
+        """Return the gradient of x, in the shape of x."""
 
 
 class Linear(GradientKind):
-    """Gradients for x (..., features) and dY (..., outputs)."""
+    """Gradients of linear layers, from x (..., features) and dY (..., outputs)."""
 
     def run(self, work: PendingGradients, sums: Sums) -> None:
         _, weight, bias, x, gradient = work
@@ -127,7 +125,7 @@ class Linear(GradientKind):
         if bias is None:
             return
         if (held := sums.fused(bias, gradient)) is not None and gradient.dtype in FULL:
-            held.addmv_(turned, sums.ones(gradient))  # one call, in a quarter of the time of a sum and an addition
+            held.addmv_(turned, sums.ones(gradient))  # this call takes a quarter of the time of a sum and an addition
             sums.added(bias)
         else:
             sums.add(bias, gradient.sum(0))
@@ -138,7 +136,10 @@ class Linear(GradientKind):
 
 @dataclass(frozen=True)
 class Convolution(GradientKind):
-    """Gradients for x (batch, channels, ...) and dY (batch, outputs, ...). Settings have one number per dimension."""
+    """Gradients of convolutions, from x (batch, channels, ...) and dY (batch, outputs, ...).
+
+    Settings have one number per dimension.
+    """
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -159,7 +160,7 @@ class Convolution(GradientKind):
         made: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
             gradient,
             x,
-            weight.to(gradient.dtype),  # weight gradients need only its shape and memory format
+            weight.to(gradient.dtype),  # for weight gradients, only its shape and memory format matter
             [gradient.shape[1]],
             self.stride,
             self.padding,

@@ -17,7 +17,7 @@ IGNORED: Final = -100  # as in torch.nn.functional.cross_entropy
 
 
 class SplitCrossEntropy:
-    """The mean cross-entropy of targets (...) and logits (..., classes of this rank), or logits of all classes.
+    """The mean cross-entropy of logits (..., classes of this rank, or all classes) against targets (...).
 
     Computed in float32 or wider, with the same bits on every rank. Rows with the target -100 do not count.
 
@@ -31,7 +31,7 @@ class SplitCrossEntropy:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss, a scalar."""
-        # (rows, classes of this rank), (rows,)
+        # logits (rows, classes of this rank), targets (rows,)
         flat, wanted = logits.reshape(-1, logits.shape[-1]), targets.flatten()
         wide = torch.promote_types(flat.dtype, torch.float32)
         require_within(wanted, self.classes, "target", spared=IGNORED)
@@ -41,7 +41,7 @@ class SplitCrossEntropy:
         if flat.shape[-1] != stop - start:
             raise ValueError(
                 f"cross-entropy over {self.classes} classes on {self.region.ranks} ranks: logits have "
-                f"{flat.shape[-1]} of them; expected this rank's {stop - start}, or all"
+                f"{flat.shape[-1]} classes; expected this rank's {stop - start}, or all"
             )
         loss: Tensor = outside_graph(_SplitLoss.apply, self.region, flat, wanted, start, wide)
         return loss
@@ -51,7 +51,7 @@ def require_within(index: Tensor, size: int, what: str, spared: int = 0) -> None
     """Check that indices are in [0, size) or equal to `spared`. Only on CPUs: on a GPU, the host would have to wait.
 
     Raises:
-        ValueError: If one is not.
+        ValueError: If an index is outside this range.
     """
     if index.device.type != "cpu" or not index.numel():
         return
@@ -66,7 +66,7 @@ class _SplitLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: Region, logits: Tensor, targets: Tensor, start: int, wide: torch.dtype) -> Tensor:
         largest = region.begin_maximum(logits.amax(-1).to(wide))()
-        shifted = logits - largest[:, None]  # in the wider type; the only copy
+        shifted = logits - largest[:, None]  # the only copy of the logits, in the wider type
         own = targets - start
         is_own = (own >= 0) & (own < logits.shape[-1])
         own = own.where(is_own, 0)[:, None]

@@ -5,11 +5,11 @@
     row       inputs are split       each rank's inputs -> y, summed                   backward: dy whole, nothing sent
 
 A column layer, an elementwise operation and a row layer need one exchange forward and one backward. With split
-sequences (Korthikanti et al. 2022), the column layer gathers and the row layer scatters in the forward, and the other
-way round in the backward. This sends as many bytes as the sums.
+sequences (Korthikanti et al. 2022), the column layer gathers and the row layer scatters in the forward; in the backward
+it is the other way round. These send as many bytes as all-reduces would.
 
-In the backward of column layers, dx is sent while the product for dW runs. Layers with the same input share their
-products and their sum. If a pipeline computes dW later (`pipe/splitting/halves.py`), dx is still sent first.
+In the backward of column layers, dx is sent while the product for dW runs. Layers with the same input share one product
+and one sum, if possible. If a pipeline computes dW later (`pipe/splitting/halves.py`), dx is still sent first.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,14 @@ from muster.pipe.tensor.region import Pending, Region, outside_graph
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer with this rank's outputs. Maps (..., in_features) to (..., outputs of this rank).
+    """A linear layer that computes this rank's outputs. Maps (..., in_features) to (..., outputs of this rank).
 
     With split sequences, its input is this rank's part, and its outputs belong to the whole sequence.
     """
 
     region: Region
-    weight_queue: PendingQueue | None = (
-        None  # a queue that computes its weight gradients later; None: its backward does
-    )
+    # The queue that computes its weight gradients later. If None, they are computed in its backward.
+    weight_queue: PendingQueue | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Map whole inputs to this rank's outputs."""
@@ -40,7 +39,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer with this rank's inputs. Maps (..., inputs of this rank) to (..., out_features), summed.
+    """A linear layer over this rank's inputs. Maps (..., inputs of this rank) to (..., out_features), summed.
 
     The bias is whole on every rank, and added once. With split sequences, the result is this rank's part.
     """
@@ -104,7 +103,7 @@ class JoinedColumns:
 
 
 def autocast_to(x: Tensor, *rest: Tensor | None) -> list[Any]:
-    """Cast tensors as autocast does for a product, if it is on."""
+    """Cast tensors as autocast does for a product, if autocast is on."""
     if not torch.is_autocast_enabled(x.device.type):
         return [x, *rest]
     dtype = torch.get_autocast_dtype(x.device.type)

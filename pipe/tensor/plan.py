@@ -1,4 +1,4 @@
-"""Rules of a plan: how each kind of module is split over ranks.
+"""Rules of a plan: ways to split each kind of module over ranks.
 
     plan = {
         "embed.token":         Vocabulary(),
@@ -10,8 +10,8 @@
         "head":                Vocabulary(),
     }
 
-A pattern is matched part by part between dots; `*` does not cross a dot. Modules without a rule compute the same on
-every rank. Every rule is checked before any is applied, so a model that cannot be split sends nothing.
+The parts of a pattern between dots are matched one by one, so `*` does not cross a dot. Modules without a rule compute
+the same on every rank. Every rule is checked before any is applied, so a model that cannot be split sends nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,12 +44,12 @@ class Rule:
         yield from ()
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        """Make a module compute with its part, after its parameters have been cut."""
+        """Make a module compute with this rank's part, after its parameters have been cut."""
 
 
 @dataclass(frozen=True)
 class Column(Rule):
-    """Split the outputs of a linear layer. Its input is whole on every rank, or this rank's part of a sequence."""
+    """A linear layer whose outputs are split. Its input is whole on every rank, or this rank's part of a sequence."""
 
     becomes: ClassVar[type[ColumnLinear]] = ColumnLinear
 
@@ -73,7 +73,7 @@ class Column(Rule):
 
 @dataclass(frozen=True)
 class Row(Rule):
-    """Split the inputs of a linear layer, which are a column layer's outputs. Its output is summed over the ranks."""
+    """A linear layer whose inputs, the outputs of a column layer, are split. Its output is summed over the ranks."""
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
         """Require a linear layer with inputs divisible by the number of ranks."""
@@ -93,14 +93,14 @@ class Row(Rule):
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """Split the tokens of an embedding or the classes of a head, which may share one weight."""
+    """An embedding or a head whose vocabulary is split. Both may share one weight."""
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
         """Require a plain embedding or linear layer whose vocabulary is divisible by the number of ranks."""
         yield from _of_type(module, nn.Embedding, nn.Linear)
         if isinstance(module, nn.Embedding):
             for extra in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-                if getattr(module, extra) is not None and getattr(module, extra) is not False:  # padding_idx may be 0
+                if getattr(module, extra) is not None and getattr(module, extra) is not False:  # 0 is an index
                     yield f"{extra} is not supported with a split vocabulary"
             yield from _divides(module.num_embeddings, "tokens of its vocabulary", ranks)
         elif isinstance(module, nn.Linear):
@@ -125,12 +125,12 @@ class _VocabularyColumn(Column):
 
 @dataclass(frozen=True)
 class Heads(Rule):
-    """Split the heads of an attention. `count` is the attribute with the number of heads, or several such attributes.
+    """An attention whose heads are split. `count` names the attribute, or attributes, with the number of heads.
 
-    If keys and values have fewer heads than queries, name both numbers; both must be divisible by the ranks. `columns`
-    names its linear layers whose outputs belong to the heads. `through` names the method that maps the input to the
-    outputs of all of them, in that order; with it they become one product and one exchange. `dropout` names the
-    attribute with the dropout probability of attention, if there is one: each rank then draws its own masks.
+    If keys and values have fewer heads than queries, name both numbers; both must be divisible by the number of ranks.
+    `columns` names the linear layers whose outputs belong to the heads. `through` names the method that maps the input
+    to the outputs of all these layers, in that order; it is replaced by one product and one exchange. `dropout` names
+    the attribute with the dropout probability of attention, if there is one: each rank then draws its own masks.
     """
 
     count: str | tuple[str, ...] = "heads"
@@ -173,7 +173,7 @@ class Heads(Rule):
 
 @dataclass(frozen=True)
 class Sequence(Rule):
-    """A module between column and row layers: works on this rank's part of a sequence, with its own random stream."""
+    """A module between split layers, which works on this rank's part of a sequence and has its own random stream."""
 
     sequence_only: ClassVar[bool] = True
 
@@ -187,7 +187,7 @@ class Sequence(Rule):
 
 @dataclass(frozen=True)
 class SequenceStart(Rule):
-    """The last module that works on the whole sequence: each rank keeps only its part of the output."""
+    """The last module that works on the whole sequence. Each rank keeps only its part of the output."""
 
     sequence_only: ClassVar[bool] = True
 
@@ -217,4 +217,4 @@ def _of_type(module: nn.Module, *types: type[nn.Module]) -> Iterator[str]:
 def _divides(size: int, what: str, ranks: int) -> Iterator[str]:
     if size % ranks:
         next_up = -(-size // ranks) * ranks
-        yield f"{size} {what} cannot be split over {ranks} ranks: {size % ranks} would be left; {next_up} could be"
+        yield f"{size} {what} cannot be split evenly over {ranks} ranks; use a multiple of {ranks}, such as {next_up}"

@@ -4,8 +4,8 @@
     begin_gather         every rank gets the whole sequence                  all-gather
     begin_scatter_sum    every rank gets its part of the sum                 reduce-scatter
 
-Each returns a function at once, so that this rank can compute meanwhile. Calling the function waits and returns the
-result. With one rank nothing is sent.
+Each of these returns a function at once, so that this rank can compute while data is sent. Calling the function waits
+and returns the result. With one rank nothing is sent.
 """
 
 from collections.abc import Callable
@@ -23,14 +23,14 @@ Pending = Callable[[], Tensor]
 
 @_disable_dynamo
 def outside_graph(call: Callable[..., Any], *given: Any) -> Any:
-    """Call a function that communicates or draws random numbers. Compiled code breaks its graph here."""
+    """Call a function that communicates or draws random numbers. In compiled code, this breaks the graph."""
     return call(*given)
 
 
 class Region:
     """A group of ranks. With `sequence_dimension`, activations between split layers are split along that dimension.
 
-    `group` None means a single rank.
+    If `group` is None, there is a single rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, sequence_dimension: int | None = None) -> None:
@@ -40,7 +40,7 @@ class Region:
         self.sequence_dimension = sequence_dimension if self.ranks > 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Region":
-        """Return this region itself: a copy of a model uses the same group."""
+        """Return this region itself, because a copied model uses the same group."""
         return self
 
     def __reduce__(self) -> Any:
@@ -79,7 +79,7 @@ class Region:
         return _after(work, lambda: torch.cat(side_by_side.chunk(self.ranks), dimension))
 
     def begin_scatter_sum(self, x: Tensor) -> Pending:
-        """Begin to sum over ranks and give each rank its part of the sequence.
+        """Begin to sum a tensor over ranks; each rank gets its part of the sequence.
 
         Raises:
             ValueError: If the sequence length is not divisible by the number of ranks.
@@ -109,7 +109,7 @@ class Region:
             )
 
     def require_first_order(self) -> None:
-        """Refuse to be differentiated twice: the communication of a backward is not part of the graph.
+        """Refuse a second differentiation, because the communication of a backward is not part of the graph.
 
         Raises:
             RuntimeError: If the running backward has create_graph=True.
@@ -117,7 +117,7 @@ class Region:
         if self.ranks > 1 and torch.is_grad_enabled():
             raise RuntimeError(
                 f"a backward with create_graph=True through layers that are split over {self.ranks} ranks: their "
-                "communication has no second gradient; take gradients of gradients on a model that is not split"
+                "communication has no second derivative; compute it on a model that is not split"
             )
 
     def _dimension(self) -> int:

@@ -1,9 +1,9 @@
 """Separate random number streams per rank, for dropout of activations that are split over the ranks.
 
-All ranks of a region enter with the same state of the random generators; seeding them alike is up to the caller. Where
-a layer's elements are split, masks must differ. So one number is drawn from the common stream, and it and the rank
-number seed a separate stream. After the layer, the common stream continues where it was. So random numbers depend on
-the seed alone, and a repeated forward draws the same numbers again.
+The caller must seed all ranks of a region alike. Where a layer's elements are split, the masks of ranks must differ. So
+one number is drawn from the common stream; together with the rank number, it seeds a separate stream. After the layer,
+the common stream continues where it was. So random numbers depend on the seed alone, and a repeated forward draws the
+same numbers again.
 """
 
 from functools import partial
@@ -14,7 +14,7 @@ from torch import nn
 
 from muster.pipe.tensor.region import Region, outside_graph
 
-_GOLDEN: Final = 0x9E3779B97F4A7C15  # Weyl sequence: seeds of adjacent ranks share no low bits
+_GOLDEN: Final = 0x9E3779B97F4A7C15  # an odd number near 2^64 / golden ratio, which spreads the seeds of adjacent ranks
 _WORD: Final = (1 << 63) - 1
 
 
@@ -40,6 +40,6 @@ class OwnStream:
             each.manual_seed((common + (self.region.rank + 1) * _GOLDEN) & _WORD)
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Continue with the common stream."""
+        """Switch back to the common stream."""
         for generator, state in self.before.pop():
             generator.set_state(state)

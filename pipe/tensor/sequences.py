@@ -1,4 +1,4 @@
-"""Sequence parallelism (Korthikanti et al. 2022): modules between split layers work on some positions each."""
+"""Sequence parallelism (Korthikanti et al. 2022): between split layers, each rank works on some positions only."""
 
 import weakref
 from functools import partial
@@ -22,8 +22,8 @@ def _part_of(region: Region, module: nn.Module, args: Any, output: Tensor) -> Te
 class SumGradients:
     """A hook of a module that works on a part of a sequence: sums the gradients of its parameters over the ranks.
 
-    The sum happens before accumulation, so that hooks on accumulated gradients see the sum. Parameters are checked in
-    every forward, because those of a copied module, or newly assigned ones, have no hook yet.
+    The sum happens before accumulation, so that hooks on accumulated gradients see the sum. Every forward looks for
+    parameters without a hook, such as those of a copied module or newly assigned ones.
     """
 
     def __init__(self, module: nn.Module, region: Region) -> None:

@@ -1,8 +1,9 @@
 """The slice of a global tensor that a rank holds, and the positions of its elements in the whole. No torch.
 
 A slice is one range along one dimension. Along dimension 0 it is also one range of the whole's row-major elements;
-along dimension 1 it is a range in every row. A part of a slice, as cut by ZeRO, is a few boxes, whatever the number of
-rows:
+along dimension 1 it is a range in every row. A part of a slice, as cut by ZeRO, consists of a few boxes,
+however many rows it has:
+
     down (6, 4), this rank columns 2:4         its elements 1 .. 8, flat      in the whole
         0  1                                      .  1                        [0:1, 3:4]
         2  3                                      2  3                        [1:4, 2:4]
@@ -21,10 +22,10 @@ Box = tuple[Range, ...]
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The range [start, stop) of one dimension of a global shape. `dimension` None: the whole tensor, on every rank.
+    """The range [start, stop) of one dimension of a global shape. `dimension` is None for a whole tensor.
 
     `answers` is True if this rank contributes the slice where each element must be counted once, as in a checkpoint or
-    a norm. For tensors that every rank holds whole, rank 0 does.
+    a norm. Rank 0 contributes the tensors that every rank has whole.
     """
 
     name: str
@@ -36,7 +37,7 @@ class TensorSlice:
 
     @property
     def has_first(self) -> bool:
-        """True on the one rank that contributes the first element, and thus also values that exist once per tensor."""
+        """True on one rank only, which contributes the first element and also values stored once per tensor."""
         return self.answers and self.start == 0
 
     @property

@@ -36,20 +36,20 @@ def parallelize(
     sequence_dimension: int = 1,
     partial: bool = False,
 ) -> TensorParallel:
-    """Split a model in place. Tensors that are not split become rank 0's.
+    """Split a model in place. Tensors that are not split get rank 0's values.
 
     Every rank must pass the same whole model and plan, and later the same inputs. Gradients are those of one process,
     restricted to this rank's part. Parameters that are not split get gradients with the same bits on every rank, so
-    they stay equal if every rank steps them alike. `group` None means one rank. A collective, unless parameters are on
-    the meta device.
+    they stay equal if every rank steps them alike. `group` None means one rank. This is a collective, unless parameters
+    are on the meta device.
 
     With `sequence_parallel`, activations between split layers are split along `sequence_dimension` of (batch, tokens,
-    ...), whose size must be divisible by the ranks. Dimension 0, if the batch is divisible, saves a copy per exchange.
-    `partial`: the model is one stage, so rows of the plan may match nothing.
+    ...), whose size must be divisible by the number of ranks. Dimension 0 saves a copy per exchange, but needs a
+    divisible batch. With `partial`, the module is one stage of a model, so rows of the plan may match no module.
 
     Raises:
         ValueError: If this rank is not in the group, a layer cannot be split as planned, a row matches nothing, or a
-            module or parameter is planned in two ways. Nothing has been sent or changed then.
+            module or parameter is planned in two ways. Nothing has been sent or changed in this case.
     """
     if group is not None:
         require_member(group)
@@ -92,14 +92,14 @@ def _find(module: nn.Module, plan: Plan, ranks: int, *, partial: bool) -> tuple[
 
 
 def _cuts(found: Found) -> Iterator[tuple[str, int]]:
-    """Yield the parameters that the plan splits, each with its dimension."""
+    """Yield the parameters that the plan splits, each with the dimension that is split."""
     for name, part, rule in found:
         for own, dimension in rule.cuts(part):
             yield f"{name}.{own}".removeprefix("."), dimension
 
 
 def _cut_two_ways(module: nn.Module, planned: Sequence[tuple[str, int]]) -> list[str]:
-    """Describe parameters that two rows, or two names of the parameter, would split in different ways."""
+    """Describe parameters that would be split in two ways: by two rows of the plan, or under two names."""
     cuts: dict[str, int] = {}
     problems = []
     for name, dimension in planned:
@@ -112,9 +112,7 @@ def _cut_two_ways(module: nn.Module, planned: Sequence[tuple[str, int]]) -> list
             ways = [
                 "whole" if cuts.get(each) is None else f"split along dimension {cuts[each]}" for each in (other, name)
             ]
-            problems.append(
-                f"{other} and {name} are one parameter, {ways[0]} there and {ways[1]} here; plan both in the same way"
-            )
+            problems.append(f"{other} ({ways[0]}) and {name} ({ways[1]}) are one parameter; plan both in the same way")
     return problems
 
 

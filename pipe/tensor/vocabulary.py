@@ -1,7 +1,7 @@
 """Embedding and head with a vocabulary split over ranks: each rank has the rows of some tokens.
 
 For the embedding, each rank looks up its own tokens, and the results are summed; all ranks but one add zeros. The head
-is a column layer whose outputs are logits. In training they stay split, for `SplitCrossEntropy`.
+is a column layer whose outputs are logits. In training the logits stay split, for `SplitCrossEntropy`.
 """
 
 from typing import Any, cast
@@ -52,7 +52,7 @@ class VocabularyLinear(ColumnLinear):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over ranks of a tensor that is not used otherwise. The gradient is whole on every rank."""
+    """Sum a tensor over ranks. In the backward, every rank already has the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, region: Region, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _AllClasses(torch.autograd.Function):
-    """Concatenate the ranks' last dimensions. All ranks have the whole gradient, and each takes its part."""
+    """Concatenate the ranks' tensors along the last dimension. Each rank takes its part of the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, region: Region, x: Tensor) -> Tensor:

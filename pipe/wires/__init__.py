@@ -1,1 +1,1 @@
-"""How tensors get from one rank to another, and what ranks say when one fails."""
+"""Transports between the ranks of a pipeline, and the report of a failed rank to all others."""

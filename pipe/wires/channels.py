@@ -4,11 +4,11 @@
     rank 1   ........ receive a1.0┴─ F1.0 ......... ┴ ...     a1.1 was posted before the wait for a1.0
 
 Both ends of a boundary must know the layout of its tensors. The first message of each form (number of samples and shape
-of inputs) has a header: shape, strides, type, and whether a gradient comes back. Later messages have none. They are
-received ahead: up to `AHEAD` messages of each boundary beyond the one being waited for. A buffer is free again after
-the backward that used it, so there are as many buffers as the schedule has in flight, plus `AHEAD`.
+of inputs) has a header: shape, strides, type, and whether a gradient comes back. Later messages have none, so their
+receives are posted ahead: up to `AHEAD` messages of each boundary beyond the one being waited for. A buffer is free
+again after the backward that used it, so there are as many buffers as the schedule has in flight, plus `AHEAD`.
 
-A sent tensor is kept until it has left. A further send on the same boundary waits until at most `OUTSTANDING` are left.
+A tensor is kept until it has been sent. Each send waits until at most `OUTSTANDING` sends on its boundary are pending.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from muster.pipe.schedules.programs import Receive, Send
 from muster.pipe.wires.failures import LostError
 from muster.pipe.wires.wire import PEERS_TAG, Mark, Message, Wire, dense
 
-AHEAD: Final = 1  # beyond the message being waited for; 0 on GPUs, where a posted receive occupies multiprocessors
+AHEAD: Final = 1  # receives posted beyond the awaited one; 0 on GPUs, where each would occupy multiprocessors
 OUTSTANDING: Final = 1
 DIMENSIONS: Final = 8  # largest number of dimensions in a header
 DTYPES: Final = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -34,8 +34,8 @@ AGREE_TAG: Final = 6
 BATCH_TAG: Final = 7
 FIRST_TAG: Final = PEERS_TAG + 1
 
-Form = Any  # of a micro-batch: known to every rank, and determines the shapes of all activations
-Way = tuple[int, str, int]
+Form = Any  # size, shape and type of a micro-batch's inputs; they determine the layout of every activation
+Way = tuple[int, str, int]  # identifies a sequence of messages that keep their order; see `Channels._way`
 Boundary = tuple[str, int, Form]  # ("activation" or "gradient", receiving stage, form)
 
 
@@ -45,7 +45,7 @@ class TensorLayout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    learns: bool = False  # a gradient comes back
+    learns: bool = False  # True if a gradient comes back
 
     @classmethod
     def of(cls, tensor: Tensor, *, learns: bool = False) -> "TensorLayout":
@@ -69,7 +69,7 @@ class TensorLayout(NamedTuple):
         return f"{self.shape} of {self.dtype}{'' if self.learns else ' without a gradient'}"
 
 
-NOTHING: Final = TensorLayout((), (), torch.float32, learns=False)  # stands for gradients that are never sent
+NOTHING: Final = TensorLayout((), (), torch.float32, learns=False)  # the layout of gradients that are never sent
 
 
 def layout_of(header: Tensor) -> TensorLayout:
@@ -80,7 +80,7 @@ def layout_of(header: Tensor) -> TensorLayout:
 
 
 class Arrival(NamedTuple):
-    """A tensor that has been or will be received. None if no gradient is needed and nothing is sent."""
+    """A tensor that has been or will be received. `buffer` is None if no gradient is needed, and none is sent."""
 
     step: Receive
     buffer: Tensor | None
@@ -104,7 +104,7 @@ class Channels:
         self._microbatches = microbatches
         self._known: dict[Boundary, TensorLayout] = {}
         self._free: dict[TensorLayout, list[tuple[Tensor, Mark]]] = {}
-        self._buffers: set[int] = set()  # addresses of their memory
+        self._buffers: set[int] = set()  # memory addresses of all buffers
         self._going: dict[Way, deque[tuple[Message, Tensor]]] = {}
         self._queues: dict[Way, _Queue] = {}
         self._here: dict[Receive, Arrival] = {}
@@ -113,9 +113,10 @@ class Channels:
         self._ahead = AHEAD if device.type == "cpu" else 0
 
     def begin(self, steps: Iterable[Receive], forms: list[Form], *, forwards_only: bool) -> None:
-        """Begin a step with these receives, in order, and post the first ones. `forms` has one entry per micro-batch.
+        """Begin a step that receives these messages in this order; post the first receives.
 
-        With `forwards_only` no send waits, because the order of messages was not proved free of deadlocks.
+        `forms` has one entry per micro-batch. With `forwards_only` no send waits, because the order of messages was not
+        proved free of deadlocks.
         """
         self._forms = forms
         self._outstanding = len(forms) if forwards_only else OUTSTANDING
@@ -127,7 +128,7 @@ class Channels:
             self._ask_ahead(queue)
 
     def ask(self, step: Receive) -> None:
-        """Post the receive of a message, unless it is already posted, and of those after it."""
+        """Post the receive of a message, unless it is already posted; then post receives ahead."""
         queue = self._queues[self._way(step)]
         while step not in self._here:
             if not queue.asked:
@@ -140,7 +141,7 @@ class Channels:
         """Wait for a posted message. Its buffer belongs to the caller until `release`.
 
         Raises:
-            LostError: If the message will not come.
+            LostError: If the sender is lost.
         """
         arrival = self._here.pop(step)
         if arrival.message is not None:
@@ -163,10 +164,10 @@ class Channels:
         """Begin to send an activation to the next stage, or a gradient to the previous one.
 
         `tensor` is None if there is no gradient. The first message of a form tells the receiver whether gradients will
-        come. If they will, a missing gradient is sent as zeros.
+        come. If gradients will come, a missing one is sent as zeros.
 
         Raises:
-            ValueError: If the layout differs from the last message of this form.
+            ValueError: If the layout differs from earlier messages of this form.
             LostError: If the peer is lost.
         """
         key = self._boundary(step)
@@ -192,19 +193,19 @@ class Channels:
         self._send(step, tensor, self._wire)
 
     def forget_sent_gradients(self) -> None:
-        """Release sent gradients. Their receivers have posted the receives before, so this hardly waits."""
+        """Wait until gradients have been sent, and release them. This is short, because their receives are posted."""
         for (_, what, _), going in self._going.items():
             if what == "gradient":
                 self._settle(going, 0)
 
     def finish(self) -> None:
-        """Wait until all sent tensors have left."""
+        """Wait until all tensors have been sent."""
         for going in self._going.values():
             self._settle(going, 0)
 
     def _send(self, step: Send, tensor: Tensor, wire: Wire, *, header: bool = False) -> None:
         if self.is_buffer(tensor):
-            tensor = tensor.clone()  # the buffer may be received into before the send has completed
+            tensor = tensor.clone()  # a message may overwrite the buffer before it has been sent
         going = self._going.setdefault(self._way(step), deque())
         going.append((wire.send(tensor, step.peer, self._tag(step, header=header)), tensor))
         self._settle(going, self._outstanding)
@@ -217,12 +218,12 @@ class Channels:
         while queue.unasked and len(queue.asked) < self._ahead:
             step = queue.unasked[0]
             comes, layout = self._comes(step), self._known.get(self._boundary(step))
-            if comes is None or (comes and layout is None):  # the header has not arrived
+            if comes is None or (comes and layout is None):  # the layout is not known before the header arrives
                 return
             self._ask_for(queue, layout)
 
     def _comes(self, step: Receive) -> bool | None:
-        """Return whether a message will come: inputs that need no gradient get none. None if unknown so far."""
+        """Return whether a message will be sent, or None if unknown so far. An unneeded gradient is not sent."""
         if step.what == "activation":
             return True
         activation = self._known.get(("activation", step.stage + 1, self._forms[step.microbatch]))
@@ -231,7 +232,7 @@ class Channels:
         return None if activation is None else activation.learns
 
     def _ask_for(self, queue: _Queue, layout: TensorLayout | None) -> None:
-        """Post the receive of a peer's next message. `layout` None means that nothing comes."""
+        """Post the receive of a peer's next message. If `layout` is None, nothing will be sent."""
         step = queue.unasked.popleft()
         if layout is None or layout == NOTHING:
             queue.asked.append(Arrival(step, None, False, None))
@@ -260,7 +261,7 @@ class Channels:
         self._free.setdefault(layout, [])
 
     def _way(self, step: Send | Receive) -> Way:
-        """Return a key for messages that keep their order: all between two ranks, or with tags, all on one boundary."""
+        """Return the key of a message's queue: one queue per peer, or on a wire with tags, one per boundary."""
         return (step.peer, "", 0) if self._wire.ordered else (step.peer, step.what, step.stage)
 
     def _boundary(self, step: Send | Receive) -> Boundary:
@@ -284,7 +285,7 @@ def words(step: Send | Receive) -> str:
 def _apart(step: Send, layout: TensorLayout, known: TensorLayout) -> str:
     """Describe how a tensor's layout differs from earlier ones."""
     if known._replace(strides=layout.strides, learns=layout.learns) == layout:
-        why = "what is trainable before a cut must stay as in the first step; to change it, build a new Pipeline"
+        why = "layers before a cut must stay trainable or frozen as in the first step; else build a new Pipeline"
     else:
         why = (
             "shapes and types must depend on the inputs only; after a change such as module.to(dtype), "
@@ -292,5 +293,5 @@ def _apart(step: Send, layout: TensorLayout, known: TensorLayout) -> str:
         )
     return (
         f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage} is {layout.in_words()}, "
-        f"but earlier ones for as many samples were {known.in_words()}; {why}"
+        f"but earlier ones for equally many samples were {known.in_words()}; {why}"
     )

@@ -36,10 +36,10 @@ class Connections:
     wire: Wire  # for activations and gradients
     control: Wire  # for small CPU tensors
     board: Board
-    _going: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # to the next rank, until `agree`
-    _coming: list[tuple[Message, Tensor]] = field(
-        init=False, default_factory=list
-    )  # the next receive of `broadcast_scalar`
+    # Sends to the next rank, until `agree` waits for them.
+    _going: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)
+    # The next receive of `broadcast_scalar`.
+    _coming: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)
 
     @property
     def _others(self) -> list[int]:
@@ -67,7 +67,7 @@ class Connections:
     def compare(self, batch: Sequence[int], in_words: str) -> None:
         """Compare this rank's batch with that of the previous rank, and send it to the next rank.
 
-        Does not wait for the next rank, which may still be in the previous step; `agree` completes the send.
+        This does not wait for the next rank, which may still be in the previous step; `agree` completes the send.
 
         Raises:
             ValueError: If the batches differ. Both ranks must pass the same number of values.
@@ -80,15 +80,15 @@ class Connections:
         if self.rank:
             self.control.receive(theirs, self.rank - 1, BATCH_TAG).wait()
             if not torch.equal(mine, theirs):
-                before = f"{int(theirs[0])} samples" if theirs[0] != mine[0] else "as many of another shape or type"
-                names = dist.get_process_group_ranks(self.group)  # world ranks, for messages
+                before = f"{int(theirs[0])} samples" if theirs[0] != mine[0] else "samples of another shape or type"
+                names = dist.get_process_group_ranks(self.group)  # world ranks, for error messages
                 raise ValueError(
-                    f"rank {names[self.rank]} was passed {in_words}, but rank {names[self.rank - 1]} {before}; pass "
-                    "tensors of the same shapes on every rank"
+                    f"rank {names[self.rank]} was passed {in_words}, but rank {names[self.rank - 1]} was passed "
+                    f"{before}; pass tensors of the same shapes on every rank"
                 )
 
     def agree(self) -> None:
-        """Check that no rank has failed. Gloo's messages show it, but NCCL's are only launched and report nothing.
+        """Check that no rank has failed. Waits of a GPU do not show failures, so GPU ranks also exchange gloo messages.
 
         Raises:
             LostError: If a rank has failed.
@@ -125,7 +125,7 @@ class Connections:
 
 
 def connect(process_group: dist.ProcessGroup | None, device: torch.device, peers: Iterable[int]) -> Connections | None:
-    """Create the pipeline's groups and wires. A collective of the group's ranks. None if this process is alone.
+    """Create the pipeline's groups and wires. A collective of the group's ranks. Return None for one rank.
 
     `peers` are the ranks with which activations, gradients or tied weights are exchanged.
 

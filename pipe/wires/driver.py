@@ -1,6 +1,6 @@
 """CUDA driver calls that torch does not offer: memory of other processes, and streams that wait for a value in memory.
 
-They come from cuda-bindings, NVIDIA's package, which torch's builds for CUDA 13 install. Addresses and streams are
+The calls come from cuda-bindings, NVIDIA's package, which torch's builds for CUDA 13 install. Addresses and streams are
 integers, as in torch. All calls apply to the current device's context.
 """
 
@@ -17,7 +17,7 @@ def is_there() -> bool:
 
 
 def _driver() -> Any:
-    from cuda.bindings import driver  # type: ignore[import-not-found]  # takes 60 ms, and exists only with GPUs
+    from cuda.bindings import driver  # type: ignore[import-not-found]  # the import takes 60 ms, and needs a GPU build
 
     return driver
 
@@ -30,7 +30,7 @@ def _checked(answer: Any) -> Any:
     """
     error, *values = answer
     if int(error) != 0:
-        raise RuntimeError(f"CUDA's driver: {getattr(error, 'name', error)}")
+        raise RuntimeError(f"error of the CUDA driver: {getattr(error, 'name', error)}")
     return values[0] if values else None
 
 
@@ -86,7 +86,7 @@ def copy(target: int, source: int, size_bytes: int, stream: int) -> None:
 
 
 def write(address: int, number: int, stream: int) -> None:
-    """Write 32 bits in the order of the stream. Whoever reads the number also sees all earlier copies of the stream."""
+    """Write 32 bits in the order of the stream. A reader of the number also sees all earlier copies of the stream."""
     _checked(_driver().cuStreamWriteValue32(stream, address, number, 0))
 
 

@@ -18,27 +18,27 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from muster.ddp.timeouts import STORE_S, ask_store
 
-LISTEN_S: Final = 2.0  # a rank that lost another waits so long for a cause; a rank that fails writes it before closing
+LISTEN_S: Final = 2.0  # a failing rank writes the cause before it closes its connections, so a short wait is enough
 POLL_S: Final = 0.02
 CAUSE: Final = "cause"
 
 
 class StageFailedError(RuntimeError):
-    """Another rank's stage failed, or its process is lost. The message names the first cause."""
+    """Raised if another rank's stage failed, or its process is lost. The message names the first cause."""
 
 
 class LostError(RuntimeError):
-    """A message could not be sent or received, through no fault of this rank."""
+    """Raised if a message cannot be sent or received, through no fault of this rank."""
 
 
 class Board:
-    """The place in the group's store where ranks write why they stop. The first cause counts."""
+    """The entry in the group's store to which ranks write the cause of a failure. Only the first write counts."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def write(self, cause: str) -> str:
-        """Write a cause unless there is one; return the one that counts."""
+        """Write a cause unless there is one already; return the first one."""
         return self._ask(lambda store: str(store.compare_set(CAUSE, "", cause).decode()), STORE_S) or cause
 
     def read(self) -> str | None:

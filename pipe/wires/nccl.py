@@ -4,9 +4,9 @@
     outgoing      └send  └send
     incoming   receive    receive       a receive waits for the last use of its buffer, not for later launches
 
-NCCL has no tags, and messages of one communicator wait for each other. With one communicator per direction, each keeps
-its order, which the schedule's program has proved equal at both ends, and no direction waits for another. The
-communicators are not split off another one: that would be a collective with ranks outside the pipeline.
+NCCL has no tags, and messages of one communicator wait for each other. With one communicator per direction, no
+direction waits for another, and messages keep their order, which has been proved equal at both ends. The communicators
+are not split off another one, because such a split would be a collective with ranks outside the pipeline.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ CTAS: Final = 4  # thread blocks per message: while it waits, they occupy as man
 class NcclWire:
     """Communicators of a rank with each of its peers, one per direction.
 
-    Building one is a collective of all ranks of the group, each with its own peers.
+    Building one is a collective of all ranks of the group; each passes its own peers.
     """
 
     ordered = True
@@ -37,7 +37,7 @@ class NcclWire:
         self, group: dist.ProcessGroup, peers: Iterable[int], device: torch.device, timeout: timedelta
     ) -> None:
         self._rank, self._device = group.rank(), device
-        self._names = dist.get_process_group_ranks(group)  # world ranks, for messages
+        self._names = dist.get_process_group_ranks(group)  # world ranks, for error messages
         self._outgoing, self._incoming = beside(device), beside(device)
         self._ways: dict[tuple[int, int], Any] = {}
         # All ranks create pairs in the same order, because creating one waits for the other rank.
@@ -51,7 +51,7 @@ class NcclWire:
                 self._greet(way)
 
     def mark(self) -> Mark:
-        """Mark all work launched so far, for a receive to wait for."""
+        """Record an event after all work launched so far; a receive can wait for it."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
@@ -78,7 +78,8 @@ class NcclWire:
     def abort(self) -> None:
         """Abort all communicators, which ends kernels that wait for a peer.
 
-        All at once: each abort frees memory, which waits for the whole device, and so for the others' kernels.
+        The aborts run concurrently. Each frees memory, which waits for all kernels of the device, including those of
+        communicators that are not aborted yet.
         """
         aborting = [Thread(target=way.abort) for way in self._ways.values()]
         for each in aborting:

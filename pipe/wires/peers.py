@@ -6,11 +6,12 @@
                compute                                                  └ F0
 
 A slot lies on the sender's GPU, and the receiver's process maps it (cuIpcOpenMemHandle). The two counters of each
-direction lie in host memory that all ranks map. Streams wait until a counter is high enough (cuStreamWaitValue32). A
-receive of NCCL is a kernel that spins: posted ahead, it made matrix products on an H200 take 1.7 times as long.
+direction lie in host memory that all ranks map. Streams wait until a counter is high enough (cuStreamWaitValue32). An
+NCCL receive is a kernel that spins while it waits. Posted ahead, it made matrix products on an H200 take 1.7 times as
+long.
 
-There are as many slots as messages can be in transit (`pipe/schedules/backlog.py`), so no send waits. Then a host that
-blocks on its whole GPU, to allocate memory or load a kernel, never keeps another from continuing.
+There are as many slots as messages can be in transit (`pipe/schedules/backlog.py`), so no send waits. So a rank whose
+host blocks on its whole GPU, to allocate memory or load a kernel, never blocks another rank.
 """
 
 import time
@@ -29,19 +30,19 @@ from muster.ddp.means import beside
 from muster.pipe.wires import driver
 from muster.pipe.wires.failures import LostError
 from muster.pipe.wires.wire import PEERS_TAG, Message, Wire
-from muster.zero.neighbours import CPU, Neighbours, neighbours_of
+from muster.zero.shared_memory import CPU, SharedMemoryPeers, shared_memory_peers
 
 LINE: Final = 16  # in 32-bit numbers: counters of different directions share no cache line
 PAGE: Final = 4096 // 4  # in 32-bit numbers: the driver registers whole pages
 ALIGNED: Final = 512  # bytes
-SLOTS: Final = 2  # if `expect` was not called
+SLOTS: Final = 2  # minimum per direction, also if `expect` was not called
 FREED: Final = 1 << 30  # greater than any message's number, so no stream waits
 TRIAL_S: Final = 10.0
 ABORT_S: Final = 2.0
 
 
 class _Ring:
-    """Slots of one size, with the number of the last message in each."""
+    """Slots of one size, each with the number of the last message that used it."""
 
     def __init__(self, address: int, slot_bytes: int, slots: int) -> None:
         self.address, self.slot_bytes = address, slot_bytes
@@ -60,7 +61,7 @@ class _Ring:
 
 
 class _Way:
-    """One direction between this rank and a peer. Both ends count messages and choose slots alike."""
+    """One direction between this rank and a peer. Both ends count messages and choose slots in the same way."""
 
     def __init__(self, sent: int, taken: int) -> None:
         self.sent, self.taken = sent, taken  # addresses of the counters
@@ -70,7 +71,7 @@ class _Way:
         self.asked: deque[_Coming] = deque()
 
     def lacks(self, slot_bytes: int) -> bool:
-        """Return whether there are too few slots of a size."""
+        """Return whether more slots of a size are needed."""
         ring = self.rings.get(slot_bytes)
         return ring is None or ring.slots < self.slots
 
@@ -89,13 +90,13 @@ class _Going:
 
 
 class _Coming:
-    """A message to receive. It is copied out of its slot on a wait for it, or for a later one from the same peer."""
+    """A message to receive. It is copied out of its slot when this rank waits for it, or for a later one."""
 
-    __slots__ = ("_wire", "after", "came", "peer", "tensor")
+    __slots__ = ("_wire", "after", "arrived", "peer", "tensor")
 
     def __init__(self, wire: "PeerWire", tensor: Tensor, peer: int, after: torch.cuda.Event) -> None:
         self._wire, self.tensor, self.peer, self.after = wire, tensor, peer, after
-        self.came: torch.cuda.Event | None = None
+        self.arrived: torch.cuda.Event | None = None
 
     def wait(self) -> None:
         """Make the current stream wait for the message.
@@ -111,24 +112,26 @@ class PeerWire:
 
     ordered = True
 
-    def __init__(self, neighbours: Neighbours, peers: Iterable[int], device: torch.device, control: Wire) -> None:
+    def __init__(
+        self, neighbours: SharedMemoryPeers, peers: Iterable[int], device: torch.device, control: Wire
+    ) -> None:
         rank, ranks = dist.get_rank(neighbours.group), dist.get_world_size(neighbours.group)
         self._rank, self._device, self._control = rank, device, control
-        self._names = dist.get_process_group_ranks(neighbours.group)  # world ranks, for messages
+        self._names = dist.get_process_group_ranks(neighbours.group)  # world ranks, for error messages
         self._outgoing, self._incoming = beside(device), beside(device)
         numbers = -(-2 * ranks * LINE // PAGE) * PAGE
         (self._counters,) = neighbours.share([(numbers, torch.int32)])
-        self._memory = _Memory(device, [self._outgoing, self._incoming])
+        self._memory = _DriverMemory(device, [self._outgoing, self._incoming])
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates the CUDA context
             at = [self._memory.register(each) for each in self._counters]
         # A rank's streams wait on its own counters, which count messages sent to it and messages taken from it.
         self._out = {peer: _Way(at[peer] + 4 * LINE * rank, at[rank] + 4 * LINE * (ranks + peer)) for peer in peers}
         self._in = {peer: _Way(at[rank] + 4 * LINE * peer, at[peer] + 4 * LINE * (ranks + rank)) for peer in self._out}
-        self._telling: list[Message] = []
+        self._handle_sends: list[Message] = []
 
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
-        """Provide slots for so many messages in each direction. Both ends must pass the same numbers."""
+        """Set the number of slots to the largest backlog of each direction. Both ends must pass the same numbers."""
         for peer in self._out:
             self._out[peer].slots = max(backlogs.get((self._rank, peer), 0), SLOTS)
             self._in[peer].slots = max(backlogs.get((peer, self._rank), 0), SLOTS)
@@ -163,9 +166,9 @@ class PeerWire:
         """Make the current stream wait for a message. Earlier messages from this peer are copied first."""
         asked = self._in[coming.peer].asked
         with torch.cuda.device(self._device):
-            while coming.came is None:
+            while coming.arrived is None:
                 self._copy_in(asked.popleft())
-            torch.cuda.current_stream().wait_event(coming.came)
+            torch.cuda.current_stream().wait_event(coming.arrived)
 
     def _copy_in(self, coming: _Coming) -> None:
         way, stream, tensor = self._in[coming.peer], self._incoming, coming.tensor
@@ -177,12 +180,12 @@ class PeerWire:
         driver.wait(way.sent, way.number, stream.cuda_stream)
         driver.copy(tensor.data_ptr(), slot, tensor.nbytes, stream.cuda_stream)
         driver.write(way.taken, way.number, stream.cuda_stream)
-        coming.came = stream.record_event()
+        coming.arrived = stream.record_event()
 
     def abort(self) -> None:
         """Release all waiting streams, on every rank of the group. The data they then copy is never used."""
         deadline = time.monotonic() + ABORT_S
-        while True:  # a released stream may write a counter that makes another one wait again
+        while True:  # a released stream may write a counter, which makes another stream wait again
             for each in self._counters:
                 each.fill_(FREED)
             if self.is_idle() or time.monotonic() > deadline:
@@ -200,27 +203,27 @@ class PeerWire:
             handle = driver.handle_of(address)
         except RuntimeError as error:
             failed = error
-        told = torch.frombuffer(bytearray(handle), dtype=torch.uint8)
-        self._telling.append(self._control.send(told, peer, PEERS_TAG))
+        handle_bytes = torch.frombuffer(bytearray(handle), dtype=torch.uint8)
+        self._handle_sends.append(self._control.send(handle_bytes, peer, PEERS_TAG))
         if failed is not None:
             raise failed
         return _Ring(address, slot_bytes, way.slots)
 
     def _opened_ring(self, way: _Way, slot_bytes: int, peer: int) -> _Ring:
-        told = torch.empty(driver.HANDLE_BYTES, dtype=torch.uint8)
-        self._control.receive(told, peer, PEERS_TAG).wait()
-        if not told.any():
+        handle_bytes = torch.empty(driver.HANDLE_BYTES, dtype=torch.uint8)
+        self._control.receive(handle_bytes, peer, PEERS_TAG).wait()
+        if not handle_bytes.any():
             rank = self._names[peer]
-            raise LostError(f"rank {rank} has no memory for {way.slots} messages of {slot_bytes} bytes")
-        return _Ring(self._memory.open(bytes(told.tolist())), slot_bytes, way.slots)
+            raise LostError(f"rank {rank} has no GPU memory for {way.slots} messages of {slot_bytes} bytes")
+        return _Ring(self._memory.open(bytes(handle_bytes.tolist())), slot_bytes, way.slots)
 
 
 def _slot_bytes(tensor: Tensor) -> int:
     return max(-(-tensor.nbytes // ALIGNED), 1) * ALIGNED
 
 
-class _Memory:
-    """Driver resources of a wire, released when the wire is garbage-collected. At exit, the process releases all."""
+class _DriverMemory:
+    """Driver resources of a wire, released when the wire is garbage-collected, or by the driver at exit."""
 
     def __init__(self, device: torch.device, streams: Sequence[torch.cuda.Stream]) -> None:
         self._registered: list[Tensor] = []
@@ -250,7 +253,7 @@ def _give_back(
     allocated: Sequence[int],
     opened: Sequence[int],
 ) -> None:
-    """Release this process's resources. A slot keeps its memory until the process that maps it closes it, too."""
+    """Release this process's resources. A slot's memory is freed when the process that maps it has closed it, too."""
     with torch.cuda.device(device):
         for stream in streams:
             stream.synchronize()
@@ -263,13 +266,13 @@ def _give_back(
 
 
 def peers_of(group: dist.ProcessGroup, peers: Iterable[int], device: torch.device, control: Wire) -> PeerWire | None:
-    """Return a wire if all ranks of a gloo group can use one; None on every rank otherwise. A collective.
+    """Return a wire if all ranks of a gloo group can use one; else None on every rank. A collective.
 
     Each rank tests it by sending numbers to its peers. The test fails between hosts, without cuda-bindings, between
     GPUs that cannot access each other's memory, and in containers that hide processes or GPUs.
     """
-    neighbours = neighbours_of(group, CPU)
-    if neighbours is None or not _agreed("" if driver.is_there() else "there is no cuda-bindings", group):
+    neighbours = shared_memory_peers(group, CPU)
+    if neighbours is None or not _agreed("" if driver.is_there() else "cuda-bindings is not installed", group):
         return None
     wire, why = None, ""
     try:
@@ -286,14 +289,14 @@ def peers_of(group: dist.ProcessGroup, peers: Iterable[int], device: torch.devic
 
 
 def _agreed(why_not: str, group: dist.ProcessGroup) -> bool:
-    """Return whether no rank has a reason against this wire. A rank with a reason warns, because NCCL is slower."""
+    """Return True if no rank has a reason against this wire. A rank that has one warns, because NCCL is slower."""
     if why_not:
         warnings.warn(f"the GPUs of this host will exchange tensors over NCCL: {why_not}", stacklevel=2)
     return not any(gather_json(why_not, group, CPU).values())
 
 
 def _why_not(wire: PeerWire, rank: int, peers: Iterable[int], device: torch.device) -> str:
-    """Exchange numbers with all peers; return what went wrong, or an empty string."""
+    """Exchange numbers with all peers; return the reason why this failed, or an empty string."""
     try:
         mine = torch.full((ALIGNED,), rank, device=device)
         theirs = {peer: torch.full_like(mine, -1) for peer in sorted(peers)}
@@ -309,4 +312,4 @@ def _why_not(wire: PeerWire, rank: int, peers: Iterable[int], device: torch.devi
             return f"no message arrived within {TRIAL_S:.0f} s"
         time.sleep(0.001)
     wrong = [peer for peer, numbers in theirs.items() if not bool((numbers == peer).all())]
-    return f"received other numbers than ranks {wrong} sent" if wrong else ""
+    return f"the numbers received from ranks {wrong} are wrong" if wrong else ""

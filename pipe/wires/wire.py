@@ -1,7 +1,8 @@
-"""Send tensors from rank to rank: the protocol of a wire, and gloo for CPUs. GPUs use `pipe/wires/nccl.py` or peers.
+"""Send tensors from rank to rank: the protocol of a wire, and its implementation for CPUs with gloo.
 
-Gloo tells messages apart by tags, so receives may be posted in any order, long before the messages come. NCCL has no
-tags. `abort` closes a wire for good, and ends the waits of other ranks.
+GPUs use `pipe/wires/peers.py` or `pipe/wires/nccl.py`. Gloo matches messages by tags, so receives may be posted in any
+order, long before the messages are sent. NCCL has no tags. `abort` closes a wire for good, and ends the waits of other
+ranks.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from torch import Tensor
 from muster.ddp.gradients import is_dense
 from muster.pipe.wires.failures import LostError
 
-NO_TAG: Final = 1  # never sent
+NO_TAG: Final = 1  # no message with this tag is ever sent
 PEERS_TAG: Final = 8  # for memory handles in `pipe/wires/peers.py`; other tags: `pipe/wires/channels.py`
 AT_ONCE: Final = timedelta(milliseconds=1)
 
@@ -31,7 +32,7 @@ class Message(Protocol):
         """Wait until the message has been sent or received. On a GPU the current stream waits instead of the host.
 
         Raises:
-            LostError: If it cannot be.
+            LostError: If the message cannot be sent or received.
         """
         ...
 
@@ -42,14 +43,14 @@ class Wire(Protocol):
     ordered: bool  # True: no tags, so messages between two ranks are received in the order in which they are sent
 
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
-        """Set the largest number of messages in transit for every pair of ranks, until the next call."""
+        """Set the largest number of messages in transit for every pair of ranks; it applies until the next call."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Begin to send a dense tensor, which must not change until the message has been sent."""
         ...
 
     def mark(self) -> Mark:
-        """Mark the end of all uses of a buffer so far."""
+        """Return a mark after all uses of a buffer so far."""
         ...
 
     def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> Message:
@@ -62,7 +63,7 @@ class Wire(Protocol):
 
 
 class WorkMessage:
-    """A send or receive of a backend. Waits at most for the timeout, if one is given."""
+    """A send or receive of a backend. With a timeout, it waits no longer than that."""
 
     __slots__ = ("_limit", "_peer", "_work")
 
@@ -70,7 +71,7 @@ class WorkMessage:
         self._work, self._peer, self._limit = work, peer, timeout
 
     def wait(self) -> None:
-        """Wait for the message; with NCCL the current stream waits."""
+        """Wait for the message; with NCCL only the current stream waits, not the host."""
         try:
             self._work.wait(*self._limit)
         except RuntimeError as error:
@@ -78,27 +79,27 @@ class WorkMessage:
 
 
 class GlooWire:
-    """Gloo messages in a group of the pipeline's own, so that they cannot be confused with the user's."""
+    """Gloo messages in the pipeline's own group, so that they cannot be confused with the user's."""
 
     ordered = False
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._group, self._timeout = group, timeout
-        self._names = dist.get_process_group_ranks(group)  # world ranks, for messages
+        self._names = dist.get_process_group_ranks(group)  # world ranks, for error messages
 
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
         """Do nothing: any number of messages may be in transit."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> WorkMessage:
-        """Begin to send."""
+        """Begin to send a dense tensor."""
         return self._begin(self._group.send, tensor, peer, tag)
 
     def mark(self) -> Mark:
-        """Return None: work on a CPU is already done."""
+        """Return None, because calls on a CPU return when their work is done."""
         return None
 
     def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> WorkMessage:
-        """Begin to receive."""
+        """Begin to receive into a dense tensor."""
         return self._begin(self._group.recv, tensor, peer, tag)
 
     def _begin(self, call: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int) -> WorkMessage:
@@ -108,9 +109,9 @@ class GlooWire:
             raise LostError(f"lost rank {self._names[peer]}: {error}") from error
 
     def abort(self) -> None:
-        """Close all connections of the group. Gloo does so when a wait times out.
+        """Close all connections of the group, which gloo does when a wait times out.
 
-        A wait for a rank that is already lost ends at once, and closes no other connection.
+        A wait for a rank that is already lost closes no other connection, so this waits for every rank.
         """
         for peer in range(self._group.size()):
             if peer != self._group.rank():
@@ -131,6 +132,6 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def own_group(process_group: dist.ProcessGroup | None, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create another group with the ranks of a group. A collective of these ranks only."""
+    """Create another group with the same ranks. A collective of these ranks only."""
     ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
     return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)  # type: ignore[no-any-return]

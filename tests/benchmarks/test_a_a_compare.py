@@ -11,7 +11,7 @@ import pytest
 
 from muster.collectives_bench.records import Block
 from muster.collectives_bench.results.files import read_result
-from muster.jobs.measuring.compare import Comparison, Verdict
+from muster.jobs.measuring.compare import Comparison, RowVerdict
 from support.bench_records import a_block, a_cell
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def test_noise_is_that_of_three_launches_in_a_row() -> None:
 
 def answered(answer: str) -> Comparison:
     """Make a comparison of one row with this answer."""
-    (verdict,) = [Verdict(answer, "", ratio=1.0)]  # type: ignore[arg-type]
+    (verdict,) = [RowVerdict(answer, "", ratio=1.0)]  # type: ignore[arg-type]
     return Comparison([verdict], verdict, 0, 0)
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import compare_equal
 import pytest
 
-from muster.launch.look.steps import PARTS, Measured, Step
+from muster.launch.look.steps import PARTS, Measured, MeasuredStep
 
 pytestmark = pytest.mark.slow
 
 
 def a_run(seconds: float, ended: float) -> Measured:
     """A run whose steps all take as long."""
-    steps = (Step(1, 1, seconds, dict.fromkeys(PARTS, 0.0), 64.0, None, ended),) * 20
+    steps = (MeasuredStep(1, 1, seconds, dict.fromkeys(PARTS, 0.0), 64.0, None, ended),) * 20
     return Measured(f"run-{ended}", "flat", 2, 64, "samples/s", steps, 1, None)
 
 
@@ -49,8 +49,8 @@ def test_two_sweeps_follow_each_other_and_share_no_run() -> None:
 
 @pytest.mark.ranks
 def test_a_block_is_of_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare_equal, "ARMS", {"A": 1})
-    compare_equal.measure(tmp_path, blocks=1, limit_s=60.0)
+    monkeypatch.setattr(compare_equal, "ARMS", ["A"])
+    compare_equal.measure(tmp_path, "", blocks=1, limit_s=60.0)
     (block,) = compare_equal.blocks_of(tmp_path)
     run = block["A"]
     assert (run.ranks, run.batch, run.skipped + len(run.steps)) == (2, 64, compare_equal.STEPS)

@@ -39,6 +39,7 @@ def test_a_hurt_run_ends_as_the_unhurt_one(fault: Fault, bench: Bench) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_random_kills_of_everybody_and_a_flipped_bit_leave_the_same_weights(bench: Bench) -> None:
     names: list[str] = []

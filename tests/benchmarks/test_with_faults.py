@@ -77,12 +77,12 @@ def test_a_class_that_cannot_be_built_is_one_message_with_the_rank(on_ranks, tmp
     wanted = {
         "bad.py:Depth": "takes (module, depth), but verify calls it as Class(module)",
         "bad.py:Broken": "raised KeyError: 'nothing here'",
-        "bad.py:Silent": "and has no parameters; add it",
+        "bad.py:Silent": "but has no parameters; add it",
         "bad.py:value": "is of type int; name a class",
         "bad.py:Dept": "did you mean 'Depth'",
         "gone.py:Depth": "no such file",
         "ends.py:DDP": "unknown: its process ended with code 3",
-        "waits.py:DDP": "import: is still at waits.py:",
+        "waits.py:DDP": "import: is stuck at waits.py:",
     }
     silent = {"waits.py:DDP": 2.0}
     asked = [{"text": text, "folder": str(tmp_path), "silent_s": silent.get(text, 20.0)} for text in wanted]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.cloudlab.manifest import Manifest, ManifestNode, survey_manifest
+from muster.cloudlab.manifest import LanManifest, ManifestNode, survey_manifest
 from muster.jobs.basics.errors import JobFileError, MusterError, UsageError
 from muster.jobs.hosts.placement import Host, Login
 
@@ -13,11 +13,11 @@ FOLDER = Path(__file__).parent / "manifests"
 GENI = "http://www.geni.net/resources/rspec/3"
 
 
-def survey(name: str, *, user: str | None = None, lan: str | None = None, own: str = "grace") -> Manifest:
+def survey(name: str, *, user: str | None = None, lan: str | None = None, own: str = "grace") -> LanManifest:
     return survey_manifest(FOLDER / f"{name}.xml", user=user, lan=lan, environ={"USER": own})
 
 
-def addresses(manifest: Manifest) -> dict[str, str]:
+def addresses(manifest: LanManifest) -> dict[str, str]:
     return {host.name: host.address for host in manifest.hosts}
 
 
@@ -58,8 +58,8 @@ def test_a_node_that_serves_storage_and_a_data_set_hold_no_ranks() -> None:
     assert addresses(found) == {"node1": "10.10.1.2", "node2": "10.10.1.3", "node3": "10.10.1.4"}
     assert found.lan == "nfsLan"
     assert found.warnings == (
-        "nfs is left out: it serves the shared folder",
-        "dsnode is left out: it holds a data set",
+        "nfs is skipped: it serves the shared folder",
+        "dsnode is skipped: it holds a data set",
     )
 
 
@@ -128,8 +128,8 @@ def test_nodes_off_the_chosen_lan_are_left_out_and_named(tmp_path: Path) -> None
     found = survey_manifest(small(tmp_path, *nodes, link("l", "a", "b", "c", "d")))
     assert [host.name for host in found.hosts] == ["a", "b"]
     assert found.warnings == (
-        "c is left out: it has no address on LAN l",
-        "d is left out: it has no address on LAN l",
+        "c is skipped: it has no address on LAN l",
+        "d is skipped: it has no address on LAN l",
     )
 
 
@@ -156,7 +156,7 @@ def pair(*links: str) -> list[str]:
 @pytest.mark.parametrize(
     ("parts", "lan", "problem"),
     [
-        (pair(), None, "no LAN joins its 2 nodes, and CloudLab forbids such traffic on the control network; add a LAN"),
+        (pair(), None, "no LAN joins its 2 nodes, and CloudLab forbids their traffic on the control network; add"),
         (
             pair(link("l", "a", "b"), link("k", "a", "b")),
             None,
@@ -173,9 +173,9 @@ def pair(*links: str) -> list[str]:
             "2 LANs join all nodes: l (2 nodes, 1 Gbit/s), k (2 nodes); choose one with --lan NAME",
         ),
         (pair(link("l", "a"), link("k", "b")), None, "no LAN joins all 2 nodes; choose one of l (1 node), k (1 node)"),
-        (pair(link("l", "a", "b")), "l2", "--lan: no LAN 'l2' joins nodes by address; did you mean 'l'?"),
-        (pair(link("l", "a", "b")), "zebra", "--lan: no LAN 'zebra' joins nodes by address; there are: l (2 nodes)"),
-        (pair(), "l", "--lan: no LAN 'l' joins nodes by address; there are: none"),
+        (pair(link("l", "a", "b")), "l2", "--lan: no LAN 'l2' has nodes with addresses; did you mean 'l'?"),
+        (pair(link("l", "a", "b")), "zebra", "--lan: no LAN 'zebra' has nodes with addresses; known LANs: l (2 nodes)"),
+        (pair(), "l", "--lan: no LAN 'l' has nodes with addresses; known LANs: none"),
     ],
 )
 def test_a_lan_that_is_not_clear_is_asked_for(tmp_path: Path, parts: list[str], lan: str | None, problem: str) -> None:
@@ -195,18 +195,18 @@ BOMB = f'<?xml version="1.0"?><!DOCTYPE r [<!ENTITY e0 "boom">{ENTITIES}]><rspec
         ("node0 slots=4\n", "1: not XML: syntax error"),
         ("<rspec>\n<node>\n</rspec>", "3: not XML: mismatched tag"),
         ("\n\n<?xml version='1.0'?>\n<rspec>\n<node></rspec>", "5: not XML: mismatched tag"),
-        ("<!DOCTYPE html>\n<html></html>", " has a DOCTYPE, which no manifest has; a saved web page?"),
-        (BOMB, " has a DOCTYPE, which no manifest has; a saved web page?"),
-        ("<manifest/>", " is <manifest>, wanted <rspec>"),
+        ("<!DOCTYPE html>\n<html></html>", " has a DOCTYPE, which no manifest has (is it a saved web"),
+        (BOMB, " has a DOCTYPE, which no manifest has (is it a saved web"),
+        ("<manifest/>", " is <manifest>, expected <rspec>"),
         ("<rspec type='manifest'/>", " has no nodes"),
-        (f"<rspec type='request'>{node('a', login=False)}</rspec>", " is a request, no manifest: no node has a login"),
+        (f"<rspec type='request'>{node('a', login=False)}</rspec>", " is a request, not a manifest: no node has"),
         (f"<rspec type='manifest'>{node('a', login=False)}</rspec>", " is a manifest of nodes that are not ready: no"),
         (f"<rspec>{node('a')}{node('a')}</rspec>", " has two nodes named a"),
         ("<rspec><node/></rspec>", " node '': '' is not a host name"),
         (
             "<rspec><node client_id='a'><services><login hostname='h' port='x' username='u'/></services></node>"
             "</rspec>",
-            " node 'a': a login has port 'x'; wanted 1 to 65535",
+            " node 'a': a login has port 'x'; expected 1 to 65535",
         ),
         (
             "<rspec><node client_id='a'><services><login hostname='-oX=y' username='u'/></services></node></rspec>",
@@ -218,7 +218,7 @@ BOMB = f'<?xml version="1.0"?><!DOCTYPE r [<!ENTITY e0 "boom">{ENTITIES}]><rspec
         ),
         (
             f"<rspec>{node('a', kind='emulab-blockstore')}</rspec>",
-            " has no node that can hold ranks: a is left out: it holds a data set",
+            " has no node that can run ranks: a is skipped: it holds a data set",
         ),
     ],
 )
@@ -232,7 +232,7 @@ def test_what_is_no_manifest_is_refused_in_one_line(tmp_path: Path, text: str, p
 
 
 def test_a_manifest_that_is_not_there_says_where_to_find_one(tmp_path: Path) -> None:
-    with pytest.raises(JobFileError, match="no such file; expected a manifest; take the Manifest tab"):
+    with pytest.raises(JobFileError, match="no such file; expected a manifest; copy the Manifest tab"):
         survey_manifest(tmp_path / "m.xml")
 
 

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.known import SEGMENT, best_wire, deviation, known_wire
-from muster.collectives_bench.records import Cell, Wire
+from muster.collectives_bench.records import BenchCell, WireBytes
 
 MB = 2**20
 
 
-def cell_of(operation: str, dtype: str = "fp32") -> Cell:
-    return Cell(operation=operation, dtype=dtype, asked_bytes=0, place="in")
+def cell_of(operation: str, dtype: str = "fp32") -> BenchCell:
+    return BenchCell(operation=operation, dtype=dtype, asked_bytes=0, place="in")
 
 
 def walked(total: int, size: int, itemsize: int) -> int:
@@ -60,8 +60,8 @@ def test_one_rank_sends_nothing():
     assert known_wire(cell_of("reduce"), 960, 1) == 0
 
 
-def wire_of(sent: float, best: float, known: float) -> Wire:
-    return Wire(interfaces=["lo"], calls=1, sent_bytes=sent * MB, best_bytes=best * MB, known_bytes=known * MB)
+def wire_of(sent: float, best: float, known: float) -> WireBytes:
+    return WireBytes(interfaces=["lo"], calls=1, sent_bytes=sent * MB, best_bytes=best * MB, known_bytes=known * MB)
 
 
 def test_deviations_are_named():

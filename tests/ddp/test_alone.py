@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muster.ddp import BucketedDDP
-from muster.ddp.buckets import FIRST_BYTES, MB, Size, plan_buckets
+from muster.ddp.buckets import FIRST_BYTES, MB, GradientSize, plan_buckets
 from muster.jobs.world.world import World
 from support.data_parallel import (
     Means,
@@ -102,7 +102,7 @@ def test_a_large_gradient_is_not_copied_unless_somebody_else_has_it(on_ranks):
     assert on_ranks(2, memory) == [[[True, True], [False, False], [False, False]]] * 2
 
 
-SIZES = st.lists(st.builds(lambda n: Size(n, 4), st.integers(0, 2_000_000)), max_size=40)
+SIZES = st.lists(st.builds(lambda n: GradientSize(n, 4), st.integers(0, 2_000_000)), max_size=40)
 
 
 @given(SIZES, st.floats(0.1, 32), st.integers(1, 8 * MB))
@@ -120,7 +120,7 @@ def test_what_is_large_has_a_bucket_of_its_own_where_there_are_several(sizes, bo
 
 
 def test_a_plan_of_large_and_small_gradients_is_drawn():
-    sizes = [Size(count * MB // 4, 4) for count in (1, 1, 9, 9, 1, 1)]
+    sizes = [GradientSize(count * MB // 4, 4) for count in (1, 1, 9, 9, 1, 1)]
     assert plan_buckets(sizes, 12.0, 4 * MB) == [(5,), (3,), (2,), (4, 1, 0)]
     assert plan_buckets(sizes, 12.0) == [(5,), (4, 3), (2, 1, 0)]
     assert FIRST_BYTES == MB

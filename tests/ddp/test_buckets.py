@@ -6,18 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.ddp.buckets import FIRST_BYTES, MB, Size, plan_buckets
+from muster.ddp.buckets import FIRST_BYTES, MB, GradientSize, plan_buckets
 from muster.jobs.world.world import World
 from support.data_parallel import wrong_gradients
 
 pytestmark = pytest.mark.slow
 
 KIND = st.sampled_from([("float32", 4), ("float64", 8), ("bfloat16", 2)])
-SIZES = st.lists(st.builds(lambda n, kind: Size(n, kind[1], kind[0]), st.integers(0, 2_000_000), KIND), max_size=40)
+SIZES = st.lists(
+    st.builds(lambda n, kind: GradientSize(n, kind[1], kind[0]), st.integers(0, 2_000_000), KIND), max_size=40
+)
 BOUND = st.none() | st.sampled_from([0.0, 1e-6, 0.5, 1.0, 25.0]) | st.floats(0, 64)
 
 
-def bytes_of(bucket: tuple[int, ...], sizes: list[Size]) -> int:
+def bytes_of(bucket: tuple[int, ...], sizes: list[GradientSize]) -> int:
     return sum(sizes[place].bytes for place in bucket)
 
 
@@ -50,7 +52,7 @@ def test_none_makes_one_bucket_of_each_kind(sizes):
 
 @given(st.lists(st.integers(1, 2_000_000), min_size=1, max_size=40), st.floats(0.1, 64))
 def test_buckets_are_not_more_than_they_need_be(lengths, bound):
-    sizes = [Size(length, 4) for length in lengths]
+    sizes = [GradientSize(length, 4) for length in lengths]
     buckets = plan_buckets(sizes, bound)
     for this, following in pairwise(buckets[1:]):  # the first bucket is small on purpose
         assert bytes_of(this, sizes) + sizes[following[0]].bytes > bound * MB
@@ -58,20 +60,20 @@ def test_buckets_are_not_more_than_they_need_be(lengths, bound):
 
 @given(st.lists(st.integers(1, 2_000_000), min_size=1, max_size=40), st.floats(0.1, 64))
 def test_the_first_bucket_is_small_when_there_are_several(lengths, bound):
-    sizes = [Size(length, 4) for length in lengths]
+    sizes = [GradientSize(length, 4) for length in lengths]
     first, *others = plan_buckets(sizes, bound)
     if others:
         assert bytes_of(first, sizes) <= FIRST_BYTES or len(first) == 1
 
 
 def test_one_bucket_that_would_hold_everything_is_not_cut_for_a_small_first_one():
-    sizes = [Size(2**20, 4)] * 3  # 12 MB
+    sizes = [GradientSize(2**20, 4)] * 3  # 12 MB
     assert plan_buckets(sizes, 12.0) == plan_buckets(sizes, None) == [(2, 1, 0)]
     assert plan_buckets(sizes, 8.0) == [(2,), (1, 0)]
 
 
 def test_a_plan_of_two_kinds_is_drawn():
-    sizes = [Size(2**18, 4, kind) for kind in "aabaab"]  # 1 MB each
+    sizes = [GradientSize(2**18, 4, kind) for kind in "aabaab"]  # 1 MB each
     # b at 5 waits for b at 2, while the a's before it fill their own buckets; the small first bucket is full first
     assert plan_buckets(sizes, 2.0) == [(4,), (5, 2), (3, 1), (0,)]
 

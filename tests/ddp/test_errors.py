@@ -38,8 +38,8 @@ def test_wrapping_twice_is_refused_as_long_as_the_first_wrapper_lives(on_ranks):
     for wrapper in WRAPPERS:
         still = f"belongs to a {wrapper} that is still in use: {twice}; use that {wrapper}, or delete it first"
         assert said[wrapper] == [
-            f"the module is a {wrapper} already: {twice}; wrap the plain module, its `.module`",
-            f"its part '0' is a {wrapper} already: {twice}; wrap the plain module, its `.module`",
+            f"the module is already a {wrapper}: {twice}; wrap the plain module (its `.module`)",
+            f"its part '0' is already a {wrapper}: {twice}; wrap the plain module (its `.module`)",
             f"the module {still}",
             f"the module {still}",
             f"parameter 'weight' {still}",
@@ -53,7 +53,7 @@ def wrapped_by_torch(world: World) -> str:
 
 def test_a_module_that_torch_averages_already_is_refused(on_ranks):
     (said,) = on_ranks(1, wrapped_by_torch)
-    assert said.startswith("its part '0' is a DistributedDataParallel already")
+    assert said.startswith("its part '0' is already a DistributedDataParallel")
 
 
 ODD = {
@@ -76,13 +76,13 @@ def odd_tensors(world: World) -> dict[str, str]:
 
 def test_a_parameter_or_buffer_that_cannot_be_sent_is_named(on_ranks):
     wanted = {
-        "sparse": "buffer 'norm.odd' is torch.sparse_coo, wanted a dense tensor: make it one, or keep it as a plain "
+        "sparse": "buffer 'norm.odd' is torch.sparse_coo, expected a dense tensor: convert it, or make it a plain "
         "attribute of the module",
-        "expanded": "buffer 'norm.odd' has elements that share memory, as expand() makes them: clone() it",
+        "expanded": "buffer 'norm.odd' has elements that share memory, as after expand(): clone() it",
         "not there": "buffer 'norm.odd' is on the meta device, without values: call to_empty() and initialize it "
         "before wrapping",
-        "lazy": "buffer 'norm.odd' has no shape yet: forward the module once before wrapping it",
-        "lazy parameter": "parameter 'weight' has no shape yet: forward the module once before wrapping it",
+        "lazy": "buffer 'norm.odd' has no shape yet: call the module once before wrapping it",
+        "lazy parameter": "parameter 'weight' has no shape yet: call the module once before wrapping it",
     }
     assert on_ranks(2, odd_tensors) == [wanted] * 2
 
@@ -97,14 +97,14 @@ def in_a_group_of_others(world: World) -> str:
 def test_a_group_without_this_rank_is_refused(on_ranks):
     outside, inside = on_ranks(2, in_a_group_of_others)
     assert outside == (
-        "rank 0 is not in the process group given: wrap only on ranks that new_group() was told, or pass a group that "
-        "this rank is in"
+        "rank 0 is not in the given process group: wrap only on the ranks passed to new_group(), or pass a group that "
+        "contains this rank"
     )
     assert inside == "nothing was raised"
 
 
 def test_no_group_at_all_is_refused():
-    with pytest.raises(ValueError, match=r"no process group is initialised: call torch\.distributed\.init_process"):
+    with pytest.raises(ValueError, match=r"no process group is initialized: call torch\.distributed\.init_process"):
         ddp.BucketedDDP(ToyModel())
 
 
@@ -113,7 +113,7 @@ def with_a_number_for_a_group(world: World) -> str:
 
 
 def test_what_is_no_group_is_refused(on_ranks):
-    wanted = "process_group must be a ProcessGroup or None, got 25.0: name all other settings"
+    wanted = "process_group must be a ProcessGroup or None, got 25.0: pass other settings by name"
     assert on_ranks(1, with_a_number_for_a_group) == [wanted]
 
 
@@ -163,7 +163,7 @@ def test_ranks_whose_modules_differ_are_told_where_and_who(on_ranks, how):
         most, one = ("", " (here)") if rank == 1 else (" (here)", "")
         wanted = (
             f"the ranks' modules or wrappers differ: {there} on ranks 0, 2{most} but {here} on rank 1{one}; "
-            "build the same on every rank, and wrap it in the same way"
+            "build the same module on every rank, and wrap it in the same way"
         )
         assert said == [wanted] * len(WRAPPERS)
 
@@ -225,6 +225,6 @@ def misused(world: World) -> list[str]:
 
 def test_other_misuse_is_refused(on_ranks):
     shards, size, exact = on_ranks(2, misused)[0]
-    assert shards == "next_shard(): BucketedDDP adds in no promised order; build it with exact=True"
+    assert shards == "next_shard() needs a fixed order of additions; build the BucketedDDP with exact=True"
     assert size == "bucket_size_mb must be a number of MB, or None for one bucket, got -1.0"
-    assert exact == "exact sums are sent as they are, communication_dtype is torch.bfloat16; drop one"
+    assert exact == "exact sums are never cast, but communication_dtype is torch.bfloat16; drop one"

@@ -68,5 +68,5 @@ def sparse(world: World) -> dict[str, str]:
 
 
 def test_sparse_gradients_are_refused_by_name_by_every_wrapper(on_ranks):
-    told = "weight: its gradient is sparse, only dense ones are averaged; build the layer with sparse=False"
+    told = "weight: its gradient is sparse, but only dense gradients are averaged; build the layer with sparse=False"
     assert on_ranks(2, sparse) == [dict.fromkeys(WRAPPERS, told)] * 2

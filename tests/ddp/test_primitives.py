@@ -74,7 +74,7 @@ def in_a_sub_group(world: World) -> str:
 
 
 def test_a_group_of_some_ranks_works_by_its_own_numbers_and_refuses_the_others(on_ranks):
-    refused = "this rank is not in the group; call on ranks of the group only"
+    refused = "this rank is not in the group; call this on ranks of the group only"
     assert on_ranks(5, in_a_sub_group) == [refused, "", refused, "", ""]
 
 
@@ -106,22 +106,22 @@ def refusals(world: World) -> list[str]:
 def test_what_does_not_fit_is_named_before_anything_is_sent(on_ranks):
     first, second = on_ranks(2, refusals)
     assert first == [
-        "1 chunks for 2 ranks; pass one for each rank of the group",
-        "out has 6 elements, chunk 0 5; make them equal",
-        "out is torch.float16 on cpu, the others are torch.float32 on cpu; pass one type and device",
-        "chunk has 4 elements, place 0 of out 5; make them equal",
-        "tensor[0] has shape (1, 4), strides (4, 1); pass it flat",
-        "tensor[0] has shape (2,), strides (2,); pass it flat",
-        "tensor has shape (2, 4), strides (4, 1); pass it flat",
-        "root 2: the group has ranks 0 to 1; name one of them",
-        "0 chunks for 2 ranks; pass one for each rank of the group",
-        "input 0 has 4 elements, output 0 2; make them equal",
-        "outputs[1] is torch.int32 on cpu, the others are torch.float32 on cpu; pass one type and device",
-        "chunks[1] has shape (2, 4), strides (4, 1); pass it flat",
-        "tensor[0] has shape (1, 4), strides (4, 1); pass it flat",
+        "got 1 chunks for 2 ranks; pass one for each rank of the group",
+        "out has 6 elements, chunk 0 has 5; make them equal",
+        "out is torch.float16 on cpu, but others are torch.float32 on cpu; use the same type and device",
+        "chunk has 4 elements, entry 0 of out has 5; make them equal",
+        "tensor[0] has shape (1, 4), strides (4, 1); flatten it first",
+        "tensor[0] has shape (2,), strides (2,); flatten it first",
+        "tensor has shape (2, 4), strides (4, 1); flatten it first",
+        "root 2 is not in the group; pass one of its ranks, 0 to 1",
+        "got 0 chunks for 2 ranks; pass one for each rank of the group",
+        "input 0 has 4 elements, output 0 has 2; make them equal",
+        "outputs[1] is torch.int32 on cpu, but others are torch.float32 on cpu; use the same type and device",
+        "chunks[1] has shape (2, 4), strides (4, 1); flatten it first",
+        "tensor[0] has shape (1, 4), strides (4, 1); flatten it first",
         "[3.0]",
     ]
-    assert second[1] == "out has 6 elements, chunk 1 3; make them equal"
+    assert second[1] == "out has 6 elements, chunk 1 has 3; make them equal"
 
 
 def long_ones(world: World) -> list[bool]:

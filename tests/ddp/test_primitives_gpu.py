@@ -35,6 +35,7 @@ def check_on_all(world: World, folder: str) -> None:
             check_all(World(rank, world.size - 1, some, on_gpu.device))
 
 
+@pytest.mark.gpu(2)
 def test_every_primitive_works_on_all_gpus_of_the_machine_and_on_all_but_one(on_ranks, tmp_path: Path):
     on_ranks(torch.cuda.device_count(), check_on_all, deadline_s=55.0, group=False, folder=str(tmp_path))
 
@@ -44,7 +45,7 @@ def refused(world: World, folder: str) -> str:
 
     with (
         over("gloo", world, folder) as on_gpu,
-        pytest.raises(ValueError, match="gloo sends from the CPU only") as error,
+        pytest.raises(ValueError, match="gloo sends only from the CPU") as error,
     ):
         primitives.ring_all_reduce(torch.ones(4, device=on_gpu.device), on_gpu.group)
     return str(error.value)
@@ -52,4 +53,4 @@ def refused(world: World, folder: str) -> str:
 
 def test_gloo_is_not_asked_to_send_from_a_gpu(on_ranks, tmp_path: Path):
     said = on_ranks(2, refused, group=False, folder=str(tmp_path))
-    assert said[1] == "tensor[0] is on cuda:1: gloo sends from the CPU only; use NCCL, or copy it"
+    assert said[1] == "tensor[0] is on cuda:1: gloo sends only from the CPU; use NCCL, or copy it"

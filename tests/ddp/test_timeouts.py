@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from muster import ddp
 from muster.ddp import timeouts
-from muster.ddp.timeouts import Entered, tell
+from muster.ddp.timeouts import Entered, explain
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, backwards
@@ -53,7 +53,7 @@ def test_a_time_out_names_the_bucket_and_who_did_not_come(on_ranks, wrapper, exa
         if kind == "CollectiveTimeoutError":
             assert text.startswith(f"rank {rank}: step 2: bucket 1 of {buckets} (")
             # The other rank may be listed, too, if this machine delays it.
-            assert re.search(r"it was not entered by ranks? (0-)?1(-2)?: see what", text)
+            assert re.search(r"it was not entered by ranks? (0-)?1(-2)?: check what", text)
         assert lost  # a reader of the log blames neither of them
     assert "CollectiveTimeoutError" in {first[0], last[0]}
     # The timeout as gloo reports it. Without a report, a rank prints its own measurement, which may differ.
@@ -78,7 +78,7 @@ def told(world: World, text: str) -> list[str]:
     with mock.patch.multiple(timeouts, LATER_S=0.1, LOST_S=0.1, STORE_S=20.0):
         if world.rank in places:
             try:
-                tell(RuntimeError(text), places[world.rank], 7.0, world.group)
+                explain(RuntimeError(text), places[world.rank], 7.0, world.group)
             except RuntimeError as error:
                 said = [type(error).__name__, str(error)]
     if world.rank != 0:
@@ -92,7 +92,7 @@ def test_ranks_that_are_behind_did_not_enter_and_ranks_that_are_ahead_did(on_ran
     assert kind == "CollectiveTimeoutError"
     assert text == (
         "rank 0: step 3: bucket 2 of 5 (head.weight ... stem.bias; 3 MB) did not end within 30 s; it was not entered "
-        "by ranks 2-4: see what they were doing instead; if they are only slow, give the group a longer timeout"
+        "by ranks 2-4: check what these ranks did instead, or give the group a longer timeout"
     )
 
 
@@ -102,7 +102,7 @@ def test_a_lost_connection_names_the_bucket_and_who_said_nothing(on_ranks):
     assert kind == "RuntimeError"
     assert text == (
         "rank 0: step 3: bucket 2 of 5 (head.weight ... stem.bias; 3 MB) failed: "
-        f"a connection was lost; no word from rank 4: {gloo}"
+        f"a connection was lost; no report from rank 4: {gloo}"
     )
     assert is_lost_connection(RuntimeError(text))
 
@@ -110,5 +110,5 @@ def test_a_lost_connection_names_the_bucket_and_who_said_nothing(on_ranks):
 def test_an_error_that_is_no_failed_connection_is_left_as_it_is():
     error = RuntimeError("expected scalar type Float but found Double")
     with pytest.raises(RuntimeError, match="expected scalar type Float") as raised:
-        tell(error, ENTERED, 1.0, None)
+        explain(error, ENTERED, 1.0, None)
     assert raised.value is error

@@ -143,8 +143,8 @@ def make_warm(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
     """Return a function that starts a warm process which imports nothing."""
     made: list[Warm] = []
 
-    def make(keepers: int = 1, preload: str = "", code: str = "") -> Warm:
-        made.append(Warm(tmp_path, keepers, preload, code))
+    def make(rank_parents: int = 1, preload: str = "", code: str = "") -> Warm:
+        made.append(Warm(tmp_path, rank_parents, preload, code))
         return made[-1]
 
     yield make
@@ -154,5 +154,5 @@ def make_warm(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
 
 @pytest.fixture
 def warm(make_warm: Callable[..., Warm]) -> Warm:
-    """A warm process with one keeper that is ready."""
-    return make_warm().wait_for_keepers()
+    """A warm process with one rank parent that is ready."""
+    return make_warm().wait_for_rank_parents()

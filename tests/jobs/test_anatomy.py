@@ -16,6 +16,8 @@ BATCH = 2
 NANO = GPT_SHAPES["gpt-nano"]
 SMALL_VGG = VggShape("small", (8, POOL, 8, POOL, 16, 16, POOL, 16, POOL, 16, POOL), classes=7)
 SHAPES = [SMALL_VGG, NANO, replace(NANO, tied=False, bias=True, norm="layer", vocabulary=300)]
+CLASSIFIERS = [replace(SMALL_VGG, hidden=(24, 20)), replace(SMALL_VGG, hidden=(24,), side=3)]
+IDS = ["vgg", "gpt", "gpt with all there is", "vgg with a classifier", "vgg resized"]
 
 
 def module_of(shape: VggShape | GptShape) -> nn.Sequential:
@@ -42,7 +44,7 @@ def test_parameters_are_those_of_the_module_in_its_order(name):
     assert found.buffers == sum(each.numel() for each in model.buffers() if each.is_floating_point())
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["vgg", "gpt", "gpt with all there is"])
+@pytest.mark.parametrize("shape", [*SHAPES, *CLASSIFIERS], ids=IDS)
 def test_gradients_become_ready_in_the_order_of_autograd(shape):
     model, order = module_of(shape), []
     for name, parameter in model.named_parameters():
@@ -55,7 +57,7 @@ def test_gradients_become_ready_in_the_order_of_autograd(shape):
     assert shares[-1] == 1.0
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=["vgg", "gpt", "gpt with all there is"])
+@pytest.mark.parametrize("shape", [*SHAPES, *CLASSIFIERS], ids=IDS)
 def test_what_the_forward_keeps_is_what_autograd_saves(shape):
     model, kept = module_of(shape), {}
     own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
@@ -74,7 +76,7 @@ def test_what_the_forward_keeps_is_what_autograd_saves(shape):
     assert BATCH * anatomy(shape).saved_bytes(4) == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=["vgg", "gpt"])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *CLASSIFIERS], ids=[*IDS[:2], *IDS[3:]])
 def test_what_is_forwarded_again_are_the_trainings_own_pieces_with_their_inputs(shape):
     model, given = module_of(shape), {}
     for name, layer in model.named_children():
@@ -86,7 +88,7 @@ def test_what_is_forwarded_again_are_the_trainings_own_pieces_with_their_inputs(
     assert [(again.parts[0].layer, again.inputs) for again in anatomy(shape).recomputed()] == wanted
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=["vgg", "gpt"])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *CLASSIFIERS], ids=[*IDS[:2], *IDS[3:]])
 def test_work_is_what_torch_counts_in_products(shape):
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -107,7 +109,7 @@ def test_work_is_what_torch_counts_in_products(shape):
 
 
 def test_units_hold_every_part_once():
-    for shape in SHAPES:
+    for shape in (*SHAPES, *CLASSIFIERS):
         found = anatomy(shape)
         parts = [part.name for unit in found.units() for part in unit]
         assert sorted(parts) == sorted(part.name for part in found.parts)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from muster.jobs.basics.errors import RefusedError, StorageError
+from muster.jobs.basics.errors import RefusedError, StorageError, UnreachableError, UsageError
 from muster.jobs.data.cifar10 import prepare_cifar10, read_batch
 from muster.jobs.data.datafiles import locked
 from muster.launch.commands import data as data_command
@@ -118,7 +118,7 @@ def batch_of(array: object) -> bytes:
     ("content", "message"),
     [
         (b"not a pickle", "test_batch: .*not a batch"),
-        (pickle.dumps([1, 2], protocol=2), "test_batch: .*found list, expected a table"),
+        (pickle.dumps([1, 2], protocol=2), "test_batch: .*found list, expected a dict"),
         (pickle.dumps({b"labels": [1]}, protocol=2), "test_batch: .*expected labels and data"),
         (batch_of(numpy.zeros((3, 3072), numpy.uint8)), r"4 labels, but data is \(3, 3072\)"),
         (None, "test_batch missing"),
@@ -143,6 +143,31 @@ def test_what_is_no_whole_archive_is_refused(damage, tiny_cifar10, tmp_path: Pat
         prepare_cifar10(tmp_path, url=(tmp_path / "source").as_uri(), md5=hashlib.md5(body).hexdigest())
 
 
+def test_the_command_reads_a_local_archive(tiny_cifar10, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("MUSTER_DATA", str(tmp_path))
+    (tmp_path / "copy of it.tar.gz").write_bytes(tiny_cifar10.archive)
+    parser = argparse.ArgumentParser()
+    data_command.configure(parser)
+    given = ["cifar10", "--archive", str(tmp_path / "copy of it.tar.gz"), "--md5", tiny_cifar10.md5]
+    assert data_command.run(parser.parse_args(given)) == 0
+    assert "24 samples" in capsys.readouterr().out
+    for wrong, message in (
+        (["cifar10", "--archive", "none.tar.gz"], "none.tar.gz: no such file; give a copy of cifar-10-python.tar.gz"),
+        ([*given, "--url", "file:///x"], "--archive and --url both name the archive; give one of them"),
+        (["digits", "--archive", "x"], "--url, --archive and --md5 are for cifar10; leave them out"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            data_command.run(parser.parse_args(wrong))
+
+
+def test_without_a_network_the_command_names_the_archive(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("MUSTER_DATA", str(tmp_path))
+    parser = argparse.ArgumentParser()
+    data_command.configure(parser)
+    with pytest.raises(UnreachableError, match=r"muster data cifar10 --archive cifar-10-python\.tar\.gz"):
+        data_command.run(parser.parse_args(["cifar10", "--url", "http://127.0.0.1:9/x.tar.gz"]))
+
+
 def test_the_command_prints_where_the_data_is(serve, tiny_cifar10, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("MUSTER_DATA", str(tmp_path))
     parser = argparse.ArgumentParser()
@@ -154,3 +179,15 @@ def test_the_command_prints_where_the_data_is(serve, tiny_cifar10, tmp_path: Pat
     record = json.loads(capsys.readouterr().out)
     assert record["samples"] == 24
     assert record["files"][1]["sha256"] == hashlib.sha256(tiny_cifar10.test_rows).hexdigest()
+
+
+def test_the_command_writes_where_a_run_with_that_site_file_reads(tiny_cifar10, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("MUSTER_DATA", str(tmp_path / "elsewhere"))
+    (tmp_path / "archive").write_bytes(tiny_cifar10.archive)
+    (tmp_path / "site.yaml").write_text(f"data: {tmp_path / 'shared'}\n")
+    parser = argparse.ArgumentParser()
+    data_command.configure(parser)
+    given = ["cifar10", "--archive", str(tmp_path / "archive"), "--md5", tiny_cifar10.md5]
+    assert data_command.run(parser.parse_args([*given, "--site", str(tmp_path / "site.yaml")])) == 0
+    assert capsys.readouterr().out == f"cifar10: 24 samples, 0.1 MB in {tmp_path / 'shared' / 'cifar10'}\n"
+    assert not (tmp_path / "elsewhere").exists()

@@ -213,9 +213,9 @@ def test_the_allocations_tasks_per_node_do_not_count_for_a_smaller_step() -> Non
     [
         ({**STEP, "SLURM_PROCID": "x"}, NONE, "SLURM_PROCID must be a whole number, got 'x'"),
         ({**STEP, "SLURM_PROCID": "5"}, NONE, "SLURM_PROCID must be 0 to 4, got 5"),
-        ({**STEP, "SLURM_NODEID": "7"}, NONE, "no variable gives the number on node 7"),
+        ({**STEP, "SLURM_NODEID": "7"}, NONE, "no variable has the number of tasks on node 7"),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2x"}, NONE, r"must be of the form 2\(x3\),1, got '2x'"),
-        ({**UNSAID, "SLURM_TASKS_PER_NODE": "4(x6)"}, NONE, "5 tasks on 3 nodes, but no variable gives"),
+        ({**UNSAID, "SLURM_TASKS_PER_NODE": "4(x6)"}, NONE, "5 tasks on 3 nodes, but no variable has"),
         ({**STEP, "SLURM_STEP_NODELIST": "x[1-3]"}, NONE, "cannot resolve 'x1'"),
         # The first node's name leads the other nodes to themselves.
         ({**STEP, "SLURM_STEP_NODELIST": "self,n02,n03"}, NONE, r"to 127\.0\.1\.1 on this node, which is not node 0"),

@@ -45,8 +45,8 @@ def test_a_server_without_ranges_makes_it_start_over(serve, tmp_path: Path):
 @pytest.mark.parametrize(
     ("ranges", "breaks", "said", "kept"),
     [
-        (True, (100, 0, 0, 0, 0), r"broke off after 100 of .*100 bytes are kept", 100),
-        (False, (100, 50, 100, 50, 100, 50), "broke off after 50 of", 50),  # shrinks and grows, never beyond 100
+        (True, (100, 0, 0, 0, 0), r"was lost after 100 of .*100 bytes are kept", 100),
+        (False, (100, 50, 100, 50, 100, 50), "was lost after 50 of", 50),  # shrinks and grows, never beyond 100
     ],
 )
 def test_a_server_that_keeps_breaking_off_is_given_up_and_what_came_is_kept(

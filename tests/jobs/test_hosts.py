@@ -79,7 +79,7 @@ def test_hosts_files_of_every_form_are_read(text: str, hosts: list[Host]) -> Non
         ),
         (
             "n[1-2] address=10.0.0.1",
-            ["hosts:1: address= belongs to one host, and n[1-2] names 2; give each its own line"],
+            ["hosts:1: address= applies to one host, but n[1-2] names 2; give each its own line"],
         ),
         ("a@n0 user=b", ["hosts:1: the user is given twice: a@ and user=b; keep one"]),
         ("@n0", ["hosts:1: '' is not a user name; expected letters, digits, dots, - and _, such as alice"]),

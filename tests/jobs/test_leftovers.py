@@ -21,7 +21,9 @@ def swept_by_a_process(code: str) -> list[str]:
 
 
 def test_nothing_below_is_nothing_to_sweep() -> None:
-    assert swept_by_a_process("print(leftovers.sweep(os.getpid()))") == ["Swept(count=0, buried=frozenset(), left=())"]
+    assert swept_by_a_process("print(leftovers.sweep(os.getpid()))") == [
+        "SweepResult(count=0, buried=frozenset(), left=())"
+    ]
 
 
 def test_a_whole_tree_goes_whatever_it_does() -> None:

@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "no section that says what to run": (
         "nodes: 2",
-        "job.yaml:1: no section says what to run; expected exactly one of train, command, tryout",
+        "job.yaml:1: there is no section with the work to run; expected exactly one of train, command, tryout",
     ),
     "a misspelt section, once": ("trian: {}", "job.yaml:1: trian: unknown key; did you mean 'train'?"),
     "two sections, both of which are checked": (
@@ -118,8 +118,8 @@ REFUSED = {
         "job.yaml:2: command: must have at least 1 item, got 0",
     ),
     "a file that is empty": ("", "job.yaml:1: the file is empty; expected lines of the form `key: value`"),
-    "a list": ("- a", "job.yaml:1: the file holds a list; expected lines of the form `key: value`"),
-    "a number": ("7", "job.yaml:1: the file holds 7; expected lines of the form `key: value`"),
+    "a list": ("- a", "job.yaml:1: the file contains a list; expected lines of the form `key: value`"),
+    "a number": ("7", "job.yaml:1: the file contains 7; expected lines of the form `key: value`"),
     "keys that are no text, once": (
         "5: a\n~: b\n? [c]\n: d\n" + TRAIN,
         "job.yaml:1: the key 5 must be text; put it in quotes",
@@ -164,7 +164,8 @@ train:
   log_every: ~
 """
     assert complaints(write(text)) == [
-        "job.yaml:1: name: must match ^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$, got 'a b'",
+        "job.yaml:1: name: must be up to 64 letters, digits, `.`, `_` or `-`, and begin with a letter or digit, "
+        "got 'a b'",
         "job.yaml:2: nodes: must be a whole number, got 'two'",
         "job.yaml:3: ranks_per_node: must be at least 1, got 0",
         "job.yaml:4: threads_per_rank: must be a whole number or 'auto', got 'many'",
@@ -172,13 +173,13 @@ train:
         "job.yaml:6: setup: must be a list, got 'install'",
         "job.yaml:7: nods: unknown key; did you mean 'nodes'?",
         "job.yaml:9: train.model.name: unknown model 'vgg12'; did you mean 'vgg19'? (valid: vgg11, vgg13, vgg16, "
-        "vgg19, gpt-nano, gpt-micro, gpt-small, gpt-medium, gpt-large, gpt-xl, gpt-2.7b)",
+        "vgg16-4096, vgg16-4096-7x7, vgg19, gpt-nano, gpt-micro, gpt-small, gpt-medium, gpt-large, gpt-xl, gpt-2.7b)",
         "job.yaml:9: train.model.d_modl: unknown key; did you mean 'd_model'?",
         "job.yaml:10: train.data: unknown data 'digts'; did you mean 'digits'? "
         "(valid: digits, cifar10, python-source, synthetic)",
         "job.yaml:11: train.mode: unknown mode 'alreduce'; did you mean 'allreduce'? "
-        "(valid: single, gather_scatter, allreduce, flat, overlap, bucketed, ddp, zero1, zero2, zero3, fsdp, model, "
-        "gpipe, 1f1b, interleaved, zb1p, zbv, tensor)",
+        "(valid: single, data_parallel, gather_scatter, allreduce, flat, overlap, bucketed, ddp, zero1, zero2, zero3, "
+        "fsdp, asynchronous, model, gpipe, 1f1b, interleaved, zb1p, zbv, terapipe, tensor)",
         "job.yaml:12: train.batch_size: must be a whole number, got 2.5",
         "job.yaml:13: train.optimzer: unknown key; did you mean 'optimizer'?",
         "job.yaml:14: train.exact: must be true or false, got 'on'; YAML 1.2 has only true and false",
@@ -281,11 +282,11 @@ def test_overrides_are_yaml_values_and_make_what_is_missing(write: Write) -> Non
 def test_a_mistake_of_an_override_is_told_as_its_own_after_those_of_the_file(write: Write) -> None:
     overrides = ("train.optimzer.lr=0.1", "nodes.x=1", "train.steps=[", "setup.1=a", "grace_s=-1")
     assert complaints(write("nodes: two\ngrace_s: one\nsetup: []\ntrain: {model: vgg, data: digits}"), *overrides) == [
-        "job.yaml:4: train.model: unknown model 'vgg'; did you mean 'vgg19'? (valid: vgg11, vgg13, vgg16, vgg19, "
-        "gpt-nano, gpt-micro, gpt-small, gpt-medium, gpt-large, gpt-xl, gpt-2.7b)",
+        "job.yaml:4: train.model: unknown model 'vgg'; did you mean 'vgg19'? (valid: vgg11, vgg13, vgg16, "
+        "vgg16-4096, vgg16-4096-7x7, vgg19, gpt-nano, gpt-micro, gpt-small, gpt-medium, gpt-large, gpt-xl, gpt-2.7b)",
         "--set train.steps=[: train.steps: not YAML: expected the node content, but found '<stream end>' (column 2); "
         "put the value in quotes within the shell's quotes",
-        "--set setup.1=a: setup.1: setup is a list of 0, counted from 0; give such a number",
+        "--set setup.1=a: setup.1: setup is a list with 0 items; give the index of an item, from 0",
         "--set train.optimzer.lr=0.1: train.optimzer: unknown key; did you mean 'optimizer'?",
         "--set nodes.x=1: nodes: must be a whole number, got a mapping",
         "--set grace_s=-1: grace_s: must be at least 0, got -1",
@@ -300,7 +301,7 @@ def test_a_mistake_of_an_override_is_told_as_its_own_after_those_of_the_file(wri
         (
             "train: {model: vgg11, data: digits, parallel: {data: 2}}",
             "train.mode=ddp",
-            "job.yaml:1: train: give mode or parallel, not both; null takes one out: --set train.mode=null",
+            "job.yaml:1: train: give mode or parallel, not both; null removes one: --set train.mode=null",
         ),
     ],
 )

@@ -92,5 +92,5 @@ def test_a_file_system_that_cannot_is_told_of_once(
     write(log, 0, 8 * 1024)
     logcap.cap(log, **PARTS)
     logcap.cap(log, **PARTS)
-    said = f"{log.parent}: logs there cannot be capped, and may fill the disk: Operation not supported"
+    said = f"{log.parent}: logs here cannot be capped, and may fill the disk: Operation not supported"
     assert capsys.readouterr().err == f"muster: warning: {said}\n"

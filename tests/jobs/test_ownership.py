@@ -78,7 +78,7 @@ def test_folders_and_links_of_another_user_are_refused_and_left_out_of_lists(run
     assert rundir.list_runs(root) == rundir.list_runs(root) == [run]
     assert rundir.find_run(root, None) == run
     assert capsys.readouterr().err == (
-        f"muster: warning: {root}: skipped 2 run folders of other users; name one to see why it is not used\n"
+        f"muster: warning: {root}: skipped 2 run folders of other users; to see why, name one in a command\n"
     )
     for given in ("strange", strange.name, str(strange), "link", str(link)):
         with pytest.raises(UntrustedError, match=f"belongs to user {ATTACKER}, expected 0"):
@@ -89,7 +89,7 @@ def test_folders_and_links_of_another_user_are_refused_and_left_out_of_lists(run
 
 def test_a_run_folder_that_everybody_can_write_is_refused(run: RunDir) -> None:
     run.path.chmod(0o777)
-    with pytest.raises(UntrustedError, match=f"every user may write in it, .*: chmod o-w {run.path}"):
+    with pytest.raises(UntrustedError, match=f"every user may write in this folder, .*: chmod o-w {run.path}"):
         rundir.find_run(run.path.parent, run.run_id)
     with pytest.raises(RunFolderError, match="no runs here"):
         rundir.find_run(run.path.parent, None)
@@ -109,8 +109,8 @@ def test_of_a_folder_that_its_group_can_write_is_warned_once(run: RunDir, capsys
     assert rundir.find_run(run.path.parent, None) == rundir.find_run(run.path.parent, str(run.path)) == run
     assert capsys.readouterr().err == (
         f"muster: warning: {run.path.parent}: its group can replace the runs in it; "
-        f"to prevent that: chmod g-w {run.path.parent}\n"
-        f"muster: warning: {run.path}: its group may write in it; to prevent that: chmod -R g-w {run.path}\n"
+        f"to prevent that, run: chmod g-w {run.path.parent}\n"
+        f"muster: warning: {run.path}: its group may write in it; to prevent that, run: chmod -R g-w {run.path}\n"
     )
 
 

@@ -87,19 +87,19 @@ time.sleep(1000)
 
 
 def test_a_rank_that_had_died_by_itself_when_the_order_to_stop_came_does_not_look_stopped(warm: Warm) -> None:
-    """Both waited for the keeper: the order was read first, and the signal of the dead rank counted as our own."""
+    """Both waited for the rank parent: the order was read first, and the signal of the dead rank counted as our own."""
     code = "import time; print('ready'); time.sleep(1000)"
     pids = warm.start(warm.rank(0, code=code), warm.rank(1, code=code))
     warm.wait_for_output(0)
     warm.wait_for_output(1)
-    (keeper,) = warm.keepers
-    wait_until(lambda: state_of(keeper) == "S", "the keeper to wait")
-    os.kill(keeper, signal.SIGSTOP)
-    wait_until(lambda: state_of(keeper) == "T", "the keeper to stand still")
+    (rank_parent,) = warm.rank_parents
+    wait_until(lambda: state_of(rank_parent) == "S", "the rank parent to wait")
+    os.kill(rank_parent, signal.SIGSTOP)
+    wait_until(lambda: state_of(rank_parent) == "T", "the rank parent to stand still")
     os.kill(pids[0], signal.SIGTERM)
     wait_until(lambda: start_ticks(pids[0]) is None, "the end of rank 0")
     warm.tell({"do": "stop", "grace_s": 5.0})
-    os.kill(keeper, signal.SIGCONT)
+    os.kill(rank_parent, signal.SIGCONT)
     died, stopped = warm.end_of(0, 1)
     assert (died["signal"], died["sent"]) == ("SIGTERM", None)
     assert (stopped["signal"], stopped["sent"]) == ("SIGTERM", "SIGTERM")
@@ -108,8 +108,8 @@ def test_a_rank_that_had_died_by_itself_when_the_order_to_stop_came_does_not_loo
 def test_an_order_to_stop_right_behind_the_order_to_start_reaches_every_rank(warm: Warm) -> None:
     """A rank made its group itself, and so the signal to a group that was not there yet was lost."""
     (core, *_) = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(warm.keepers[0], [core])  # so that it goes on while what it forks has to wait
-    os.sched_setscheduler(warm.keepers[0], os.SCHED_BATCH, os.sched_param(0))
+    os.sched_setaffinity(warm.rank_parents[0], [core])  # so that it goes on while what it forks has to wait
+    os.sched_setscheduler(warm.rank_parents[0], os.SCHED_BATCH, os.sched_param(0))
     starts = [warm.rank(rank, SLEEP) for rank in range(16)]
     orders = [{"do": "start", "ranks": starts}, {"do": "stop", "grace_s": 1000.0}]
     warm.agents[0].sendall("".join(json.dumps(order) + "\n" for order in orders).encode())
@@ -128,7 +128,7 @@ def test_stopping_when_nothing_runs_is_answered(warm: Warm) -> None:
 def test_what_a_stopped_rank_leaves_behind_is_swept_and_counted(warm: Warm) -> None:
     warm.start(warm.rank(0, code=ESCAPES + "time.sleep(1000)"))
     warm.wait_for_output(0)
-    assert len(warm.left()) == 5  # warm, keeper, rank, and two that escaped
+    assert len(warm.left()) == 5  # warm, rank parent, rank, and two that escaped
     warm.tell({"do": "stop", "grace_s": 0.0})
     warm.end_of(0)
     assert warm.next("swept") == {**NOTHING_SWEPT, "swept": 2}
@@ -138,7 +138,7 @@ def test_what_a_stopped_rank_leaves_behind_is_swept_and_counted(warm: Warm) -> N
 def test_what_a_rank_leaves_behind_when_it_is_done_is_killed_without_an_order(warm: Warm) -> None:
     warm.start(warm.rank(0, code=ESCAPES), warm.rank(1, ["true"]))
     warm.end_of(0, 1)
-    wait_until(lambda: len(warm.left()) == 2, "the end of all but warm process and keeper")
+    wait_until(lambda: len(warm.left()) == 2, "the end of all but warm process and rank parent")
     warm.start(warm.rank(2, ["true"]))  # and it goes on
     assert warm.end_of(2)[0]["code"] == 0
 
@@ -163,29 +163,31 @@ def test_when_the_socket_closes_everything_ends_the_stubborn_too(how: str, warm:
     assert warm.left() == []
 
 
-def test_a_killed_keeper_takes_its_ranks_along_and_the_warm_process_buries_what_they_left(make_warm) -> None:
-    warm = make_warm(keepers=2).wait_for_keepers()
-    keepers = warm.keepers
+def test_a_killed_rank_parent_takes_its_ranks_along_and_the_warm_process_buries_what_they_left(make_warm) -> None:
+    warm = make_warm(rank_parents=2).wait_for_rank_parents()
+    rank_parents = warm.rank_parents
     first = warm.start(warm.rank(0, code=ESCAPES + "time.sleep(1000)"), warm.rank(1, SLEEP))
-    second = warm.start(warm.rank(2, SLEEP), keeper=1)
+    second = warm.start(warm.rank(2, SLEEP), rank_parent=1)
     warm.wait_for_output(0)
-    os.kill(keepers[0], signal.SIGKILL)
-    wait_until(lambda: sorted(warm.left()) == sorted([warm.process.pid, keepers[1], second[2]]), "the others alone")
+    os.kill(rank_parents[0], signal.SIGKILL)
+    wait_until(
+        lambda: sorted(warm.left()) == sorted([warm.process.pid, rank_parents[1], second[2]]), "the others alone"
+    )
     assert not any(map(start_ticks, first.values()))
-    warm.tell({"do": "stop", "grace_s": 5.0}, keeper=1)
-    assert warm.end_of(2, keeper=1)[0]["signal"] == "SIGTERM"
-    os.kill(keepers[1], signal.SIGKILL)
+    warm.tell({"do": "stop", "grace_s": 5.0}, rank_parent=1)
+    assert warm.end_of(2, rank_parent=1)[0]["signal"] == "SIGTERM"
+    os.kill(rank_parents[1], signal.SIGKILL)
     assert warm.process.wait(timeout=DEADLINE_S) == 0
     assert warm.left() == []
 
 
-def test_ranks_die_with_their_keeper_even_where_no_warm_process_is_left_to_bury_them(warm: Warm) -> None:
+def test_ranks_die_with_their_rank_parent_even_where_no_warm_process_is_left_to_bury_them(warm: Warm) -> None:
     pids = warm.start(warm.rank(0, code=DEAF), warm.rank(1, SLEEP))
     warm.wait_for_output(0)
     warm.process.kill()
     warm.process.wait()
-    assert all(map(start_ticks, pids.values()))  # the keeper goes on without it
-    os.kill(warm.keepers[0], signal.SIGKILL)
+    assert all(map(start_ticks, pids.values()))  # the rank parent goes on without it
+    os.kill(warm.rank_parents[0], signal.SIGKILL)
     wait_until(lambda: not any(map(start_ticks, pids.values())), "the end of the ranks")
 
 
@@ -212,22 +214,22 @@ def holds_numpy(pid: int) -> bool:
     return "numpy" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def test_the_warm_process_of_a_single_keeper_imports_nothing_so_that_fewer_processes_hold_torch(make_warm) -> None:
-    single = make_warm(preload="numpy").wait_for_keepers()
-    assert [holds_numpy(pid) for pid in (single.process.pid, *single.keepers)] == [False, True]
-    shared = make_warm(keepers=2, preload="numpy").wait_for_keepers()  # imported once for both
-    assert [holds_numpy(pid) for pid in (shared.process.pid, *shared.keepers)] == [True, True, True]
+def test_the_warm_process_of_a_single_rank_parent_imports_nothing_so_that_fewer_processes_hold_torch(make_warm) -> None:
+    single = make_warm(preload="numpy").wait_for_rank_parents()
+    assert [holds_numpy(pid) for pid in (single.process.pid, *single.rank_parents)] == [False, True]
+    shared = make_warm(rank_parents=2, preload="numpy").wait_for_rank_parents()  # imported once for both
+    assert [holds_numpy(pid) for pid in (shared.process.pid, *shared.rank_parents)] == [True, True, True]
 
 
-def test_a_keeper_whose_import_hangs_dies_with_its_warm_process(make_warm) -> None:
+def test_a_rank_parent_whose_import_hangs_dies_with_its_warm_process(make_warm) -> None:
     warm = make_warm(code=HANGS)
     wait_until(lambda: (warm.folder / "warm.err").read_text() == "importing\n", "the import")
     assert len(warm.left()) == 2
     warm.process.kill()
-    wait_until(lambda: warm.left() == [], "the end of the keeper")
+    wait_until(lambda: warm.left() == [], "the end of the rank parent")
 
 
-def test_a_single_keeper_that_cannot_import_says_so_and_ends_with_its_warm_process(make_warm) -> None:
+def test_a_single_rank_parent_that_cannot_import_says_so_and_ends_with_its_warm_process(make_warm) -> None:
     warm = make_warm(preload="nosuchmodule")
     broken = warm.next("broken")
     assert ("No module named 'nosuchmodule'" in broken["broken"], broken["code"]) == (True, 78)

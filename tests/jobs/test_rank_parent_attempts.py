@@ -1,4 +1,4 @@
-"""A keeper between ranks and agent: what it passes on, what it sees, and attempt after attempt in one life."""
+"""A rank parent between ranks and agent: what it passes on, what it sees, and attempt after attempt in one life."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ c.pthread_mutex_lock(mutex)
 
 
 def give_store(warm: Warm, attempt: int) -> int:
-    """Hand a bound socket to the keeper, as the store's; return its port."""
+    """Hand a bound socket to the rank parent, as the store's; return its port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         order = b'{"do": "store", "attempt": %d}\n' % attempt
         socket.send_fds(warm.agents[0], [order], [listening.fileno()])
@@ -79,7 +79,7 @@ def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-# What ranks and keeper share ------------------------------------------------------------------------------------------
+# What ranks and rank parent share ---------------------------------------------------------------------------------
 
 
 def test_a_look_says_how_far_every_rank_is(warm: Warm) -> None:
@@ -160,8 +160,8 @@ def test_with_no_ranks_there_is_nothing_to_see_or_to_pass_on(warm: Warm) -> None
 
 
 def test_attempts_follow_one_another_with_nothing_left_of_the_one_before(warm: Warm) -> None:
-    (keeper,) = warm.keepers
-    files = open_files(keeper)
+    (rank_parent,) = warm.rank_parents
+    files = open_files(rank_parent)
     held: list[Any] = []
     for attempt in range(3):
         pids = warm.start(warm.rank(0, code=ESCAPES + "time.sleep(1000)"), warm.rank(1, code=RUNS), attempt=attempt)
@@ -170,9 +170,9 @@ def test_attempts_follow_one_another_with_nothing_left_of_the_one_before(warm: W
         held.append(warm.looked()[1]["held"])
         warm.tell({"do": "hold"})  # the next attempt must not hold for this one's sake
         assert warm.stop(0, 1) == {"swept": 2, "left": [], "attempt": attempt}
-        assert warm.left() == [warm.process.pid, keeper]
+        assert warm.left() == [warm.process.pid, rank_parent]
         assert not any(map(start_ticks, pids.values()))
-        assert open_files(keeper) == files
+        assert open_files(rank_parent) == files
     assert held == [NEVER] * 3
 
 
@@ -201,19 +201,19 @@ def test_every_message_of_an_attempt_carries_its_number(warm: Warm) -> None:
 
 
 def test_each_attempt_has_a_store_of_its_own(make_warm) -> None:
-    warm = make_warm(preload="torch").wait_for_keepers()
+    warm = make_warm(preload="torch").wait_for_rank_parents()
     ports = []
     for attempt in (0, 1):
         ports.append(give_store(warm, attempt))
         warm.start(warm.rank(0, SLEEP), attempt=attempt)
-        wait_until(lambda: len(warm.left()) == 4, "warm process, keeper, store and rank")
+        wait_until(lambda: len(warm.left()) == 4, "warm process, rank parent, store and rank")
         assert answers(ports[-1])
         assert warm.stop(0)["swept"] == 1
         assert not answers(ports[-1])
 
 
 def test_a_store_whose_attempt_nobody_stopped_ends_with_the_next_one(make_warm) -> None:
-    warm = make_warm(preload="torch").wait_for_keepers()
+    warm = make_warm(preload="torch").wait_for_rank_parents()
     first = give_store(warm, 0)
     warm.start(warm.rank(0, ["true"]), attempt=0)
     warm.end_of(0)
@@ -226,11 +226,11 @@ def test_a_store_whose_attempt_nobody_stopped_ends_with_the_next_one(make_warm) 
 
 
 def test_the_end_of_the_store_is_told_as_one_that_another_attempt_may_mend(make_warm) -> None:
-    warm = make_warm(preload="torch").wait_for_keepers()
+    warm = make_warm(preload="torch").wait_for_rank_parents()
     give_store(warm, 2)
     pids = warm.start(warm.rank(0, SLEEP), attempt=2)
-    wait_until(lambda: len(warm.left()) == 4, "warm process, keeper, store and rank")
-    (store,) = set(warm.left()) - {warm.process.pid, *warm.keepers, *pids.values()}
+    wait_until(lambda: len(warm.left()) == 4, "warm process, rank parent, store and rank")
+    (store,) = set(warm.left()) - {warm.process.pid, *warm.rank_parents, *pids.values()}
     os.kill(store, signal.SIGKILL)
     assert warm.next("broken") == {"broken": "the store process ended with code -9", "code": 76, "attempt": 2}
     assert warm.stop(0)["attempt"] == 2
@@ -249,8 +249,8 @@ def test_a_start_while_ranks_run_is_refused_and_hurts_nobody(warm: Warm) -> None
 
 
 def test_a_rank_that_cannot_be_killed_is_told_and_the_next_attempt_starts(make_warm) -> None:
-    """As one that waits for a dead disk; here it is a keeper whose KILL reaches nobody."""
-    warm = make_warm(code=POWERLESS).wait_for_keepers()
+    """As one that waits for a dead disk; here it is a rank parent whose KILL reaches nobody."""
+    warm = make_warm(code=POWERLESS).wait_for_rank_parents()
     pids = warm.start(warm.rank(5, code=DEAF), warm.rank(6, SLEEP), attempt=0)
     warm.wait_for_output(5)
     wait_until(lambda: state_of(pids[5]) == "S", "rank 5 to wait")
@@ -265,7 +265,7 @@ def test_a_rank_that_cannot_be_killed_is_told_and_the_next_attempt_starts(make_w
 
 
 def test_a_second_stop_does_not_give_up_earlier_what_has_only_just_been_killed(make_warm) -> None:
-    warm = make_warm(code=POWERLESS).wait_for_keepers()
+    warm = make_warm(code=POWERLESS).wait_for_rank_parents()
     began = time.monotonic()
     warm.start(warm.rank(0, code=DEAF))
     warm.wait_for_output(0)

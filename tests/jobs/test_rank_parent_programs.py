@@ -1,4 +1,4 @@
-"""Programs of the user's under a keeper: the page and the pipe that they inherit, and what they may write there."""
+"""Programs of users under a rank parent: the page and the pipe that they inherit, and what they may write there."""
 
 import sys
 

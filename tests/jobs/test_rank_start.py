@@ -1,4 +1,4 @@
-"""What a rank is given by its keeper, what it reports, and how one that cannot start says so."""
+"""What a rank is given by its rank parent, what it reports, and how one that cannot start says so."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def test_output_is_appended_to_the_ranks_own_two_files(warm: Warm) -> None:
 
 
 def test_the_environment_of_a_program_is_what_it_was_told_byte_for_byte(warm: Warm) -> None:
-    """One keeper for all examples; the program is `cat`, which changes nothing."""
+    """One rank parent for all examples; the program is `cat`, which changes nothing."""
     text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
     names = text.map(lambda name: "X_" + name.replace("=", "_"))
 
@@ -78,7 +78,7 @@ print(os.getpgrp() == os.getpid())
 
 
 def test_a_rank_of_ours_is_a_fork_that_can_import_what_the_warm_process_has(make_warm) -> None:
-    warm = make_warm(preload="colorsys").wait_for_keepers()
+    warm = make_warm(preload="colorsys").wait_for_rank_parents()
     warm.start(warm.rank(0, code="import os, sys; print('colorsys' in sys.modules, os.environ['A'])", env={"A": "b"}))
     warm.end_of(0)
     assert warm.out(0).read_text() == "True b\n"
@@ -181,11 +181,11 @@ sys.exit(4)
 def test_a_module_that_cannot_be_imported_is_told_to_every_agent_and_ends_the_warm_process(
     module: str, said: str, make_warm
 ) -> None:
-    warm = make_warm(keepers=2, preload=module)
-    for keeper in (0, 1):
-        broken = warm.next("broken", keeper)["broken"]
+    warm = make_warm(rank_parents=2, preload=module)
+    for rank_parent in (0, 1):
+        broken = warm.next("broken", rank_parent)["broken"]
         assert broken.startswith(f"{sys.executable}: ")
-        assert broken.endswith("; run ./setup.sh, or name an interpreter that has it in the site file")
+        assert broken.endswith("; run ./setup.sh, or name a Python that has the module in the site file")
         assert said in broken or module == "antigravity."
-        assert warm.readers[keeper].readline() == b""
+        assert warm.readers[rank_parent].readline() == b""
     assert warm.process.wait(timeout=DEADLINE_S) == 78

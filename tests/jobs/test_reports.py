@@ -1,4 +1,4 @@
-"""What a rank tells its keeper: lines on a pipe, which never hold the rank up."""
+"""What a rank tells its rank parent: lines on a pipe, which never hold the rank up."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_a_full_pipe_drops_whole_reports_and_does_not_block(pipe: Pipe) -> None:
     assert all(row == {"report": "joined"} for row in rows)
 
 
-def test_a_keeper_that_is_gone_is_no_error_of_the_rank(pipe: Pipe) -> None:
+def test_a_rank_parent_that_is_gone_is_no_error_of_the_rank(pipe: Pipe) -> None:
     reading, reporter = pipe
     kept = reporter.descriptor
     os.close(reading)
@@ -66,7 +66,7 @@ def test_a_keeper_that_is_gone_is_no_error_of_the_rank(pipe: Pipe) -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"MUSTER_STATUS_FD": ""}, {"MUSTER_STATUS_FD": "x"}])
-def test_without_a_keeper_reports_go_nowhere(environ: dict[str, str]) -> None:
+def test_without_a_rank_parent_reports_go_nowhere(environ: dict[str, str]) -> None:
     reporter = Reporter(environ)
     reporter.joined()
     assert reporter.descriptor is None

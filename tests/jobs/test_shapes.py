@@ -18,6 +18,9 @@ from muster.jobs.spec.train_fields import ModelSettings
         ("vgg13", 9_416_010),
         ("vgg16", 14_728_266),
         ("vgg19", 20_040_522),
+        # torchvision's vgg16 for 10 classes, and with one pixel before the classifier; 8,448 of each are batch norms.
+        ("vgg16-4096-7x7", 134_301_514 + 8_448),
+        ("vgg16-4096", 33_638_218 + 8_448),
         # Stanford CS336 (2024), assignment 2: vocabulary 10,000, context 128, tied head, no biases.
         ("gpt-small", 92_732_160),
         ("gpt-medium", 312_411_136),
@@ -36,7 +39,8 @@ def test_vgg_has_as_many_weight_layers_as_its_name_says_and_ends_at_one_pixel(na
     shape = VGG_SHAPES[name]
     convolutions = sum(width != POOL for width in shape.layers)
     # Three linear layers in the paper, one in the variant for 32x32 images.
-    assert convolutions + 3 == int(name.removeprefix("vgg"))
+    assert convolutions + 3 == int(name.removeprefix("vgg").partition("-")[0])
+    assert len(shape.linear) == (3 if "4096" in name else 1)
     assert 32 // 2 ** shape.layers.count(POOL) == 1
 
 

@@ -80,7 +80,7 @@ def test_no_value_leaves_its_line(value: str) -> None:
         ("--cpus-per-task=1", "set slurm.cpus_per_task"),
         ("--no-requeue", "set slurm.requeue: false"),
         ("--signal=USR1@9", "set slurm.signal_s"),
-        ("--nodes=2", "set nodes of the job"),
+        ("--nodes=2", "set the job's nodes"),
         ("--gpus-per-task=1", "must see all GPUs"),
         ("--ntasks=8", "Muster sets this itself"),
         ("--output=x", "Muster sets this itself"),

@@ -22,16 +22,29 @@ SPLITS: dict[str, dict[str, Any]] = {name: {"mode": name} for name in MODES} | {
     "tensor x zero1": {"parallel": {"data": 2, "tensor": 2, "zero": 1}},
     "layerwise": {"mode": "zero3", "layerwise": True},
 }
-PIPELINES = {"model", "gpipe", "1f1b", "interleaved", "zb1p", "zbv", "pipelines", "flat pipelines", "sharded pipelines"}
+PIPELINES = {
+    "model",
+    "terapipe",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb1p",
+    "zbv",
+    "pipelines",
+    "flat pipelines",
+    "sharded pipelines",
+}
 SHARDED = {"zero1", "zero2", "zero3", "fsdp", "tensor x zero1"}
 # What the wrappers in jobs/train are given, written down a second time.
 READ: dict[str, tuple[Any, set[str]]] = {
+    "replicas": (3, {"data_parallel"}),
     "bucket_size_mb": (4.0, {"bucketed", "zero1", "zero2", "pipelines", "sharded pipelines", "tensor x zero1"}),
     "accumulate": ("sharded", SHARDED),
     "reshard_after_forward": (False, {"zero3", "fsdp"}),
-    "layerwise": (True, PIPELINES | {"zero3", "layerwise"}),
+    "layerwise": (True, PIPELINES - {"terapipe"} | {"zero3", "layerwise"}),
     "sequence_parallel": (True, {"tensor", "tensor x zero1"}),
     "microbatches": (2, PIPELINES - {"model"}),
+    "servers": (1, {"asynchronous"}),
     "chunks": (3, {"interleaved"}),
     "cut": ("count", PIPELINES),
 }
@@ -59,10 +72,17 @@ def test_a_setting_is_refused_by_the_modes_that_do_not_read_it(tmp_path: Path, s
     ("train", "said"),
     [
         ({"augment": True}, "train.augment: has no effect on text; it is for images; remove it"),
-        ({"schedule": {"final": 0.1}}, "train.schedule.final: has no effect with schedule constant; it is for linear"),
+        (
+            {"schedule": {"final": 0.1}},
+            "train.schedule.final: has no effect with schedule constant; it is for schedules linear",
+        ),
         (
             {"parallel": {"pipe": 2, "schedule": "model", "microbatches": 4}},
             "train.parallel.microbatches: has no effect in mode data 1 x pipe 2 by model; it is for pipelines other",
+        ),
+        (
+            {"parallel": {"pipe": 2, "tokens": [64, 64]}, "model": "gpt-nano", "data": "synthetic"},
+            "train.parallel.tokens: has no effect in mode data 1 x pipe 2 by 1f1b; it is for schedule terapipe",
         ),
         (
             {"model": {"make": "net.py:build", "vocabulary": 10}, "data": {"make": "net.py:data"}},
@@ -78,7 +98,10 @@ def test_a_setting_is_refused_by_the_modes_that_do_not_read_it(tmp_path: Path, s
             {"model": {"make": "net.py:build", "units": ["blocks.*"]}, "data": {"make": "net.py:data"}},
             "train.model.units: has no effect in mode ddp; it is for modes zero3 and fsdp, compile and",
         ),
-        ({"mode": "tensor", "loss": "net.py:loss"}, "loss: net.py:loss does not go with tensor parallel, which splits"),
+        (
+            {"mode": "tensor", "loss": "net.py:loss"},
+            "loss: net.py:loss cannot be combined with tensor parallel, which splits",
+        ),
         ({"optimizer": {"nesterov": True}}, "train.optimizer: nesterov: true needs a momentum; add momentum: 0.9"),
     ],
 )
@@ -90,7 +113,7 @@ def test_so_are_other_settings_without_effect(tmp_path: Path, train: dict[str, A
 
 def test_every_row_has_a_test() -> None:
     nested = {("schedule", "final"), ("parallel", "microbatches"), ("model", "units"), ("model", "plan")}
-    nested |= {("model", "vocabulary"), ("model", "context")}
+    nested |= {("model", "vocabulary"), ("model", "context"), ("parallel", "tokens")}
     others = {("augment",), *nested}
     assert {row.key for row in READERS} == {(key,) for key in READ} | others
 

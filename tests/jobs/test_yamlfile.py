@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import JobFileError
 from muster.jobs.spec import yamlfile
-from muster.jobs.spec.yamlfile import Place
+from muster.jobs.spec.yamlfile import KeyPlace
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,19 @@ def _has_merge_key(value: object) -> bool:
 def test_every_key_and_item_remembers_its_line_and_column() -> None:
     document = yamlfile.parse("a: 1\nb:\n  c: {d: 2}\n  e:\n    - x\n", "job.yaml")
     assert document.places == {
-        ("a",): Place("job.yaml", 1, 1),
-        ("b",): Place("job.yaml", 2, 1),
-        ("b", "c"): Place("job.yaml", 3, 3),
-        ("b", "c", "d"): Place("job.yaml", 3, 7),
-        ("b", "e"): Place("job.yaml", 4, 3),
-        ("b", "e", 0): Place("job.yaml", 5, 7),
+        ("a",): KeyPlace("job.yaml", 1, 1),
+        ("b",): KeyPlace("job.yaml", 2, 1),
+        ("b", "c"): KeyPlace("job.yaml", 3, 3),
+        ("b", "c", "d"): KeyPlace("job.yaml", 3, 7),
+        ("b", "e"): KeyPlace("job.yaml", 4, 3),
+        ("b", "e", 0): KeyPlace("job.yaml", 5, 7),
     }
 
 
 def test_the_place_of_an_absent_key_is_that_of_the_key_above_it() -> None:
     document = yamlfile.parse("a: 1\nb:\n  c: 2\n", "job.yaml")
-    assert document.place(("b", "x", "y")) == Place("job.yaml", 2, 1)
-    assert document.place(("x",)) == Place("job.yaml", 1, 1)
+    assert document.place(("b", "x", "y")) == KeyPlace("job.yaml", 2, 1)
+    assert document.place(("x",)) == KeyPlace("job.yaml", 1, 1)
 
 
 def test_all_mistakes_of_the_text_are_told_at_once() -> None:

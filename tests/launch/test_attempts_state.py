@@ -111,8 +111,8 @@ def test_status_and_list_show_it(folder, muster, muster_json) -> None:
     assert "left out n2" in lines
     assert any(line.startswith("saved    step 40, ") and line.endswith("ago (step-00000040.a000)") for line in lines)
     heading, row = muster("list")[1].splitlines()
-    assert heading.split()[6:] == ["took", "restarts", "step", "saved", "loss", "outcome"]
-    assert row.split()[-5:] == ["1", "52", "40", "2.0000", "-"]
+    assert heading.split()[6:] == ["took", "restarts", "step", "saved", "loss", "outcome", "size"]
+    assert row.split()[-7:-2] == ["1", "52", "40", "2.0000", "-"]
     assert muster_json("status")["checkpoint"]["step"] == 40
 
 
@@ -123,8 +123,8 @@ def test_a_run_elsewhere_is_as_alive_as_its_lease(make_run, muster, age_s: int, 
     state = read_state(folder.run)
     assert (state.label, state.is_over) == (label, over)
     if label == "lost?":
-        assert f"after {lease.DEAD_S:g} s it counts as lost" in muster("status")[1]
-        assert "may be lost: its supervisor, on another host" in muster("why")[1]
+        assert f"after {lease.DEAD_S:g} s the run counts as lost" in muster("status")[1]
+        assert "may be lost: its supervisor on another host" in muster("why")[1]
 
 
 def test_a_run_that_was_closed_after_its_supervisor_was_lost_is_not_blamed_on_an_earlier_attempt(folder, muster):

@@ -75,7 +75,7 @@ def test_a_node_that_lacks_what_the_job_needs_is_refused(
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # nor a GPU that is visible
     assert check(TRAIN) == 78
-    assert "has no GPU, and the job's device is cuda; see nvidia-smi there" in check.out
+    assert "has no GPU, but the job's device is cuda; run nvidia-smi there" in check.out
 
 
 def interpreter(check: Check, text: str) -> None:
@@ -108,7 +108,7 @@ def test_a_folder_of_runs_that_cannot_be_made_ends_it_at_once(check: Check) -> N
 def test_a_queue_s_nodes_cannot_be_asked(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert check(JOB, "--on", "slurm") == 78
-    assert "--on slurm: its nodes cannot be asked from here" in check.err
+    assert "--on slurm: its nodes cannot be checked from here" in check.err
 
 
 # On real hosts --------------------------------------------------------------------------------------------------------
@@ -118,7 +118,10 @@ def test_a_queue_s_nodes_cannot_be_asked(check: Check, monkeypatch: pytest.Monke
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["ssh", "pdsh"])
 def test_the_nodes_of_a_box_are_all_good(check: Check, box: LiveBox, transport: str) -> None:
-    found = check.data(FOUR, "--hosts", box.spelt, "--on", transport)
+    found = check.data(FOUR, "--hosts", box.spelt, "--on", transport, "--smoke")
+    smoke = found["smoke"]
+    assert (smoke["why"], smoke["hosts"], smoke["interfaces"]) == ("", ["node0", "node1"], ["eth1", "eth1"])
+    assert smoke["settings"] == {"GLOO_SOCKET_IFNAME": "eth1"}
     assert {node["state"] for node in found["nodes"]} <= {"good", "warning"}, found
     for node in found["nodes"]:
         assert node["facts"]["route"][0] == "eth1"
@@ -167,4 +170,4 @@ def test_code_that_is_not_where_the_site_file_says_is_named(check: Check, box: L
 @pytest.mark.timeout(120)
 def test_a_master_address_that_nodes_do_not_share_is_named(check: Check, box: LiveBox) -> None:
     assert check(FOUR, "--hosts", box.spelt, "--iface", "eth7") == 78
-    assert "node0: --iface eth7: no such network here; it has eth1" in check.out
+    assert "node0: --iface eth7: no such network on this host, which has eth1" in check.out

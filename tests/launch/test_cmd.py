@@ -298,7 +298,7 @@ def test_a_line_of_another_call_is_refused_in_one_sentence_on_both_ends(lines, s
     assert stranger.returncode == 78
     assert said.splitlines(keepends=True)[1:] == [
         f"muster agent on {socket.gethostname()}: the program that answers at 127.0.0.1:{free} does not hold this "
-        "agent's key, so it was not obeyed; paste the lines of one muster cmd, and let no other program use that port\n"
+        "agent's key, so this agent ends; paste the lines of one muster cmd, and let no other program use that port\n"
     ]
     assert first.stdout is not None
     line = ""

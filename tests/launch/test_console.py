@@ -13,7 +13,7 @@ from muster.jobs.basics.terminal import guard
 from muster.jobs.hosts.placement import NodePlacement
 from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.plan.plan import NodePlan, RankPlan
-from muster.launch.records.verdict import Ending, Verdict, judge
+from muster.launch.records.verdict import RankEnd, Verdict, judge
 from muster.launch.supervision.console import Console
 from support.terminals import ATTACKS, HOSTILE, forbidden_in
 
@@ -22,9 +22,9 @@ RUN = RunDir(runs_root(None) / "demo-1")
 PROGRESS = {"report": "progress", "step": 20, "steps": 196, "loss": 2.1, "rate": 812.0, "unit": "samples/s"}
 
 
-def ending(rank: int | None, cause: str = "own", **fields) -> Ending:
+def ending(rank: int | None, cause: str = "own", **fields) -> RankEnd:
     values = {"rank": rank, "node": 1, "host": "n1", "code": 7, "signal": None, "ended": 1.0, "cause": cause}
-    return Ending(**{**values, "message": "ValueError: bad", "last_lines": ["one", "two"], **fields})
+    return RankEnd(**{**values, "message": "ValueError: bad", "last_lines": ["one", "two"], **fields})
 
 
 DONE = Verdict(0, "2 ranks ended with 0")
@@ -83,7 +83,7 @@ def test_on_a_terminal_the_progress_line_shows_step_loss_and_rate_and_output_to_
 
 
 def test_on_a_terminal_it_says_that_closing_it_ends_the_run(capsys, monkeypatch) -> None:
-    text = "closing this terminal ends the run; muster submit leaves one running without it\n"
+    text = "closing this terminal ends the run; muster submit starts one that continues without it\n"
     Console().plan("/runs/demo-1", [], "127.0.0.1:1")
     assert text not in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -169,7 +169,7 @@ def test_a_program_has_the_whole_grace_of_a_preemption_and_is_queued_again(
         training.client("scontrol", "update", "PartitionName=preempt", "GraceTime=0")
 
 
-@pytest.mark.parametrize("end", ["time limit", "requeue"])
+@pytest.mark.parametrize("end", [pytest.param("time limit", marks=pytest.mark.soak), "requeue"])
 def test_a_program_with_a_session_saves_and_goes_on_as_a_training(train: Any, tmp_path: Path, end: str) -> None:
     """It needs no restart: to go on after the time limit: it has said that it can."""
     command = [sys.executable, str(SESSION_PROGRAM), "100000", "50"]

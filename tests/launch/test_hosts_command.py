@@ -80,7 +80,7 @@ def test_from_manifest_says_which_lan_and_what_is_left_out(hosts: Hosts) -> None
         "node1 address=10.10.1.2 ssh=pc102.cluster.example.net port=22 user=ada",
     ]
     assert err == (
-        "muster: nfs is left out: it serves the shared folder\nmuster: dsnode is left out: it holds a data set\n"
+        "muster: nfs is skipped: it serves the shared folder\nmuster: dsnode is skipped: it holds a data set\n"
     )
     record = json.loads(hosts("from-manifest", str(MANIFESTS / "vms.xml"), "--user", "ada", "--json")[1])
     assert (record["lan"], record["network"]) == ("link-0", "172.16.0.0/16")
@@ -101,7 +101,7 @@ def test_from_manifest_says_which_lan_and_what_is_left_out(hosts: Hosts) -> None
         (["expand", "a,,b"], 2, "node list 'a,,b': no name before character 3; remove the comma"),
         (["fold", "-"], 2, "node list: is empty; expected names such as n01,n02 or n[01-16]"),
         (["from-hostfile", "none"], 65, "none: no such file; expected a hosts file"),
-        (["from-manifest", "none"], 65, "none: no such file; expected a manifest; take the Manifest tab of the"),
+        (["from-manifest", "none"], 65, "none: no such file; expected a manifest; copy the Manifest tab of the"),
         (["from-manifest", str(MANIFESTS / "two_lans.xml"), "--lan", "fast"], 2, "did you mean 'fast-lan'?"),
         (["from-manifest", str(MANIFESTS / "vms.xml"), "--user=-x"], 2, "'-x' is not a user name"),
     ],

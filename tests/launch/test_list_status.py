@@ -1,6 +1,7 @@
 """`muster list` and `muster status` against golden text."""
 
 import json
+import re
 import threading
 
 import pytest
@@ -58,8 +59,8 @@ def test_status_of_a_lost_run_says_what_to_do(make_run) -> None:
         f"run      {ID}  lost\n"
         "job      train, ? ranks on 2 nodes, over local\n"
         "started  2025-01-01 00:00:00 UTC, took 3.0 s\n"
-        f"note     its supervisor (pid 77) is gone; muster why {ID} says what is known, "
-        f"muster stop {ID} ends what is left"
+        f"note     its supervisor (pid 77) is gone; muster why {ID} shows what is known, "
+        f"muster stop {ID} ends leftover processes"
     )
 
 
@@ -67,7 +68,7 @@ def test_status_of_a_run_elsewhere_says_that_it_is_not_sure(make_run, muster) ->
     make_run().submitted(host="elsewhere")
     _, out, _ = muster("status")
     assert "starting?" in out
-    assert "its supervisor runs on elsewhere: the state is as last written" in out
+    assert "its supervisor runs on elsewhere; this is the last state written to the folder" in out
 
 
 def test_status_as_json_is_the_record(make_run, muster_json) -> None:
@@ -76,10 +77,10 @@ def test_status_as_json_is_the_record(make_run, muster_json) -> None:
 
 
 LIST = """\
-run                          state    kind     nodes  ranks  started                        took       step    loss  outcome
-a-20250101T000000Z-000001    done     train        2      4  2025-01-01 00:00:00 UTC  1 min 40 s          -       -  done
-vgg-20250101T000000Z-abc123  failed   train        2      4  2025-01-01 00:00:00 UTC      12.0 s  20 of 196  2.3026  signal (137)
-b-20250102T000000Z-000000    stopped  command      1      1  2025-01-01 00:00:00 UTC  2 h 05 min          -       -  stopped (130)
+run                          state    kind     nodes  ranks  started                        took       step    loss  outcome  SIZE
+a-20250101T000000Z-000001    done     train        2      4  2025-01-01 00:00:00 UTC  1 min 40 s          -       -  done  SIZE
+vgg-20250101T000000Z-abc123  failed   train        2      4  2025-01-01 00:00:00 UTC      12.0 s  20 of 196  2.3026  signal (137)  SIZE
+b-20250102T000000Z-000000    stopped  command      1      1  2025-01-01 00:00:00 UTC  2 h 05 min          -       -  stopped (130)  SIZE
 """  # noqa: E501
 
 
@@ -89,14 +90,15 @@ def test_list_shows_one_line_a_run_newest_last(make_run, muster) -> None:
     )
     make_run("a-20250101T000000Z-000001").submitted().ended(100.0)
     fill(make_run())
-    assert muster("list") == (0, LIST, "")
+    code, out, err = muster("list")
+    assert (code, re.sub(r" +(size|[\d.]+ K?B)$", "  SIZE", out, flags=re.MULTILINE), err) == (0, LIST, "")
 
 
 NARROW = """\
 run                          state   ranks        took       step    loss
 a-20250101T000000Z-000001    done        4  1 min 40 s          -       -
 vgg-20250101T000000Z-abc123  failed      4      12.0 s  20 of 196  2.3026
-too narrow for: started, kind, nodes, outcome
+too narrow for: started, kind, nodes, outcome, size
 """
 
 
@@ -122,7 +124,7 @@ def test_list_shows_the_newest_and_says_how_many_it_left_out(make_run, muster, m
 def test_without_any_run_the_folder_is_named(command: str, muster) -> None:
     code, out, err = muster(command)
     assert (code, out) == (72, "")
-    assert err.endswith("/runs: no runs here; start one with muster run, or name their folder with --runs DIR\n")
+    assert err.endswith("/runs: no runs here; start one with muster run, or name another folder with --runs DIR\n")
 
 
 def test_long_values_are_neither_cut_nor_wrapped(make_run, muster) -> None:

@@ -102,7 +102,7 @@ def test_a_redrawn_bar_shows_its_last_state_unless_raw(make_run, muster) -> None
         (["--tail", "-1"], "--tail: must be at least 0, got -1"),
         (
             ["--grep", "("],
-            "--grep: '(' is no regular expression: missing ), unterminated subpattern at position 0; "
+            "--grep: '(' is not a valid regular expression: missing ), unterminated subpattern at position 0; "
             "put \\ before ( [ * + ? .",
         ),
     ],
@@ -120,12 +120,16 @@ def test_a_shrunk_run_still_has_the_ranks_it_once_had(make_run, muster) -> None:
 
 def test_nothing_written_is_said_on_standard_error(make_run, muster) -> None:
     running(make_run())
-    assert muster("logs") == (0, "", f"muster: {ID}: none of the chosen ranks has written anything yet; -f waits\n")
+    assert muster("logs") == (
+        0,
+        "",
+        f"muster: {ID}: none of the chosen ranks has written anything yet; add -f to wait\n",
+    )
 
 
 def test_a_direct_run_without_logs_says_where_they_are(make_run, muster) -> None:
     make_run().event("submitted", transport="direct", world_size=2)
-    assert "it was started directly, so look where its starter sends output" in muster("logs")[2]
+    assert "because the run was started directly; look at the output of its launcher" in muster("logs")[2]
 
 
 class Follower:
@@ -173,7 +177,7 @@ def test_following_survives_a_file_that_is_cut_and_says_so(make_run) -> None:
     assert follower.finish() == (
         0,
         "",
-        "muster: rank-00000.out was cut or replaced; reading it again from its start\n",
+        "muster: rank-00000.out was truncated or replaced; reading it again from the start\n",
     )
 
 
@@ -218,12 +222,14 @@ def test_output_cut_by_head_ends_quietly(make_run) -> None:
 
 
 def test_lines_are_coloured_by_rank_on_a_terminal_only(make_run, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    from muster.launch.commands.logs import Line, Printer
+    from muster.launch.commands.logs import LogLine, Printer
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    Printer(raw=False, as_json=False, pattern=None).show([Line(0, 0, 0, "out", "a"), Line(1, None, 0, "out", "b")])
+    Printer(raw=False, as_json=False, pattern=None).show(
+        [LogLine(0, 0, 0, "out", "a"), LogLine(1, None, 0, "out", "b")]
+    )
     assert capsys.readouterr().out == "\x1b[36m[rank 0 node 0]\x1b[0m a\n\x1b[33m[rank 1]\x1b[0m b\n"
     monkeypatch.setenv("NO_COLOR", "1")
-    Printer(raw=False, as_json=False, pattern=None).show([Line(0, 0, 0, "out", "a")])
+    Printer(raw=False, as_json=False, pattern=None).show([LogLine(0, 0, 0, "out", "a")])
     assert capsys.readouterr().out == "[rank 0 node 0] a\n"

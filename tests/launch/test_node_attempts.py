@@ -1,4 +1,4 @@
-"""Attempt after attempt on one node: an agent, its keeper and warm process stay; ranks, store and files are new."""
+"""Attempts on one node: its agent, rank parent and warm process stay; ranks, store and files are new."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def accepts(port: int) -> bool:
 # Attempts -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_next_attempt_has_the_same_keeper_and_nothing_of_the_last_one(node: Supervised) -> None:
+def test_the_next_attempt_has_the_same_rank_parent_and_nothing_of_the_last_one(node: Supervised) -> None:
     node.order_start(0, rank(0, SLEEPS))
     node.next(Ready)
     first = pids_of(node.next(Started))
@@ -96,8 +96,8 @@ def test_the_next_attempt_has_the_same_keeper_and_nothing_of_the_last_one(node: 
     assert start_ticks(first[0]) is None
     second = node.start(1, rank(0, SLEEPS), rank(1, SLEEPS))
     node.wait_for_output(1, 1)
-    keepers = {parent_of(pid) for pid in second.values()}
-    assert len(keepers) == 1
+    rank_parents = {parent_of(pid) for pid in second.values()}
+    assert len(rank_parents) == 1
     record = json.loads(node.attempt_dir(1).node(0).read_text())
     assert [(each["rank"], each["pid"]) for each in record["ranks"]] == list(second.items())
     node.send(StopRanks(1, 0.0))
@@ -205,18 +205,18 @@ def test_setup_lines_run_once_on_a_node_and_a_stop_ends_those_of_any_attempt(nod
     assert node.next(Exited).code == 0
 
 
-def test_a_keeper_that_died_takes_its_ranks_along_and_the_next_attempt_has_another(node: Supervised) -> None:
+def test_a_rank_parent_that_died_takes_its_ranks_along_and_the_next_attempt_has_another(node: Supervised) -> None:
     node.order_start(0, rank(0, SLEEPS))
-    keeper = node.next(Ready).pid
+    rank_parent = node.next(Ready).pid
     (pid,) = pids_of(node.next(Started)).values()
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(rank_parent, signal.SIGKILL)
     while not isinstance(message := node.receive(), Broken):
         pass
     assert (message.gone, message.code, message.attempt) == (True, 69, 0)
     assert node.stop(0) == Swept(0, 0, ())
     assert start_ticks(pid) is None
     node.order_start(1, rank(0, SLEEPS))
-    assert node.next(Ready).pid != keeper
+    assert node.next(Ready).pid != rank_parent
     assert node.next(Started).attempt == 1
     assert node.stop(1).attempt == 1
 
@@ -298,12 +298,12 @@ def test_a_node_without_ranks_answers_that_it_has_no_stacks(node: Supervised) ->
     assert node.next(Stacks) == Stacks(0, ())
 
 
-def test_a_node_whose_keeper_stands_still_answers_without_stacks(node: Supervised) -> None:
+def test_a_node_whose_rank_parent_stands_still_answers_without_stacks(node: Supervised) -> None:
     node.order_start(0, rank(0, SLEEPS))
-    keeper = node.next(Ready).pid
+    rank_parent = node.next(Ready).pid
     node.next(Started)
-    os.kill(keeper, signal.SIGSTOP)
+    os.kill(rank_parent, signal.SIGSTOP)
     node.send(Dump(0))
     assert node.next(Stacks).ranks == ()
-    os.kill(keeper, signal.SIGCONT)
+    os.kill(rank_parent, signal.SIGCONT)
     assert node.stop(0).attempt == 0

@@ -219,7 +219,7 @@ def test_with_a_umask_of_002_the_group_can_neither_read_nor_replace_anything_of_
     done = muster_as(VICTIM, "run", "job.yaml", "--runs", "runs", cwd=home, umask=0o002)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
-    run = RunDir(next((home / "runs").iterdir()))
+    run = RunDir(next((home / "runs").glob("[!.]*")))
     assert run.path.stat().st_mode & 0o7777 == 0o700
     assert run.job.is_file()
     assert not succeeds_as(ATTACKER, lambda: list(run.path.iterdir()), gid=VICTIM)
@@ -240,7 +240,7 @@ def test_an_old_run_folder_that_its_group_can_write_is_listed_and_resumed_with_a
     shown = muster_as(VICTIM, "list", "--json", "--runs", str(public / "runs"), cwd=public)
     assert [row["run_id"] for row in json.loads(shown.stdout)] == [NEWEST]
     assert shown.stderr == (
-        f"muster: warning: {run.path}: its group may write in it; to prevent that: chmod -R g-w {run.path}\n"
+        f"muster: warning: {run.path}: its group may write in it; to prevent that, run: chmod -R g-w {run.path}\n"
     )
     muster_as(VICTIM, "resume", "--runs", str(public / "runs"), cwd=public)
     assert [path.name for path in public.glob("ran-*")] == [f"ran-{VICTIM}"]
@@ -368,7 +368,7 @@ def test_no_other_user_can_read_a_secret_of_a_run(home: Path, umask: int) -> Non
     words = ["submit", "job.yaml", "-x", f"TOKEN={SECRET}", "--runs", str(runs)]
     done = muster_as(VICTIM, *words, cwd=home, umask=umask)
     assert done.returncode == 0, done.stderr
-    run = RunDir(next(runs.iterdir()))
+    run = RunDir(next(runs.glob("[!.]*")))
     deadline = time.monotonic() + 30
     while not run.events.exists() or '"event": "ended"' not in run.events.read_text():
         assert time.monotonic() < deadline, run.supervisor_log.read_text()
@@ -399,7 +399,7 @@ def team(public: Path) -> Path:
     words = ["run", "job.yaml", "--site", "site.yaml", "--runs", str(public / "runs")]
     done = muster_as(OWNER, *words, cwd=public, gid=TEAM, umask=0o077)
     assert done.returncode == 3, done.stderr
-    return next((public / "runs").iterdir())
+    return next((public / "runs").glob("[!.]*"))
 
 
 def as_colleague(team: Path, *words: str, share: bool = True, gid: int = TEAM) -> subprocess.CompletedProcess[str]:

@@ -28,7 +28,7 @@ def test_a_made_model_is_counted_before_a_run_and_beside_its_measurement(tmp_pat
     assert rows["1f1b"]["memory"]["activations"] > 0
     assert (rows["tensor"]["memory"], rows["tensor"]["note"]) == (None, "the job has no model.plan")
     mode = ("--set", "train.mode=1f1b", "--set", "train.steps=3", *small)
-    assert "the ranks cut its layers" in said(capfd, "plan", job, *mode)
+    assert "the ranks assign layers to stages at the start" in said(capfd, "plan", job, *mode)
     said(capfd, "run", job, *mode, *runs)
     (first, second) = json.loads(said(capfd, "memory", *runs, "--json"))["ranks"]
     for rank in (first, second):
@@ -36,7 +36,7 @@ def test_a_made_model_is_counted_before_a_run_and_beside_its_measurement(tmp_pat
         assert [ratios[kind] for kind in ("parameters", "gradients", "optimizer")] == [1.0, 1.0, 1.0]
     net = own / "model/net.py"
     net.write_text(net.read_text() + "\n")
-    assert f"no formula to compare with: {net} has changed since the run began" in said(capfd, "memory", *runs)
+    assert f"the formula's memory is unknown: {net} has changed since the run began" in said(capfd, "memory", *runs)
 
 
 def test_the_model_of_a_job_is_timed(tmp_path, capfd):
@@ -45,4 +45,4 @@ def test_the_model_of_a_job_is_timed(tmp_path, capfd):
     out = said(capfd, "bench", "model", job, *quick, "--device", "cpu", "--runs", str(tmp_path))
     row = next(line.split() for line in out.splitlines() if not line.startswith("#"))
     assert row[:6] == ["model/net.py:build", "step", "fp32", "145,866", "4", "-"]
-    assert "rate counts samples" in out
+    assert "rate: samples" in out

@@ -76,11 +76,11 @@ def test_ctrl_c_has_a_program_save_after_one_step_and_resume_goes_on_from_there(
 
 
 def test_ranks_of_a_program_that_stand_still_are_found_by_its_session(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, job(50, "1000", "hang=4", hang_s=1.0))
+    live = LiveRun(tmp_path, job(50, "1000", "hang=4", hang_s=4.0))
     assert live.end() != 0
     (row,) = rows(live)
     assert row["first"]["rank"] == 1
-    assert "made no progress for 1 s after step 3: rank 1 did not come to wait" in row["message"]
+    assert "made no progress for 4 s after step 3: rank 1 did not reach wait" in row["message"]
     assert "most recent call first" in live.run.attempt(0).err(1).read_text()
 
 

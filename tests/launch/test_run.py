@@ -69,7 +69,7 @@ def test_a_rank_that_prints_megabytes_keeps_its_own_code(tmp_path: Path) -> None
 
 
 def test_ranks_that_fail_at_the_same_moment_are_one_failure(tmp_path: Path) -> None:
-    """Once a stop order buried ranks whose reports the selector still held: the keeper fell over a closed pipe."""
+    """Once a stop order buried ranks whose reports the selector still held: the rank parent fell over a closed pipe."""
     runs = []
     for number in range(4):
         folder = tmp_path / str(number)

@@ -141,7 +141,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_root
-@pytest.mark.parametrize("restart", ["", "restart: {max: 2}\n"], ids=["once", "restarted"])
+@pytest.mark.parametrize(
+    "restart",
+    [pytest.param("", id="once"), pytest.param("restart: {max: 2}\n", id="restarted", marks=pytest.mark.soak)],
+)
 def test_a_disk_that_is_full_to_the_last_byte_takes_the_verdict(
     disk: Path, restart: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -119,16 +119,16 @@ def test_an_agent_killed_before_it_answers_ends_the_run_at_once(tmp_path: Path) 
     assert not live.left()
 
 
-def test_a_killed_keeper_loses_its_node_without_a_traceback(tmp_path: Path) -> None:
+def test_a_killed_rank_parent_loses_its_node_without_a_traceback(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
     os.kill(parent_of(live.pid_of(2)), signal.SIGKILL)
     assert live.end() == 69
     assert "Traceback" not in live.err
-    assert "rank parent has gone" in live.verdict()["message"]
+    assert "rank parent has ended" in live.verdict()["message"]
     assert not live.left()
 
 
-def test_a_frozen_keeper_does_not_survive_its_run(tmp_path: Path) -> None:
+def test_a_frozen_rank_parent_does_not_survive_its_run(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
     os.kill(parent_of(live.pid_of(2)), signal.SIGSTOP)
     kill_and_outlive(live)

@@ -46,20 +46,20 @@ def test_a_running_training_saves_when_it_is_asked_and_goes_on(
     run_id = live.run.run_id
     assert (code, err) == (
         78,
-        f"muster: {run_id}: does not run (stopped); {live.run.command('checkpoint list')} shows what it has saved\n",
+        f"muster: {run_id}: is not running (stopped); {live.run.command('checkpoint list')} lists its checkpoints\n",
     )
 
 
 NO_SESSION = (
-    "its program has opened no session (muster.session()), so Muster cannot save it; wait until it has, or have it "
-    "save its own checkpoints"
+    "its program has opened no session (muster.session()), so Muster cannot save it; wait until it opens one, or let "
+    "it save its own checkpoints"
 )
 
 
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (TRAINING, "its job has no checkpoint: section, so it saves nothing; add one and start anew"),
+        (TRAINING, "its job has no checkpoint: section, so it saves nothing; add one and start a new run"),
         (two_by_two(SLEEP), NO_SESSION),
     ],
 )

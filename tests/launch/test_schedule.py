@@ -31,7 +31,7 @@ rank 1  ...F0 B0--- F1 B1--- F2 B2--- ......
 
 F forward, B backward, . idle, number: micro-batch
 
-1f1b: one forward, one backward: memory of as many micro-batches as stages; 2 ranks, 3 micro-batches
+1f1b: one forward, one backward in turn; memory for as many micro-batches as stages; 2 ranks, 3 micro-batches
 makespan   12
 bubble     25.0 % simulated, 25.0 % by (p - 1) / (m + p - 1)
 in flight  2 1 micro-batches at most, by rank
@@ -67,7 +67,7 @@ def test_an_idle_rank_shows_the_message_it_waits_for(draw: Draw) -> None:
         "rank 0  F0 ............~~~B0---",
         "rank 1  ...~~~F0 B0--- .........",
     ]
-    assert "~ idle, a message under way" in drawn
+    assert "~ idle, a message in transit" in drawn
 
 
 def test_json_has_what_is_drawn(draw: Draw) -> None:
@@ -109,10 +109,18 @@ def test_an_svg_of_every_cell(draw: Draw, tmp_path: Path, message: str) -> None:
 def test_the_formulas_that_are_shown_are_those_that_are_computed(draw: Draw, name: str) -> None:
     assert set(command.FORMULAS) == set(SCHEDULES)
     for ranks, microbatches, chunks in ((1, 1, 2), (2, 5, 2), (4, 8, 3), (3, 3, 1)):
-        shown = eval(command.FORMULAS[name], {"p": ranks, "m": microbatches, "v": chunks})
+        shown = eval(command.FORMULAS[name], {"p": ranks, "m": microbatches, "v": chunks, "s": 1})
         assert bubble_formula(name, ranks, microbatches, chunks) == pytest.approx(shown)
     few = draw("interleaved", "-p", "4", "-m", "2")[1]
     assert "55.6 % simulated, 55.6 % by the formula for so few micro-batches\n" in few
+
+
+def test_times_of_a_micro_batch_are_divided_among_its_slices(draw: Draw) -> None:
+    whole = json.loads(draw("terapipe", "-p", "2", "-m", "3", "--slices", "1", "--json")[1])
+    sliced = json.loads(draw("terapipe", "-p", "2", "-m", "3", "--slices", "4", "--json")[1])
+    assert (whole["microbatches"], sliced["microbatches"], sliced["slices"]) == (3, 3, 4)
+    assert (whole["makespan_s"], sliced["makespan_s"]) == (9 * 4 / 3, 9 * 13 / 12)  # 9 of work, and the fill
+    assert sliced["peak_in_flight"] == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("name", list(SCHEDULES))
@@ -122,7 +130,7 @@ def test_a_formula_is_shown_where_it_gives_the_number_beside_it_and_nowhere_else
         number = bubble_formula(name, ranks, microbatches)
         record = {"schedule": name, "ranks": ranks, "microbatches": microbatches, "bubble_formula": number}
         said = command.bubbles({**record, "bubble": number, "bubble_without_barrier": number})
-        by_formula = eval(command.FORMULAS[name], {"p": ranks, "m": microbatches, "v": 2})
+        by_formula = eval(command.FORMULAS[name], {"p": ranks, "m": microbatches, "v": 2, "s": 1})
         assert (command.FORMULAS[name] in said) is (number == pytest.approx(by_formula)), (ranks, microbatches)
 
 
@@ -145,21 +153,32 @@ def test_on_a_terminal_it_is_coloured_and_as_wide_as_that(draw: Draw, monkeypatc
         (["gpipe", "-p", "0"], "-p: must be at least 1, got 0"),
         (["gpipe", "-m", "-1"], "-m: must be at least 1, got -1"),
         (["interleaved", "--chunks", "0"], "--chunks: must be at least 1, got 0"),
-        (["zbv", "--chunks", "2"], "--chunks 2: zbv has its own number of stages a rank, 2; leave it out"),
+        (["zbv", "--slices", "2"], "--slices 2: zbv does not slice sequences; leave it out, or draw terapipe"),
+        (["zbv", "--chunks", "2"], "--chunks 2: the stages per rank of zbv are fixed at 2; leave it out"),
         (
             ["1f1b", "-p", "100000", "-m", "100000"],  # computed for ever once, and filled the memory
-            "-p 100000 -m 100000: make 20000000000 forwards and backwards; 300000 at most are drawn: lower -m, or -p",
+            "-p 100000 -m 100000: has 20000000000 forward and backward actions, "
+            "more than the limit of 300000; lower -m or -p",
         ),
-        (["gpipe", "--costs", "1,2"], "--costs 1,2: wanted three times, of F, I and W, such as 1,1,1"),
-        (["gpipe", "--costs", "1,,2"], "--costs 1,,2: nothing is no time; wanted 0, or a number from 1e-09 to 1e+09"),
-        (["gpipe", "--costs", "1,nan,2"], "--costs 1,nan,2: nan is no time; wanted 0, or a number from 1e-09 to 1e+09"),
-        (["gpipe", "--costs=-1,1,1"], "--costs -1,1,1: -1 is no time; wanted 0, or a number from 1e-09 to 1e+09"),
+        (["gpipe", "--costs", "1,2"], "--costs 1,2: must be three times, for F, I and W, such as 1,1,1"),
+        (
+            ["gpipe", "--costs", "1,,2"],
+            "--costs 1,,2: nothing is not a time; expected 0, or a number from 1e-09 to 1e+09",
+        ),
+        (
+            ["gpipe", "--costs", "1,nan,2"],
+            "--costs 1,nan,2: nan is not a time; expected 0, or a number from 1e-09 to 1e+09",
+        ),
+        (["gpipe", "--costs=-1,1,1"], "--costs -1,1,1: -1 is not a time; expected 0, or a number from 1e-09 to 1e+09"),
         (
             ["gpipe", "--costs", "1,1,1e308"],  # sums were infinite once: a stack of Python's
-            "--costs 1,1,1e308: 1e308 is no time; wanted 0, or a number from 1e-09 to 1e+09",
+            "--costs 1,1,1e308: 1e308 is not a time; expected 0, or a number from 1e-09 to 1e+09",
         ),
-        (["gpipe", "--costs", "0,0,0"], "--costs 0,0,0: one of them at least must take time"),
-        (["gpipe", "--message", "fast"], "--message fast: fast is no time; wanted 0, or a number from 1e-09 to 1e+09"),
+        (["gpipe", "--costs", "0,0,0"], "--costs 0,0,0: at least one time must be above 0"),
+        (
+            ["gpipe", "--message", "fast"],
+            "--message fast: fast is not a time; expected 0, or a number from 1e-09 to 1e+09",
+        ),
         (["--svg", "a.svg"], f"--svg a.svg: draws one schedule; name one of {', '.join(SCHEDULES)}"),
     ],
 )

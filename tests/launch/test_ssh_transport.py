@@ -92,7 +92,7 @@ def words_of(pid: int) -> list[str]:
 
 
 def wait_for_nothing(live: LiveRun, found: list[dict[str, Any]]) -> None:
-    """Wait until no rank, keeper, warm process or agent of a run is left."""
+    """Wait until no rank, rank parent, warm process or agent of a run is left."""
     run_id = live.run.run_id
     wait_until(lambda: not of_run(run_id), "the ranks to end")
     wait_until(lambda: not any(is_same(each["pid"], each["pid_start"]) for each in found), "the agents to end")
@@ -228,8 +228,8 @@ def test_other_code_on_the_nodes_is_a_refusal(launch: Launch, transport: str, tm
         file.write("# edited\n")
     live = launch(transport, SLEEP, code=str(other))
     assert live.end() == 78, live.err
-    assert "n0: has other code of Muster" in live.err
-    assert "n1: has other code of Muster" in live.err
+    assert "n0: has a different version of Muster" in live.err
+    assert "n1: has a different version of Muster" in live.err
     assert live.events("started") == []
     wait_for_nothing(live, [])
 
@@ -343,7 +343,7 @@ def test_pdsh_is_told_who_logs_in_and_its_percent_signs_are_doubled(tmp_path: Pa
     ("hosts", "ssh", "message"),
     [
         ([Host("n0", "", None, Login("a", None, 22)), Host("n1", "")], {}, "the hosts have different ssh ports"),
-        ([Host("n0", "")], {"options": ["IdentityFile=~/my key"]}, "pdsh splits ssh options at spaces, and 'Identity"),
+        ([Host("n0", "")], {"options": ["IdentityFile=~/my key"]}, "pdsh splits ssh options at spaces, as in 'Id"),
     ],
 )
 def test_what_pdsh_cannot_carry_is_refused_with_another_way(

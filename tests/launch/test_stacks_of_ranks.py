@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from muster.launch.node.dumping import Dumps
-from muster.launch.supervision.stacks import Absent, absent
+from muster.launch.supervision.stacks import Blamed, absent
 from support.live import wait_until
 from support.warm import Warm
 
@@ -57,8 +57,8 @@ elif CASE == "skips":
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """A keeper whose ranks have torch."""
-    made = Warm(tmp_path_factory.mktemp("warm"), 1, "torch,torch.distributed").wait_for_keepers()
+    """A rank parent whose ranks have torch."""
+    made = Warm(tmp_path_factory.mktemp("warm"), 1, "torch,torch.distributed").wait_for_rank_parents()
     (made.folder / "job.py").write_text(JOB)
     yield made
     made.kill()
@@ -69,7 +69,7 @@ def line_of(text: str) -> int:
     return max(number for number, line in enumerate(JOB.splitlines(), start=1) if line.strip().startswith(text))
 
 
-def diagnose(warm: Warm) -> Absent:
+def diagnose(warm: Warm) -> Blamed:
     """Ask the ranks for their stacks, as an agent does, and judge."""
     dumps = Dumps({rank: warm.err(rank) for rank in range(RANKS)})
     warm.tell({"do": "dump"})
@@ -82,9 +82,9 @@ def diagnose(warm: Warm) -> Absent:
 
 
 CASES = [
-    ("sleeps", "did not come to all_reduce (", "time.sleep", "load"),
-    ("holds the lock", "did not come to all_reduce (", "ctypes.PyDLL", "compute"),
-    ("skips", "waits elsewhere than the others: it waits in barrier at ", "dist.barrier()", "<module>"),
+    ("sleeps", "did not reach all_reduce (", "time.sleep", "load"),
+    ("holds the lock", "did not reach all_reduce (", "ctypes.PyDLL", "compute"),
+    ("skips", "waits in a different place than the others: it waits in barrier at ", "dist.barrier()", "<module>"),
     ("stands still", "stands still, stopped by a signal: ", "while True: os.kill", "<module>"),
 ]
 
@@ -99,7 +99,7 @@ def test_the_rank_that_did_not_come_is_named(case: str, why: str, line: str, fun
     for rank in range(RANKS):
         warm.wait_for_output(rank)
     told = f"job.py:{line_of(line)} {function}"
-    found: list[Absent] = []
+    found: list[Blamed] = []
 
     def has_come_to_its_end() -> bool:
         # A rank that stops itself again may do so while another of its threads writes: what it wrote is then cut short.

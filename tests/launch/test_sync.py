@@ -68,8 +68,8 @@ FACTS = f'{{"host": "n1", "code": "{fingerprint()}"}}'
     [
         ("brought", 0, [FACTS], [], None, ""),
         ("shared", 0, ["motd", FACTS], [], None, ""),
-        ("brought", 0, ['{"code": "ffffffffffff"}'], [], RefusedError, "n1: has other code in /d (ffffffffffff, here"),
-        ("brought", 0, ["nothing"], [], RefusedError, "n1: has other code in /d (unknown, here"),
+        ("brought", 0, ['{"code": "ffffffffffff"}'], [], RefusedError, "n1: has different code in /d (ffffffffffff"),
+        ("brought", 0, ["nothing"], [], RefusedError, "n1: has different code in /d (unknown, here"),
         ("brought", 127, [], ["sh: /py: not found"], RefusedError, "no interpreter /py; run /d/setup.sh there"),
         ("brought", 1, [], ["No module named 'yaml'"], RefusedError, "n1: its Python lacks yaml; run ./setup.sh there"),
         (

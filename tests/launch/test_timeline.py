@@ -67,7 +67,7 @@ def test_the_newest_step_is_drawn_with_its_bubble_beside_the_simulated_one(capsy
     assert "attempt 0, step 20: 1f1b, 2 ranks, 4 micro-batches" in out
     assert [line.split()[0:2] for line in out.splitlines() if line.startswith("rank")] == [["rank", "0"], ["rank", "1"]]
     (bubbles,) = (line for line in out.splitlines() if line.startswith("bubble"))
-    assert bubbles.endswith("20.0 % by the formula of equal stages")
+    assert bubbles.endswith("20.0 % by the formula for equal stages")
     measured, simulated = (float(word) for word in bubbles.split()[1:6:3])
     assert (measured > 20.5, simulated) == (True, pytest.approx(20.0, abs=2.5))
 
@@ -103,7 +103,7 @@ def test_of_several_pipelines_the_slowest_is_drawn_by_ranks_of_the_world_and_oth
     assert [each["makespan_s"] for each in told["pipelines"]] == pytest.approx([0.020, 0.023])
     assert "one of 2 pipelines" in shown(capsys, run, "--rank", "0")
     assert cli.main(["timeline", str(run.path), "--rank", "4"]) == 72
-    assert "step 10: rank 4 was not recorded, only 0, 1, 2, 3" in capsys.readouterr().err
+    assert "step 10: rank 4 was not recorded; recorded ranks: 0, 1, 2, 3" in capsys.readouterr().err
     assert cli.main(["timeline", str(run.path), "--rank", "-1"]) == 2
 
 
@@ -111,8 +111,9 @@ def test_why_a_measured_bubble_is_not_the_simulated_one_is_said_where_they_diffe
     record(run, 10)
     assert "they differ" not in shown(capsys, run)
     record(run, 20, late_s=0.006)
-    assert "they differ: a simulated action takes the mean of its kind and stage, real ones took 0.67 to 2 of it" in (
-        shown(capsys, run)
+    assert (
+        "they differ: the simulation uses the mean time of each kind and stage, but actions took 0.67 to 2 times"
+        in (shown(capsys, run))
     )
 
 
@@ -153,13 +154,13 @@ def test_it_is_drawn_into_a_file(capsys, run, tmp_path):
 
 def test_what_is_not_there_is_said(capsys, run):
     assert cli.main(["timeline", str(run.path)]) == 72
-    assert "no timeline is there; training records one at log points" in capsys.readouterr().err
+    assert "no timeline is recorded; training records one at log points" in capsys.readouterr().err
     record(run, 10)
     with run.attempt(0).timeline.open("a") as file:
         file.write('{"step": 30, "schedule": "1f1b"}\n{"step": 40')  # torn, and another version's
     assert "step 10" in shown(capsys, run)
     assert cli.main(["timeline", str(run.path), "--step", "11"]) == 72
-    assert "step 11 was not recorded, only 10" in capsys.readouterr().err
+    assert "step 11 was not recorded; recorded steps: 10" in capsys.readouterr().err
     assert cli.main(["timeline", str(run.path), "--step", "0"]) == 2
 
 

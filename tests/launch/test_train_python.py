@@ -78,9 +78,9 @@ def test_nodes_train_in_a_python_that_their_setup_lines_bring(bare: Path, tmp_pa
 @pytest.mark.parametrize(
     ("python", "said"),
     [
-        (f"{sys.base_prefix}/bin/python3", "No module named 'torch'; install torch for this Python, or name another"),
-        ("/bin/true", "python: /bin/true: ended before it could start ranks; it must be a Python 3.10 or newer"),
-        ("{folder}/text", "python: {folder}/text: Exec format error; correct python in the job file"),
+        (f"{sys.base_prefix}/bin/python3", "No module named 'torch'; install torch for this Python, or set python in"),
+        ("/bin/true", "python: /bin/true: ended before it could start ranks; it must be Python 3.10 or newer"),
+        ("{folder}/text", "python: {folder}/text: Exec format error; correct `python` in the job file"),
     ],
 )
 def test_a_python_that_cannot_run_ranks_is_one_refusal(python: str, said: str, tmp_path: Path) -> None:

@@ -103,18 +103,18 @@ def test_a_lost_run_tells_what_is_known(make_run, muster) -> None:
     assert (
         out
         == f"""\
-{ID} is lost: its supervisor ended without a verdict
+{ID} is lost: its supervisor ended without recording a verdict
 
   what is known:
     its supervisor was pid 77 on {socket.gethostname()}; it last wrote at 2025-01-01 00:00:09 UTC
-    the last step written is 20
+    the last recorded step is 20
     rank 0 had ended
     0 of its processes still run on this host
     rank 1 last wrote:
       | Killed
 
 next: its supervisor was killed, or its host is down (dmesg there says whether the kernel killed it for memory); \
-nothing was saved: muster stop {ID} ends what is left of it, muster run starts anew
+nothing was saved: muster stop {ID} ends leftover processes, muster run starts anew
 """
     )
 
@@ -154,8 +154,16 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("signal", {"signal": "SIGKILL"}, "dmesg"),
         ("signal", {"code": 137}, "dmesg"),
         ("signal", {"signal": "SIGSEGV"}, "PYTHONFAULTHANDLER"),
-        ("failed", {"message": "ModuleNotFoundError: No module named 'einops.layers'"}, "install einops.layers for"),
-        ("failed", {"last_lines": ["x", "ModuleNotFoundError: No module named 'a'", ""]}, "install a for"),
+        (
+            "failed",
+            {"message": "ModuleNotFoundError: No module named 'einops.layers'"},
+            "install einops.layers on every node for",
+        ),
+        (
+            "failed",
+            {"last_lines": ["x", "ModuleNotFoundError: No module named 'a'", ""]},
+            "install a on every node for",
+        ),
         ("failed", {"message": "torch.OutOfMemoryError: CUDA out of memory. Tried"}, "train.batch_size"),
         ("failed", {"message": "OSError: [Errno 98] Address already in use"}, "muster stop RUN"),
         ("refused", {"message": "cifar10 is missing; run muster data cifar10"}, "run muster data cifar10"),
@@ -176,7 +184,7 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ),
         ("failed", {"message": "node 0 (n0): " + OUT_OF_MEMORY}, "sacct -j JOBID"),
         ("failed", {"message": f"Slurm job 7 on n0: {STATES['OUT_OF_MEMORY'].sentence} (OUT_OF_MEMORY)"}, "slurm.mem="),
-        ("do-not-restart", {"message": "the same failure at the same step (7) twice: x"}, "correct it first"),
+        ("do-not-restart", {"message": "the same failure at the same step (7) twice: x"}, "fix it first"),
         ("do-not-restart", {"message": "3 attempts in a row without a new checkpoint: x"}, "checkpoint.every_s"),
         ("unreachable", {"message": "x; 1 node left, and the job needs 2 (restart.min_nodes)"}, "min_nodes=N"),
         (

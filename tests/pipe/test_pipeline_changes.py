@@ -119,7 +119,9 @@ def test_a_copy_of_split_stages_is_a_plain_model_with_their_weights():
     assert [*averaged.state_dict()] == [*pipeline.module.state_dict()]
     assert all(each.grad is not None for each in averaged.parameters())
     pipeline.step(*batch())
-    assert torch.equal(pipeline.evaluate(batch()[0]), nn.Sequential(*averaged.children())(batch()[0]))
+    # Evaluate the same micro-batches: a product over all rows at once may round differently.
+    plain = nn.Sequential(*averaged.children())
+    assert torch.equal(pipeline.evaluate(batch()[0]), torch.cat([plain(x) for x in batch()[0].tensor_split(PARTS)]))
 
 
 def test_what_stages_would_not_notice_is_refused():
@@ -127,7 +129,7 @@ def test_what_stages_would_not_notice_is_refused():
     with pytest.raises(AttributeError, match="layer '1' of a pipeline cannot be replaced; do so before"):
         pipeline.module.add_module("1", nn.Identity())
     pipeline.module.to("meta")
-    with pytest.raises(ValueError, match="layers are on meta, the pipeline was built for cpu; move them before"):
+    with pytest.raises(ValueError, match="layers are on meta, but the pipeline was built for cpu; move them before"):
         pipeline.step(*batch())
 
 
@@ -208,8 +210,8 @@ def refused(world: World) -> list[str]:
 def test_changes_that_ranks_must_make_together_are_refused_with_one_message(on_ranks):
     wanted = [
         "' is trainable in stages [0] but frozen in stages [1]; freeze it on all ranks that share it, or on",
-        "' of several stages was replaced after the pipeline was built, as load_state_dict(assign=True)",
-        "(3, 4) of torch.float64, but earlier ones for as many samples were (3, 4) of torch.float32; ",
+        "' of several stages was replaced after the pipeline was built, as by load_state_dict(assign=True)",
+        "(3, 4) of torch.float64, but earlier ones for equally many samples were (3, 4) of torch.float32; ",
         "rank 0 failed: ValueError: 3 inputs but 9 targets",  # without a stage: none has run yet
     ]
     for rank, said in enumerate(on_ranks(2, refused, deadline_s=PROMPT_S)):

@@ -73,8 +73,8 @@ FAILURES = [
         "in place",
         6,
         2,
-        "RuntimeError: stage 2: layer '2' works in place on what came from stage 1, which must not change, and did "
-        "not do so in its first forward; give the layer an attribute inplace=True",
+        "RuntimeError: stage 2: layer '2' overwrites the output of stage 1, unlike in its first forward; "
+        "give the layer an attribute inplace=True",
         None,
     ),
     (
@@ -83,7 +83,7 @@ FAILURES = [
         5,
         0,
         "ValueError: the activation of micro-batch 0 for stage 1 is (2, 2) of torch.float32, but earlier ones "
-        "for as many samples were (2, 4) of torch.float32; shapes and types must depend on the inputs only",
+        "for equally many samples were (2, 4) of torch.float32; shapes and types must depend on the inputs only",
         None,
     ),
     ("model", "tuple", 1, 1, "TypeError: stage 1: layer '1' returned a tuple; one tensor crosses a cut", None),
@@ -114,7 +114,7 @@ def freezing(world: World) -> str:
 
 def test_what_learns_before_a_cut_stays_as_it_was(on_ranks):
     own, other = on_ranks(2, freezing, deadline_s=PROMPT_S)
-    wanted = "(2, 4) of torch.float32; what is trainable before a cut must stay as in the first step"
+    wanted = "(2, 4) of torch.float32; layers before a cut must stay trainable or frozen as in the first step"
     assert wanted in own
     assert other.startswith("StageFailedError: stage 0 on rank 0 failed: ValueError: the activation of micro-batch 0")
 
@@ -263,17 +263,17 @@ def refused(world: World) -> list[str]:
 
 def test_what_cannot_be_is_refused_with_numbers(on_ranks):
     wanted = [
-        "ValueError: schedule 1f1b is for 4 ranks, the group has 2",
+        "ValueError: schedule 1f1b is for 4 ranks, but the group has 2",
         "TypeError: a pipeline needs an nn.Sequential to cut into stages, got a Linear",
         "ValueError: layerwise and recompute: layerwise already runs every forward twice; drop one of the two",
         "ValueError: scale belongs to no layer and therefore to no stage; move it into a layer",
         "ValueError: 4 stages of 3 layers",
         "ValueError: cuts [0, 3]: there is no layer 3, only 3 layers",
         "ValueError: the ranks' pipelines differ: ",
-        "ScheduleError: schedule gpipe: rank 0 never does B0.3",
+        "ScheduleError: schedule gpipe: rank 0 never runs B0.3",
         "ScheduleError: schedule own: ranks deadlock: rank 0 before B0.0, rank 1 before F1.1",
         "ScheduleError: schedule own: ranks deadlock: rank 0 before I0.0, rank 1 before F1.1",
-        "ScheduleError: schedule own: rank 1 does F1.1 before F1.0 (places 0 and 1); swap them",
+        "ScheduleError: schedule own: rank 1 runs F1.1 before F1.0 (places 0 and 1); swap them",
         "ValueError: a batch of 0 samples; pass at least one",
         "ValueError: 3 inputs but 2 targets; pass one target per input",
         "TypeError: targets are a NoneType; pass one tensor, with samples in the first dimension",
@@ -284,8 +284,10 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
         "stage 1 on rank 1 failed: ValueError: the loss is a float; expected a tensor with one element",
         "TypeError: a pipeline holds connections and cannot be copied or pickled; copy its module or state dict",
         "TypeError: a pipeline holds connections and cannot be copied or pickled; copy its module or state dict",
-        "RuntimeError: a pipeline within torch.inference_mode(): call it outside; evaluate() records nothing anyway",
-        "rank 1 failed: ValueError: rank 1 was passed 5 samples of shape (4,), torch.float32, but rank 0 4 samples",
+        "RuntimeError: a pipeline cannot run within torch.inference_mode(); call it outside: evaluate() builds no "
+        "graph anyway",
+        "rank 1 failed: ValueError: rank 1 was passed 5 samples of shape (4,), torch.float32, but rank 0 was "
+        "passed 4 samples",
     ]
     for said in on_ranks(2, refused, deadline_s=PROMPT_S):
         for found, start in zip(said, wanted, strict=True):

@@ -13,7 +13,7 @@ from muster.jobs.world.world import World
 from muster.pipe import pipeline, run
 from muster.pipe.buffers import BufferSnapshot
 from muster.pipe.microbatch_passes import WholeGraphPass
-from muster.pipe.run import RankRow, RowExecution, StageInput, row_of
+from muster.pipe.run import RankOperations, RowExecution, StageInput, row_of
 from muster.pipe.stage import Stage
 from muster.pipe.wires.channels import Arrival, Channels
 from support.pipelines import Case, wrong_training
@@ -66,7 +66,7 @@ def two_are_swapped() -> Any:
 def cut_short() -> Any:
     """The last micro-batch has no backward."""
 
-    def row(*arguments: Any, **settings: Any) -> RankRow:
+    def row(*arguments: Any, **settings: Any) -> RankOperations:
         made = row_of(*arguments, **settings)
         if settings.get("forwards_only"):
             return made

@@ -13,7 +13,7 @@ from muster.jobs.world.world import World
 from muster.pipe import Pipeline
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.measured import Record
-from muster.pipe.schedules.programs import Receive, Send, Span
+from muster.pipe.schedules.programs import Receive, Send, StepSpan
 from muster.pipe.schedules.tables import schedule
 from muster.pipe.timeline import Offset, clock_offsets, gather, offsets_by_meetings, on_one_clock
 
@@ -33,8 +33,8 @@ def baton(world: World) -> list[Any]:
     if world.rank:
         dist.recv(token, world.rank - 1)
     began, step = clock(), Action("F", world.rank, 7)
-    spans = [Span(Receive("activation", world.rank, 7, 0), began - 5, began - 4), Span(step, began, began + 3)]
-    spans.append(Span(Send("activation", world.rank + 1, 7, 1), began + 1, began + 2))
+    spans = [StepSpan(Receive("activation", world.rank, 7, 0), began - 5, began - 4), StepSpan(step, began, began + 3)]
+    spans.append(StepSpan(Send("activation", world.rank + 1, 7, 1), began + 1, began + 2))
     if world.rank + 1 < world.size:
         dist.send(token, world.rank + 1)
     half = dist.new_group([1, 2])
@@ -104,7 +104,7 @@ def test_records_count_from_the_first_start_of_an_action_and_lie_in_order():
 
 def test_a_process_without_a_group_is_alone():
     assert clock_offsets() == [Offset(0.0, 0.0)]
-    records = gather([Span(Action("F", 0, 0), 50.0, 51.0)])
+    records = gather([StepSpan(Action("F", 0, 0), 50.0, 51.0)])
     assert records == [Record(0, "F", 0, 0, 0.0, 1.0)]
 
 

@@ -82,7 +82,7 @@ def test_variables_that_contradict_one_another_are_refused(change: dict[str, str
 
 def test_outside_of_a_job_there_is_no_allocation() -> None:
     assert not inside_allocation({"SLURM_CONF": "/etc/slurm/slurm.conf"})
-    with pytest.raises(RefusedError, match=r"no Slurm allocation here .* sbatch, salloc, or muster submit --on slurm"):
+    with pytest.raises(RefusedError, match=r"in no Slurm allocation .* sbatch, salloc, or muster submit --on slurm"):
         read_allocation({})
 
 

@@ -15,8 +15,12 @@ AT = "CANCELLED AT 2026-11-21T10:25:38"
         ([f"slurmstepd-node0: error: *** JOB 13 ON node0 {AT} DUE TO JOB REQUEUE ***"], 130, "queues the job again"),
         ([f"slurmstepd: error: *** JOB 9 ON n1 {AT} DUE TO TIME LIMIT ***"], 124, "raise slurm.time"),
         ([f"slurmstepd: error: *** JOB 9 ON n1 {AT} DUE TO PREEMPTION ***"], 76, "to another job"),
-        ([f"slurmstepd: error: *** STEP 9.0 ON n1 {AT} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***"], 69, "its nodes"),
-        (["srun: error: Node failure on node1"], 69, "one of its nodes failed"),
+        (
+            [f"slurmstepd: error: *** STEP 9.0 ON n1 {AT} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***"],
+            69,
+            "one of the job's nodes",
+        ),
+        (["srun: error: Node failure on node1"], 69, "one of the job's nodes failed"),
         (
             ["slurmstepd-sd0: error: StepId=18.0 exceeded memory limit (454541312 > 209715200), being killed"],
             1,

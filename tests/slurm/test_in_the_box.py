@@ -136,7 +136,7 @@ def test_a_job_waits_then_is_cancelled(queue: Queue) -> None:
     [
         (
             {"partition": "nosuch"},
-            "slurm.partition: sbatch says: invalid partition specified: nosuch; .* there is batch",
+            "slurm.partition: sbatch says: invalid partition specified: nosuch; .* available: batch",
         ),
         ({"mem": "900G"}, "slurm.mem: sbatch says: Memory specification can not be satisfied"),
         ({"constraint": "nosuch"}, "slurm.constraint: sbatch says: Invalid feature"),

@@ -14,12 +14,12 @@ RECORDED = [  # a row that does not begin with "sbatch: " is what follows FAILED
     (
         f"sbatch: error: invalid partition specified: nosuch\n{FAILED}Invalid partition name specified\n",
         {"partition": "nosuch"},
-        "slurm.partition: sbatch says: invalid partition specified: nosuch; name one of the partitions; there is main",
+        "slurm.partition: sbatch says: invalid partition specified: nosuch; name one of the partitions; available: ",
     ),
     (
         f"sbatch: error: Memory specification can not be satisfied\n{NO_NODE}",
         {"mem": "9G"},
-        "slurm.mem: sbatch says: Memory specification can not be satisfied (slurm.mem: 9G); ask for what one node has",
+        "slurm.mem: sbatch says: Memory specification can not be satisfied (slurm.mem: 9G); request no more than one",
     ),
     (
         "sbatch: error: Invalid generic resource (gres) specification\n",
@@ -113,10 +113,8 @@ def test_a_machine_outside_of_the_cluster_is_told_so(said: str) -> None:
     error = refusal(said, SlurmSettings(), 2)
     assert str(error) == str(not_set_up(said))
     last = said.strip().rpartition("fatal: ")[2]
-    assert str(error).startswith(
-        f"slurm: this machine belongs to no Slurm cluster ({last}); run this on its login node"
-    )
+    assert str(error).startswith(f"slurm: this machine belongs to no Slurm cluster ({last}); run this on a login node")
 
 
 def test_nothing_said_is_still_a_sentence() -> None:
-    assert str(refusal("", SlurmSettings(), 1)).startswith("slurm: sbatch says: nothing, but failed; correct")
+    assert str(refusal("", SlurmSettings(), 1)).startswith("slurm: sbatch says: (no message); correct")

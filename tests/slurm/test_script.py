@@ -164,7 +164,7 @@ def test_the_body_is_quoted_exactly_once() -> None:
 
 @pytest.mark.parametrize("name", ["a\nb", "a\\b", "a\u2028b"])
 def test_a_folder_that_slurm_would_misread_is_refused(name: str) -> None:
-    with pytest.raises(RefusedError, match=r"run folder: '/data/a.*b': Slurm needs a name on one line, .* --runs DIR"):
+    with pytest.raises(RefusedError, match=r"run folder: '/data/a.*b': Slurm needs a path of printable .* --runs DIR"):
         sbatch_text(name="x", folder=Path("/data") / name, nodes=1, argv=["true"], settings=SlurmSettings())
 
 

@@ -42,7 +42,7 @@ def test_a_state_of_slurms_is_one_of_three_phases(state: str, phase: str) -> Non
         ),
         ({"state": "BOOT_FAIL"}, 69, "unreachable", "could not be started"),
         ({"state": "PREEMPTED"}, 76, "infrastructure", "another job took its nodes"),
-        ({"state": "COMPLETED"}, 1, "failed", "it ended with 0, but its supervisor left no verdict"),
+        ({"state": "COMPLETED"}, 1, "failed", "it ended with exit code 0, but its supervisor left no verdict"),
         (
             {"state": "FAILED", "exit_code": 7, "reason": "NonZeroExitCode"},
             7,
@@ -147,7 +147,7 @@ def test_some_reasons_never_go_away_and_say_what_to_change(reason: str) -> None:
 
 def test_a_state_that_waits_for_somebody_says_for_whom() -> None:
     assert waiting(job("REQUEUE_HOLD")).endswith("release it: scontrol release 12")
-    assert waiting(job("CONFIGURING", "None")) == "its nodes are being made ready"
+    assert waiting(job("CONFIGURING", "None")) == "its nodes are being prepared"
 
 
 def test_a_job_that_lost_the_node_of_its_supervisor_is_an_orphan() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir
-from muster.slurm.submitit_job import Task, await_rendezvous, publish, start_key
+from muster.slurm.submitit_job import SubmititTask, await_rendezvous, publish, start_key
 from muster.slurm.submitit_submit import default_minutes, minutes_of
 from support.live import wait_until
 
@@ -40,7 +40,7 @@ def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_task_pickles_to_little_more_than_its_words() -> None:
-    task = Task(["supervise"], ["agent"], "/runs/x")
+    task = SubmititTask(["supervise"], ["agent"], "/runs/x")
     assert pickle.loads(pickle.dumps(task)) == task
     assert len(pickle.dumps(task)) < 300
 
@@ -55,7 +55,7 @@ def test_a_task_pickles_to_little_more_than_its_words() -> None:
     ],
 )
 def test_task_0_supervises_and_its_code_is_the_result(run: RunDir, code: str, result: int) -> None:
-    assert Task(python(code), ["never"], str(run.path))() == result
+    assert SubmititTask(python(code), ["never"], str(run.path))() == result
     assert json.loads(run.rendezvous.read_text())["over"] == result
 
 
@@ -64,14 +64,14 @@ def test_another_task_is_an_agent_of_its_node_with_what_task_0_told(run: RunDir,
     said = tmp_path / "said"
     publish(run, {"arguments": ["--connect", "a b:1"], "environment": {"SECRET": "s p"}})
     code = f"import os, sys; open({str(said)!r}, 'w').write(repr((sys.argv[1:], os.environ['SECRET'])))"
-    assert Task(["never"], python(code), str(run.path))() == 0
+    assert SubmititTask(["never"], python(code), str(run.path))() == 0
     assert said.read_text() == repr((["--node", "2", "--connect", "a b:1"], "s p"))
 
 
 @pytest.mark.parametrize("rank", [1], indirect=True)
 def test_a_task_that_still_waits_leaves_when_the_run_is_over(run: RunDir) -> None:
     publish(run, {"over": 69})
-    assert Task(["never"], ["never"], str(run.path))() == 69
+    assert SubmititTask(["never"], ["never"], str(run.path))() == 69
 
 
 def test_only_the_user_may_read_the_rendezvous(run: RunDir) -> None:
@@ -108,7 +108,7 @@ sys.exit(json.load(open(sys.argv[1]))["code"])
 """
 
 
-def checkpointed(task: Task, meanwhile: str = "") -> object:
+def checkpointed(task: SubmititTask, meanwhile: str = "") -> object:
     """Call `checkpoint` as submitit does: from a signal's handler, while the task waits for its child."""
     found: list[object] = []
 
@@ -133,17 +133,17 @@ def checkpointed(task: Task, meanwhile: str = "") -> object:
 
 
 def test_a_checkpoint_ends_the_attempt_and_is_the_same_task_again(run: RunDir) -> None:
-    task = Task([*python(DRAINED), str(run.stop)], ["agent"], str(run.path))
+    task = SubmititTask([*python(DRAINED), str(run.stop)], ["agent"], str(run.path))
     again = checkpointed(task)
     assert again.function == task  # type: ignore[attr-defined]
     assert not run.stop.exists()  # or the next attempt would end too
 
 
 def test_what_the_user_stops_or_ends_by_itself_is_not_queued_again(run: RunDir) -> None:
-    assert Task([], [], str(run.path)).checkpoint() is None
+    assert SubmititTask([], [], str(run.path)).checkpoint() is None
     ends = DRAINED.partition("sys.exit(")[0] + "sys.exit(0)"
-    assert checkpointed(Task([*python(ends), str(run.stop)], ["agent"], str(run.path))) is None
-    task = Task([*python(DRAINED), str(run.stop)], ["agent"], str(run.path))
+    assert checkpointed(SubmititTask([*python(ends), str(run.stop)], ["agent"], str(run.path))) is None
+    task = SubmititTask([*python(DRAINED), str(run.stop)], ["agent"], str(run.path))
     assert checkpointed(task, json.dumps({"code": exits.STOPPED})) is None
     assert run.stop.exists()
 
@@ -155,7 +155,9 @@ def test_the_supervisor_is_told_to_end_when_its_task_is_killed(run: RunDir, tmp_
         f"def end(*_): open({str(said)!r}, 'a').write('term'); sys.exit()\n"
         f"signal.signal(signal.SIGTERM, end); open({str(said)!r}, 'w').write('up '); time.sleep(50)"
     )
-    task = f"from muster.slurm.submitit_job import Task; Task({python(child)!r}, [], {str(run.path)!r})()"
+    task = (
+        f"from muster.slurm.submitit_job import SubmititTask; SubmititTask({python(child)!r}, [], {str(run.path)!r})()"
+    )
     with subprocess.Popen([sys.executable, "-c", task]) as process:
         wait_until(lambda: said.exists() and said.read_text() == "up ", "the child")
         process.kill()

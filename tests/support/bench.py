@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from muster.collectives_bench.ranks import launch_manager, operations
-from muster.collectives_bench.ranks.run import Task, conduct
+from muster.collectives_bench.ranks.run import BenchTask, conduct
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.files import read_lines
 from muster.jobs.hosts.ranks import RankEnv
@@ -89,7 +89,7 @@ def measure(world: World, settings: dict[str, Any], out: str, port: int, fault: 
     env = RankEnv(world.rank, world.size, world.rank, world.size, 0, 1, "127.0.0.1", port)
     if fault is not None:
         inject(Fault(**fault), world.rank)
-    return conduct(Task(BenchSettings(**settings), env, Path(out), "test", 30.0))
+    return conduct(BenchTask(BenchSettings(**settings), env, Path(out), "test", 30.0))
 
 
 def by_hand(*argv: str, folder: Path | None = None, **variables: str) -> "subprocess.Popen[str]":

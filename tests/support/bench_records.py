@@ -4,29 +4,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
-from muster.collectives_bench.records import Block, Cell, Header, HostFacts, Load, Timing, World
+from muster.collectives_bench.records import (
+    BenchCell,
+    BenchHeader,
+    Block,
+    ForeignLoad,
+    HostFacts,
+    SampleTimes,
+    WorldRecord,
+)
 
 
-def a_world(ranks: int = 2, *, nodes: int = 1, backend: str = "gloo") -> World:
+def a_world(ranks: int = 2, *, nodes: int = 1, backend: str = "gloo") -> WorldRecord:
     """Return a world of so many ranks in all, on GPUs with NCCL."""
     device = "cuda" if backend == "nccl" else "cpu"
-    return World.model_validate(
+    return WorldRecord.model_validate(
         {"nodes": nodes, "ranks_per_node": ranks // nodes, "ranks": ranks, "backend": backend, "device": device}
     )
 
 
-def a_cell(operation: str = "all_reduce", asked_bytes: int = 2**20, **more: Any) -> Cell:
+def a_cell(operation: str = "all_reduce", asked_bytes: int = 2**20, **more: Any) -> BenchCell:
     """Return a cell of fp32, in place where that is the default."""
     given = {"operation": operation, "dtype": "fp32", "asked_bytes": asked_bytes, "place": "in", **more}
-    return Cell.model_validate(given)
+    return BenchCell.model_validate(given)
 
 
 def a_block(
     samples_us: Sequence[float] | None = (100.0, 101.0, 102.0, 103.0, 104.0, 105.0, 106.0),
     *,
     launch: int = 0,
-    world: World | None = None,
-    cell: Cell | None = None,
+    world: WorldRecord | None = None,
+    cell: BenchCell | None = None,
     foreign: float | None = None,
     **more: Any,
 ) -> Block:
@@ -40,15 +48,15 @@ def a_block(
         "nbytes": nbytes,
         "state": "ok",
         "time": 1000.0 + launch,
-        "latency": Timing.of(samples_us) if samples_us else None,
+        "latency": SampleTimes.of(samples_us) if samples_us else None,
         "samples_us": list(samples_us or ()),
-        "load": None if foreign is None else Load(foreign=foreign, steal=0.0, host="node0"),
+        "load": None if foreign is None else ForeignLoad(foreign=foreign, steal=0.0, host="node0"),
         **more,
     }
     return Block(**given)
 
 
-def a_header(*hosts: HostFacts, world: World | None = None, **more: Any) -> Header:
+def a_header(*hosts: HostFacts, world: WorldRecord | None = None, **more: Any) -> BenchHeader:
     """Return a run's header."""
     given: dict[str, Any] = {
         "name": "test",
@@ -57,7 +65,7 @@ def a_header(*hosts: HostFacts, world: World | None = None, **more: Any) -> Head
         "torch": "2.13",
         "time": 999.0,
     }
-    return Header(**{**given, "hosts": list(hosts) or [a_host()], **more})
+    return BenchHeader(**{**given, "hosts": list(hosts) or [a_host()], **more})
 
 
 def a_host(node: int = 0, **more: Any) -> HostFacts:

@@ -6,9 +6,9 @@ from typing import Any
 
 from muster.jobs.basics.files import write_json
 from muster.jobs.checkpoint import commit
-from muster.jobs.checkpoint.manifest import Manifest
+from muster.jobs.checkpoint.manifest import CheckpointManifest
 from muster.jobs.checkpoint.pieces import Piece, whole
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
@@ -86,9 +86,9 @@ class Saved:
         self.said.append(text)
 
     @staticmethod
-    def holds(folder: CheckpointDir, manifest: Manifest) -> bool:
+    def holds(folder: CheckpointDir, manifest: CheckpointManifest) -> bool:
         """Say whether every tensor has the bytes of the manifest's step."""
-        with Reader(folder, manifest) as reader:
+        with CheckpointReader(folder, manifest) as reader:
             for name in reader.names():
                 buffer = bytearray(reader.piece(name).nbytes)
                 reader.read_into(reader.piece(name), buffer)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.cost.constants import Constants
-from muster.collectives_bench.records import Block, Header, Result, World
+from muster.collectives_bench.records import BenchHeader, Block, Result, WorldRecord
 from support.bench_records import a_block, a_cell, a_header, a_host, a_world
 
 SIZES = tuple(2**power for power in range(14, 27, 2))  # 16 KB to 64 MB
@@ -30,13 +30,13 @@ OnLinks = OnOneHost.model_copy(
 )
 
 
-def block(operation: str, nbytes: int, world: World, us: float, *, launch: int = 0) -> Block:
+def block(operation: str, nbytes: int, world: WorldRecord, us: float, *, launch: int = 0) -> Block:
     """Return a good block."""
     cell = a_cell(operation, nbytes, place=OPERATIONS[operation].places[0])
     return a_block([us], launch=launch, world=world, cell=cell, nbytes=nbytes, time=1.8e9)
 
 
-def header(world: World) -> Header:
+def header(world: WorldRecord) -> BenchHeader:
     """Return the header of a run with a host for each node."""
     hosts = [a_host(node, cores=2, ranks=world.ranks_per_node) for node in range(world.nodes)]
     return a_header(*hosts, name="synthetic", world=world, torch="2.13.0", time=1.8e9)

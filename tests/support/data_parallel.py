@@ -24,7 +24,7 @@ from muster.ddp.base import DataParallel
 from muster.jobs.world.world import World
 from support.data_parallel_models import CASES, Case
 
-WRAPPERS = sorted(ddp.__all__)
+WRAPPERS = [each for each in sorted(ddp.__all__) if issubclass(getattr(ddp, each), DataParallel)]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2),

@@ -13,7 +13,7 @@ from muster.jobs.spec.job import CommandSettings, Job
 from muster.jobs.spec.site import Site
 from muster.launch.common.fingerprint import fingerprint
 from muster.launch.plan.plan import Context
-from muster.launch.plan.spares import place_crew
+from muster.launch.plan.spares import place_with_spares
 from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.supervisor import Supervisor
@@ -45,7 +45,7 @@ def supervisor(folder: Path, transport: Any, *, nodes: int = 2, spares: int = 1,
     hosts = [Host(f"n{number}", f"10.10.1.{number + 1}") for number in range(nodes + spares)]
     run = RunDir(folder / "demo-20250101T000000.000Z-abc123")
     make_run(run)
-    placement, spare = place_crew(job, hosts)
+    placement, spare = place_with_spares(job, hosts)
     context = Context(job, Site(), placement, run, "/srv", "/opt/python", "m:f", remote=True, spares=spare)
     return Supervisor(context, transport, Console())
 

@@ -12,7 +12,7 @@ from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.parallel.state import Forms, ModelState
 from muster.jobs.train.profiling.clock import clock_for
 from muster.jobs.world.world import World
-from muster.zero.flat import Held
+from muster.zero.flat import ParameterRange
 
 CPU = torch.device("cpu")
 
@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 class SharedOut(Replica):
     """A replica that lists ranges."""
 
-    held: Callable[[], Sequence[Held]]
+    held: Callable[[], Sequence[ParameterRange]]
 
-    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held]:
+    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[ParameterRange]:
         """List them."""
         return self.held()
 
@@ -36,7 +36,7 @@ def held_state(
     more: Mapping[str, Tensor] = MappingProxyType({}),
     forms: Forms | None = None,
     pipe_rank: int = 0,
-    held: Callable[[], Sequence[Held]] | None = None,
+    held: Callable[[], Sequence[ParameterRange]] | None = None,
 ) -> ModelState:
     """Return the state of a rank among some that have the same layers: of two stages those of one, if so asked."""
     data = World(rank, ranks, None, CPU)

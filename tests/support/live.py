@@ -47,8 +47,8 @@ class LiveRun:
     @property
     def run(self) -> RunDir:
         """The run folder; waits for it."""
-        wait_until(lambda: self.root.is_dir() and any(self.root.iterdir()), "the run folder")
-        return RunDir(next(self.root.iterdir()))
+        wait_until(lambda: self.root.is_dir() and any(self.root.glob("[!.]*")), "the run folder")
+        return RunDir(next(self.root.glob("[!.]*")))
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [row for row in read_lines(self.run.events) if row["event"] == name]

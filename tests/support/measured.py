@@ -8,15 +8,15 @@ from typing import Any
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.plan import cells_of, order_of
 from muster.collectives_bench.records import (
+    BenchCell,
+    BenchHeader,
     Block,
-    Cell,
-    Header,
-    Load,
+    ForeignLoad,
     Pair,
     Result,
-    Timing,
-    Wire,
-    World,
+    SampleTimes,
+    WireBytes,
+    WorldRecord,
 )
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.files import append_lines
@@ -28,23 +28,23 @@ def settings(**values: Any) -> BenchSettings:
     return BenchSettings.model_validate({"operation": ["all_reduce"], "sizes": ["1M", "4M"], "launches": 3, **values})
 
 
-def world(nodes: int = 2, ranks_per_node: int = 1, backend: str = "gloo") -> World:
+def world(nodes: int = 2, ranks_per_node: int = 1, backend: str = "gloo") -> WorldRecord:
     return a_world(nodes * ranks_per_node, nodes=nodes, backend=backend)
 
 
-def timing(p50_us: float, n: int = 20) -> Timing:
+def timing(p50_us: float, n: int = 20) -> SampleTimes:
     around = {"min_us": 0.9, "p50_us": 1.0, "p95_us": 1.2, "p99_us": 1.5, "max_us": 2.0, "mean_us": 1.05}
     values = {name: factor * p50_us for name, factor in around.items()}
-    return Timing(n=n, low_us=0.98 * p50_us, high_us=1.02 * p50_us, **values)
+    return SampleTimes(n=n, low_us=0.98 * p50_us, high_us=1.02 * p50_us, **values)
 
 
-def header(of: World, asked: BenchSettings, name: str = "demo") -> Header:
+def header(of: WorldRecord, asked: BenchSettings, name: str = "demo") -> BenchHeader:
     facts = {"cpu": "EPYC", "memory_bytes": 8 << 30, "kernel": "6.1", "interface": "eth0", "mtu": 1500, "cores": 2}
     hosts = [a_host(node, host=f"n{node}", ranks=of.ranks_per_node, **facts) for node in range(of.nodes)]
-    return Header(name=name, world=of, settings=asked, hosts=hosts, torch="2.13.0", init_s=0.04, time=1.0)
+    return BenchHeader(name=name, world=of, settings=asked, hosts=hosts, torch="2.13.0", init_s=0.04, time=1.0)
 
 
-def block(of: World, cell: Cell, launch: int = 0, **changes: Any) -> Block:
+def block(of: WorldRecord, cell: BenchCell, launch: int = 0, **changes: Any) -> Block:
     """One cell in one launch: 100 us and a microsecond for each KB, 1 % more with every launch."""
     nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, of.ranks, cell.dtype)
     p50_us = (100.0 + nbytes / 1e3) * (1 + launch / 100)
@@ -57,7 +57,7 @@ def block(of: World, cell: Cell, launch: int = 0, **changes: Any) -> Block:
         "latency": timing(p50_us),
         "throughput_us": 0.9 * p50_us,
         "wrong": 0,
-        "load": Load(foreign=0.01, steal=0.0),
+        "load": ForeignLoad(foreign=0.01, steal=0.0),
         "time": 10.0 + launch,
     }
     if changes.get("state", "ok") not in ("ok", "wrong"):
@@ -65,7 +65,7 @@ def block(of: World, cell: Cell, launch: int = 0, **changes: Any) -> Block:
     return Block(**{**values, **changes})
 
 
-def result(asked: BenchSettings | None = None, worlds: Sequence[World] = (), slower: float = 1.0) -> Result:
+def result(asked: BenchSettings | None = None, worlds: Sequence[WorldRecord] = (), slower: float = 1.0) -> Result:
     """A whole result in the worlds; every time `slower` times as long."""
     asked, worlds = asked or settings(), worlds or [world()]
     blocks = []
@@ -78,8 +78,8 @@ def result(asked: BenchSettings | None = None, worlds: Sequence[World] = (), slo
     return Result(headers=[header(of, asked) for of in worlds], blocks=blocks)
 
 
-def wire(sent: float, known: float, best: float) -> Wire:
-    return Wire(interfaces=["eth0"], calls=4, sent_bytes=sent, known_bytes=known, best_bytes=best)
+def wire(sent: float, known: float, best: float) -> WireBytes:
+    return WireBytes(interfaces=["eth0"], calls=4, sent_bytes=sent, known_bytes=known, best_bytes=best)
 
 
 def pairs(nodes: int = 4, *, slow_node: int | None = None, launches: int = 3) -> list[Pair]:

@@ -8,26 +8,26 @@ import torch.distributed as dist
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks.calls import Call
 from muster.collectives_bench.ranks.operations import prepare, unsupported
-from muster.collectives_bench.records import Cell
+from muster.collectives_bench.records import BenchCell
 from muster.jobs.world.world import World
 
 BOTH = ("sync", "async")
 
 
-def cells(world: World, sizes: list[int], dtypes: Sequence[str], calls: Sequence[str] = BOTH) -> Iterator[Cell]:
+def cells(world: World, sizes: list[int], dtypes: Sequence[str], calls: Sequence[str] = BOTH) -> Iterator[BenchCell]:
     """List the cells that the backend has."""
     for name, operation in OPERATIONS.items():
         for place in operation.places:
             for dtype in dtypes:
                 for size in sizes:
                     for call in calls:
-                        cell = Cell(operation=name, dtype=dtype, asked_bytes=size, place=place, call=call)
+                        cell = BenchCell(operation=name, dtype=dtype, asked_bytes=size, place=place, call=call)
                         reason = unsupported(cell, dist.get_backend(world.group), world.device)
                         if world.size >= operation.least_ranks and reason is None:
                             yield cell
 
 
-def prepared(cell: Cell, world: World) -> Call:
+def prepared(cell: BenchCell, world: World) -> Call:
     """Make a cell's call, its size rounded as a bench job rounds it."""
     nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, world.size, cell.dtype)
     assert world.group is not None
@@ -46,7 +46,7 @@ def play(world: World, sizes: list[int]) -> int:
     return len(every)
 
 
-def has_result(world: World, cell: Cell) -> bool:
+def has_result(world: World, cell: BenchCell) -> bool:
     """True where this rank gets a result."""
     if cell.operation in ("reduce", "tree_reduce", "gather"):
         return world.rank == 0

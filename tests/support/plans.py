@@ -10,7 +10,7 @@ from muster.jobs.spec.job import CommandSettings, Job
 from muster.jobs.spec.site import Site
 from muster.launch.plan.plan import (
     Context,
-    Machine,
+    NodeMachine,
     NodePlan,
     RankPlan,
     plan_nodes,
@@ -28,11 +28,11 @@ def make_context(
     return Context(job, site or Site(), placement, run, "/srv/job", "/opt/muster/bin/python", entry)
 
 
-def box(cores: int, *gpus: str, host: str = "box") -> Machine:
-    return Machine(host, tuple(range(cores)), gpus)
+def box(cores: int, *gpus: str, host: str = "box") -> NodeMachine:
+    return NodeMachine(host, tuple(range(cores)), gpus)
 
 
-def plan(context: Context, machine: Machine, port: int | None = 4242) -> list[NodePlan]:
+def plan(context: Context, machine: NodeMachine, port: int | None = 4242) -> list[NodePlan]:
     return plan_nodes(context, [machine] * len(context.placement.nodes), port)
 
 

@@ -12,7 +12,7 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.plain import plain_job, spelled
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.proving.probes import Asked
+from muster.jobs.train.proving.probes import ProbeRequest
 from muster.jobs.train.proving.run import Prover
 from muster.jobs.world.world import World
 
@@ -49,7 +49,7 @@ def on_each_rank(world: World, port: int, train: dict[str, Any], asked: list[dic
             agent_store=True,
         )
         try:
-            record = Prover(job, env, Asked(**{**given, "folder": Path(given["folder"])}), Reporter({})).run()
+            record = Prover(job, env, ProbeRequest(**{**given, "folder": Path(given["folder"])}), Reporter({})).run()
         except Exception as error:
             record = {"error": f"{type(error).__name__}: {error}"}
         found[each["text"]] = record

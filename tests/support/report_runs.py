@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.sweeps.sweep import Point, SweepRecord
+from muster.launch.sweeps.sweep import SweepPoint, SweepRecord
 
 MB = 1 << 20
 BEGAN = 1_790_000_000.0
@@ -119,6 +119,8 @@ def write_sweep(root: Path, name: str, runs: dict[str, RunDir]) -> Path:
     """Write a sweep of these runs, each under the overrides of its point."""
     folder = root / f"sweep-{name}-20260101T000000.000Z-abcdef"
     folder.mkdir(mode=0o700)
-    points = tuple(Point(place, tuple(label.split()), run.run_id) for place, (label, run) in enumerate(runs.items()))
+    points = tuple(
+        SweepPoint(place, tuple(label.split()), run.run_id) for place, (label, run) in enumerate(runs.items())
+    )
     SweepRecord(name, "job.yaml", "local", BEGAN, points, tuple(run.run_id for run in runs.values())).write(folder)
     return folder

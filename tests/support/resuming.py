@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
 from muster.jobs.node import page
 from muster.jobs.node.page import Page
@@ -18,7 +18,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.resume import Resume
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.main import Start, make_deterministic, train_in
+from muster.jobs.train.main import TrainStart, make_deterministic, train_in
 from muster.jobs.world.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -52,14 +52,14 @@ def attempt(
     run = RunDir(Path(folder))
     chosen = newest_good(run, mark=False) if number else None
     resume = Resume(chosen.folder.name, chosen.manifest.step, chosen.manifest.sha256) if chosen else None
-    return train_in(Start(run, number, resume), job, world, Reporter({}))
+    return train_in(TrainStart(run, number, resume), job, world, Reporter({}))
 
 
 def tensors(folder: Path) -> dict[str, bytes]:
     """Return every tensor of a run's newest checkpoint, as bytes."""
     chosen = newest_good(RunDir(folder))
     found = {}
-    with Reader(chosen.folder, chosen.manifest) as reader:
+    with CheckpointReader(chosen.folder, chosen.manifest) as reader:
         for name in reader.names():
             room = bytearray(reader.piece(name).nbytes)
             reader.read_into(reader.piece(name), room)

@@ -7,7 +7,7 @@ import torch
 
 from muster.jobs.checkpoint.commit import begin, commit
 from muster.jobs.checkpoint.manifest import read_manifest
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.session.state.state import State
@@ -54,5 +54,5 @@ def load(state: State, folder: str, step: int = 1) -> None:
     """Load the checkpoint of a step on this rank."""
     checkpoint = RunDir(Path(folder)).checkpoint(step, 0)
     manifest = read_manifest(checkpoint)
-    with Reader(checkpoint, manifest) as reader:
+    with CheckpointReader(checkpoint, manifest) as reader:
         state.load(manifest, reader, manifest.meta)

@@ -38,7 +38,7 @@ def over_links() -> Iterator[None]:
     """Let ranks talk as ranks of several hosts do, who cannot read each other's memory."""
     with (
         mock.patch("muster.zero.gather.on_one_host", return_value=False),
-        mock.patch("muster.zero.data_parallel.neighbours_of", return_value=None),
+        mock.patch("muster.zero.data_parallel.shared_memory_peers", return_value=None),
     ):
         yield
 
@@ -187,7 +187,7 @@ def not_sharded(world: World, stage: int) -> list[str]:
             backwards(world, model, run, step)
             if any(each.grad is not None for each in model.module.parameters()):
                 problems.append("parameters have gradients after the synchronization")
-            gradients = memory([home.grad for home in model.homes])
+            gradients = memory([flat.grad for flat in model.flat_parameters])
             if gradients != (whole if stage == 1 else share):
                 problems.append(f"{gradients} bytes of gradients after a backward")
             if stage == 2 and (left := _whole_gradients(before, optimizer)):
@@ -199,7 +199,7 @@ def not_sharded(world: World, stage: int) -> list[str]:
     kept = sum(each.numel() for state in optimizer.inner.state.values() for each in state.values() if each.dim())
     if kept != 2 * share // 4:
         problems.append(f"{kept} elements of optimizer state, wanted {2 * share // 4}")
-    parameters = memory([each for home in model.homes for each in home.kept()])
+    parameters = memory([each for flat in model.flat_parameters for each in flat.kept()])
     if parameters != (share if stage == 3 else whole):
         problems.append(f"{parameters} bytes of parameters")
     elements = sum(each.stop - each.start for each in optimizer.held_state() if each.shape)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
-from muster.zero.windows import Windows
+from muster.zero.unit_states import UnitStates
 from support.zero_models import row_major, seeded
 from support.zero_units import WIDTH, Case
 
@@ -77,11 +77,11 @@ class Watch:
     """Sees how many units, beside the root, have memory at a time."""
 
     def __init__(self, model: ShardedDataParallel) -> None:
-        assert isinstance(model.presence, Windows)
-        self.windows, self.most = model.presence.windows, 0
-        for window in self.windows:
-            for home in window.homes:
-                home.take_memory = self._watched(home.take_memory)  # type: ignore[method-assign]
+        assert isinstance(model.residency, UnitStates)
+        self.unit_states, self.most = model.residency.unit_states, 0
+        for unit_state in self.unit_states:
+            for flat_parameter in unit_state.flat_parameters:
+                flat_parameter.take_memory = self._watched(flat_parameter.take_memory)  # type: ignore[method-assign]
 
     def _watched(self, take: Callable[[], None]) -> Callable[[], None]:
         def taking() -> None:
@@ -93,6 +93,6 @@ class Watch:
     def whole(self) -> list[str]:
         return [
             each.unit.name
-            for each in self.windows[:-1]
-            if any(home.full.untyped_storage().nbytes() for home in each.homes)
+            for each in self.unit_states[:-1]
+            if any(flat_parameter.full.untyped_storage().nbytes() for flat_parameter in each.flat_parameters)
         ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import build_gpt
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.tensor_plan import split_gpt
 from muster.jobs.world.world import World
 from muster.pipe.tensor.slices import TensorSlice
@@ -59,7 +59,7 @@ CASES = [
 ]
 
 
-def build(case: Case, world: World | None = None, dtype: torch.dtype = torch.float64) -> Stack:
+def build(case: Case, world: World | None = None, dtype: torch.dtype = torch.float64) -> LayerStack:
     """Build a model whose biases and norms are drawn too: a bias of zeros may be added twice."""
     model = build_gpt(case.shape, 5).to(dtype=dtype)
     if not case.attention_dropout:
@@ -71,7 +71,7 @@ def build(case: Case, world: World | None = None, dtype: torch.dtype = torch.flo
     return model if world is None else model.to(world.device)
 
 
-def split(model: Stack, case: Case, world: World) -> TensorParallel:
+def split(model: LayerStack, case: Case, world: World) -> TensorParallel:
     group = world.group if world.size > 1 else None
     if case.sequence is None:
         return split_gpt(model, group)

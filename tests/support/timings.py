@@ -6,7 +6,7 @@ from typing import Any
 from muster.jobs.basics.files import append_lines
 from muster.jobs.measuring.recorded import End
 from muster.jobs.spec.strict import Strict
-from muster.jobs.timing.records import Header, Machine, Peak, Summary, Timed
+from muster.jobs.timing.records import Header, Machine, Peak, Timed, TimingSummary
 from muster.jobs.timing.settings import TimingSettings
 
 MACHINE = Machine(host="n1", cpu="EPYC", cores=16, threads=16, memory_bytes=64 << 30)
@@ -40,7 +40,7 @@ def timed(model: str = "gpt-nano", pass_name: str = "forward", **changes: Any) -
         "build_s": 0.2,
         "warm_up_s": [0.1],
         "steps_s": [0.011, 0.010, 0.012],
-        "summary": Summary(n=3, mean_s=0.011, std_s=0.001, min_s=0.010),
+        "summary": TimingSummary(n=3, mean_s=0.011, std_s=0.001, min_s=0.010),
         "rate": 186_182.0,
         "flops": 3_095_396_352,
         "flops_per_s": 2.814e11,

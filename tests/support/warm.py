@@ -1,4 +1,4 @@
-"""A warm process and its keepers, commanded over their sockets as agents do; and ranks that are hard to end."""
+"""A warm process and its rank parents, commanded over their sockets as agents do; and ranks that are hard to end."""
 
 import json
 import os
@@ -46,12 +46,12 @@ print("ready", flush=True)
 
 
 class Warm:
-    """A warm process with its keepers; this is their agents. `code` runs in its place, given the sockets' numbers."""
+    """A warm process with its rank parents; the test is their agents. `code` runs in its place, with the sockets."""
 
-    def __init__(self, folder: Path, keepers: int, preload: str, code: str = "") -> None:
+    def __init__(self, folder: Path, rank_parents: int, preload: str, code: str = "") -> None:
         self.folder = folder
-        self.run_id = f"keeper-{os.getpid()}-{time.monotonic_ns()}"
-        pairs = [socket.socketpair() for _ in range(keepers)]
+        self.run_id = f"rank parent-{os.getpid()}-{time.monotonic_ns()}"
+        pairs = [socket.socketpair() for _ in range(rank_parents)]
         descriptors = [theirs.fileno() for _, theirs in pairs]
         fds = ",".join(map(str, descriptors))
         what = ["-c", code, fds] if code else ["-m", "muster.jobs.node.warm", "--fds", fds, "--preload", preload]
@@ -66,20 +66,20 @@ class Warm:
             ours.settimeout(DEADLINE_S)
             self.agents.append(ours)
         self.readers = [ours.makefile("rb") for ours in self.agents]
-        self.keepers: list[int] = []
+        self.rank_parents: list[int] = []
 
-    def next(self, key: str, keeper: int = 0) -> dict[str, Any]:
+    def next(self, key: str, rank_parent: int = 0) -> dict[str, Any]:
         """Return the next message, which must be of this kind."""
-        message: dict[str, Any] = json.loads(self.readers[keeper].readline())
+        message: dict[str, Any] = json.loads(self.readers[rank_parent].readline())
         assert key in message, message
         return message
 
-    def wait_for_keepers(self) -> "Warm":
-        self.keepers = [self.next("ready", keeper)["ready"] for keeper in range(len(self.agents))]
+    def wait_for_rank_parents(self) -> "Warm":
+        self.rank_parents = [self.next("ready", rank_parent)["ready"] for rank_parent in range(len(self.agents))]
         return self
 
-    def tell(self, message: dict[str, Any], keeper: int = 0) -> None:
-        self.agents[keeper].sendall((json.dumps(message) + "\n").encode())
+    def tell(self, message: dict[str, Any], rank_parent: int = 0) -> None:
+        self.agents[rank_parent].sendall((json.dumps(message) + "\n").encode())
 
     def out(self, rank: int) -> Path:
         return self.folder / f"{rank}.out"
@@ -93,10 +93,10 @@ class Warm:
         start = {"rank": rank, "env": {}, "workdir": str(self.folder), "cores": [], "threads": 1, **what}
         return {**start, "out": str(self.out(rank)), "err": str(self.err(rank)), **fields}
 
-    def start(self, *starts: dict[str, Any], keeper: int = 0, attempt: int = 0) -> dict[int, int]:
+    def start(self, *starts: dict[str, Any], rank_parent: int = 0, attempt: int = 0) -> dict[int, int]:
         """Start ranks; return their pids."""
-        self.tell({"do": "start", "attempt": attempt, "ranks": list(starts)}, keeper)
-        return dict(self.next("started", keeper)["started"])
+        self.tell({"do": "start", "attempt": attempt, "ranks": list(starts)}, rank_parent)
+        return dict(self.next("started", rank_parent)["started"])
 
     def stop(self, *numbers: int, grace_s: float = 0.0) -> dict[str, Any]:
         """Stop the ranks, which must be these; return what was swept."""
@@ -110,9 +110,9 @@ class Warm:
         names = ("phase", "steps", "beats", "slowest_s", "held", "session")
         return {rank: dict(zip(names, seen, strict=True)) for rank, *seen in self.next("looked")["looked"]}
 
-    def end_of(self, *numbers: int, keeper: int = 0) -> list[dict[str, Any]]:
+    def end_of(self, *numbers: int, rank_parent: int = 0) -> list[dict[str, Any]]:
         """Wait until these ranks have ended; return their records in rank order."""
-        records = [self.next("exited", keeper) for _ in numbers]
+        records = [self.next("exited", rank_parent) for _ in numbers]
         assert sorted(record["exited"] for record in records) == sorted(numbers)
         return sorted(records, key=lambda record: record["exited"])
 

@@ -48,12 +48,12 @@ def test_settings_that_cannot_be_are_refused_on_every_rank(on_ranks):
     assert first == {
         "stage": "stage must be 1, 2 or 3, got 4",
         "accumulate": "accumulate must be 'local' or 'sharded', got 'global'",
-        "both": "exact sums accumulate micro-batches on each rank first; drop accumulate='sharded' or exact",
+        "both": "exact sums need whole gradients on each rank, but accumulate is 'sharded'; drop one of the two",
         "size": "bucket_size_mb must be a number of MB, or None for one bucket, got -1.0",
         "part": "units[0]: a Linear that is not a part of the module; pass parts of it",
         "root": "units[0] is the module itself, which is the root unit; pass parts of it",
         "complex": (
-            "weight is torch.complex64, but shards are real numbers; make torch.view_as_real() of it the parameter"
+            "weight is torch.complex64, but shards are real numbers; use its torch.view_as_real() as the parameter"
         ),
     }
 
@@ -117,8 +117,8 @@ def test_parameters_that_change_after_wrapping_are_named(on_ranks):
     for which, said in on_ranks(1, changed)[0].items():
         assert said == (
             f"{names.get(which.split()[0], 'norm.bias, norm.weight')}: changed after the module was sharded; freeze, "
-            "replace and convert parameters before wrapping, or take the module back with unwrap(), change it, and "
-            "build the wrapper and its optimizer anew"
+            "replace and convert parameters before wrapping, or get the module back with unwrap(), change it, and "
+            "build a new wrapper and optimizer"
         )
 
 
@@ -146,7 +146,7 @@ def test_misuse_in_a_step_is_told(on_ranks):
         for stage in (1, 2):
             assert found[f"unused {stage}"].startswith("1 of 3 parameters got no gradient on any rank: sometimes; if ")
             assert found[f"sparse {stage}"].startswith(
-                "0.weight: its gradient is sparse, only dense ones are averaged;"
+                "0.weight: its gradient is sparse, but only dense gradients are averaged;"
             )
             assert "modified by an inplace operation" in found[f"old graph {stage}"]  # like torch without a wrapper
 
@@ -212,7 +212,7 @@ def uneven(world: World) -> list[str]:
     said = []
     for near in (True, False):
         for then in ("save", "evaluate"):
-            with nullcontext() if near else mock.patch.object(data_parallel, "neighbours_of", return_value=None):
+            with nullcontext() if near else mock.patch.object(data_parallel, "shared_memory_peers", return_value=None):
                 model = wrap(world, stage=3)
             for step in range(2 if world.rank == 1 else 3):
                 loss = said_by(lambda: TOY.loss(model, 0).backward(), RuntimeError)  # noqa: B023
@@ -230,7 +230,7 @@ def test_ranks_that_take_other_numbers_of_steps_are_named_on_all(on_ranks):
     assert first == second == third
     others = ["gather_full() or a state dict", "a forward without gradients"] * 2
     assert [each.partition(".")[0] for each in first] == [
-        f"the ranks do not do the same: rank 0: forward 3 with gradients; rank 1: {other}; "
+        f"the ranks begin different operations: rank 0: forward 3 with gradients; rank 1: {other}; "
         "rank 2: forward 3 with gradients"
         for other in others
     ]

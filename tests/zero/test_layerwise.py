@@ -115,7 +115,11 @@ class Watch:
         self.grad = torch.autograd.grad
 
     def looks(self, waits: bool) -> None:
-        whole = [layer for layer in self.model.layers if any(bytes_of(home.full) for home in layer.homes)]
+        whole = [
+            layer
+            for layer in self.model.layers
+            if any(bytes_of(flat_parameter.full) for flat_parameter in layer.flat_parameters)
+        ]
         self.most = max(self.most, len(whole))
 
     def counted(self, *given: object, **keywords: object) -> object:
@@ -130,32 +134,40 @@ def bytes_of(tensor: Tensor) -> int:
 def not_sliced(model: Layerwise, optimizer: torch.optim.Optimizer) -> list[str]:
     """Describe what this rank wrongly holds between steps."""
     problems = []
-    for home in model.homes:
-        size, name = home.layout.length // model.ranks, home.names[0]
-        padding = home.layout.length - elements_of(home)
-        if padding > (len(home.names) + model.ranks) * ALIGNMENT // home.dtype.itemsize:
+    for flat_parameter in model.flat_parameters:
+        size, name = flat_parameter.layout.length // model.ranks, flat_parameter.names[0]
+        padding = flat_parameter.layout.length - elements_of(flat_parameter)
+        if padding > (len(flat_parameter.names) + model.ranks) * ALIGNMENT // flat_parameter.dtype.itemsize:
             problems.append(f"{name}: {padding} elements that nobody needs")
-        if home.shard.numel() != size or bytes_of(home.shard) != size * home.shard.itemsize:
-            problems.append(f"{name}: a slice of {home.shard.numel()} in {bytes_of(home.shard)} bytes, wanted {size}")
-        if bytes_of(home.full):
-            problems.append(f"{name}: whole parameters of {bytes_of(home.full)} bytes between steps")
-        if home.trains and (home.grad is None or bytes_of(home.grad) != size * home.grad.itemsize):
+        if (
+            flat_parameter.shard.numel() != size
+            or bytes_of(flat_parameter.shard) != size * flat_parameter.shard.itemsize
+        ):
+            problems.append(
+                f"{name}: a slice of {flat_parameter.shard.numel()} elements, wanted {size}, in "
+                f"{bytes_of(flat_parameter.shard)} bytes"
+            )
+        if bytes_of(flat_parameter.full):
+            problems.append(f"{name}: whole parameters of {bytes_of(flat_parameter.full)} bytes between steps")
+        if flat_parameter.trains and (
+            flat_parameter.grad is None or bytes_of(flat_parameter.grad) != size * flat_parameter.grad.itemsize
+        ):
             problems.append(f"{name}: gradients of another size than a slice")
     keys = 1 if isinstance(optimizer.inner, torch.optim.SGD) else 2
-    stepped = sum(home.shard.numel() for home in model.homes if home.trains)
+    stepped = sum(flat_parameter.shard.numel() for flat_parameter in model.flat_parameters if flat_parameter.trains)
     kept = sum(each.numel() for state in optimizer.inner.state.values() for each in state.values() if each.dim())
     if kept > keys * stepped:
         problems.append(f"optimizer state of {kept} elements, for slices of {stepped}")
     held = torch.tensor(sum(each.stop - each.start for each in optimizer.held_state() if each.shape))
     dist.all_reduce(held, group=model.process_group)
-    whole = sum(elements_of(home) for home in model.homes if home.trains)
+    whole = sum(elements_of(flat_parameter) for flat_parameter in model.flat_parameters if flat_parameter.trains)
     if held != keys * whole:
         problems.append(f"optimizer state of {held} elements over all ranks, wanted {keys} x {whole}")
     return problems
 
 
-def elements_of(home) -> int:
-    return sum(each.numel() for each in home.parameters)
+def elements_of(flat_parameter) -> int:
+    return sum(each.numel() for each in flat_parameter.parameters)
 
 
 def wrong(world: World, which: str, how: str, mutant: str = "") -> list[str]:
@@ -223,13 +235,13 @@ def test_gradients_are_those_of_ddp(on_ranks):
 
 
 def _mutant_of_slices(take: Callable[[Tensor, int, int, int], Tensor]) -> Callable[..., Tensor]:
-    def get_local_grad_shard(self: Layerwise, home, gradients) -> Tensor:
-        flat = torch.zeros(home.layout.length, dtype=home.dtype)
-        for view, gradient in zip(home.views_of(flat), gradients, strict=True):
+    def get_local_grad_shard(self: Layerwise, flat_parameter, gradients) -> Tensor:
+        flat = torch.zeros(flat_parameter.layout.length, dtype=flat_parameter.dtype)
+        for view, gradient in zip(flat_parameter.views_of(flat), gradients, strict=True):
             view.copy_(gradient)
         flat /= self.ranks
         dist.all_reduce(flat, group=self.process_group)
-        return take(flat, home.begin, home.end, home.rank)
+        return take(flat, flat_parameter.begin, flat_parameter.end, flat_parameter.rank)
 
     return get_local_grad_shard
 

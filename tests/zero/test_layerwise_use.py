@@ -38,7 +38,9 @@ def refusals(world: World) -> dict[str, str]:
         "no graph": lambda: model.backward(_without_graph(model, inputs)),
     }
     found = {which: said_by(call, (TypeError, ValueError, RuntimeError)) for which, call in calls.items()}
-    found["strange"] = found["strange"][-len("of a group does not belong to the wrapped module; pass only its own") :]
+    found["strange"] = found["strange"][
+        -len("of a group does not belong to the wrapped module; pass only its parameters") :
+    ]
     return found
 
 
@@ -51,7 +53,7 @@ def test_what_cannot_be_is_refused_by_name(on_ranks):
     first, second = on_ranks(2, refusals)
     assert first == second
     assert first == {
-        "tied": "3.weight is 2.weight, which is freed when layer 2 has run; do not tie layers",
+        "tied": "3.weight is tied to 2.weight, which layer 2 frees; do not tie layers",
         "beside": "own belongs to no layer, so it would never be gathered; move it into a layer",
         "no sequence": "Layerwise runs the layers of an nn.Sequential one by one, got a Linear",
         "part": "0: used while its parameters are sharded; call the Layerwise wrapper, or use gather_full()",
@@ -59,7 +61,7 @@ def test_what_cannot_be_is_refused_by_name(on_ranks):
         "state": "0: used while its parameters are sharded; call the Layerwise wrapper, or use gather_full()",
         "no forward": "backward() needs a forward with gradients before it; call the Layerwise once per backward",
         "own backward": "this graph ends after the last layer; call backward(loss) of the Layerwise instead",
-        "strange": "of a group does not belong to the wrapped module; pass only its own",
+        "strange": "of a group does not belong to the wrapped module; pass only its parameters",
         "no graph": "backward() needs a forward with gradients before it; call the Layerwise once per backward",
     }
 
@@ -158,7 +160,9 @@ def between(world: World) -> list[str]:
         model(torch.ones(2, 4, dtype=torch.float64))
         problems.append("took inputs of another width")
     except RuntimeError:
-        problems += [f"{home.names} are whole" for home in model.homes if home.is_whole]
+        problems += [
+            f"{flat_parameter.names} are whole" for flat_parameter in model.flat_parameters if flat_parameter.is_whole
+        ]
     del loss
     loss = model(inputs).square().mean()
     with torch.no_grad():

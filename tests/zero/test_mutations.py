@@ -17,10 +17,10 @@ from muster.zero import data_parallel, scatter, whole
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import LinkGather
 from muster.zero.gradients import PassingGradients
-from muster.zero.neighbours import Neighbours
 from muster.zero.optimizer import Segment
 from muster.zero.scatter import Scatter
 from muster.zero.sharded import Sharded
+from muster.zero.shared_memory import SharedMemoryPeers
 from support.sharded import Run, not_sharded, over_links, wrong_training
 
 pytestmark = pytest.mark.ranks
@@ -48,7 +48,7 @@ def nothing_sharded() -> Any:
     def unsharded(named: Any, **_: Any) -> FlatParameters:
         return FlatParameters(named, rank=0, ranks=1)
 
-    def copied(gather: LinkGather, home: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
+    def copied(gather: LinkGather, flat_parameter: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
         out.copy_(shard)
         return lambda: None
 
@@ -64,24 +64,24 @@ def gather_left_out() -> Any:
     return together(over_links(), mock.patch.object(LinkGather, "start", return_value=lambda: None))
 
 
-def _own_alone(neighbours: Neighbours, sizes: Any) -> list[list[Tensor]]:
+def _own_alone(peers: SharedMemoryPeers, sizes: Any) -> list[list[Tensor]]:
     """Every rank sees its own memory instead of the others'."""
-    ranks = dist.get_world_size(neighbours.group)
+    ranks = dist.get_world_size(peers.group)
     return [[torch.zeros(elements, dtype=dtype)] * ranks for elements, dtype in sizes]
 
 
 def whole_gradients_kept() -> Any:
     """A shard is a view of the whole, and so keeps it alive."""
-    return mock.patch.object(PassingGradients, "deliver", lambda bucket, mean: bucket.home.add_gradient(mean))
+    return mock.patch.object(PassingGradients, "deliver", lambda bucket, mean: bucket.flat_parameter.add_gradient(mean))
 
 
 def state_of_another_shard() -> Any:
     """The optimizer steps the next rank's shard with this rank's gradients."""
     made = Segment.__init__
 
-    def of_the_next(segment: Segment, home: FlatParameters, slices: Any) -> None:
-        made(segment, home, slices)
-        theirs = home.parts(home.full)[(home.rank + 1) % home.layout.ranks]
+    def of_the_next(segment: Segment, flat_parameter: FlatParameters, slices: Any) -> None:
+        made(segment, flat_parameter, slices)
+        theirs = flat_parameter.parts(flat_parameter.full)[(flat_parameter.rank + 1) % flat_parameter.layout.ranks]
         segment.stepped = nn.Parameter(theirs[segment.begin : segment.end])
 
     return mock.patch.object(Segment, "__init__", of_the_next)
@@ -91,8 +91,8 @@ def state_of_another_shard() -> Any:
 def gathered_when_waited_for() -> Iterator[None]:
     """Gather only when somebody waits, so that missing waits are detected. Not a mistake by itself."""
 
-    def start(gather: LinkGather, home: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
-        left = [lambda: ring_all_gather(shard, home.parts(out), gather.group)]
+    def start(gather: LinkGather, flat_parameter: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
+        left = [lambda: ring_all_gather(shard, flat_parameter.parts(out), gather.group)]
         return lambda: left.pop()() if left else None
 
     with over_links(), mock.patch.object(LinkGather, "start", start):
@@ -115,7 +115,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "whole gradients kept": whole_gradients_kept,
     "any number of buckets under way": lambda: mock.patch.object(data_parallel, "UNDER_WAY", None),
     "no reduce": lambda: together(over_links(), mock.patch.object(scatter, "ring_reduce_scatter")),
-    "neighbours who see themselves": lambda: mock.patch.object(Neighbours, "share", _own_alone),
+    "neighbours who see themselves": lambda: mock.patch.object(SharedMemoryPeers, "share", _own_alone),
     "state of another rank's shard": state_of_another_shard,
     "gather left out": gather_left_out,
     "no wait before the forward": no_wait_before_the_forward,

@@ -70,7 +70,9 @@ def small_flats(world: World) -> list[Any]:
         made = pair("adamw")
     source = made.optimizer.source
     assert isinstance(source, Alone)
-    fits = all(home.layout.length * 4 <= 512 or len(home.parameters) == 1 for home in source.made)
+    fits = all(
+        flat_parameter.layout.length * 4 <= 512 or len(flat_parameter.parameters) == 1 for flat_parameter in source.made
+    )
     return [len(source.made), fits, wrong_steps(made)]
 
 
@@ -96,7 +98,7 @@ def subgroup(world: World) -> list[str]:
 def test_a_group_of_some_ranks_trains_and_others_are_refused(on_ranks):
     first, outside, last = on_ranks(3, subgroup)
     assert (first, last) == ([], [])
-    assert outside[0].startswith("rank 1 is not in the process group given")
+    assert outside[0].startswith("rank 1 is not in the given process group")
 
 
 def all_reduce(module: nn.Module, world: World) -> None:

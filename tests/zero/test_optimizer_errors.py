@@ -50,10 +50,10 @@ REFUSED: dict[str, tuple[Build, str]] = {
     **{
         kind.__name__: (lambda module, rank, kind=kind: ShardedOptimizer(module.parameters(), kind), why)
         for kind, why in (
-            (torch.optim.LBFGS, "LBFGS cannot step shards: it takes products of all gradients"),
+            (torch.optim.LBFGS, "LBFGS cannot step shards: it computes products of all gradients"),
             (torch.optim.Adafactor, "it factors the second moment of a matrix into its rows and columns"),
             (torch.optim.Muon, "it orthogonalizes the momentum of a whole matrix"),
-            (torch.optim.SparseAdam, "gradients are dense here"),
+            (torch.optim.SparseAdam, "but shards of gradients are dense"),
             (Own, "Own has its own step, which may need whole tensors"),
             (nn.Linear, "must be a class of torch.optim.Optimizer"),
         )
@@ -212,5 +212,5 @@ def test_a_group_that_cannot_be_added_leaves_the_optimizer_as_it_was(on_ranks):
 
 
 def test_without_a_process_group_it_says_what_to_do():
-    with pytest.raises(ValueError, match="no process group is initialised: call torch"):
+    with pytest.raises(ValueError, match="no process group is initialized: call torch"):
         ShardedOptimizer(nn.Linear(2, 2).parameters(), SGD)

@@ -186,7 +186,10 @@ def gathered_once(world: World) -> list[int]:
         each.grad = torch.ones_like(each) if each.requires_grad else None
     gather, sent = optimizer.source.gather, []
     start = gather.start
-    gather.start = lambda home, shard, out: (sent.append(home.names), start(home, shard, out))[1]
+    gather.start = lambda flat_parameter, shard, out: (
+        sent.append(flat_parameter.names),
+        start(flat_parameter, shard, out),
+    )[1]
     optimizer.step()
     dist.barrier()
     return [len(optimizer.source.made), len(sent)]

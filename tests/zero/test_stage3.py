@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def bytes_whole(model: ShardedDataParallel) -> int:
-    return sum(home.full.untyped_storage().nbytes() for home in model.homes)
+    return sum(flat_parameter.full.untyped_storage().nbytes() for flat_parameter in model.flat_parameters)
 
 
 def held_wrongly(model: ShardedDataParallel) -> list[str]:
@@ -28,11 +28,13 @@ def held_wrongly(model: ShardedDataParallel) -> list[str]:
     problems = [] if bytes_whole(model) == 0 else [f"{bytes_whole(model)} bytes of whole parameters"]
     with_gradients = [name for name, each in model.module.named_parameters() if each.grad is not None]
     problems += [f"whole gradients of {with_gradients}"] if with_gradients else []
-    for home in model.homes:
-        each = home.full_bytes // model.ranks
-        for what, tensor in (("parameters", home.shard), ("gradients", home.grad)):
+    for flat_parameter in model.flat_parameters:
+        each = flat_parameter.full_bytes // model.ranks
+        for what, tensor in (("parameters", flat_parameter.shard), ("gradients", flat_parameter.grad)):
             if tensor is not None and tensor.untyped_storage().nbytes() != each:
-                problems.append(f"{home.names[0]}: {tensor.untyped_storage().nbytes()} bytes of {what}, not {each}")
+                problems.append(
+                    f"{flat_parameter.names[0]}: {tensor.untyped_storage().nbytes()} bytes of {what}, not {each}"
+                )
     return problems
 
 
@@ -97,13 +99,15 @@ def parameters_held(world: World) -> list[int]:
     """Return the bytes of parameters on this rank: before, at most during, and after a step; and the expected ones."""
     case = CASES["chain"]
     model = wrap(world, case)
-    optimizer, windows = model.optimizer(torch.optim.SGD, lr=0.1), model.presence.windows
-    shards = sum(home.shard.untyped_storage().nbytes() for home in model.homes)
-    whole = sum(home.full_bytes for home in model.homes)
-    one = max(sum(home.full_bytes for home in window.homes) for window in windows)
+    optimizer, unit_states = model.optimizer(torch.optim.SGD, lr=0.1), model.residency.unit_states
+    shards = sum(flat_parameter.shard.untyped_storage().nbytes() for flat_parameter in model.flat_parameters)
+    whole = sum(flat_parameter.full_bytes for flat_parameter in model.flat_parameters)
+    one = max(
+        sum(flat_parameter.full_bytes for flat_parameter in unit_state.flat_parameters) for unit_state in unit_states
+    )
     most: list[int] = []
-    for home in model.homes:
-        home.take_memory = partial(take_and_tell, home.take_memory, model, most)
+    for flat_parameter in model.flat_parameters:
+        flat_parameter.take_memory = partial(take_and_tell, flat_parameter.take_memory, model, most)
     for step in range(2):
         before = bytes_whole(model)
         backwards(world, model, step, 1)
@@ -127,12 +131,12 @@ def events(world: World, reshard: bool = True) -> list[str]:
     """Return the events in the second step of four blocks: starts of gathers, forwards of blocks, frees."""
     model = wrap(world, CASES["chain"], reshard_after_forward=reshard)
     told: list[str] = []
-    for window in model.presence.windows[:-1]:
-        (home,), (block,) = window.homes, window.unit.modules
-        home.take_memory = partial(tell, told, f"gather {window.unit.name}", home.take_memory)
-        home.free = partial(tell, told, f"free {window.unit.name}", home.free)
-        block.up.register_forward_hook(lambda *_, name=window.unit.name: told.append(f"run {name}"))
-        block.up.register_forward_hook(partial(tell_backward, told, f"back {window.unit.name}"))
+    for unit_state in model.residency.unit_states[:-1]:
+        (flat_parameter,), (block,) = unit_state.flat_parameters, unit_state.unit.modules
+        flat_parameter.take_memory = partial(tell, told, f"gather {unit_state.unit.name}", flat_parameter.take_memory)
+        flat_parameter.free = partial(tell, told, f"free {unit_state.unit.name}", flat_parameter.free)
+        block.up.register_forward_hook(lambda *_, name=unit_state.unit.name: told.append(f"run {name}"))
+        block.up.register_forward_hook(partial(tell_backward, told, f"back {unit_state.unit.name}"))
     backwards(world, model, 0, 1)
     told.clear()
     backwards(world, model, 1, 1)
@@ -162,23 +166,26 @@ def test_a_unit_is_gathered_while_the_one_before_it_computes(on_ranks):
     )
 
 
-def backwards_parts(home: Any, flat: torch.Tensor) -> list[torch.Tensor]:
-    return list(flat.chunk(home.layout.ranks))[::-1]
+def backwards_parts(flat_parameter: Any, flat: torch.Tensor) -> list[torch.Tensor]:
+    return list(flat.chunk(flat_parameter.layout.ranks))[::-1]
 
 
 def keep(bucket: Any, mean: torch.Tensor) -> None:
-    bucket.home.add_gradient(mean)
-    bucket.slots[0].parameter.grad = torch.zeros(bucket.home.shapes[0])
+    bucket.flat_parameter.add_gradient(mean)
+    bucket.slots[0].parameter.grad = torch.zeros(bucket.flat_parameter.shapes[0])
 
 
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "never freed": ("muster.zero.flat.FlatParameters.free", lambda home: setattr(home, "is_whole", False)),
-    "never gathered again": ("muster.zero.windows.Window.close", lambda window: None),
-    "freed in the end only": ("muster.zero.windows.Windows._is_over", lambda self, window, runs: None),
+    "never freed": (
+        "muster.zero.flat.FlatParameters.free",
+        lambda flat_parameter: setattr(flat_parameter, "is_whole", False),
+    ),
+    "never gathered again": ("muster.zero.unit_states.UnitState.close", lambda unit_state: None),
+    "freed in the end only": ("muster.zero.unit_states.UnitStates._is_over", lambda self, unit_state, runs: None),
     "a neighbour's shard": ("muster.zero.flat.FlatParameters.parts", backwards_parts),
     "nothing reduced": ("muster.zero.scatter.ordered_mean_part", lambda shards, mine, group: None),
     "gradients kept": ("muster.zero.data_parallel.PassingGradients.deliver", keep),
-    "nothing gathered ahead": ("muster.zero.windows.Windows._next", lambda self, window: None),
+    "nothing gathered ahead": ("muster.zero.unit_states.UnitStates._next", lambda self, unit_state: None),
 }
 
 
@@ -202,5 +209,5 @@ def test_mistakes_are_noticed(on_ranks):
         assert [name for name, problems in found.items() if not problems] == []
         told = {name: problems[0] for name, problems in found.items()}
         assert "bytes of whole parameters" in told["never freed"]
-        assert "b0.scale and 3 more: has a .grad of this rank alone" in told["gradients kept"]
+        assert "b0.scale and 3 more: has a .grad that was not averaged over ranks" in told["gradients kept"]
         assert told["freed in the end only"] == "4 units whole at a time, 2 wanted"

@@ -71,7 +71,7 @@ def calls(world: World) -> list[str]:
         raised(lambda: torch.autograd.grad(model(x, 0, 0).sum(), [], create_graph=True)),
     ]
     loss = loss_of(model, 0, 0)
-    model.presence.spread(model.homes)  # like a step
+    model.residency.spread(model.flat_parameters)  # like a step
     return [*found, raised(loss.backward)]
 
 
@@ -100,7 +100,9 @@ def right_step(world: World, model: ShardedDataParallel, what: str) -> list[str]
     loss_of(plain, 7, world.rank).backward()
     backwards(world, model, 7, 1)
     found = model.full_gradients()
-    problems = [f"after {what}: {sum(home.full.untyped_storage().nbytes() for home in model.homes)} bytes whole"]
+    problems = [
+        f"after {what}: {sum(flat.full.untyped_storage().nbytes() for flat in model.flat_parameters)} bytes whole"
+    ]
     problems = [] if problems[0].endswith(" 0 bytes whole") else problems
     if world.size == 1:
         problems += [
@@ -179,10 +181,10 @@ def whole(world: World) -> list[str]:
     problems += [] if same_bits(state["b0.scale"], stepped) else ["not stepped"]
     model.load_state_dict(plain.state_dict())
     problems += [name for name, each in model.state_dict().items() if not same_bits(each, plain.state_dict()[name])]
-    net, presence = model.module, weakref.ref(model.presence)
+    net, residency = model.module, weakref.ref(model.residency)
     del model, optimizer, module
     gc.collect()
-    problems += [] if presence() is None else ["something holds the windows"]
+    problems += [] if residency() is None else ["something holds the unit states"]
     left = [name for name, part in net.named_modules() if part._forward_hooks or part._forward_pre_hooks]
     again = [raised(lambda: net(inputs_of(0, 0), 0, 0)), raised(lambda: ShardedDataParallel(net, world.group, stage=3))]
     return problems + left + [each for each in again if "call the wrapper's unwrap() before deleting it" not in each]

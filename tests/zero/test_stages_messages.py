@@ -64,14 +64,16 @@ def gathered(world: World) -> list[bool]:
     """Return for each gather on CPUs whether it makes shards whole, also if waited for twice."""
     right = []
     for gather in (LinkGather(world.group, torch.device("cpu")), BroadcastGather(world.group)):
-        home = FlatParameters(
+        flat_parameter = FlatParameters(
             [("a", nn.Parameter(torch.zeros(37))), ("b", nn.Parameter(torch.zeros(5)))], **place(world)
         )
-        home.shard.fill_(world.rank + 1)
-        wait = gather.start(home, home.shard, home.full)
+        flat_parameter.shard.fill_(world.rank + 1)
+        wait = gather.start(flat_parameter, flat_parameter.shard, flat_parameter.full)
         wait()
         wait()
-        right.append(all(bool((part == rank + 1).all()) for rank, part in enumerate(home.parts(home.full))))
+        right.append(
+            all(bool((part == rank + 1).all()) for rank, part in enumerate(flat_parameter.parts(flat_parameter.full)))
+        )
     return right
 
 
@@ -99,14 +101,14 @@ def order_of_events(world: World) -> list[str]:
     events: list[str] = []
 
     class LateGather(LinkGather):
-        def start(self, home, shard, out):
+        def start(self, flat_parameter, shard, out):
             waits: list = []
 
             def wait() -> None:
-                events.append(f"waits for {home.names[0].removesuffix('.bias')}")
+                events.append(f"waits for {flat_parameter.names[0].removesuffix('.bias')}")
                 waits[0]() if waits else None
 
-            waits.append(super().start(home, shard, out))
+            waits.append(super().start(flat_parameter, shard, out))
             return wait
 
     with over_links(), mock.patch("muster.zero.gather.LinkGather", LateGather):

@@ -252,11 +252,11 @@ def let_go(world: World) -> list[str]:
         module, optimizer = model.module, sgd(model, model.module)
         plain(Wrapped(model, world.rank), optimizer)
         for copying in (copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match=r"copy its \.module"):
+            with pytest.raises(TypeError, match=r"get the module with unwrap\(\)"):
                 copying(model)
         model.synchronize()
         copied, pickled = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-        dead = [weakref.ref(each) for each in (model, model._reducer, model._reducer.buckets[0], model.presence)]
+        dead = [weakref.ref(each) for each in (model, model._reducer, model._reducer.buckets[0], model.residency)]
         wanted = copy.deepcopy(model.state_dict())
         optimizer.zero_grad()
         Wrapped(model, world.rank).backward(7)
@@ -290,7 +290,7 @@ def heard(world: World) -> list[list[bool]]:
         plain(Wrapped(model, world.rank), sgd(model, model.module))
         model.synchronize()
         found.append(told[:])
-        model.presence._under_way[id(model.homes[0])] = (model.homes[0], lambda: 1 / 0)  # type: ignore[arg-type]
+        model.residency._under_way[id(model.flat_parameters[0])] = (model.flat_parameters[0], lambda: 1 / 0)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError):
             model.synchronize()
         found.append(told[len(found[-1]) :])

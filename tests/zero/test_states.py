@@ -204,10 +204,10 @@ def settings_differ(world: World, made: Pair) -> dict[str, Any]:
 
 
 WRONG: dict[str, tuple[Wrong, str]] = {
-    "no state": (lambda world, made: {"model": 3}, "has state and param_groups"),
+    "no state": (lambda world, made: {"model": 3}, "with 'state' and 'param_groups'"),
     "other model": (
         whole_of(optimizer="adamw", build=lambda: nn.Linear(3, 3)),
-        "another model or other groups: its gr",
+        "a different model or different groups: its gr",
     ),
     "other shapes": (
         whole_of(optimizer="adamw", build=lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))),
@@ -215,7 +215,7 @@ WRONG: dict[str, tuple[Wrong, str]] = {
     ),
     "other groups": (whole_of(optimizer="adamw", groups=own_groups), "its groups have [3, 3, 2] parameters, this"),
     "a parameter missing": (without_a_parameter, "its groups have [7] parameters, this optimizer's [8]"),
-    "SGD's": (whole_of(optimizer="sgd"), "another optimizer's: its group 0 has no"),
+    "SGD's": (whole_of(optimizer="sgd"), "a different optimizer: its group 0 has no"),
     "SGD's state": (
         lambda world, made: {
             **made.optimizer.full_state_dict(),

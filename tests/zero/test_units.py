@@ -52,7 +52,7 @@ def test_units_that_cannot_be_are_refused_by_name():
     for asked, said in [
         ([nn.Linear(4, 4)], "units[0]: a Linear that is not a part of the module; pass parts of it"),
         ([made.head, made], "units[1] is the module itself, which is the root unit; pass parts of it"),
-        ([made.all[0], made.all[0].up], "units[0] and units[1] both have 'all.0.up'; put each part into one"),
+        ([made.all[0], made.all[0].up], "units[0] and units[1] both have 'all.0.up'; put it into one unit"),
         ([made.all], "units[0] is 'all', a ModuleList, which is never called; pass its parts"),
     ]:
         with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):

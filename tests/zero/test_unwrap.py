@@ -15,7 +15,7 @@ from support.refusals import said_by
 pytestmark = pytest.mark.ranks
 
 LR = 0.1
-GONE = "has given its module back"
+GONE = "was unwrapped"
 WRAPPERS: dict[str, Callable[..., Sharded]] = {
     "stage 1": lambda module, group: ShardedDataParallel(module, group, stage=1),
     "stage 2": lambda module, group: ShardedDataParallel(module, group, stage=2),

@@ -1,4 +1,4 @@
-"""Compare the states of all ranks. On a difference every rank raises, so that none waits for another."""
+"""Compare the states of all ranks. If they differ, every rank raises, so that none waits for another."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ def exchange(world: World, value: object) -> list[Any]:
 
 
 def refuse_together(world: World, problem: str | None) -> None:
-    """Raise on every rank if one has a problem: a collective.
+    """Raise on every rank if any rank has a problem: a collective.
 
     Raises:
         RefusedError: if a rank has a problem; the message is that of the first such rank.
@@ -43,7 +43,7 @@ def agree(world: World, registered: Iterable[object], trees: Mapping[str, Any], 
     """Compare the states of all ranks, and exchange the layer names of pipelines: a collective.
 
     Raises:
-        RefusedError: on every rank, naming the first difference, or the first tensor that ranks do not cover.
+        RefusedError: on every rank, naming the first difference, or the first tensor with missing or repeated elements.
     """
     require_same_state(world, trees, leaves)
     names: set[str] = set()
@@ -90,10 +90,10 @@ def _refuse_contents(world: World, compared: Sequence[Leaf], sums: torch.Tensor)
 
 
 def require_covered(world: World, names: Sequence[str], leaves: Sequence[Leaf]) -> None:
-    """Check that exactly one rank writes each element of a split tensor: a collective with the same names on all.
+    """Check that exactly one rank writes each element of the named tensors if they are split: a collective.
 
     Raises:
-        RefusedError: on every rank, naming the first tensor that is not covered.
+        RefusedError: on every rank, naming the first tensor with missing or repeated elements.
     """
     held, wanted = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     for leaf in leaves:
@@ -113,7 +113,7 @@ def require_covered(world: World, names: Sequence[str], leaves: Sequence[Leaf]) 
 
 
 def _lines(record: Any, path: str) -> Iterator[str]:
-    """Describe a tree, one line for each value."""
+    """Describe a tree as text, with one line for each value."""
     if isinstance(record, dict) and record.keys() == {"$", "v"} and isinstance(record["v"], list):
         yield f"{path}: {record['$']} of {len(record['v'])}"
         record = record["v"]

@@ -1,4 +1,4 @@
-"""Compute which part of the whole tensor is the local part of a DTensor.
+"""Compute the range of the global tensor that a DTensor's local part covers.
 
 (6, 4), Shard(0) over 4 ranks       rows 0:2, 2:4, 4:6 and none: cut like torch.chunk
 Shard(0) over tp, then over dp      [_StridedShard(0, split_factor=2), Shard(0)]: the mesh's last dimension cuts first
@@ -14,10 +14,10 @@ DTENSOR: Final = "torch.distributed.tensor"
 
 
 def box_of(name: str, tensor: Any) -> tuple[tuple[Range, ...], bool]:
-    """Return the range of each dimension that this rank holds, and whether it is the first rank with that box.
+    """Return this rank's box (its range in each dimension), and whether it is the first rank with this box.
 
     Raises:
-        RefusedError: if the DTensor is a partial sum, or its local part is not one box.
+        RefusedError: if the DTensor is a partial sum, or its local part is not a single box.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     place = mesh.get_coordinate()
@@ -46,7 +46,8 @@ def box_of(name: str, tensor: Any) -> tuple[tuple[Range, ...], bool]:
 def _order(name: str, placements: Any, mesh: Any) -> list[int]:
     """List the mesh dimensions that shard the tensor, in the order in which they cut it."""
     order: list[int] = []
-    waiting: list[tuple[int, int, int]] = []  # (tensor dimension, cuts still to come first, mesh dimension)
+    # Mesh dimensions that cut after others: (tensor dimension, number of parts to cut first, mesh dimension).
+    waiting: list[tuple[int, int, int]] = []
     for axis, kind in enumerate(placements):
         if kind.is_replicate():
             continue
@@ -70,6 +71,6 @@ def _order(name: str, placements: Any, mesh: Any) -> list[int]:
 
 def _not_a_box(name: str, placements: Any) -> RefusedError:
     return RefusedError(
-        f"state: {name}: a DTensor with the placements {placements} has a local part that is not one box of the whole; "
+        f"state: {name}: the local part of a DTensor with the placements {placements} is not one block of the whole; "
         "redistribute it to Shard or Replicate first"
     )

@@ -5,8 +5,8 @@ import struct
 import sys
 from typing import Final
 
-WORDS: Final = 624  # of a Mersenne Twister, used by Python's and numpy's global generators
-TWISTER: Final = struct.Struct(f"<{WORDS}I I ? d")  # words, position, has a second Gaussian, its value
+WORDS: Final = 624  # state size of the Mersenne Twister, the global generator of both Python and numpy
+TWISTER: Final = struct.Struct(f"<{WORDS}I I ? d")  # words, position, whether a second Gaussian is stored, its value
 
 
 def python_state() -> bytes:
@@ -16,7 +16,7 @@ def python_state() -> bytes:
 
 
 def set_python_state(data: bytes) -> None:
-    """Restore the result of `python_state`."""
+    """Restore a state returned by `python_state`."""
     *words, has_gauss, gauss = TWISTER.unpack(data)
     random.setstate((3, tuple(words), gauss if has_gauss else None))
 
@@ -28,7 +28,7 @@ def numpy_state() -> bytes:
 
 
 def set_numpy_state(data: bytes) -> None:
-    """Restore the result of `numpy_state`."""
+    """Restore a state returned by `numpy_state`."""
     *words, place, has_gauss, gauss = TWISTER.unpack(data)
     numpy = sys.modules["numpy"]
     numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), place, int(has_gauss), gauss))

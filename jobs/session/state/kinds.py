@@ -1,4 +1,4 @@
-"""Choose the class that stores each kind of object."""
+"""Choose the `Registered` subclass that saves and restores each kind of object."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -15,7 +15,7 @@ from muster.jobs.session.state.stages import StagesState
 
 
 def register(objects: Mapping[str, object]) -> dict[str, Registered]:
-    """Return the storage class of each object, in the given order.
+    """Wrap each object in the `Registered` subclass of its kind; keep the order.
 
     Raises:
         RefusedError: if an object cannot be stored.
@@ -40,7 +40,7 @@ def is_module(value: object) -> bool:
 
 
 def module_state(name: str, module: Any) -> ModuleState:
-    """Return the storage class of a module.
+    """Wrap a module or pipeline in the `ModuleState` subclass of its kind.
 
     Raises:
         RefusedError: if the module cannot be stored.
@@ -55,6 +55,6 @@ def module_state(name: str, module: Any) -> ModuleState:
 
 
 def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """True for an optimizer whose state is saved and loaded by PyTorch's own methods."""
+    """Return True if an optimizer does not override PyTorch's state_dict() and load_state_dict()."""
     kind, base = type(optimizer), torch.optim.Optimizer
     return kind.state_dict is base.state_dict and kind.load_state_dict is base.load_state_dict

@@ -17,18 +17,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import MAX_NAME, Piece, whole
 from muster.jobs.session.state.boxes import DTENSOR, box_of
-from muster.jobs.tensors.parts import DTYPES, Part, deal
+from muster.jobs.tensors.parts import DTYPES, TensorPart, deal
 
 PLAIN: Final = (Tensor, nn.Parameter)
 CHUNK: Final = 1 << 24  # elements
 INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(slots=True, eq=False)  # each save creates a thousand of them: frozen ones take five times as long
+@dataclass(slots=True, eq=False)  # a save creates about a thousand; frozen ones are five times as slow to create
 class Leaf:
     """A tensor of the state.
 
-    dealt     every rank has the same values and writes a share; if False, rank 0 writes all
+    dealt     every rank has the same values and writes a share; if False, rank 0 writes the whole tensor
     compared  the values must be equal on every rank before the first step
     piece     the part that this rank holds, if ranks hold different parts
     answers   False if another rank writes the same part
@@ -53,21 +53,21 @@ class Leaf:
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """Address, shape, strides and dtype of the tensor: if they change, the parts are listed again."""
+        """Name, address, shape, strides and dtype of the tensor. When they change, the parts are listed again."""
         local = self.tensor if type(self.tensor) in PLAIN else self.local
         return (self.name, self.answers, local.data_ptr(), local.shape, local.stride(), local.dtype)
 
     @property
     def form(self) -> str:
-        """The name, type and global shape as text."""
+        """The name, dtype and global shape as text."""
         shape = self.piece.shape if self.piece is not None else tuple(self.tensor.shape)
         return f"{self.name} {DTYPES[self.tensor.dtype]} {list(shape)}"
 
-    def part(self) -> tuple[Part, bool]:
+    def part(self) -> tuple[TensorPart, bool]:
         """Return this rank's part, and whether this rank writes it.
 
         Raises:
-            RefusedError: a DTensor is sharded in a way that cannot be stored.
+            RefusedError: if the tensor is a DTensor with a sharding that cannot be stored.
         """
         local, piece, answers = self.local.detach(), self.piece, self.answers
         if is_dtensor(self.tensor):
@@ -76,7 +76,7 @@ class Leaf:
             piece = Piece(self.name, DTYPES[local.dtype], shape, box=box)
         elif piece is None:
             piece = whole(self.name, DTYPES[local.dtype], tuple(local.shape))
-        return Part(piece, local if tuple(local.shape) == piece.extent else local.view(piece.extent)), answers
+        return TensorPart(piece, local if tuple(local.shape) == piece.extent else local.view(piece.extent)), answers
 
 
 def is_dtensor(value: object) -> bool:
@@ -91,7 +91,7 @@ def check(path: str, value: Tensor) -> None:
     """Check that a tensor can be stored.
 
     Raises:
-        RefusedError: the tensor cannot be stored; the message says why.
+        RefusedError: if the tensor cannot be stored; the message gives the reason.
     """
     is_short = len(path) <= MAX_NAME and path.isprintable()
     is_dense = type(value) in PLAIN and value.layout is torch.strided and not (value.is_meta or value.is_quantized)
@@ -111,7 +111,7 @@ def check(path: str, value: Tensor) -> None:
     elif value.dtype not in DTYPES:
         why = f"{value.dtype} cannot be stored; known types: {', '.join(str(each)[6:] for each in DTYPES)}"
     elif not is_short:
-        why = f"a name is at most {MAX_NAME} printable characters"
+        why = f"the name must have at most {MAX_NAME} printable characters"
     if why:
         raise RefusedError(f"state: {path:.200}: {why}")
 
@@ -138,16 +138,16 @@ class Leaves(list[Leaf]):
         """Check a leaf and add it."""
         check(leaf.name, leaf.tensor)
         if leaf.name in self._names:
-            raise RefusedError(f"state: {leaf.name}: two tensors have this name; register their owners by other names")
+            raise RefusedError(f"state: {leaf.name}: two tensors have this name; rename one of their owners")
         self._names.add(leaf.name)
         self.append(leaf)
 
 
-def parts_of(leaves: Iterable[Leaf], *, rank: int, ranks: int) -> tuple[list[Part], bool]:
-    """Return the parts that this rank writes, and whether they stay valid until a leaf moves."""
-    own: list[Part] = []
-    shared: list[Part] = []
-    held: list[Part] = []
+def parts_of(leaves: Iterable[Leaf], *, rank: int, ranks: int) -> tuple[list[TensorPart], bool]:
+    """Return the parts that this rank writes, and whether they stay valid until a leaf's memory changes."""
+    own: list[TensorPart] = []
+    shared: list[TensorPart] = []
+    held: list[TensorPart] = []
     for leaf in leaves:
         part, answers = leaf.part()
         if leaf.is_split:
@@ -155,7 +155,7 @@ def parts_of(leaves: Iterable[Leaf], *, rank: int, ranks: int) -> tuple[list[Par
                 held.append(part)
         else:
             (shared if leaf.dealt else own).append(part)
-        # For a tensor that is not row-major, a range is a copy, which the next step would make stale.
+        # A range of a tensor that is not row-major is a copy, which the next step would make stale.
     stays = ranks == 1 or all(part.tensor.is_contiguous() for part in shared)
     return [*deal(own, shared, rank=rank, ranks=ranks), *held], stays
 

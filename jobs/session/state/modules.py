@@ -12,7 +12,7 @@ from muster.jobs.session.state.objects import Registered
 from muster.jobs.session.state.stored import Stored, as_mapping
 from muster.jobs.session.state.trees import Encoder, decode
 
-WRAPPERS: Final = {  # classes that wrap a module without changing its parameters: module, class, attribute
+WRAPPERS: Final = {  # classes that wrap a module: {Python module: (class, attribute with the wrapped module)}
     "torch.nn.parallel.distributed": ("DistributedDataParallel", "module"),
     "torch.nn.parallel.data_parallel": ("DataParallel", "module"),
     "torch._dynamo.eval_frame": ("OptimizedModule", "_orig_mod"),
@@ -23,13 +23,13 @@ FSDP1: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def is_a(value: object, module: str, name: str) -> bool:
-    """Return whether a value is an instance of a class of a module, without importing that module."""
+    """Return whether a value is an instance of the class `name` of `module`, without importing that module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, torch.compile and the like."""
+    """Return the module inside wrappers such as DistributedDataParallel and torch.compile."""
     for where, (kind, attribute) in WRAPPERS.items():
         if is_a(module, where, kind):
             return unwrapped(getattr(module, attribute))
@@ -37,7 +37,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 class ModuleState(Registered):
-    """A module whose tensors each rank holds whole, or as DTensors."""
+    """A module with whole tensors or DTensors on each rank."""
 
     kind = "module"
 
@@ -49,8 +49,8 @@ class ModuleState(Registered):
                 f"state: {name}: FullyShardedDataParallel cannot be stored; use fully_shard (FSDP2), or muster.zero"
             )
         self.aliases: dict[str, str] = {}  # {other name of a tied tensor: its stored name}
-        self.names: set[str] = set()  # of all its tensors
-        self.parameters: dict[int, Leaf] = {}  # by identity
+        self.names: set[str] = set()  # stored names of all its tensors
+        self.parameters: dict[int, Leaf] = {}  # {id of a parameter or buffer: its leaf}
         self.is_in_place = True  # False: state_dict() returns copies, so load_state_dict() must be called
 
     def path(self, key: str) -> str:
@@ -82,7 +82,7 @@ class ModuleState(Registered):
         return {"extra": extra}
 
     def _entries(self) -> Mapping[str, Any]:
-        """Return the module's state_dict(), with its own parameters and buffers where possible."""
+        """Return the module's state_dict(), with the parameters and buffers themselves where possible."""
         if type(self.module).state_dict is nn.Module.state_dict:
             found: Mapping[str, Any] = self.module.state_dict(keep_vars=True)
             return found
@@ -99,7 +99,7 @@ class ModuleState(Registered):
         return Leaf(path, value, dealt=is_parameter, compared=is_parameter)
 
     def restore(self, stored: Stored, tree: Any) -> None:
-        """Fill the tensors in place, and pass the rest to the module."""
+        """Fill the tensors in place, and pass all other values to the module."""
         leaves = Leaves()
         extra = self.capture(Encoder(leaves.leaf), leaves)["extra"]
         found = as_mapping(as_mapping(tree, self.name, "module").get("extra"), self.name, "extra state")
@@ -120,11 +120,12 @@ class ModuleState(Registered):
             return
         held = {leaf.name: leaf.tensor.detach() for leaf in leaves}
         held |= {name: held[of] for name, of in self.aliases.items()}
-        # Most tensors are loaded into themselves, which changes nothing; copies reach the module here.
+        # If state_dict() returned copies, their values reach the module here. The module's own tensors are copied onto
+        # themselves, which changes nothing.
         values = {key: held.get(self.path(key), each) for key, each in self.module.state_dict().items()}
         decoded = {key: decode(each, held.__getitem__, self.path(key)) for key, each in found.items()}
         self.module.load_state_dict({**values, **decoded})
 
     def known_names(self) -> set[str]:
-        """Return the stored names of the module's tensors on all ranks, with the other names of tied ones."""
+        """Return the stored names of the module's tensors on all ranks, including the aliases of tied tensors."""
         return self.names | self.aliases.keys()

@@ -1,6 +1,6 @@
 """The state of plain values, and of objects with `state_dict` and `load_state_dict`, such as schedulers and samplers.
 
-This module imports torch only if a tree has tensors, in which case the program has imported it already.
+This module uses torch only if the program has imported it already.
 """
 
 import sys
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Registered(ABC):
     """One registered object. `stored` and `leaves` are None if the program has not imported torch.
 
-    `kind` is the kind of the saved object; that in the checkpoint must be the same.
+    `kind` is saved with the object. A checkpoint that has an object of another kind under this name is refused.
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Registered(ABC):
 
 
 class ObjectState(Registered):
-    """An object that converts itself to a tree and back."""
+    """An object with `state_dict` and `load_state_dict`."""
 
     kind = "object"
 
@@ -59,7 +59,7 @@ class ObjectState(Registered):
         return encoder.encode(self.value(), self.name)
 
     def restore(self, stored: "Stored", tree: Any) -> None:
-        """Read the tree, reusing the memory of the object's tensors if they fit, and pass it to the object."""
+        """Read the tree, into the memory of the object's tensors if they fit, and pass it to the object."""
         if "torch" not in sys.modules:
             self.take(decode(tree, _no_tensor, self.name))
             return
@@ -90,14 +90,14 @@ class ValueState(ObjectState):
 
 
 def plain(name: str, value: object) -> Registered:
-    """Return the storage class of an object without its own tensors.
+    """Wrap a plain value, or an object with `state_dict` and `load_state_dict`.
 
     Raises:
         RefusedError: if the object can be saved but not restored, or is a class.
     """
     saves, loads = (callable(getattr(value, each, None)) for each in ("state_dict", "load_state_dict"))
     if isinstance(value, type) and saves:
-        raise RefusedError(f"state: {name} is the class {value.__name__}; register an object of it")
+        raise RefusedError(f"state: {name} is the class {value.__name__}; register an instance of it")
     if saves != loads:
         missing = "load_state_dict" if saves else "state_dict"
         raise RefusedError(f"state: {name}: a {type(value).__name__} has no {missing}(), so it cannot be restored")

@@ -3,7 +3,8 @@
     optimizer/fc.weight/exp_avg      for the parameter fc.weight of the registered module
     optimizer/3/exp_avg              for the fourth parameter, if no registered module has it
 
-Learning rates and other settings of the groups are JSON. The program decides which group a parameter is in.
+Learning rates and other settings of the groups are stored as JSON. The assignment of parameters to groups is not
+stored.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +63,7 @@ class OptimizerState(Registered):
         return [owner for owner in self.modules if not mine.isdisjoint(owner.parameters)]
 
     def _path(self, name: str, owner: ModuleState, owners: Sequence[ModuleState]) -> str:
-        """Return the path of a parameter from its stored name; with a single module, its name is dropped."""
+        """Return the path of a parameter from its stored name; with a single module, the module's name is dropped."""
         return f"{self.name}/{name if len(owners) > 1 else name.removeprefix(f'{owner.name}/')}"
 
     def _grouped(self) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
@@ -96,13 +97,13 @@ class OptimizerState(Registered):
         return values
 
     def leaf_of(self, path: str, value: Tensor, parameter: Tensor, leaf: Leaf | None) -> Leaf:
-        """Return the leaf of a state tensor. Ranks share it in the same way as its parameter.
+        """Return the leaf of a state tensor, which is split among ranks like its parameter.
 
         Raises:
             RefusedError: if a sharded parameter has a state tensor that is not a DTensor.
         """
         if is_dtensor(parameter) and not is_dtensor(value) and value.dim():
-            raise RefusedError(f"state: {path}: a plain tensor beside a DTensor parameter cannot be stored")
+            raise RefusedError(f"state: {path}: the state of a DTensor parameter must be a DTensor or a single number")
         if leaf is not None and leaf.piece is not None:
             return Leaf(path, value, piece=Piece(path, DTYPES[value.dtype], tuple(value.shape)), answers=leaf.answers)
         return Leaf(path, value, dealt=True, compared=True)
@@ -113,7 +114,7 @@ class OptimizerState(Registered):
         if len(groups) != len(self.optimizer.param_groups):
             raise RefusedError(
                 f"state: {self.name} has {len(groups)} parameter groups in the checkpoint and "
-                f"{len(self.optimizer.param_groups)} in this program; build the optimizer as it was when it was saved"
+                f"{len(self.optimizer.param_groups)} in this program; build the optimizer with the saved groups"
             )
         for place, (group, record) in enumerate(zip(self.optimizer.param_groups, groups, strict=True)):
             self._restore_group(stored, group, record, f"{self.name}/{GROUPS}/{place}")
@@ -125,7 +126,7 @@ class OptimizerState(Registered):
         group.update({key: value for key, value in settings.items() if key not in KERNELS})
 
     def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
-        """Fill the states in place. Create missing ones, and drop those that are not stored."""
+        """Fill the states in place. Create missing tensors, and drop those that the checkpoint does not have."""
         by_path = self._stored_keys(stored, values)
         for path, parameter, leaf, group in self.parameters():
             state, pieces = self.optimizer.state[parameter], by_path.get(path, {})
@@ -133,7 +134,7 @@ class OptimizerState(Registered):
                 del state[key]
             for key, piece in pieces.items():
                 if key == MASTER and MASTER not in state:
-                    continue  # this optimizer updates the parameter itself, with state of the parameter's dtype
+                    continue  # this optimizer has no float32 copy: it updates the parameter itself
                 casts = MASTER in pieces and MASTER not in state and piece.shape == tuple(parameter.shape)
                 wanted = replace(piece, dtype=DTYPES[parameter.dtype]) if casts and key not in ON_HOST else piece
                 state[key] = self._room(f"{path}/{key}", state.get(key), parameter, key, wanted, group)
@@ -152,7 +153,7 @@ class OptimizerState(Registered):
         """
         owners = self._owners()
         known, found = {path for path, *_ in self.parameters()}, dict[str, dict[str, Piece]]()
-        for owner in owners:  # a pipeline's checkpoint also holds the parameters of other ranks
+        for owner in owners:  # a pipeline's checkpoint also has the parameters of other ranks
             known |= {self._path(each, owner, owners) for each in owner.known_names()}
         for name in stored.under(self.name):
             path, _, key = name.rpartition("/")
@@ -165,13 +166,13 @@ class OptimizerState(Registered):
         return found
 
     def _room(self, path: str, now: Any, parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
-        """Return the tensor to fill: the existing one, or a new one as the optimizer's first step would create."""
+        """Return the tensor to fill: the existing one, or a new one like that of the optimizer's first step."""
         if isinstance(now, Tensor) and (now.dtype, tuple(now.shape)) == (dtype_of(piece), piece.shape):
             return now
         is_like_it = piece.shape == tuple(parameter.shape) and key not in ON_HOST
         if piece.shape and is_dtensor(parameter) and not is_like_it:
             raise RefusedError(
-                f"state: {path}: a state of shape {list(piece.shape)} cannot be restored beside a DTensor of shape "
-                f"{list(parameter.shape)}; run one step before the restore"
+                f"state: {path}: a state of shape {list(piece.shape)} cannot be created for a DTensor parameter of "
+                f"shape {list(parameter.shape)}; run one step before the restore"
             )
         return room_for(parameter, key, piece, group)

@@ -14,7 +14,7 @@ from muster.jobs.checkpoint.pieces import whole
 from muster.jobs.session.state.generator import numpy_state, python_state, set_numpy_state, set_python_state
 from muster.jobs.session.state.leaves import Leaf
 from muster.jobs.session.state.stored import Stored
-from muster.jobs.tensors.parts import Part
+from muster.jobs.tensors.parts import TensorPart
 
 RNG: Final = "rng"
 
@@ -27,7 +27,7 @@ class Generators:
         self.device = device if device is not None and device.type == "cuda" else None
         self._rooms = {key: state.clone() for key, state in self._now().items()}
         self.parts = [
-            Part(whole(self._path(rank, key), "U8", tuple(room.shape)), room) for key, room in self._rooms.items()
+            TensorPart(whole(self._path(rank, key), "U8", tuple(room.shape)), room) for key, room in self._rooms.items()
         ]
 
     def take(self) -> None:
@@ -37,11 +37,11 @@ class Generators:
                 self._rooms[key].copy_(state)
 
     def restore(self, stored: Stored, ranks: int) -> Sequence[str]:
-        """Restore the states if the number of ranks is the same; return lines about those not restored."""
+        """Restore the states if the number of ranks is the same. Return messages about states not restored."""
         saved = {int(name.split("/")[1]) for name in stored.under(RNG)}
         if len(saved) != ranks:
             return [
-                f"The random number generators are not restored: {len(saved)} ranks saved theirs, but "
+                f"The random number generators are not restored: the checkpoint has those of {len(saved)} ranks, but "
                 f"this run has {ranks} ranks. Random numbers differ from those of an uninterrupted run."
             ]
         missing = []

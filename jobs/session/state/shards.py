@@ -2,7 +2,7 @@
 
     model/up.weight (4, 6)   rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
 
-Names are those of the unwrapped module, so a checkpoint can be read with any other split.
+Tensors have the names of the unwrapped module, so a checkpoint can be read with any other split.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from muster.jobs.tensors.parts import DTYPES, range_piece
 
 if TYPE_CHECKING:
     from muster.zero import ShardedOptimizer
-    from muster.zero.flat import Held
+    from muster.zero.flat import ParameterRange
     from muster.zero.optimizer import Segment
     from muster.zero.sharded import Sharded
 
@@ -30,12 +30,12 @@ EXTRA: Final = "_extra_state"
 
 
 class ShardedModule(ModuleState):
-    """A module in a wrapper of `muster.zero`. Its state_dict() is never called, because it gathers the whole model."""
+    """A module in a wrapper of `muster.zero`. Its state_dict() would gather the whole model, so it is never called."""
 
     def __init__(self, name: str, wrapper: "Sharded") -> None:
         super().__init__(name, wrapper.module)
         if is_a(wrapper.module, "muster.pipe.run", "StageLayers"):
-            raise RefusedError(f"state: {name}: shards of a pipeline's stages cannot be stored; use DDP around them")
+            raise RefusedError(f"state: {name}: sharded pipeline stages cannot be stored; wrap the stages in DDP")
         self.wrapper = wrapper
         self.has_masters = False  # True: the float32 copies were restored, so the parameters are rounded from them
 
@@ -79,14 +79,14 @@ class ShardedModule(ModuleState):
 
 
 class ShardedOptimizerState(OptimizerState):
-    """A `ShardedOptimizer`, alone or of a wrapper. Its inner optimizer has the state of this rank's ranges."""
+    """A `ShardedOptimizer`, with or without a sharded module. Its inner optimizer has only this rank's state."""
 
     def __init__(self, name: str, optimizer: "ShardedOptimizer", modules: Sequence[ModuleState]) -> None:
         super().__init__(name, optimizer, modules)
         self.sharded = optimizer
 
     def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
-        """Add this rank's ranges. Values that the inner optimizer wrote into its groups are saved, too."""
+        """Add this rank's ranges, after copying the settings that the inner optimizer has changed in its groups."""
         self.sharded.share_settings()
         return super().capture(encoder, leaves)
 
@@ -103,16 +103,16 @@ class ShardedOptimizerState(OptimizerState):
     def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
         """Create the inner optimizer's state as its first step would, then fill this rank's ranges."""
         self.sharded.share_settings()
-        self.sharded.source.mend()  # without a wrapper, this copies the restored parameters into their float32 copies
+        self.sharded.source.mend()  # without a sharded module, this copies the restored parameters to float32 copies
         by_path, names = self._stored_keys(stored, values), self._paths()
         for group, segment in self._segments():
             now = self.sharded.inner.state.pop(segment.stepped, {})
             shape, made = tuple(segment.stepped.shape), dict[str, Tensor]()
             for at in segment.slices:
-                pieces = by_path.get(names[segment.home.names[at.tensor]], {})
+                pieces = by_path.get(names[segment.flat_parameter.names[at.tensor]], {})
                 for key, piece in pieces.items():
                     # A step count is one number for a whole parameter; other states have the parameter's shape.
-                    is_number = key in ON_HOST or piece.shape != tuple(segment.home.shapes[at.tensor])
+                    is_number = key in ON_HOST or piece.shape != tuple(segment.flat_parameter.shapes[at.tensor])
                     dtype = piece.dtype if MASTER in pieces else DTYPES[segment.stepped.dtype]
                     wanted = piece if is_number else replace(piece, shape=shape, dtype=dtype)
                     if key not in (MASTER, *made):
@@ -121,23 +121,23 @@ class ShardedOptimizerState(OptimizerState):
                 self.sharded.inner.state[segment.stepped] = made
         for path, held in self._held():
             if stored.piece(path) is not None:
-                stored.fill(leaf_of(path, held), casts=True)  # with a float32 copy, the state is float32, too
+                stored.fill(leaf_of(path, held), casts=True)  # an optimizer with float32 copies has float32 state, too
                 for owner in self.modules if held.key == MASTER else ():
                     if isinstance(owner, ShardedModule):
                         owner.has_masters = True
 
-    def _held(self) -> Iterator[tuple[str, "Held"]]:
+    def _held(self) -> Iterator[tuple[str, "ParameterRange"]]:
         names = self._paths()
         for held in self.sharded.held_state():
             yield f"{names[held.name]}/{held.key}", held
 
     def _paths(self) -> dict[str, str]:
-        """Map the optimizer's names of parameters to their paths."""
+        """Map the optimizer's name of each parameter to the parameter's path."""
         by_id = {id(parameter): path for path, parameter, *_ in self.parameters()}
         return {
             name: by_id[id(parameter)]
             for _, segment in self._segments()
-            for name, parameter in zip(segment.home.names, segment.home.parameters, strict=True)
+            for name, parameter in zip(segment.flat_parameter.names, segment.flat_parameter.parameters, strict=True)
             if id(parameter) in by_id
         }
 
@@ -148,7 +148,7 @@ class ShardedOptimizerState(OptimizerState):
                 yield group, segment
 
 
-def leaf_of(name: str, held: "Held") -> Leaf:
+def leaf_of(name: str, held: "ParameterRange") -> Leaf:
     """Return the leaf for a range that a rank holds."""
     piece = range_piece(name, held.tensor.dtype, held.shape, held.start, held.stop)
     return Leaf(name, held.tensor, piece=piece, answers=held.answers)

@@ -1,9 +1,9 @@
 """The state of a `muster.pipe.Pipeline`: each rank holds the layers of its stages, whole, named as in the full model.
 
-    rank 0  embed block1        rank 1  block2 norm head       one process reads and writes the same names
-    rank 2  embed block1        rank 3  block2 norm head       a second pipeline: the ranks take turns in writing
+    rank 0  embed block1        rank 1  block2 norm head       the names are those of a model in one process
+    rank 2  embed block1        rank 3  block2 norm head       a second pipeline: ranks 0 and 2 share the writing
 
-A weight that several stages share is saved once, by the first of them.
+A weight that several stages share is saved once, by the first stage.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ class StagesState(ModuleState):
     def __init__(self, name: str, pipeline: "Pipeline") -> None:
         super().__init__(name, pipeline.module)
         self.tied = {self.path(own): self.path(first) for own, first in pipeline.tied.items()}
-        self._known: set[str] = set()  # names of the whole model
+        self._known: set[str] = set()  # names of the whole model's tensors
         self._all_aliases: dict[str, str] = {}
-        self._writes: set[str] | None = None  # names that this rank writes; None before the ranks have met
+        self._writes: set[str] | None = None  # names that this rank writes; None before `meet`
 
     def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
         """Add this rank's layers."""
@@ -44,7 +44,7 @@ class StagesState(ModuleState):
         return tree
 
     def leaf(self, path: str, value: Tensor) -> Leaf:
-        """Return a tensor of this rank, under the name of its first stage."""
+        """Describe a tensor. A weight shared by stages has the name that it has in the first of them."""
         name = self.tied.get(path, path)
         piece = whole(name, DTYPES[value.dtype], tuple(value.shape))
         return Leaf(name, value, piece=piece, answers=name == path and (self._writes is None or name in self._writes))
@@ -59,7 +59,7 @@ class StagesState(ModuleState):
         return {"own": own, "aliases": self.aliases}
 
     def meet(self, rank: int, described: Sequence[Any]) -> None:
-        """Decide which rank writes each tensor: ranks take turns with parameters; the first holder writes a buffer."""
+        """Choose the rank that writes each tensor: for buffers the first holder, for parameters each in turn."""
         holders: dict[str, list[int]] = {}
         is_parameter: dict[str, bool] = {}
         for holder, each in enumerate(described):

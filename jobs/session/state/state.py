@@ -1,11 +1,11 @@
 """The state of a user's loop: named objects and plain values that are saved and restored together.
 
     state = State({"model": model, "optimizer": optimizer, "scheduler": scheduler, "best": 0.0})
-    state.best = 0.5                    a plain value is read and replaced by its name
+    state.best = 0.5                    a plain value is an attribute that can be read and set
 
     names in a checkpoint    model/fc.weight   optimizer/fc.weight/exp_avg   rng/0/torch   and JSON for everything else
 
-Tensors are described in `leaves.py`, plain values in `trees.py`. torch is imported only if the program has done so.
+Tensors are described in `leaves.py`, plain values in `trees.py`. torch is used only if the program has imported it.
 """
 
 import base64
@@ -20,11 +20,11 @@ from muster.jobs.session.state.trees import Encoder
 if TYPE_CHECKING:
     import torch
 
-    from muster.jobs.checkpoint.manifest import Manifest
-    from muster.jobs.checkpoint.read import Reader
+    from muster.jobs.checkpoint.manifest import CheckpointManifest
+    from muster.jobs.checkpoint.read import CheckpointReader
     from muster.jobs.session.state.leaves import Leaves
     from muster.jobs.session.state.rng import Generators
-    from muster.jobs.tensors.parts import Part
+    from muster.jobs.tensors.parts import TensorPart
     from muster.jobs.world.world import World
 
 VERSION: Final = 1
@@ -38,7 +38,7 @@ class State:
     `notes` lists lines that rank 0 should print after a restore.
 
     Raises:
-        RefusedError: an object cannot be stored.
+        RefusedError: if an object cannot be stored.
     """
 
     notes: list[str]
@@ -46,9 +46,9 @@ class State:
     _given: Mapping[str, object]
     _trees: dict[str, Any] | None = None
     _aliases: Mapping[str, str] = {}
-    _rank: int | None = None  # None: not joined. The world is not kept, because its process group must end
+    _rank: int | None = None  # None before `join`. A reference to the world would keep its process group alive
     _ranks: int = 1
-    _parts: "list[Part]"
+    _parts: "list[TensorPart]"
     _memory: list[tuple[object, ...]] | None = None
     _generators: "Generators | None" = None
 
@@ -66,7 +66,7 @@ class State:
         self._capture()
 
     if TYPE_CHECKING:
-        has_tensors: bool  # the program has imported torch, so at least its generators are stored
+        has_tensors: bool  # True if the program has imported torch; then torch's generators are stored
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._registered:
@@ -89,7 +89,7 @@ class State:
         """Check that every rank can store its state and that the states agree: a collective. Call it before `load`.
 
         Raises:
-            RefusedError: on every rank, naming what cannot be stored or what differs, and the ranks.
+            RefusedError: on every rank, naming the object that cannot be stored, or the difference and its ranks.
         """
         self._rank, self._ranks = world.rank, world.size
         problem, leaves = None, None
@@ -112,8 +112,8 @@ class State:
 
             self._generators = Generators(world.rank, device)
 
-    def parts(self) -> "list[Part]":
-        """Return the parts that this rank writes. The list stays the same object until a tensor moves."""
+    def parts(self) -> "list[TensorPart]":
+        """Return the parts that this rank writes. The same list is returned until the memory of a tensor changes."""
         leaves = self._capture()
         if leaves is None:
             return []
@@ -132,8 +132,8 @@ class State:
     def meta(self) -> dict[str, Any]:
         """Return everything that is not a tensor as JSON, captured by the last call of `parts`.
 
-        Both keys belong at the top level of a checkpoint's meta: `load` reads "state", `muster checkpoint export` reads
-        "aliases".
+        The keys belong at the top level of a checkpoint's meta: `load` reads `state`, `muster checkpoint export` reads
+        `aliases`.
         """
         if not self.has_tensors:
             self._capture()
@@ -154,11 +154,11 @@ class State:
             },
         }
 
-    def load(self, manifest: "Manifest", reader: "Reader", meta: Mapping[str, Any]) -> None:
+    def load(self, manifest: "CheckpointManifest", reader: "CheckpointReader", meta: Mapping[str, Any]) -> None:
         """Restore everything on this rank. Every rank calls it, after `join`.
 
         Raises:
-            RefusedError: if the checkpoint is of another program or model; the message names the first difference.
+            RefusedError: if another program or model wrote the checkpoint; the message names the first difference.
             BadCheckpointError, StorageError: if the checkpoint cannot be read.
         """
         assert self._rank is not None, "call join() first"
@@ -188,16 +188,16 @@ class State:
             side = (
                 "in the checkpoint, but not registered" if name in objects else "registered, but not in the checkpoint"
             )
-            raise RefusedError(f"state: {name} is {side}; register what was registered when it was saved")
+            raise RefusedError(f"state: {name} is {side}; register the same objects as when it was saved")
         for name, each in self._registered.items():
             if (kind := objects[name]["kind"]) != each.kind:
                 raise RefusedError(
                     f"state: {name} is of kind {each.kind} in this program and of kind {kind} in the checkpoint; "
-                    "register what was registered when it was saved"
+                    "register the same objects as when it was saved"
                 )
 
     def _capture(self) -> "Leaves | None":
-        """Capture every object: keep the trees, return the leaves (None if the program does not use torch)."""
+        """Capture every object: store the trees, and return the leaves (None if the program does not use torch)."""
         leaves = None
         if self.has_tensors:
             from muster.jobs.session.state.leaves import Leaves
@@ -211,7 +211,7 @@ class State:
         return leaves
 
     def _in_order(self) -> Iterator[Registered]:
-        """Yield modules first, because optimizers need their names of parameters."""
+        """Yield the objects, modules first, because optimizers use the modules' names of parameters."""
         yield from sorted(self._registered.values(), key=lambda each: each.kind != "module")
 
 

@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.checkpoint.manifest import Manifest
+from muster.jobs.checkpoint.manifest import CheckpointManifest
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.session.state.leaves import Leaf
-from muster.jobs.tensors.parts import Part, dtype_of
+from muster.jobs.tensors.parts import TensorPart, dtype_of
 from muster.jobs.tensors.reading import fill
 
 
 class Stored:
     """The tensors of a checkpoint. `aliases` maps other names of tied tensors to the stored ones."""
 
-    def __init__(self, manifest: Manifest, reader: Reader, aliases: Mapping[str, str]) -> None:
+    def __init__(self, manifest: CheckpointManifest, reader: CheckpointReader, aliases: Mapping[str, str]) -> None:
         self._reader = reader
         self._aliases = aliases
         self.pieces: dict[str, Piece] = {name: manifest.piece(name) for name in manifest.tensors}
 
     def piece(self, name: str) -> Piece | None:
-        """Return the piece of a whole tensor, by any of its names; None if it is not stored."""
+        """Return a stored tensor as one piece, by any of its names; None if it is not stored."""
         return self.pieces.get(name) or self.pieces.get(self._aliases.get(name, ""))
 
     def under(self, name: str) -> list[str]:
@@ -36,7 +36,7 @@ class Stored:
         """Check that all stored tensors below a path are known.
 
         Raises:
-            RefusedError: if the checkpoint has another one.
+            RefusedError: if the checkpoint has an unknown tensor below this path.
         """
         if strange := sorted({*self.under(name)} - {*known}):
             raise RefusedError(
@@ -45,7 +45,7 @@ class Stored:
             )
 
     def fill(self, leaf: Leaf, *, casts: bool = False) -> Tensor:
-        """Read this rank's part of a leaf into its memory; return the leaf's tensor.
+        """Read this rank's part of a leaf into the leaf's memory; return the leaf's tensor.
 
         With `casts`, a tensor of another dtype is converted.
 
@@ -65,7 +65,7 @@ class Stored:
                 f"{list(wanted.shape)} in this program; restore with the model that was saved, or start a new run"
             )
         room = part.tensor if found.dtype == wanted.dtype else torch.empty(wanted.extent, dtype=dtype_of(found))
-        fill(Part(replace(wanted, name=found.name, dtype=found.dtype), room), self._reader)
+        fill(TensorPart(replace(wanted, name=found.name, dtype=found.dtype), room), self._reader)
         if room is not part.tensor:
             with torch.no_grad():
                 part.tensor.copy_(room)

@@ -1,10 +1,10 @@
-"""Write trees of plain values as JSON and read them back: everything in a `state_dict()` except its tensors.
+"""Convert trees of plain values, such as a `state_dict()` without its tensors, to JSON and back.
 
     {"lr": [0.1, inf], "milestones": Counter({30: 1})}
     {"lr": [0.1, {"$": "float", "v": "inf"}], "milestones": {"$": "Counter", "v": [[30, 1]]}}
 
-A record with the key `$` is a value that JSON cannot hold. Types are compared exactly: a subclass of dict or int is
-refused, because its class would be lost. The caller decides what happens to tensors.
+A record with the key `$` is a value that JSON cannot represent. Types are compared exactly: a subclass of dict or int
+is refused, because its class would be lost. The caller's callback `leaf` stores the tensors.
 """
 
 import base64
@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from muster.jobs.basics.errors import BadCheckpointError, RefusedError
 
-MAX_DEPTH: Final = 20  # a level takes up to three in JSON, and a checkpoint's JSON is at most 64 deep
+MAX_DEPTH: Final = 20  # each level takes up to three levels of JSON, of which a checkpoint allows 64
 MAX_VALUES: Final = 200_000
-MAX_TEXT: Final = 8 << 20  # characters of text and bytes together
+MAX_TEXT: Final = 8 << 20  # limit for the total length of all texts and bytes
 INLINE_BYTES: Final = 1024  # larger numpy arrays are stored as tensors
-BIGGEST_INT: Final = 10**18  # limited by the digits allowed in a checkpoint's JSON
+BIGGEST_INT: Final = 10**18  # a checkpoint's JSON limits the number of digits
 MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 TORCH_TYPES: Final = {"dtype", "device", "Size"}
 SCALARS: Final[dict[str, Callable[[str], Any]]] = {
@@ -32,7 +32,7 @@ Leaf = Callable[[str, Any], Any]  # (path, value) -> its JSON record if it is st
 
 
 class Encoder:
-    """Converts values to JSON. `leaf` extracts tensors. All values count towards one limit.
+    """Converter of values to JSON. `leaf` extracts tensors. The limits apply to all values together.
 
     Raises:
         RefusedError: if a value cannot be stored; the message begins with its path.
@@ -41,7 +41,7 @@ class Encoder:
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
         self._values = self._text = 0
-        self._open: list[int] = []  # containers around the current value, by identity
+        self._open: list[int] = []  # ids of the containers around the current value
 
     def encode(self, value: Any, path: str) -> Any:
         """Return a value as JSON."""
@@ -71,7 +71,7 @@ class Encoder:
             return record
         what = "a function" if callable(value) and hasattr(value, "__name__") else f"a value of type {kind.__name__}"
         raise RefusedError(
-            f"state: {path}: {what} cannot be stored; leave it out of state_dict(), or turn it into numbers, text, "
+            f"state: {path}: {what} cannot be stored; leave it out of state_dict(), or convert it to numbers, text, "
             "lists, dicts and tensors"
         )
 
@@ -79,7 +79,7 @@ class Encoder:
         if id(value) in self._open:
             raise RefusedError(f"state: {path}: a {kind.__name__} contains itself; store a tree without cycles")
         if len(self._open) == MAX_DEPTH:
-            raise RefusedError(f"state: {path}: nested more than {MAX_DEPTH} deep; store a flatter tree")
+            raise RefusedError(f"state: {path}: nested more than {MAX_DEPTH} levels deep; store a flatter tree")
         self._open.append(id(value))
         try:
             return self._mapping(value, kind, path) if kind in MAPPINGS else self._sequence(value, kind, path)
@@ -123,7 +123,7 @@ class Encoder:
 
 
 def decode(record: Any, tensor: Callable[[str], Any], path: str) -> Any:
-    """Return the value of a record; `tensor` returns a tensor by its stored name.
+    """Return the value of a record; `tensor` is a function that returns a tensor by its stored name.
 
     Raises:
         BadCheckpointError: if `Encoder` cannot have written the record.
@@ -173,7 +173,7 @@ def _torch(kind: str, value: Any) -> Any:
     if kind == "dtype":
         made = getattr(torch, value.removeprefix("torch."))
         if not isinstance(made, torch.dtype):
-            raise ValueError(f"{value} is not a type of tensors")
+            raise ValueError(f"{value} is not a tensor dtype")
         return made
     return torch.device(value) if kind == "device" else torch.Size(value)
 

@@ -8,23 +8,23 @@ from torch import Tensor
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.sections import given
 from muster.jobs.train.data import image_sets, made, token_sets
+from muster.jobs.train.data.images import Images
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
 
 class Data(Protocol):
-    """Samples by index, in a training and an evaluation part.
+    """A data set with a training and an evaluation part, read by sample index.
 
     Images are float32 (samples, 3, 32, 32) with int64 labels (samples,). Tokens are int64 (samples, context); their
-    targets are the tokens shifted by one. A training batch is a function of seed, epoch and indices, and does not
-    depend
-    on earlier reads.
+    targets are the tokens shifted by one. A training batch depends only on the seed, the epoch and the indices, not on
+    earlier reads.
     """
 
     @property
     def name(self) -> str:
-        """The name of the data in messages."""
+        """The name of the data set in messages."""
 
     @property
     def train_samples(self) -> int:
@@ -36,7 +36,7 @@ class Data(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """Number of classes, or of tokens."""
+        """The number of classes of images, or of different tokens."""
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Data(Protocol):
 
     @property
     def units_per_sample(self) -> int:
-        """1 for an image, the context for a window of tokens."""
+        """The units in one sample: 1 for an image, the context length for a window of tokens."""
 
     @property
     def fingerprint(self) -> str:
@@ -80,17 +80,18 @@ def open_data(settings: "TrainSettings") -> Data:
         RefusedError: if the data is not on this machine, is too small, or does not fit the model or `augment`.
         StorageError: if python-source cannot be prepared.
     """
-    return OPENERS["make" if settings.data.make else settings.data.name or "text"](settings)
+    data = OPENERS["make" if settings.data.make else settings.data.name or "text"](settings)
+    return image_sets.partitioned(data, settings.data) if isinstance(data, Images) else data
 
 
 def require_batch(settings: "TrainSettings", data: Data) -> None:
-    """Refuse an explicit batch size larger than the data set. The default shrinks to a small text instead.
+    """Refuse an explicit batch size larger than the data set. A default batch size is reduced instead.
 
     Raises:
-        RefusedError: if it is larger than the data set.
+        RefusedError: if the job sets a batch size larger than the data set.
     """
     if "batch_size" in given(settings) and settings.batch_size > data.train_samples:
         raise RefusedError(
-            f"train.batch_size: {settings.batch_size} is more than data {data.name} has training samples; "
+            f"train.batch_size: {settings.batch_size} is larger than the training part of data {data.name}; "
             f"use at most {data.train_samples}"
         )

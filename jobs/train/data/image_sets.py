@@ -1,43 +1,47 @@
 """The image data sets: digits (shipped), cifar10 (downloaded), synthetic (random)."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
 
+from muster.ddp.partition import partitions
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.data import datafiles
-from muster.jobs.train.data.images import SIDE, Images, Normalise, Part
+from muster.jobs.train.data.images import SIDE, Images, ImageSet, Normalise
 from muster.jobs.train.data.mapped import map_bytes
 from muster.jobs.train.rng.keyed import SYNTHETIC, bits, key, uniform_ints
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.spec.train_fields import DataSettings
 
 CLASSES: Final = 10
 PIXELS: Final = 3 * SIDE * SIDE
 
 DIGIT_ROW: Final = 1 + 64
 DIGIT_TRAIN_SAMPLES: Final = 1437
-# Over all pixels of the 1,437 training images, 0..16 scaled to 0..1; three equal channels.
+# Mean and standard deviation of all pixels of the 1,437 training images, scaled from 0..16 to 0..1, for each of three
+# equal channels.
 DIGITS_NORM: Final = Normalise(16.0, (0.30538611,) * 3, (0.37550711,) * 3)
-# Over all pixels of the 50,000 training images, per channel; the commonly used values.
+# The same per channel for the 50,000 training images of CIFAR-10; the commonly used values.
 CIFAR10_NORM: Final = Normalise(255.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-# For uniform numbers in 0..1: mean 1/2, variance 1/12.
+# The same for uniform numbers in 0..1: mean 1/2, variance 1/12.
 SYNTHETIC_NORM: Final = Normalise(255.0, (0.5,) * 3, (0.28867513,) * 3)
 
 SYNTHETIC_TRAIN_SAMPLES: Final = 50_000
 SYNTHETIC_EVAL_SAMPLES: Final = 10_000
 SYNTHETIC_POOL: Final = 256
-# Random numbers under the key (SYNTHETIC, ...): their purpose, then the index of a pixel, image or sample.
+# Purposes of the random numbers under the key SYNTHETIC. The index is that of a pixel, image or sample.
 DRAW_PIXELS, DRAW_LABEL, DRAW_TRAIN_ROW, DRAW_EVAL_ROW = range(4)
 
 
 def open_digits(settings: "TrainSettings") -> Images:
-    """Open the shipped 8x8 digits as 3x32x32. They are augmented only if asked, by cropping.
+    """Open the shipped 8x8 digits as 3x32x32 images. They are cropped randomly only with `augment: true`.
 
-    A mirrored digit is another digit or none, so digits are never flipped.
+    They are never flipped, because most mirrored digits are not digits.
     """
     rows = map_bytes(datafiles.DIGITS).view(-1, DIGIT_ROW)
     small = rows[:, 1:].view(-1, 1, 8, 1, 8, 1)
@@ -45,8 +49,8 @@ def open_digits(settings: "TrainSettings") -> Images:
     labels = rows[:, 0]
     return Images(
         name="digits",
-        train=Part(pixels[:DIGIT_TRAIN_SAMPLES], labels[:DIGIT_TRAIN_SAMPLES]),
-        evaluation=Part(pixels[DIGIT_TRAIN_SAMPLES:], labels[DIGIT_TRAIN_SAMPLES:]),
+        train=ImageSet(pixels[:DIGIT_TRAIN_SAMPLES], labels[:DIGIT_TRAIN_SAMPLES]),
+        evaluation=ImageSet(pixels[DIGIT_TRAIN_SAMPLES:], labels[DIGIT_TRAIN_SAMPLES:]),
         normalise=DIGITS_NORM,
         classes=CLASSES,
         seed=settings.seed,
@@ -59,7 +63,7 @@ def open_cifar10(settings: "TrainSettings") -> Images:
     """Open CIFAR-10 (Krizhevsky 2009) as prepared by `muster data cifar10`; cropped and flipped by default.
 
     Raises:
-        RefusedError: if it is not on this machine.
+        RefusedError: if the prepared files are not on this machine.
     """
     files = datafiles.cifar10_files(datafiles.data_root())
     augment = settings.augment is not False
@@ -76,27 +80,50 @@ def open_cifar10(settings: "TrainSettings") -> Images:
     )
 
 
-def _cifar10_part(path: Path) -> Part:
+def partitioned(images: Images, settings: "DataSettings") -> Images:
+    """Return the data set of a job's `partition`; without one, the data set itself.
+
+    Raises:
+        RefusedError: if a part is empty.
+    """
+    if settings.partition is None:
+        return images
+    parts = partitions(images.train_samples, settings.partition, settings.seed)
+    if not all(parts):
+        raise RefusedError(
+            f"train.data.partition: {settings.partition} of {images.train_samples} samples leaves a part empty; "
+            "use larger shares"
+        )
+    train, held_out, *_ = (*map(images.train.part, parts), images.evaluation)
+
+    def digest() -> str:
+        return hashlib.sha256(f"{images.digest()} {settings.partition} {settings.seed}".encode()).hexdigest()
+
+    return replace(images, train=train, evaluation=held_out, digest=digest)
+
+
+def _cifar10_part(path: Path) -> ImageSet:
     rows = map_bytes(path)
     if len(rows) % (1 + PIXELS):
         raise RefusedError(
-            f"{path}: {len(rows)} bytes are not rows of {1 + PIXELS}; delete {path.parent} and run muster data cifar10"
+            f"{path}: {len(rows)} bytes are not whole rows of {1 + PIXELS}; delete {path.parent} and run muster data "
+            "cifar10"
         )
     rows = rows.view(-1, 1 + PIXELS)
-    return Part(rows[:, 1:].view(-1, 3, SIDE, SIDE), rows[:, 0])  # views: nothing is read yet
+    return ImageSet(rows[:, 1:].view(-1, 3, SIDE, SIDE), rows[:, 0])  # views: nothing is read yet
 
 
 def open_synthetic(settings: "TrainSettings") -> Images:
-    """Generate a pool of noise images with labels, and repeat it to as many samples as CIFAR-10 has."""
+    """Generate a pool of labelled noise images, and draw as many samples from it as CIFAR-10 has."""
     classes = settings.model.vocabulary or CLASSES
     draws = key(SYNTHETIC)
     noise = bits(draws, torch.arange(SYNTHETIC_POOL * PIXELS), DRAW_PIXELS) & 0xFF
     pixels = noise.to(torch.uint8).view(SYNTHETIC_POOL, 3, SIDE, SIDE)
     label_of = uniform_ints(draws, torch.arange(SYNTHETIC_POOL), DRAW_LABEL, classes)
 
-    def part(samples: int, draw: int) -> Part:
+    def part(samples: int, draw: int) -> ImageSet:
         rows = uniform_ints(draws, torch.arange(samples), draw, SYNTHETIC_POOL)
-        return Part(pixels, label_of[rows], rows)
+        return ImageSet(pixels, label_of[rows], rows)
 
     description = f"synthetic images 1 {SYNTHETIC_TRAIN_SAMPLES} {SYNTHETIC_EVAL_SAMPLES} {SYNTHETIC_POOL} {classes}"
     return Images(

@@ -1,4 +1,4 @@
-"""Images in memory or mapped from a file: batches by index, with keyed random augmentation, normalised."""
+"""Image data sets in memory or mapped from a file, read as normalised batches with keyed random augmentation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from muster.jobs.train.rng.keyed import AUGMENT, key, uniform_ints
 
 SIDE = 32
 PADDING = 4
-# The random numbers of one sample in one epoch.
+# The purposes of the random numbers of one sample in one epoch.
 DRAW_TOP, DRAW_LEFT, DRAW_FLIP = range(3)
 
 
 @dataclass(frozen=True)
-class Part:
+class ImageSet:
     """The training or evaluation part: sample i is image `rows[i]` (image i without `rows`) with label `labels[i]`."""
 
     pixels: Tensor  # uint8 (images, 3, 32, 32)
@@ -28,10 +28,15 @@ class Part:
         rows = indices if self.rows is None else self.rows[indices]
         return self.pixels[rows], self.labels[indices].to(torch.int64)
 
+    def part(self, indices: Sequence[int]) -> "ImageSet":
+        """Return the set of some samples."""
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        return ImageSet(self.pixels, self.labels[chosen], chosen if self.rows is None else self.rows[chosen])
+
 
 @dataclass(frozen=True)
 class Normalise:
-    """Scale pixels to 0..1 by `full`, then to mean 0 and standard deviation 1 per channel."""
+    """A function that divides pixels by `full`, then scales them to mean 0 and standard deviation 1 per channel."""
 
     full: float
     mean: Sequence[float]
@@ -49,8 +54,8 @@ class Images:
     """An image data set; `crop` and `flip` select how training batches are augmented."""
 
     name: str
-    train: Part
-    evaluation: Part
+    train: ImageSet
+    evaluation: ImageSet
     normalise: Normalise
     classes: int
     seed: int
@@ -77,7 +82,7 @@ class Images:
 
     @property
     def vocabulary(self) -> int:
-        """Number of classes."""
+        """The number of classes."""
         return self.classes
 
     @cached_property

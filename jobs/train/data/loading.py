@@ -1,4 +1,4 @@
-"""Read the inputs of a rank's virtual ranks at each step of a plan, ahead of time if asked."""
+"""Read the inputs of a rank's virtual ranks for each step of a plan, ahead of time if the job has loader workers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MicroInput:
-    """Inputs and targets of a micro-batch. Only the first `samples` count; the loss is multiplied by `weight`."""
+    """Inputs and targets of a micro-batch, or padding if `samples` is 0. The loss is multiplied by `weight`."""
 
     inputs: Tensor
     targets: Tensor
@@ -41,12 +41,12 @@ class StepInput:
 
     @property
     def samples(self) -> int:
-        """The number of samples of this rank that count."""
+        """The number of samples of this rank, without padding."""
         return sum(micro.samples for shard in self.shards for micro in shard.micro_batches)
 
 
 class Steps(Dataset[StepInput]):
-    """The steps of a plan for some virtual ranks, by number. Steps can be read in any order."""
+    """A data set whose item n has the inputs of some virtual ranks in step n. Steps can be read in any order."""
 
     def __init__(self, data: "Data", plan: Plan, virtual_ranks: Sequence[int]) -> None:
         self.data = data
@@ -84,12 +84,12 @@ def read_steps(steps: Steps, first: int, stop: int, *, workers: int) -> Iterator
         sampler=range(first, stop),
         num_workers=workers,
         collate_fn=_as_it_is,
-        multiprocessing_context="fork",  # data sets have mapped files, which only a fork inherits
+        multiprocessing_context="fork",  # only forked processes inherit the files that data sets have mapped
     )
 
 
 def move(step: StepInput, device: torch.device, dtype: torch.dtype) -> StepInput:
-    """Move a step's tensors to the device; inputs other than indices are converted to the dtype."""
+    """Move a step's tensors to the device, and convert floating-point inputs to the dtype."""
     if device.type == "cpu" and dtype == torch.float32:
         return step
     shards = (
@@ -100,7 +100,7 @@ def move(step: StepInput, device: torch.device, dtype: torch.dtype) -> StepInput
 
 
 def move_inputs(inputs: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Move inputs to the device; convert them to the dtype unless they are indices."""
+    """Move inputs to the device, and convert them to the dtype if they are floating-point."""
     return inputs.to(device, dtype if inputs.is_floating_point() else None, non_blocking=True)
 
 

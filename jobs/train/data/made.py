@@ -1,8 +1,8 @@
 """The user's own data: `train.data.make` names a function that returns (train, eval), two map-style Datasets.
 
-A sample is a pair of input and target, tensors or numbers. The samples of a batch are stacked. Before a training sample
-is read, the host's generators are seeded by (seed, epoch, sample), so that augmentation is the same on any number of
-ranks and after a restart.
+A sample is a pair (input, target) of tensors or numbers. The samples of a batch are stacked. Before a training sample
+is read, the CPU's random generators are seeded by (seed, epoch, sample), so that augmentation is the same on any number
+of ranks and after a restart.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ EVALUATION: Final = -1
 
 
 class Made:
-    """A user's two data sets. `evaluation` is None if there is nothing to evaluate on."""
+    """A user's two data sets. `evaluation` is None if the user's function returned no evaluation set."""
 
     def __init__(self, text: str, train: Any, evaluation: Any, settings: "TrainSettings") -> None:
         self.name = text
@@ -51,7 +51,7 @@ class Made:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The SHA-256 of arguments, lengths, and the first, middle and last sample of both parts."""
+        """The SHA-256 of arguments, lengths, and the first, middle and last sample of both sets."""
         digest = hashlib.sha256(json.dumps([self.name, self.args, self.train_samples, self.eval_samples]).encode())
         for samples, read in (
             (self.train_samples, partial(self.train_batch, epoch=FIRST_EPOCH)),
@@ -76,53 +76,55 @@ class Made:
         with drawing(self.seed):
             for index in indices:
                 seed_all(key(self.seed, AUGMENT, epoch, index))
-                what = f"sample {index} of {which}, of {self.name}"
+                what = f"sample {index} of the {which} set of {self.name}"
                 found.append(code.called(f"{KEY}.make", what, samples.__getitem__, index))
         return self._stacked(which, found)
 
     def _stacked(self, which: str, samples: list[Any]) -> tuple[Tensor, Tensor]:
         first = samples[0]
         if not isinstance(first, tuple | list) or len(first) != 2:
-            what = f"a sample of {which}, of {self.name}, is a {_shown(first)}"
-            raise RefusedError(f"{KEY}.make: {what}; return a pair, input and target")
-        stacked = code.called(f"{KEY}.make", f"stacking samples of {which}, of {self.name},", default_collate, samples)
+            what = f"a sample of the {which} set of {self.name} is a {_shown(first)}"
+            raise RefusedError(f"{KEY}.make: {what}; return a pair of input and target")
+        stacked = code.called(
+            f"{KEY}.make", f"stacking samples of the {which} set of {self.name}", default_collate, samples
+        )
         for part, given, tensor in zip(("input", "target"), first, stacked, strict=True):
             if not isinstance(tensor, Tensor):
-                what = f"the {part} of a sample of {which}, of {self.name}, is a {_shown(given)}"
+                what = f"the {part} of a sample of the {which} set of {self.name} is a {_shown(given)}"
                 raise RefusedError(f"{KEY}.make: {what}; return a tensor or a number")
         inputs, targets = (each.float() if each.dtype == torch.float64 else each for each in stacked)
         return inputs, targets
 
 
 def open_made(settings: "TrainSettings") -> Made:
-    """Call the user's function.
+    """Call the user's function, which returns two data sets.
 
     Raises:
-        RefusedError: if it cannot be called, raises, or does not return two map-style Datasets; or if a built-in model
-            needs the number of classes or tokens and it is unknown.
+        RefusedError: if the function cannot be called, raises, or does not return two map-style Datasets; or if a
+            built-in model needs the number of classes or tokens and it is unknown.
     """
     text = settings.data.make
     assert text is not None
     with drawing(key(settings.seed, AUGMENT)):
         pair = code.make(KEY, text, settings.data.args, Path.cwd())
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise RefusedError(f"{KEY}.make: {text} returned a {_shown(pair)}; return a pair, (train, eval)")
+        raise RefusedError(f"{KEY}.make: {text} returned a {_shown(pair)}; return a pair (train, eval)")
     for which, samples in zip(("train", "eval"), pair, strict=True):
         if samples is None and which == "eval":
             continue
         for method in ("__len__", "__getitem__"):
             if not hasattr(samples, method):
                 raise RefusedError(
-                    f"{KEY}.make: {which} of {text}, a {type(samples).__name__}, has no {method}; "
+                    f"{KEY}.make: the {which} set of {text}, a {type(samples).__name__}, has no {method}; "
                     "return a map-style Dataset, whose samples are numbered"
                 )
     if not len(pair[0]):
-        raise RefusedError(f"{KEY}.make: train of {text} has no samples; return at least one")
+        raise RefusedError(f"{KEY}.make: the train set of {text} has no samples; return at least one")
     train, evaluation = pair
     data = Made(text, train, evaluation, settings)
     if settings.model.make is None and not data.vocabulary:
         raise RefusedError(
-            f"train.model.vocabulary: {text} does not tell its number of classes or tokens; add vocabulary to model"
+            f"train.model.vocabulary: the number of classes or tokens of {text} is unknown; add vocabulary to model"
         )
     return data
 

@@ -1,4 +1,4 @@
-"""Files as tensors, mapped into memory: the ranks of a node share one copy, which is read on first access."""
+"""Map files into memory as tensors. The ranks of a node share one copy, which is read on first access."""
 
 from pathlib import Path
 

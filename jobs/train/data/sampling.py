@@ -1,9 +1,9 @@
-"""The samples of each virtual rank at each step: pure, and the same on every rank.
+"""Assign samples to virtual ranks at each step. Pure, with the same result on every rank.
 
     epoch        all samples once, in the order of a keyed permutation
-    step         the next `batch_size` of them: the global batch (the last of an epoch may be shorter)
+    step         the next `batch_size` samples: the global batch (the last one of an epoch may be shorter)
     shard        a slice of the global batch for one virtual rank; sizes differ by at most one, larger ones first
-    micro-batch  a slice of a shard for gradient accumulation, sizes again differing by at most one
+    micro-batch  a slice of a shard for gradient accumulation; sizes again differ by at most one
 
 The mean loss of a micro-batch is multiplied by its weight, samples x virtual ranks / global batch. The mean of the
 gradients over virtual ranks then equals the mean over the global batch. With equal shards and no accumulation the
@@ -25,7 +25,7 @@ DEFAULT_EPOCHS: Final = 1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples [start, stop) of an epoch's order. Only `samples` of them count; others keep collectives matched."""
+    """Samples [start, stop) of an epoch's order. If `samples` is 0, they are padding that keeps collectives matched."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class Shard:
 
     @property
     def samples(self) -> int:
-        """The number of samples that count."""
+        """The number of samples, without padding."""
         return sum(micro.samples for micro in self.micro_batches)
 
 
@@ -121,7 +121,7 @@ def total_steps(settings: "TrainSettings", plan: Plan) -> int:
 
 
 def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Cut [start, stop) into parts that differ by at most one, larger ones first; return part `index`."""
+    """Cut [start, stop) into parts whose sizes differ by at most one, larger ones first; return part `index`."""
     size, larger = divmod(stop - start, parts)
     low = start + index * size + min(index, larger)
     return low, low + size + (index < larger)

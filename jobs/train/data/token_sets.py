@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 BYTES: Final = 256
 SYNTHETIC_TRAIN_SAMPLES: Final = 8192
 SYNTHETIC_EVAL_SAMPLES: Final = 512
-TEXT_EVAL_SAMPLES: Final = 1024  # of a text's last tenth; reading all of it may take longer than a short training
+# maximum windows per evaluation: the whole last tenth of a text may take longer than a short training run
+TEXT_EVAL_SAMPLES: Final = 1024
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Windows of `context` tokens and the next token. `train` and `evaluation` return windows by index.
+    """A token data set. `train` and `evaluation` return windows of `context` tokens and the next token, by index.
 
-    A window is int64 (batch, context + 1); its first `context` tokens are the inputs, its last ones the targets.
+    A batch of windows is int64 (batch, context + 1). The first `context` tokens of a window are the inputs, the last
+    `context` are the targets.
     """
 
     name: str
@@ -72,7 +74,7 @@ def _shifted(windows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def open_python_source(settings: "TrainSettings") -> Tokens:
-    """Open this Python's standard library as bytes; it is prepared on first use on a machine.
+    """Open the source of Python's standard library as bytes; the first use on a machine prepares the file.
 
     Raises:
         StorageError: if the prepared file cannot be written.
@@ -84,7 +86,7 @@ def open_text(settings: "TrainSettings") -> Tokens:
     """Open a user's own file as bytes.
 
     Raises:
-        RefusedError: if it is missing, unreadable, empty or too short.
+        RefusedError: if the file is missing, unreadable, empty or too short.
     """
     assert settings.data.text is not None
     return _text_tokens(f"text {settings.data.text}", datafiles.text_file(settings.data.text), settings)
@@ -93,9 +95,9 @@ def open_text(settings: "TrainSettings") -> Tokens:
 def _text_tokens(name: str, path: Path, settings: "TrainSettings") -> Tokens:
     """Cut a file into windows; the last tenth of them, at least one, is held out from training.
 
-    An evaluation reads TEXT_EVAL_SAMPLES of the held-out windows, evenly spread, or all of them with `evaluate: all`.
-    Window i reads bytes i * context to (i + 1) * context, both included. Each byte is the input of one window and the
-    target of one, except the first, the last, and a tail shorter than a window, which is dropped.
+    An evaluation reads at most TEXT_EVAL_SAMPLES of the held-out windows, evenly spread, or all of them with
+    `evaluate: all`. Window i reads bytes i * context to (i + 1) * context, both included. Every byte is an input once
+    and a target once, except the first, the last, and a tail shorter than a window, which is dropped.
     """
     _refuse_augment(settings)
     context = context_of(settings.model)
@@ -103,8 +105,7 @@ def _text_tokens(name: str, path: Path, settings: "TrainSettings") -> Tokens:
     if size < 2 * context + 1:
         raise RefusedError(
             f"{path}: {size} bytes are too few for a context of {context}, which needs {2 * context + 1}: one window "
-            "to "
-            "train on and one to evaluate; use more text or a smaller train.model.context"
+            "to train on and one to evaluate; use more text or a smaller train.model.context"
         )
     windows = map_bytes(path).unfold(0, context + 1, context)  # (windows, context + 1), a view
     held_out = max(1, len(windows) // 10)
@@ -149,4 +150,4 @@ def open_synthetic(settings: "TrainSettings") -> Tokens:
 
 def _refuse_augment(settings: "TrainSettings") -> None:
     if settings.augment:
-        raise RefusedError("train.augment: true is for images, but this data is tokens; remove it")
+        raise RefusedError("train.augment: true works only for images, but the data is tokens; remove augment")

@@ -1,8 +1,8 @@
-"""Count a user's model on PyTorch's meta device: parameters, buffers, work, and activations kept for the backward.
+"""Count a user's model on PyTorch's meta device: parameters, buffers, operations, activations kept for the backward.
 
-The user's function is called as on ranks, but its tensors have no memory (`followed.py`). If it cannot build the model
-there, because it reads values, it is called again and builds on the CPU. If the forward cannot run there, the
-activations are unknown; everything else is counted.
+The user's function is called as on a rank, but its tensors have no memory (`followed.py`). If it cannot build the model
+like this, because it reads values, it is called again and builds on the CPU. If the forward cannot run without values,
+the activations are unknown; everything else is counted.
 """
 
 import io
@@ -27,10 +27,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.data import Data, open_data
 from muster.jobs.train.data.loading import move_inputs
-from muster.jobs.train.memory.followed import Follower, Passed, Roles, follow, key_of
+from muster.jobs.train.memory.followed import ForwardHooks, Passed, Roles, follow, key_of
 from muster.jobs.train.models import model_of
 from muster.jobs.train.models.made import layers_of, loss_of
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.tensor_plan import plan_of
 from muster.jobs.train.models.units import units_of
 from muster.jobs.train.numerics.numerics import numerics_of
@@ -46,7 +46,7 @@ FEW: Final = 2  # samples: batch norm needs two
 MANY: Final = 4
 CPU: Final = torch.device("cpu")
 KEY: Final = "train.model.make"
-SIDE: Final = 8  # side of the parameter that a user's optimizer updates once
+SIDE: Final = 8  # side length of a square parameter that a user's optimizer updates once
 
 
 def count(settings: "TrainSettings") -> dict[str, Any]:
@@ -65,13 +65,13 @@ def count(settings: "TrainSettings") -> dict[str, Any]:
 def size_of_made(settings: "TrainSettings") -> dict[str, Any]:
     """Return {"parameters": n, "flops": [forward, forward and backward] of a sample, "context": tokens or null}.
 
-    Operations are those of matrix products and convolutions; zeros if the forward cannot be traced.
+    Only matrix products and convolutions are counted. The operations are 0 if the forward cannot be traced.
 
     Raises:
         RefusedError: if the user's code fails, or the data is missing.
     """
     counting, flops = _Count(settings), [0, 0]
-    with suppress(Exception), FlopCounterMode(display=False) as counter:  # such as a forward that reads values
+    with suppress(Exception), FlopCounterMode(display=False) as counter:  # fails if a forward reads values
         loss = counting.forward(FEW)
         forward = counter.get_total_flops()
         torch.autograd.backward(loss)
@@ -82,7 +82,7 @@ def size_of_made(settings: "TrainSettings") -> dict[str, Any]:
 
 
 def _state_bytes(settings: "TrainSettings") -> int:
-    """Update one small parameter; return the bytes per element of the state tensors with its shape."""
+    """Update one small parameter; return the bytes per element of those state tensors that have its shape."""
     text, args = settings.optimizer.make, {"lr": settings.optimizer.lr, **settings.optimizer.args}
     assert text is not None
     parameter = nn.Parameter(torch.ones(SIDE, SIDE))
@@ -98,7 +98,7 @@ def _state_bytes(settings: "TrainSettings") -> int:
 
 
 def _why(error: Exception) -> str:
-    """Return in one line why a forward could not be traced."""
+    """Describe in one line why a forward could not be traced."""
     if isinstance(error, RefusedError):
         return str(error)
     if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
@@ -109,7 +109,7 @@ def _why(error: Exception) -> str:
 
 
 class _Count:
-    """One user's model that is being counted."""
+    """The counts of one user's model."""
 
     def __init__(self, settings: "TrainSettings") -> None:
         self.settings = settings
@@ -120,13 +120,13 @@ class _Count:
         self.layers = self._layers()
         self.cuts, self.roles = self._planned()
         own = [*self.model.parameters(), *self.model.buffers()]
-        # If the model was built on the CPU, each tensor is listed again as the fake tensor that represents it.
+        # If the model was built on the CPU, the list also has the fake tensor that represents each of its tensors.
         self.own = own + [self.fake.from_tensor(each) for each in own if not isinstance(each, FakeTensor)]
         # For a parameter owned by several modules, `named_parameters` yields the first name.
         self.first_names = {id(each): name for name, each in self.model.named_parameters()}
 
     def record(self) -> dict[str, Any]:
-        """Return everything that is known about the model."""
+        """Return all counts of the model, with the reasons for missing ones."""
         try:
             passed = follow(self._follower, self.forward, FEW, MANY)
         except Exception as error:  # the user's code or data, or an operator that needs values
@@ -144,20 +144,20 @@ class _Count:
         }
 
     def _built(self) -> nn.Module:
-        """Build the model, without memory for its values if the function allows that."""
+        """Build the model, without memory for its values if the user's function allows that."""
         text, vocabulary = self.settings.model.make, 0
         if text is None:
             vocabulary = self.data.vocabulary
         else:
-            code.load(KEY, text, Path.cwd())  # tensors created on import have values
+            code.load(KEY, text, Path.cwd())  # imported outside of fake mode, so that its global tensors have values
         loss_of(self.settings)
         try:
             with self.fake, redirect_stderr(io.StringIO()):
                 return self.numerics.place(model_of(self.settings, vocabulary=vocabulary))
-        except Exception:  # the function reads values: build on the CPU, which also shows other errors
+        except Exception:  # probably the function reads values; building on the CPU raises any other error again
             return self.numerics.place(model_of(self.settings, vocabulary=vocabulary))
 
-    def _layers(self) -> Stack | None:
+    def _layers(self) -> LayerStack | None:
         try:
             with self.fake:
                 return layers_of(self.model, self.settings)
@@ -166,7 +166,7 @@ class _Count:
             return None
 
     def _planned(self) -> tuple[dict[str, int], Roles]:
-        """Return the parameters that tensor ranks split, with the dimension, and the roles of modules."""
+        """Return the split dimension of each parameter that tensor ranks split, and the roles of modules."""
         cuts, columns, rows = dict[str, int](), set[str](), set[str]()
         if self.settings.model.plan is None:
             return cuts, Roles()
@@ -185,19 +185,19 @@ class _Count:
                 columns |= {name} if is_column else set()
         return cuts, Roles(columns, rows)
 
-    def _follower(self) -> Follower:
+    def _follower(self) -> ForwardHooks:
         names = {} if self.layers is None else {module: name for name, module in self.layers.named_modules()}
         names |= {module: name for name, module in self.model.named_modules()}
         names[self._runs] = ""
         layers = [] if self.layers is None else [name for name, _ in self.layers.named_children()]
-        return Follower(names, layers, self.roles, set(map(key_of, self.own)))
+        return ForwardHooks(names, layers, self.roles, set(map(key_of, self.own)))
 
     @property
     def _runs(self) -> nn.Module:
         return self.model if self.layers is None else self.layers
 
     def forward(self, samples: int) -> Tensor:
-        """Compute the loss of a batch; its graph keeps what a training step would keep."""
+        """Compute the loss of a batch; its autograd graph keeps the same tensors as in a training step."""
         inputs, targets = self._batch(samples)
         self._runs.train()
         with self.fake:
@@ -209,11 +209,11 @@ class _Count:
 
     @cached_property
     def data(self) -> Data:
-        """The job's data; one sample of it gives shapes and dtypes."""
+        """The job's data; its first sample determines shapes and dtypes."""
         return open_data(self.settings)
 
     def _rows(self, passed: list[Passed]) -> list[dict[str, Any]]:
-        """Return the parts as records; a tensor belongs to the part of its module, or the nearest one that ran."""
+        """Return the parts as records. A tensor belongs to the part of its module or of the nearest parent that ran."""
         names = {module: name for name, module in self.model.named_modules()}
         units = {
             names[module]: names[unit]
@@ -252,8 +252,8 @@ class _Count:
         shape, trained = list(parameter.shape), parameter.requires_grad
         return {"name": name, "shape": shape, "trained": trained, "cut": self.cuts.get(name)}
 
-    def _weigh(self, layers: Stack, rows: list[dict[str, Any]]) -> None:
-        """Write the work of each layer, forward and backward, to the row of its end."""
+    def _weigh(self, layers: LayerStack, rows: list[dict[str, Any]]) -> None:
+        """Write the operations of each layer, forward and backward, to the row of its last part."""
         try:
             inputs, _ = self._batch(FEW)
             work = weights_of(layers, "flops", inputs.shape)

@@ -1,8 +1,7 @@
-"""Trace one forward of a user's model: what every module keeps for the backward, and what it outputs.
+"""Trace one forward of a user's model: the bytes that each module saves for the backward, and the size of its output.
 
-Tensors are PyTorch's fake ones. Kernels run on the meta device, but the tensors claim to be on the CPU, so that the
-same
-kernels are chosen as in training. No memory is allocated for values, and none are computed.
+The tensors are PyTorch's fake tensors. They claim to be on the CPU, so that PyTorch chooses the same kernels as in
+training, but run on the meta device: no values are computed, and no memory is allocated for them.
 
     frames    model ─ blocks.0 ─ blocks.0.up       bytes saved by autograd count for the innermost module
     parts     up, [blocks.0: relu], down, blocks.0     a part ends when its module ends or calls a child
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Passed:
-    """A module, or its computation before one of its children; bytes and elements for a whole batch."""
+    """A module, or its computation before it calls a child: `kept` in bytes, `outputs` in elements, of a batch."""
 
     name: str
     layer: str
@@ -40,7 +39,7 @@ class Roles:
 
 
 @dataclass
-class Follower:
+class ForwardHooks:
     """Hooks on all modules of a model during one forward. Storages with a key in `owned` do not count."""
 
     names: Mapping[nn.Module, str]
@@ -53,7 +52,7 @@ class Follower:
         self._frames: list[Passed] = []
         self._seen = set(self.owned)
         self._layer = next(iter(self.layers), "")
-        self._input: int | None = None  # of the current layer
+        self._input: int | None = None  # key of the current layer's input
         self._split = False  # between a column layer and a row layer
 
     @contextmanager
@@ -93,7 +92,7 @@ class Follower:
         self.passed.append(frame)
 
     def _flush(self, frame: Passed) -> None:
-        """End a part of a module that continues."""
+        """End the current part of a module that calls a child."""
         if not frame.kept:
             return
         self.passed.append(
@@ -112,12 +111,12 @@ class Follower:
 
 
 def key_of(tensor: Tensor) -> int:
-    """Return a key that tensors of one storage share while they live."""
+    """Return a key that all tensors with the same storage have, as long as the storage exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def follow(make: Callable[[], Follower], run: Callable[[int], object], few: int, many: int) -> list[Passed]:
-    """Run forwards with `few` and with `many` samples; return the parts with their cost per sample.
+def follow(make: Callable[[], ForwardHooks], run: Callable[[int], object], few: int, many: int) -> list[Passed]:
+    """Run a forward with `few` and one with `many` samples; return the parts with their cost per sample.
 
     Tensors that do not grow with the batch (masks, positions, 16-bit copies of weights) are excluded. If the parts
     themselves depend on the batch size, everything kept with `few` samples is divided by `few` instead.

@@ -3,8 +3,8 @@
 The kernel and the allocator have one peak counter each. `since` resets them; earlier peaks are kept here, so that the
 overall peak stays correct.
 
-The kernel also counts free blocks between used ones. `in_use` returns what is allocated on the heap. It has no peak
-counter and walks the heap, so it is called rarely.
+The kernel's numbers include free blocks of the heap. `in_use` counts only allocated blocks. It has no peak counter and
+walks the heap, so it is called rarely.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import torch
 
 from muster.jobs.machine import resident
 
-_BEFORE: Final[dict[str, int]] = {}  # the peaks before resets, per process like the counters
+_BEFORE: Final[dict[str, int]] = {}  # the peaks before resets; global, because the counters are
 _COUNTS: Final = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
 
 
@@ -25,11 +25,11 @@ class _Heap(ctypes.Structure):
 
 
 def in_use() -> int | None:
-    """Return the bytes allocated on the heap plus shared memory of ranks; None without glibc.
+    """Return the bytes allocated on the heap, including mapped blocks, plus resident shared memory; None without glibc.
 
-    Mapped blocks count, too. The call takes 0.1 ms to some milliseconds.
+    The call takes from 0.1 ms to a few milliseconds.
     """
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # from glibc 2.33 on
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # since glibc 2.33
     if ask is None:
         return None
     ask.restype = _Heap
@@ -38,7 +38,7 @@ def in_use() -> int | None:
 
 
 def now(device: torch.device) -> dict[str, int]:
-    """Return the memory in use: {"rss", "files"}, and on a GPU {"allocated", "reserved"}; bytes."""
+    """Return the memory in use, in bytes: {"rss", "files"}, and on a GPU also {"allocated", "reserved"}."""
     rss, files = resident.status("VmRSS", "RssFile")
     found = {"rss": rss, "files": files}
     if device.type == "cuda":
@@ -66,7 +66,7 @@ def overall(device: torch.device) -> dict[str, int]:
 def _peaks(device: torch.device) -> dict[str, int]:
     found = {"rss": resident.status("VmHWM")[0]}
     if device.type == "cuda":
-        # A single rank may not have initialized the allocator yet.
+        # On a single rank, nothing may have initialized the allocator yet.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         found["allocated"] = torch.cuda.max_memory_allocated(device)
         found["reserved"] = torch.cuda.max_memory_reserved(device)

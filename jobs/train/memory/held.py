@@ -1,7 +1,7 @@
-"""Tensor accounting: the bytes that a rank holds for each purpose, independent of the allocator.
+"""Count the bytes of a rank's tensors by purpose, independent of the allocator.
 
-It counts storages, not tensors: views of a flat tensor are one storage, a sharded parameter is this rank's part of it,
-and a parameter whose memory was freed counts nothing.
+Storages are counted, not tensors: all views of a flat tensor count once, a sharded parameter counts as this rank's part
+of it, and a parameter whose memory was freed counts as 0.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ Held = Mapping[str, Iterable[Tensor]]
 
 
 def bytes_by_kind(held: Held) -> dict[str, int]:
-    """Add the storages of each kind up."""
+    """Return the total bytes of the storages of each kind."""
     found = dict.fromkeys(KINDS, 0)
     for kind, storage in storages(held):
         found[kind] += storage.nbytes()
@@ -24,7 +24,7 @@ def bytes_by_kind(held: Held) -> dict[str, int]:
 
 
 def storages(held: Held) -> Iterator[tuple[str, torch.UntypedStorage]]:
-    """Yield the storages of each kind; one that several tensors or kinds share comes once, in the first kind."""
+    """Yield every storage once, even if several tensors share it, with the first kind that has it."""
     seen: set[tuple[torch.device, int]] = set()
     for kind in KINDS:
         for tensor in held.get(kind, ()):
@@ -36,31 +36,33 @@ def storages(held: Held) -> Iterator[tuple[str, torch.UntypedStorage]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; other tensors unchanged."""
+    """Return this rank's part of a DTensor, or any other tensor unchanged."""
     own = getattr(tensor, "_local_tensor", tensor)
     assert isinstance(own, Tensor)
     return own
 
 
 def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> dict[str, list[Tensor]]:
-    """List the tensors that a rank holds of a module, its optimizer and, if there is one, the module's wrapper.
+    """List a rank's tensors by kind, from a module, its optimizer and, if there is one, the module's wrapper.
 
-    For a sharded module these are its flat tensors (`homes`) and the shards. Tensors that the inner optimizer updates
-    and that are not parameters are float32 copies: they belong to the optimizer.
+    If the wrapper shards the module, its `flat_parameters` replace the parameters that they contain. Float32 masters,
+    which the inner optimizer updates instead of the parameters, count as optimizer state.
     """
     inner = getattr(optimizer, "inner", optimizer)
     asked, stepped = _parameters(optimizer), _parameters(inner)
-    homes = getattr(wrapper, "homes", ())
-    at_home = {id(each) for home in homes for each in home.parameters}  # their memory may be freed
+    flat_parameters = getattr(wrapper, "flat_parameters", ())
+    in_flat = {
+        id(each) for flat_parameter in flat_parameters for each in flat_parameter.parameters
+    }  # their memory may be freed
     every = [*module.parameters(), *asked]
     return {
         "parameters": [
-            *(each for each in every if id(each) not in at_home),
-            *(flat for home in homes for flat in home.kept()),
+            *(each for each in every if id(each) not in in_flat),
+            *(flat for flat_parameter in flat_parameters for flat in flat_parameter.kept()),
         ],
         "gradients": [
             *(each.grad for each in (*every, *stepped) if each.grad is not None),
-            *(home.grad for home in homes if home.grad is not None),
+            *(flat_parameter.grad for flat_parameter in flat_parameters if flat_parameter.grad is not None),
         ],
         "optimizer": [*stepped, *_tensors(inner.state)],
         "buffers": list(module.buffers()),

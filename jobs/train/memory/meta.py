@@ -1,9 +1,9 @@
-"""Count the user's model and optimizer of a job, in a separate process with the ranks' Python.
+"""Count the sizes of a user's model and optimizer, in a separate process with the ranks' Python.
 
     stdin     {"job": the job as serialized by `jobs/spec/plain.py`}
     stdout    one line: the result of `count.py`, or {"refused": message}
 
-It runs in the working folder of the job. Output of the user's code goes to standard error.
+The process runs in the job's working folder. Output of the user's code goes to standard error.
 """
 
 import json
@@ -30,7 +30,7 @@ def _counted(asked: dict[str, Any]) -> dict[str, Any]:
     try:
         import torch
     except ModuleNotFoundError:
-        return {"refused": f"{sys.executable} has no torch; install it there, or name the ranks' Python by python:"}
+        return {"refused": f"{sys.executable} has no torch; install torch there, or set python: to the ranks' Python"}
     from muster.jobs.spec.plain import plain_job
     from muster.jobs.train.memory.count import count
 

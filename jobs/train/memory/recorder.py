@@ -1,12 +1,12 @@
 """Record a rank's memory by purpose: before the model is built, after init, and around the first optimizer steps.
 
     baseline     model, wrapper, optimizer  │ init │  forward  backward  │ before_step │ step │ after_step │ ...  │ end
-    heap                                          sampled ^      ^ at the last gradient, and at the largest
+    heap                                          sampled ^      ^ at the first gradient, and at the largest
 
-It is active in every run: eight rows in all, each taking some milliseconds at most, and no cost after the third step,
-when its hooks are removed. On CPUs the heap is sampled twice per backward, when it is near its peak: when all
-activations exist, and when the largest gradient arrives. If the disk does not accept a row, recording ends but training
-continues.
+The recorder is active in every run. It writes eight rows, each in a few milliseconds at most, and costs nothing after
+the third step, when its hooks are removed. On CPUs the heap is sampled twice per backward, near its peaks: when the
+last parameter's gradient arrives and all activations still exist, and when the largest gradient arrives. If a row
+cannot be written, recording ends but training continues.
 """
 
 import time
@@ -30,9 +30,9 @@ from muster.jobs.train.memory.held import bytes_by_kind
 if TYPE_CHECKING:
     from muster.jobs.train.engine import Engine
 
-# samples per step: a pipeline is full after a few micro-batches, and walking the heap takes time
-MOST_ASKED: Final = 32
-STEPS: Final = 3  # the first does all lazy setup, and in the second PyTorch rebuilds its buckets
+# most heap samples per step: a pipeline is full after a few micro-batches, and walking the heap takes time
+MOST_SAMPLES: Final = 32
+STEPS: Final = 3  # recorded steps: the first does all lazy setup, and in the second PyTorch rebuilds its buckets
 
 
 class MemoryRecorder:
@@ -46,24 +46,24 @@ class MemoryRecorder:
         self._peaks: dict[str, int] = {}
         self._engine: Engine | None = None
         self._handles: list[RemovableHandle] = []
-        resident.give_back()  # memory that is free already must not count as freed later
+        resident.give_back()  # memory that is already free must not count as freed later
         gauge.since(device)
         self._used_before = gauge.in_use() if device.type == "cpu" else None
         self._used: int | None = None  # the maximum since the previous point
-        self._asked = 0
+        self._samples = 0
         self._append({"point": BASELINE, **facts, "now": gauge.now(device)})
 
     def watch(self, engine: "Engine") -> None:
-        """Record the state before the first step, and watch the optimizer."""
+        """Record the memory before the first step, and register hooks for the steps."""
         self._engine = engine
-        resident.give_back()  # frees the rest of a model cut into stages, so that steps show only their own memory
+        resident.give_back()  # free memory of discarded layers (other pipeline stages), so that no step counts it
         self._point(INIT)
         self._handles = [
             engine.optimizer.register_step_pre_hook(self._before),
             engine.optimizer.register_step_post_hook(self._after),
         ]
         if self._used_before is not None:
-            self._handles += [_on_gradient(each, self._ask_heap) for each in _telling(engine.module)]
+            self._handles += [_on_gradient(each, self._sample_heap) for each in _sampled_parameters(engine.module)]
 
     def __enter__(self) -> "MemoryRecorder":
         return self
@@ -71,7 +71,7 @@ class MemoryRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._let_go()
+        self._remove_hooks()
         self._since()
         self._append({"point": END, "now": gauge.now(self.device), "peak": self._peaks})
         self._engine = None
@@ -82,20 +82,20 @@ class MemoryRecorder:
 
     def _after(self, *_: object) -> None:
         if self.steps == STEPS:
-            self._let_go()
-            resident.give_back()  # once, to measure what lives between steps without free memory in the allocator
+            self._remove_hooks()
+            resident.give_back()  # return free heap blocks once, so that this row shows the memory needed between steps
         self._point(AFTER, step=self.steps)
 
-    def _ask_heap(self, _: Tensor) -> None:
-        self._asked += 1
-        if self._asked > MOST_ASKED:
+    def _sample_heap(self, _: Tensor) -> None:
+        self._samples += 1
+        if self._samples > MOST_SAMPLES:
             return
         used = gauge.in_use()
         assert used is not None
         assert self._used_before is not None
         self._used = max(used - self._used_before, self._used or 0)
 
-    def _let_go(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -104,7 +104,7 @@ class MemoryRecorder:
         assert self._engine is not None
         held = bytes_by_kind(self._engine.held_tensors())
         used = {} if self._used is None else {"used": self._used}
-        self._used, self._asked = None, 0
+        self._used, self._samples = None, 0
         now, peak = gauge.now(self.device), self._since()
         self._append({"point": name, **more, "held": held, "now": now, "peak": peak, **used})
 
@@ -124,8 +124,8 @@ class MemoryRecorder:
             warn(f"{error}; memory of this rank is no longer recorded")
 
 
-def _telling(module: nn.Module) -> list[nn.Parameter]:
-    """Return the last trainable parameter and the largest: most of a backward's memory is in use at their gradients."""
+def _sampled_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the last trainable parameter and the largest. A backward's memory peaks when their gradients arrive."""
     learning = [each for each in module.parameters() if each.requires_grad]
     found = [*learning[-1:], *sorted(learning, key=Tensor.numel)[-1:]]
     return list({id(each): each for each in found}.values())

@@ -1,4 +1,4 @@
-"""Models: Muster's own, each a flat stack of named layers for cutting into stages, and the user's."""
+"""Models: the user's, and Muster's own, which are flat stacks of named layers so that they can be cut into stages."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from muster.jobs.models.model_shape import resolve_shape
 from muster.jobs.models.shapes import VggShape
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.made import loss_of, make_model
-from muster.jobs.train.models.stack import Stack, head_loss
+from muster.jobs.train.models.stack import LayerStack, head_loss
 from muster.jobs.train.models.vgg import build_vgg
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def model_of(settings: "TrainSettings", *, vocabulary: int) -> nn.Module:
     return own
 
 
-def build_model(settings: "ModelSettings", *, vocabulary: int, seed: int) -> Stack:
+def build_model(settings: "ModelSettings", *, vocabulary: int, seed: int) -> LayerStack:
     """Build a model on the CPU, in float32, with parameters that depend only on the seed.
 
     `vocabulary` is the number of classes or tokens of the data. VGG maps images (batch, 3, 32, 32) to logits

@@ -1,24 +1,28 @@
 """A decoder-only transformer: learned positions, pre-norm blocks, causal attention, a GELU MLP.
 
-Each block has eight matrices and norms, as counted by Stanford CS336: query, key, value and output of the attention,
-up and down of the MLP, and two norms.
+Each block has six matrices and two norms, as in Stanford CS336: query, key, value and output of the attention, up and
+down of the MLP.
 """
 
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import cast
+from functools import partial
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from muster.jobs.models.shapes import GptShape
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.kernels.rms_norm import FusedRmsNorm
+from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.rng.keyed import INITIALISE, key
+from muster.pipe.token_slices import first_token, with_earlier_tokens
 
 EPSILON = 1e-5
 WEIGHT_STD = 0.02
+NORMS: Final[dict[str, type[nn.Module]]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm, "rms_fused": FusedRmsNorm}
 
 
 class Embed(nn.Module):
@@ -32,12 +36,13 @@ class Embed(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens (batch, tokens), at most `context` of them, to (batch, tokens, d_model)."""
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]  # (batch, tokens, d_model)
+        begin = first_token()  # 0, unless a pipeline cuts sequences into slices
+        x = self.token(tokens) + self.position.weight[begin : begin + tokens.shape[1]]  # (batch, tokens, d_model)
         return cast(Tensor, self.dropout(x))
 
 
 class Attention(nn.Module):
-    """Causal self-attention over `heads` slices of the width."""
+    """Causal self-attention with `heads` heads, each on a slice of the width."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
@@ -49,19 +54,25 @@ class Attention(nn.Module):
         self.output = nn.Linear(shape.d_model, shape.d_model, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with earlier ones, (batch, tokens, d_model) to the same shape."""
+        """Mix each position with earlier ones. Input and output are (batch, tokens, d_model)."""
         query, key, value = self.project(x)
-        mixed = self.mix(self._split(query), self._split(key), self._split(value))  # (batch, heads, tokens, width)
+        keys, values = with_earlier_tokens(self._split(key), self._split(value))
+        mixed = self.mix(self._split(query), keys, values)  # (batch, heads, tokens, width)
         return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(2)))  # (batch, tokens, d_model)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Return queries, keys and values; with tensor parallel all three at once."""
+        """Return queries, keys and values. Tensor parallelism replaces this method to compute all three at once."""
         return self.query(x), self.key(x), self.value(x)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend: (batch, heads, tokens, width) each to the same shape."""
+        """Apply attention. Inputs and output are (batch, heads, tokens, width). There may be keys of earlier tokens."""
         dropout = self.dropout if self.training else 0.0
-        return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        attend = partial(functional.scaled_dot_product_attention, query, key, value, dropout_p=dropout)
+        earlier = key.shape[2] - query.shape[2]
+        if not earlier:
+            return attend(is_causal=True)
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(earlier)
+        return attend(attn_mask=mask)
 
     def _split(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
@@ -77,11 +88,11 @@ class Mlp(nn.Module):
         self.down = nn.Linear(shape.d_ff, shape.d_model, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map each position separately, (batch, tokens, d_model) to the same shape."""
+        """Map each position separately. Input and output are (batch, tokens, d_model)."""
         return cast(Tensor, self.down(functional.gelu(self.up(x))))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then MLP, each applied to the normed input and added to the residual."""
 
     def __init__(self, shape: GptShape) -> None:
@@ -98,36 +109,35 @@ class Block(nn.Module):
         return cast(Tensor, x + self.dropout(self.mlp(self.norm2(x))))
 
 
-def build_gpt(shape: GptShape, seed: int) -> Stack:
-    """Build embed, block1, ... norm, head; tokens (batch, context) to logits (batch, context, vocabulary)."""
+def build_gpt(shape: GptShape, seed: int) -> LayerStack:
+    """Build embed, block1, ... norm, head: tokens (batch, context) in, logits (batch, context, vocabulary) out."""
     with torch.random.fork_rng(devices=[]):  # layers draw initial values, which are overwritten below
         model = assemble_gpt(shape)
     _initialise(model, shape.layers, torch.Generator().manual_seed(key(seed, INITIALISE)))
     return model
 
 
-def assemble_gpt(shape: GptShape) -> Stack:
-    """Assemble the layers without meaningful values; a tied head shares the embedding's weight."""
+def assemble_gpt(shape: GptShape) -> LayerStack:
+    """Assemble the layers with arbitrary values; a tied head shares the embedding's weight."""
     embed = Embed(shape)
     head = nn.Linear(shape.d_model, shape.vocabulary, bias=shape.bias and not shape.tied)
     if shape.tied:
         head.weight = embed.token.weight
     layers: OrderedDict[str, nn.Module] = OrderedDict(embed=embed)
     for block in range(1, shape.layers + 1):
-        layers[f"block{block}"] = Block(shape)
+        layers[f"block{block}"] = TransformerBlock(shape)
     layers["norm"] = _norm(shape)
     layers["head"] = head  # (batch, tokens, vocabulary)
-    return Stack(layers)
+    return LayerStack(layers)
 
 
 def _norm(shape: GptShape) -> nn.Module:
-    norm = nn.LayerNorm if shape.norm == "layer" else nn.RMSNorm
-    return norm(shape.d_model, eps=EPSILON)
+    return NORMS[shape.norm](shape.d_model, eps=EPSILON)
 
 
 def _initialise(model: nn.Module, layers: int, generator: torch.Generator) -> None:
-    """Initialise matrices like GPT-2: normal(0, 0.02), smaller if added to the residual. Biases are 0, norms 1."""
-    # with 2 additions per block, keeps the variance of the sum near that of one
+    """Initialise as in GPT-2: matrices normal(0, 0.02), smaller before a residual addition, biases 0, norms 1."""
+    # Each block adds to the residual twice. This keeps the variance of the total near that of one addition.
     residual_std = WEIGHT_STD / math.sqrt(2 * layers)
     for name, parameter in model.named_parameters():  # yields a shared weight once
         if name.endswith(("attention.output.weight", "mlp.down.weight")):

@@ -5,8 +5,8 @@
     has stages()                     its own forward         the layers that stages() returns
     any other nn.Module              its own forward         refused
 
-Each model gets a second argument: `forward(inputs)` returns outputs, `forward(inputs, targets)` their mean loss.
-Parameters keep their names in the model in every mode: a layer of stages() is named by its place in the model.
+Muster adds a second argument to each model: `forward(inputs)` returns outputs, `forward(inputs, targets)` their mean
+loss. Parameters keep their names in every mode: a layer of stages() has the name of its module in the model.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR
-from muster.jobs.train.models.stack import Loss, Stack, head_loss, mean_loss
+from muster.jobs.train.models.stack import LayerStack, Loss, head_loss, mean_loss
 from muster.jobs.train.rng.draws import drawing
 from muster.jobs.train.rng.keyed import INITIALISE, key
 from muster.jobs.user import code
@@ -33,10 +33,10 @@ KEY = "train.model"
 
 
 def make_model(settings: "TrainSettings") -> nn.Module:
-    """Call the user's function and attach the loss to its module. Random numbers depend only on the seed.
+    """Call the user's function, and attach the loss to the module that it returns. Only the seed affects its values.
 
     Raises:
-        RefusedError: if it cannot be called, raises, or does not return a module with trainable parameters.
+        RefusedError: if the function cannot be called, raises, or does not return a module with trainable parameters.
     """
     text, args = settings.model.make, settings.model.args
     assert text is not None
@@ -45,7 +45,9 @@ def make_model(settings: "TrainSettings") -> nn.Module:
     if not isinstance(model, nn.Module):
         raise RefusedError(f"{KEY}.make: {text} returned a {type(model).__name__}; return an nn.Module")
     if not any(each.requires_grad for each in model.parameters()):
-        raise RefusedError(f"{KEY}.make: {text} returned a {type(model).__name__} without parameters to train")
+        raise RefusedError(
+            f"{KEY}.make: {text} returned a {type(model).__name__} without parameters to train; add some"
+        )
     loss = loss_of(settings)
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return stack_of([(name, each) for name, each in model._modules.items() if each is not None], loss)
@@ -54,8 +56,8 @@ def make_model(settings: "TrainSettings") -> nn.Module:
 
 
 def give_loss(model: nn.Module, loss: Loss) -> None:
-    """Make a model return the mean loss if it is given targets, in place."""
-    if isinstance(model, Stack):
+    """Make a model return the mean loss if it is called with targets; in place."""
+    if isinstance(model, LayerStack):
         model.run_loss = partial(head_loss, loss)
         return
     forward = model.forward.args[0] if isinstance(model.forward, partial) else model.forward
@@ -76,13 +78,13 @@ def loss_of(settings: "TrainSettings") -> Loss:
     return partial(_checked, found, settings.loss)
 
 
-def layers_of(model: nn.Module, settings: "TrainSettings") -> Stack:
-    """Return the layers of a model, which share its parameters and their names.
+def layers_of(model: nn.Module, settings: "TrainSettings") -> LayerStack:
+    """Return the layers of a model as a stack with the same parameters and parameter names.
 
     Raises:
-        RefusedError: if it has no layers that run one after the other.
+        RefusedError: if the model does not provide layers that run one after the other.
     """
-    if isinstance(model, Stack):
+    if isinstance(model, LayerStack):
         return model
     text = settings.model.make
     stages = getattr(model, "stages", None)
@@ -98,9 +100,9 @@ def layers_of(model: nn.Module, settings: "TrainSettings") -> Stack:
     return stack_of(_named_in(model, found, str(text)), loss_of(settings))
 
 
-def stack_of(named: list[tuple[str, nn.Module]], loss: Loss) -> Stack:
-    """Return a stack of named layers; names may contain dots."""
-    stack = Stack()
+def stack_of(named: list[tuple[str, nn.Module]], loss: Loss) -> LayerStack:
+    """Return a stack of named layers. Names may contain dots."""
+    stack = LayerStack()
     stack._modules.update(dict(named))  # add_module refuses dots, which are needed to keep the model's parameter names
     give_loss(stack, loss)
     return stack
@@ -110,13 +112,13 @@ def require_graphable(model: nn.Module, settings: "TrainSettings") -> None:
     """Refuse dropout in a user's model whose steps are recorded: its random numbers would not be keyed by the step.
 
     Raises:
-        RefusedError: if it has a dropout layer.
+        RefusedError: if the model has a dropout layer.
     """
     drops = [name for name, each in model.named_modules() if isinstance(each, nn.modules.dropout._DropoutNd) and each.p]
     if drops:
         raise RefusedError(
-            f"train.cuda_graph: does not go with dropout, which {settings.model.make} has in {drops[0]}: the host "
-            "reseeds every micro-batch; remove it from the model, or set cuda_graph: false"
+            f"train.cuda_graph: cannot record dropout, which {settings.model.make} has in {drops[0]}, because the host "
+            "reseeds every micro-batch; remove the dropout, or set cuda_graph: false"
         )
 
 
@@ -139,7 +141,7 @@ def _checked(loss: Callable[..., Any], text: str, outputs: Any, targets: Tensor)
     value = loss(outputs, targets)
     if not isinstance(value, Tensor) or value.dim() != 0 or not value.is_floating_point():
         shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise RefusedError(f"train.loss: {text} returned {shape}; return the mean loss, a tensor with one number")
+        raise RefusedError(f"train.loss: {text} returned {shape}; return the mean loss as a scalar tensor")
     return value
 
 
@@ -160,7 +162,7 @@ def _named_in(model: nn.Module, found: nn.Sequential, text: str) -> list[tuple[s
             )
         name = f"stage{number}" if name is None else name
         if name in named:
-            raise RefusedError(f"{KEY}.make: stages() of {text} has {name} twice; each layer may occur once")
+            raise RefusedError(f"{KEY}.make: stages() of {text} has {name} twice; list each layer once")
         named[name] = layer
     own = {id(each) for layer in named.values() for each in layer.parameters()}
     left = [name for name, each in model.named_parameters() if id(each) not in own]

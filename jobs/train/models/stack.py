@@ -1,12 +1,12 @@
-"""A model as a stack of named layers: returns logits for inputs, or the mean loss if targets are given too.
+"""A model as a stack of named layers. It returns logits, or the mean loss if it is called with targets.
 
     body                                     head
     embed | block1 | block2 | ... | norm     head     gpt
     conv1 norm1 relu1 pool1 | conv2 ...      head     vgg
 
-Inputs and targets go through one `forward`, so that a wrapper that prepares for a step sees all of it. In training, the
-body can run in pieces that are compiled, or recomputed in the backward, and so can the head with the loss
-(`jobs/train/numerics/`). Evaluation runs the plain layers.
+The loss is computed within `forward`, so that data-parallel wrappers see the whole forward of a step. In training, the
+body can run in pieces that are compiled or recomputed in the backward, and head and loss can be compiled or computed in
+chunks (`jobs/train/numerics/`). Evaluation runs the plain layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def in_turn(layers: Layers, x: Tensor) -> Tensor:
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits (..., classes) against targets (...), in float32 at least."""
+    """Return the mean cross-entropy of logits (..., classes) against targets (...), computed in at least float32."""
     flat = logits.flatten(0, -2)  # (predictions, classes)
     return functional.cross_entropy(flat.to(torch.promote_types(flat.dtype, torch.float32)), targets.flatten())
 
@@ -39,12 +39,12 @@ def plain_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
 
 
 def head_loss(loss: Loss, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Return a loss of the head's output for `x`."""
+    """Return the given loss of the head's output for `x`."""
     return loss(head(x), targets)
 
 
-class Stack(nn.Sequential):
-    """Named layers in order; slices of them are stages, and the last one computes the logits."""
+class LayerStack(nn.Sequential):
+    """Named layers in order. Pipeline stages are slices of them. The last layer computes the logits."""
 
     run_body: Callable[[Layers, Tensor], Tensor] = staticmethod(in_turn)
     run_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = staticmethod(plain_loss)

@@ -1,6 +1,6 @@
-"""How layers are split over ranks: the plan of Muster's GPT for `pipe.tensor.split`, and a user's plan.
+"""Split layers over ranks by a plan for `pipe.tensor.split`: that of Muster's GPT, or a user's.
 
-Modules that a plan does not name are whole on every rank: position embedding, biases of attention.output and mlp.down.
+Every rank has whole copies of modules that a plan does not name, such as the position embedding, and of Row's biases.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.models.gpt import Attention
 from muster.jobs.train.models.made import give_loss
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.user import code
 from muster.pipe.tensor.cross_entropy import SplitCrossEntropy
 from muster.pipe.tensor.plan import Column, Heads, Row, Sequence, SequenceStart, Vocabulary
@@ -38,15 +38,15 @@ GPT_PLAN: Final[Plan] = {
 
 
 def split_gpt(
-    model: Stack, group: dist.ProcessGroup | None, *, sequence_parallel: bool = False, sequence_dimension: int = 1
+    model: LayerStack, group: dist.ProcessGroup | None, *, sequence_parallel: bool = False, sequence_dimension: int = 1
 ) -> TensorParallel:
     """Split a GPT over the ranks of a group, in place. Its loss then uses split logits.
 
     Raises:
-        ValueError: if it is not a GPT, or heads, d_ff or vocabulary cannot be split over this many ranks.
+        ValueError: if the model is not a GPT, or heads, d_ff or vocabulary cannot be split over this many ranks.
     """
     if not any(isinstance(part, Attention) for part in model.modules()):
-        raise ValueError("tensor parallel splits the layers of a GPT; it has no plan for other models")
+        raise ValueError("tensor parallelism splits the layers of a GPT; it has no plan for other models")
     split = parallelize(
         model, GPT_PLAN, group, sequence_parallel=sequence_parallel, sequence_dimension=sequence_dimension
     )
@@ -58,8 +58,8 @@ def split_made(model: nn.Module, settings: "TrainSettings", group: dist.ProcessG
     """Split a user's model by the user's plan over the ranks of a group, in place.
 
     Raises:
-        RefusedError: if it is not a plan, or it splits the logits that a user's loss needs whole.
-        ValueError: if layers cannot be split like this.
+        RefusedError: if the user's function does not return a plan, or a user's loss needs logits that the plan splits.
+        ValueError: if layers cannot be split as planned.
     """
     text = settings.model.plan
     split = parallelize(model, plan_of(model, settings), group, sequence_parallel=settings.sequence_parallel)
@@ -67,7 +67,7 @@ def split_made(model: nn.Module, settings: "TrainSettings", group: dist.ProcessG
     if heads and settings.loss is not None:
         raise RefusedError(
             f"train.loss: {settings.loss} needs whole logits, but model.plan {text} splits them by Vocabulary(); "
-            "plan the head as Row() or omit it, or remove loss"
+            "split the head by Row(), leave it out of the plan, or remove loss"
         )
     if heads:
         give_loss(model, loss_of(heads[-1]))
@@ -75,25 +75,27 @@ def split_made(model: nn.Module, settings: "TrainSettings", group: dist.ProcessG
 
 
 def plan_of(model: nn.Module, settings: "TrainSettings") -> Plan:
-    """Call the user's function for the plan of a user's model.
+    """Call the user's function, which returns the plan of a user's model.
 
     Raises:
-        RefusedError: if it cannot be called, raises, or does not return a plan.
+        RefusedError: if the function cannot be called, raises, or does not return a plan.
     """
     text = settings.model.plan
     assert text is not None
     plan = code.called("train.model.plan", text, code.load("train.model.plan", text, Path.cwd()), model)
     if not isinstance(plan, Mapping):
-        raise RefusedError(f"train.model.plan: {text} returned a {type(plan).__name__}; return names with rows")
+        raise RefusedError(
+            f"train.model.plan: {text} returned a {type(plan).__name__}; return a dict of module names and rows"
+        )
     return plan
 
 
 def split_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of a split head's output for `x`. No rank ever has the whole logits of a row."""
+    """Return the mean loss of a split head's output for `x`. No rank ever has all logits of a token."""
     assert isinstance(head, VocabularyLinear)
     return loss_of(head)(head.split(x), targets)
 
 
 def loss_of(head: VocabularyLinear) -> SplitCrossEntropy:
-    """Return the loss of a split head's logits, for a pipeline, whose last stage computes the logits first."""
+    """Return the loss function for the logits of a split head. A pipeline calls it on its last stage."""
     return SplitCrossEntropy(head.region, head.out_features * head.region.ranks)

@@ -2,8 +2,8 @@
 
     gpt    block1 | block2 | ...            gathered for the whole step: embed, norm, head
     vgg    conv1 norm1 | conv2 norm2 | ... | head
-    made   modules named by `units:`, or else repeated children with parameters: two or more of one class in a
-           ModuleList, ModuleDict or Sequential, or two or more composite ones of one class in any other module
+    made   modules named by `units:`; by default repeated children with parameters: two or more of one class in a
+           ModuleList, ModuleDict or Sequential, or in any other module if they have children themselves
 
 `jobs/models/anatomy.py` derives the units of gpt and vgg from their shapes; a test compares the two.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.train.models.gpt import Block
+from muster.jobs.train.models.gpt import TransformerBlock
 from muster.pipe.tensor.plan import matches
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def units_of(model: nn.Module, settings: "ModelSettings") -> list[Unit]:
-    """List a model's units in the order of its forward, each as modules that run one after the other.
+    """List a model's units in the order of its forward. Each unit is a tuple of modules that run one after the other.
 
     Raises:
         RefusedError: if `units:` names no module with parameters, or one module within another.
@@ -59,14 +59,14 @@ def named_units(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
         found |= matching
     for name in found:
         if within := next((other for other in found if name.startswith(f"{other}.")), None):
-            raise RefusedError(f"train.model.units: {name} is within {within}; name one of them")
+            raise RefusedError(f"train.model.units: {name} is within {within}; name only one of them")
     return [each for name, each in model.named_modules() if name in found]
 
 
 def own_units(model: nn.Module) -> list[Unit]:
     """List the units of a gpt or a vgg."""
-    if any(isinstance(layer, Block) for layer in model.children()):
-        return [(layer,) for layer in model.children() if isinstance(layer, Block)]
+    if any(isinstance(layer, TransformerBlock) for layer in model.children()):
+        return [(layer,) for layer in model.children() if isinstance(layer, TransformerBlock)]
     units: list[Unit] = []
     for name, layer in model.named_children():
         if next(layer.parameters(), None) is None:
@@ -79,7 +79,7 @@ def own_units(model: nn.Module) -> list[Unit]:
 
 
 def of_one_dtype(unit: Unit) -> list[Unit]:
-    """Cut a unit where the dtype of parameters changes. Each module has parameters of one dtype."""
+    """Cut a unit where the dtype of parameters changes. Within a module, all parameters must have the same dtype."""
     cut: list[Unit] = []
     for module in unit:
         if cut and _dtype(cut[-1][-1]) == _dtype(module):

@@ -1,8 +1,7 @@
-"""Determine the dtypes that a precision gives to each layer, by observing one forward and backward.
+"""Determine the dtypes of each layer under a precision, by observing one forward and backward.
 
 Autocast casts by operation: products in 16 bits, sums and losses in 32. The choice differs between devices (a layer
-norm
-is float32 on CUDA and 16 bits on a CPU), so the table is measured rather than hard-coded.
+norm is float32 on CUDA and 16 bits on a CPU), so the table is measured rather than hard-coded.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.train.models.stack import Stack, in_turn, mean_loss
+from muster.jobs.train.models.stack import LayerStack, in_turn, mean_loss
 from muster.jobs.train.numerics.numerics import Numerics
 
 NONE: Final = "-"
@@ -21,7 +20,7 @@ NONE: Final = "-"
 
 @dataclass(frozen=True)
 class DtypeRow:
-    """A layer without child modules; the last row is the loss. `-` means none, or not called."""
+    """The dtypes of one layer without child modules, or of the loss. `-` means no tensor, or a layer not called."""
 
     layer: str
     kind: str
@@ -39,8 +38,8 @@ def dtype_rows(model: nn.Module, inputs: Tensor, targets: Tensor, numerics: Nume
         for name, module in leaves.items():
             hooks.callback(module.register_forward_hook(_watch(name, seen)).remove)
         with numerics.forward():
-            # A stack's pieces may be compiled, which skips hooks, and its loss may skip the logits.
-            logits = in_turn(list(model), inputs) if isinstance(model, Stack) else model(inputs)
+            # Compiled pieces of a stack would skip the hooks, and its loss may not compute logits.
+            logits = in_turn(list(model), inputs) if isinstance(model, LayerStack) else model(inputs)
             loss = mean_loss(logits, targets)
         torch.autograd.backward(loss)
     rows = []

@@ -1,11 +1,11 @@
-"""The head of a GPT and its cross-entropy combined, in chunks, so that at most one chunk of logits exists, in bfloat16.
+"""Compute a GPT's head and cross-entropy together, in chunks, so that only one chunk of bfloat16 logits exists.
 
 With a vocabulary of 50,304 the logits of 32 x 1,024 tokens take 3.3 GB in 16 bits and 6.6 GB in 32, several times per
-step. Here a chunk's logits are converted to their gradient at once, and that to the gradients of input and weight. The
-backward only multiplies these by a number. Logarithms, sums and differences are float32.
+step. Here the forward computes the gradients, too: of each chunk's logits, and from them those of input and weight. The
+backward only scales these. Logarithms, sums and differences are float32.
 
-The stored gradients are those of the sum, not the mean. bfloat16 has the range for that. float16 may not, and a loss
-scale could not help, so fp16 does not use this.
+The stored gradients are those of the sum of the losses, not the mean. They may exceed the range of float16, where no
+loss scale could help, so only bfloat16 uses this loss.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def chunked_loss(
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Sum of losses of x (rows, d_model), weight (classes, d_model), bias (classes,) or None, targets (rows,)."""
+    """The summed loss for x (rows, d_model), weight (classes, d_model), bias (classes,) or None, targets (rows,)."""
 
     @staticmethod
     def forward(

@@ -3,7 +3,7 @@
     gradients, 16 bits ─► float32 ─► one fused step of the masters ─► parameters, 16 bits
 
 An update is often smaller than the spacing of bfloat16 numbers and would be lost in the parameters; in the masters
-updates accumulate. Each copy over all parameters is one call. Wider parameters are updated directly.
+updates accumulate. One call copies all parameters. Wider parameters are updated directly.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,9 +16,9 @@ MASTER: Final = "master"
 
 
 class MasterWeights(torch.optim.Optimizer):
-    """An optimizer of 16-bit parameters that wraps one of their masters.
+    """An optimizer of 16-bit parameters that wraps an optimizer of their masters.
 
-    Groups list the parameters themselves. A parameter's state is that of its master, and contains the master.
+    Its groups list the parameters. A parameter's state is the state of its master, and contains the master.
     """
 
     def __init__(

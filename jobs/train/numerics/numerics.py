@@ -1,4 +1,4 @@
-"""One frozen object with everything that `precision`, `compile` and `activation_checkpointing` change in training.
+"""One object for all effects of `precision`, `compile` and `activation_checkpointing` on training.
 
     precision    weights   forward in    gradients   the optimizer updates    the loss is scaled
     fp32, fp64   itself    itself        itself      the weights              no
@@ -6,8 +6,8 @@
     fp16         float32   autocast      float32     the weights              yes
     pure_bf16    bfloat16  bfloat16      bfloat16    float32 masters          no
 
-The loss is computed in float32 at least. Batch norms stay in float32 under pure_bf16: with eight bits, a running
-statistic that moves by a tenth of a difference would not move at all.
+The loss is computed in at least float32. Batch norms stay in float32 under pure_bf16, because running statistics change
+in small steps, which rounding to bfloat16's eight bits would lose.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from muster.jobs.train.models.gpt import Attention
-from muster.jobs.train.models.stack import Stack, plain_loss
+from muster.jobs.train.models.stack import LayerStack, plain_loss
 from muster.jobs.train.models.units import units_of
 from muster.jobs.train.numerics.loss import chunked_loss
 from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.numerics.pieces import Body, Piece, by_units, compiled, cut, require_compiler
+from muster.jobs.train.numerics.pieces import Body, LayerRange, by_units, compiled, cut, require_compiler
 from muster.jobs.train.numerics.scaling import LossScaler, Scaler
 
 if TYPE_CHECKING:
@@ -37,34 +37,34 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class Row:
-    """A precision: the dtype of weights, and what autocast casts to."""
+class PrecisionTypes:
+    """The dtypes of a precision: that of the weights, and the one that autocast casts to."""
 
     weights: torch.dtype
     autocast: torch.dtype | None = None
 
 
-ROWS: Final["dict[Precision, Row]"] = {
-    "fp32": Row(torch.float32),
-    "fp64": Row(torch.float64),
-    "bf16": Row(torch.float32, torch.bfloat16),
-    "fp16": Row(torch.float32, torch.float16),
-    "pure_bf16": Row(torch.bfloat16),
+ROWS: Final["dict[Precision, PrecisionTypes]"] = {
+    "fp32": PrecisionTypes(torch.float32),
+    "fp64": PrecisionTypes(torch.float64),
+    "bf16": PrecisionTypes(torch.float32, torch.bfloat16),
+    "fp16": PrecisionTypes(torch.float32, torch.float16),
+    "pure_bf16": PrecisionTypes(torch.bfloat16),
 }
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """How one rank computes. Fields after `cut_anywhere` are for benchmarks to vary."""
+    """The numerics settings of one rank. Jobs never set `compile_mode` and `whole`, which are for benchmarks."""
 
     precision: "Precision"
     device: torch.device
     compile: bool = False
     recompute: bool = False  # blocks are recomputed in the backward
-    cut_anywhere: bool = False  # the optimizer's bits must not depend on how parameters are divided
+    cut_anywhere: bool = False  # the optimizer must round alike wherever parameters are cut into shards
     compile_mode: str | None = None  # torch.compile's
     whole: bool = False  # the body is compiled as one piece
-    shows_skipped: bool = False  # rows show which steps were skipped
+    shows_skipped: bool = False  # metrics rows show which steps were skipped
     made: "ModelSettings | None" = None  # for a user's model, which is compiled and recomputed by units
     chunked: bool = True  # with bfloat16, compute the head of a GPT and its loss in chunks
 
@@ -75,7 +75,7 @@ class Numerics:
 
     @property
     def inputs(self) -> torch.dtype:
-        """The dtype of image inputs."""
+        """The dtype of floating-point inputs."""
         return self.weights
 
     @property
@@ -84,10 +84,12 @@ class Numerics:
         return ROWS[self.precision].autocast
 
     def place(self, model: M) -> M:
-        """Move a model to its device and dtypes, and set how it runs in training. In place; names are kept.
+        """Move a model to its device and dtypes, and set it up to be compiled or recomputed.
+
+        The model is changed in place, and its parameters keep their names.
 
         Raises:
-            RefusedError: if it should be compiled and this machine cannot, or it has no unit to recompute.
+            RefusedError: if this machine lacks a needed compiler, or the model has no unit to recompute.
         """
         if self.compile:
             require_compiler(self.device)
@@ -97,18 +99,18 @@ class Numerics:
                 module.float()
         if self.made is not None:
             by_units(model, units_of(model, self.made), compile=self.compile, recompute=self.recompute)
-        elif isinstance(model, Stack):
+        elif isinstance(model, LayerStack):
             self._place_own(model)
         return model
 
-    def _place_own(self, model: Stack) -> None:
+    def _place_own(self, model: LayerStack) -> None:
         if self.compile or self.recompute:
-            pieces = [Piece(0, len(model) - 1, again=False)] if self.whole else cut(list(model)[:-1])
+            pieces = [LayerRange(0, len(model) - 1, again=False)] if self.whole else cut(list(model)[:-1])
             model.run_body = Body(model, pieces, compile=self.compile, recompute=self.recompute, mode=self.compile_mode)
         model.run_loss = self._loss_of(model)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return the context of every forward, in training and evaluation, but not of the backward."""
+        """Return the context for every forward, in training and evaluation. The backward runs outside of it."""
         return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
 
     def loss(self, call: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
@@ -134,12 +136,12 @@ class Numerics:
         return MasterWeights(parameters, build) if self.weights.itemsize == 2 else build(parameters)
 
     def scaler(self) -> Scaler:
-        """Return the scaler of losses, which also skips bad steps. Except for fp16, its scale is 1."""
+        """Return the loss scaler, which also skips steps with non-finite gradients. Except for fp16, its scale is 1."""
         fp16 = self.autocast == torch.float16
         return LossScaler(self.device) if fp16 else Scaler(self.device, shows_skipped=self.shows_skipped)
 
-    def _loss_of(self, model: Stack) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
-        if "run_loss" in vars(model):  # the job's own
+    def _loss_of(self, model: LayerStack) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+        if "run_loss" in vars(model):  # the job's own loss
             return model.run_loss
         is_gpt = any(isinstance(module, Attention) for module in model.modules())
         if torch.bfloat16 in (self.weights, self.autocast) and self.chunked and is_gpt:
@@ -148,16 +150,16 @@ class Numerics:
 
 
 def numerics_of(settings: "TrainSettings", device: torch.device) -> Numerics:
-    """Return how a job computes on a device."""
+    """Return the numerics of a job on a device."""
     return Numerics(
         settings.precision,
         device,
         settings.compile,
         settings.activation_checkpointing,
-        # with exact, shards are cut at multiples of the vector size
+        # not needed with exact, which cuts shards at multiples of the vector size
         cut_anywhere=settings.deterministic and not settings.exact,
         shows_skipped=settings.non_finite == "skip",
-        # A pipeline computes head and loss in two steps, and a split head has its own loss.
         made=settings.model if settings.model.make is not None else None,
+        # A pipeline computes head and loss in two steps, and a split head has its own loss.
         chunked=not settings.is_pipeline and not settings.splits_layers,
     )

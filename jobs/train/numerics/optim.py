@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torch._dynamo  # building an optimizer imports it (0.8 s): here the warm process does so once for all ranks
+import torch._dynamo  # building an optimizer imports it (0.8 s); here the warm process imports it once for all ranks
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
 
 FUSED_ON: Final = ("cuda", "cpu")
-FUSED_ALIKE: Final = ("cuda",)  # devices whose fused kernels treat all elements alike
+FUSED_ALIKE: Final = ("cuda",)  # devices whose fused kernels round all elements alike
 
 
 def _sgd(settings: "OptimizerSettings") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -58,8 +58,8 @@ def recipe(
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class and options of the job's optimizer; fused into one kernel if the device supports it.
 
-    With `cut_anywhere` the bits of an element do not depend on its position in a tensor, so that parameters can be
-    sharded. On CPUs, fused kernels round the end of a tensor, which does not fill a vector, differently.
+    With `cut_anywhere`, an element is rounded alike at any position in a tensor, so that parameters can be sharded. On
+    CPUs, fused kernels lack this property: they compute the last elements, which do not fill a vector, differently.
     """
     if settings.make is not None:
         return made_optimizer(settings.make), {"lr": settings.lr, **settings.args}
@@ -99,8 +99,9 @@ def _adamw_state(parameter: Tensor, settings: "OptimizerSettings") -> dict[str, 
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
 
 
-# Functions that create the state of a first step in advance. Otherwise a first step skipped by loss scaling would leave
-# bad state behind (fused SGD would keep uninitialized memory), and state filled by checkpoints or graphs would move.
+# Functions that create the optimizer's state before its first step, so that checkpoints and graphs can fill it in
+# place. If the first step created the state but loss scaling skipped this step, the state would be bad (uninitialized
+# memory in fused SGD).
 STATE: Final = {"sgd": _sgd_state, "adamw": _adamw_state}
 
 
@@ -120,7 +121,7 @@ SHAPES: Final[dict[str, Callable[[float], float]]] = {"constant": _constant, "li
 
 
 def learning_rate(settings: "ScheduleSettings", peak: float, step: int, steps: int) -> float:
-    """Return the learning rate of a step, counted from 0, of `steps`.
+    """Return the learning rate of step `step` of `steps`, counted from 0.
 
     lr  peak      ____
                  /    \\__         a warm-up of n steps reaches the peak at step n - 1,
@@ -138,7 +139,7 @@ def learning_rate(settings: "ScheduleSettings", peak: float, step: int, steps: i
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Set every group's learning rate; one on a device is filled without waiting for it."""
+    """Set every group's learning rate. A rate on a device is set without waiting for the device."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(value)
@@ -171,8 +172,8 @@ def clip(
 ) -> Tensor:
     """Scale gradients so that their global 2-norm is at most `most`; return the original norm.
 
-    With a `group`, its ranks share the gradients, and this is a collective. `exact` gives the same bits however they
-    are distributed. `counted` are the gradients that no other rank counts (None: all).
+    With a `group`, its ranks share the gradients, and this is a collective. With `exact`, the result has the same bits
+    for any number of ranks. `counted` lists the gradients that this rank adds to the norm (None: all).
     """
     norm_of = reproducible_norm if exact else plain_norm
     norm = norm_of(gradients if counted is None else counted, group, reduce=group is not None)

@@ -2,9 +2,9 @@
 
     embed | block1 | block2 | norm        conv1 norm1 relu1 pool1 | conv2 norm2 relu2 pool2 | ...
 
-With pieces instead of the whole, gradients of late layers are ready and sent while early ones are computed, and twelve
-equal blocks are compiled only once. Of a recomputed piece only the input is kept. Batch norms then use the batch's
-statistics again, and their recorded statistics are discarded.
+With pieces, gradients of late layers can be sent while early ones are computed, and twelve equal blocks are compiled
+only once. Only the input of a recomputed piece is kept. When it runs again, batch norms use the batch's statistics
+again, but do not record them a second time.
 """
 
 import os
@@ -24,37 +24,43 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.train.models.gpt import Block, Embed
-from muster.jobs.train.models.stack import Layers, Stack, in_turn
+from muster.jobs.train.models.gpt import Embed, TransformerBlock
+from muster.jobs.train.models.stack import Layers, LayerStack, in_turn
 
-FIRST_OF_PIECE: Final = (Embed, Block, nn.Conv2d, nn.LayerNorm, nn.RMSNorm)
-AGAIN: Final = (Block, nn.Conv2d)  # pieces that begin with one of these are worth recomputing
+FIRST_OF_PIECE: Final = (Embed, TransformerBlock, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm)
+AGAIN: Final = (TransformerBlock, nn.Conv2d, nn.Linear)  # pieces that begin with one of these are worth recomputing
 COMPILERS: Final = {"cpu": ("g++", "clang++"), "cuda": ("gcc", "clang", "cc")}
 
 Run = Callable[[Layers, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Layers [start, stop) of a body."""
+class LayerRange:
+    """Layers [start, stop) of a body; with `again`, they may be recomputed."""
 
     start: int
     stop: int
     again: bool
 
 
-def cut(body: Layers) -> list[Piece]:
+def cut(body: Layers) -> list[LayerRange]:
     """Cut a body into pieces that are compiled or recomputed separately."""
     starts = [index for index, layer in enumerate(body) if index == 0 or isinstance(layer, FIRST_OF_PIECE)]
     stops = [*starts[1:], len(body)]
-    return [Piece(a, b, isinstance(body[a], AGAIN)) for a, b in zip(starts, stops, strict=True)]
+    return [LayerRange(a, b, isinstance(body[a], AGAIN)) for a, b in zip(starts, stops, strict=True)]
 
 
 class Body:
-    """Runs the pieces of a body one after the other. It has no reference to layers, so the model can be copied."""
+    """A function that runs the pieces of a body. It has no reference to layers, so that the model can be copied."""
 
     def __init__(
-        self, model: Stack, pieces: Sequence[Piece], *, compile: bool, recompute: bool, mode: str | None = None
+        self,
+        model: LayerStack,
+        pieces: Sequence[LayerRange],
+        *,
+        compile: bool,
+        recompute: bool,
+        mode: str | None = None,
     ) -> None:
         body = list(model)[:-1]
         self.pieces = pieces
@@ -78,7 +84,7 @@ class Body:
         norms = [module for layer in layers for module in layer.modules() if isinstance(module, _NormBase)]
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), silent(norms)
+            return nullcontext(), discarded_statistics(norms)
 
         y: Tensor = checkpoint(run, layers, x, use_reentrant=False, preserve_rng_state=self.draws, context_fn=contexts)
         return y
@@ -111,14 +117,14 @@ def _forward_again(forward: Callable[..., Any], layer: nn.Module, *given: Any, *
     norms = [module for module in layer.modules() if isinstance(module, _NormBase)]
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), silent(norms)
+        return nullcontext(), discarded_statistics(norms)
 
     return checkpoint(forward, *given, use_reentrant=False, context_fn=contexts, **named)
 
 
 @contextmanager
-def silent(norms: Sequence[_NormBase]) -> Iterator[None]:
-    """Let batch norms record running statistics in copies that are discarded."""
+def discarded_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
+    """Make batch norms record running statistics in temporary copies, which are discarded."""
     before = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, before, strict=True):
         norm._buffers.update({name: None if each is None else each.clone() for name, each in buffers.items()})
@@ -135,10 +141,10 @@ def form(layers: Layers) -> str:
 
 
 def compiled(function: Callable[..., Any], name: str, *, mode: str | None = None) -> Callable[..., Any]:
-    """Compile a function under its own name.
+    """Compile a copy of a function, under a name of its own.
 
-    Compiled code is cached by code object, and a second argument shape makes the next version generic. So two uses of
-    one function for layers of two sizes would slow each other down.
+    torch.compile caches by code object, and after a second argument shape it compiles slower code for all shapes. So
+    layers of two sizes need two code objects.
     """
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
@@ -158,8 +164,7 @@ def require_compiler(device: torch.device) -> None:
     if not any(shutil.which(name) for name in names):
         raise RefusedError(
             f"train.compile: torch.compile for {device.type} needs a compiler, but none of {', '.join(names)} is "
-            "installed; "
-            f"install one, name it in {variable}, or set compile: false"
+            f"installed; install one, name it in {variable}, or set compile: false"
         )
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.is_file():

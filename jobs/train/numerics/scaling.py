@@ -1,8 +1,7 @@
 """Skip steps with non-finite gradients, and scale losses for fp16, where such steps are normal.
 
 In all precisions a step with any non-finite gradient is skipped: it changes neither the weights nor the optimizer
-state.
-A non-finite loss makes its gradients non-finite.
+state. A non-finite loss makes its gradients non-finite.
 
 fp16: a scale, adapted during training, lifts gradients that are too small for 16 bits into their range.
 
@@ -11,8 +10,8 @@ fp16: a scale, adapted during training, lifts gradients that are too small for 1
                                                                 scale / 2
 
 Infinity on any rank makes the mean non-finite on every rank, so all ranks skip the same steps without communication. If
-the mean is sharded, they exchange one number. Scale and counter are tensors on the device: nothing waits for them, a
-CUDA graph can contain everything, and checkpoints save them.
+the mean is sharded, the ranks exchange one number. Scale and counter are tensors on the device, so the host does not
+wait for them, and a CUDA graph can contain the whole step. Checkpoints save them.
 """
 
 from collections.abc import Sequence
@@ -35,13 +34,13 @@ GOOD_STEPS: Final = "scaling/good_steps"
 
 
 class Scaler:
-    """Scales by 1: the scaler of all precisions except fp16.
+    """The scaler of all precisions except fp16. Its scale is 1.
 
-    `first_lost` is the number, from 1, of the first skipped step with this scaler, or 0. It stays on the device, like
-    all decisions made here, so that the host never waits for a GPU.
+    `first_lost` is the number of the first step that this scaler skipped, counted from 1, or 0. It stays on the device,
+    like the decision to skip a step, so that the host never waits for a GPU.
     """
 
-    agrees = True  # False: each rank decides by its own gradients, because agreeing would make ranks wait
+    agrees = True  # False: each rank looks only at its own gradients, because an exchange would make ranks wait
 
     def __init__(self, device: torch.device, *, shows_skipped: bool = False) -> None:
         self.shows_skipped = shows_skipped
@@ -50,7 +49,7 @@ class Scaler:
         self._steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the start of the backward: the loss times 1, or NaN if it is not finite."""
+        """Return the tensor at which the backward starts: the loss, or NaN if the loss is not finite."""
         return loss * (loss.detach() * 0.0 + 1.0)
 
     def step(
@@ -63,10 +62,10 @@ class Scaler:
         exact: bool = False,
         counted: Sequence[Tensor] | None = None,
     ) -> None:
-        """Unscale and clip the gradients, which are averaged over ranks already, and step.
+        """Unscale and clip gradients that are already averaged over ranks, and step the optimizer.
 
-        Ranks of a `group` share the gradients. With `exact` they clip with the same bits as one process. `counted` are
-        the gradients that no other rank counts (None: all).
+        Ranks of a `group` share the gradients. With `exact` they clip with the same bits as one process. `counted`
+        lists the gradients that this rank adds to the norm (None: all).
         """
         self.unscale(gradients, group if self.agrees else None)
         if clip_norm is not None:
@@ -86,9 +85,9 @@ class Scaler:
         self.first_lost += self._steps * ((self.first_lost == 0) & (self.found_inf != 0))
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        told: Any = getattr(optimizer, "inner", optimizer)  # for sharded state, the inner optimizer steps
-        if self.found_inf.is_cuda and told.defaults["fused"]:  # its kernels read found_inf and skip the step
-            told.grad_scale, told.found_inf = None, self.found_inf
+        inner: Any = getattr(optimizer, "inner", optimizer)  # a wrapper of shards or masters steps an inner optimizer
+        if self.found_inf.is_cuda and inner.defaults["fused"]:  # its kernels read found_inf and skip the step
+            inner.grad_scale, inner.found_inf = None, self.found_inf
             optimizer.step()
         elif not self.found_inf:
             optimizer.step()
@@ -102,12 +101,12 @@ class Scaler:
         return {}
 
     def row(self) -> dict[str, Tensor]:
-        """Return the scaler's columns for the row of the last step: copies of scalars."""
+        """Return the scaler's columns for the metrics row of the last step, as copies of scalars."""
         return {"skipped": self.found_inf.clone()} if self.shows_skipped else {}
 
 
 class LossScaler(Scaler):
-    """Scales losses by a factor that doubles after many good steps and halves after a bad one."""
+    """The scaler of fp16. Its scale doubles after many good steps and halves after a skipped one."""
 
     def __init__(self, device: torch.device, *, start: float = START, growth_steps: int = GROWTH_STEPS) -> None:
         super().__init__(device)
@@ -122,7 +121,7 @@ class LossScaler(Scaler):
     def unscale(self, gradients: Sequence[Tensor], group: Group = None) -> None:
         """Divide the gradients by the scale, and record whether all are finite on all ranks that share them."""
         self.found_inf.zero_()
-        if gradients:  # a share of few parameters may be empty
+        if gradients:  # a shard of a small model may be empty
             torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), self.found_inf, self.scale.reciprocal())
         if group is not None:
             dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
@@ -146,7 +145,7 @@ class LossScaler(Scaler):
 
 
 def _is_lost(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return whether any element is not finite, without waiting for a GPU."""
+    """Return a scalar tensor, True if any element is not finite, without waiting for a GPU."""
     whole = [each for each in gradients if each.numel()]
     lost = torch.zeros((), dtype=torch.bool, device=device)
     if device.type == "cpu":  # a sum takes a tenth of the time; a non-finite sum may be an overflow, so check

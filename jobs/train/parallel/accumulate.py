@@ -1,4 +1,4 @@
-"""The forwards and backwards of a step on a rank that has every layer: each virtual rank's micro-batches in turn.
+"""Run a step's micro-batches, one virtual rank after the other, on a rank that has every layer.
 
 Batch norm uses each virtual rank's own statistics. The running statistics, used by evaluation and saved, are those of
 virtual rank 0 only (as in PyTorch's DDP).
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Accumulation:
-    """Runs all micro-batches of a rank's step; the replica averages their gradients."""
+    """The loop over all micro-batches of a rank's step, whose gradients the replica averages."""
 
     def __init__(self, replica: Replica, numerics: Numerics, scaler: Scaler, settings: "TrainSettings") -> None:
         self.replica = replica
@@ -33,7 +33,7 @@ class Accumulation:
         self.tracking = True
 
     def run(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
-        """Run forward and backward on every shard and average the gradients; return the sum of losses per shard."""
+        """Run forward and backward on every shard and average the gradients; return the summed losses of each shard."""
         losses = [self._shard(step, shards[0], last=len(shards) == 1)]
         for shard in shards[1:]:
             self.replica.next_shard()
@@ -51,7 +51,7 @@ class Accumulation:
             self._micro_batch(shards[0].micro_batches[0], last=True)
 
     def _shard(self, step: int, shard: ShardInput, *, last: bool) -> Tensor:
-        self._track(shard.virtual_rank == 0)
+        self._track(shard.virtual_rank == 0 or not self.replica.shares_buffers)
         total: Tensor | None = None
         for index, micro in enumerate(shard.micro_batches):
             if self.dropout_seed is not None:

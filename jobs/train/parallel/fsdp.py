@@ -1,9 +1,8 @@
 """A copy of the model inside PyTorch's fully_shard (FSDP2): mode fsdp, for comparison with zero3.
 
 Parameters become DTensors; every rank has some of their rows. As in PyTorch's documentation, fully_shard is called for
-each unit from the inside out, then for the whole model. The optimizer is an ordinary one of a rank's rows, because
-fused
-SGD does not support DTensors.
+each unit from the inside out, then for the whole model. An ordinary optimizer updates a rank's rows, because fused SGD
+does not support DTensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +26,9 @@ from muster.jobs.train.numerics.optim import gradient_of, gradients_of
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.parallel.sharded import Waits
 from muster.jobs.train.parallel.state import Forms
-from muster.jobs.train.profiling.clock import Clock
+from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
-from muster.zero.flat import Held
+from muster.zero.flat import ParameterRange
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
@@ -38,10 +37,12 @@ if TYPE_CHECKING:
 class FsdpReplica(Replica):
     """A copy whose parameters, gradients and optimizer state PyTorch shards by rows."""
 
-    shares_out = True
+    is_sharded = True
     not_timed = "fully_shard launches its collectives on streams of its own"
 
-    def __init__(self, module: nn.Module, forms: Forms, world: World, clock: Clock, settings: "TrainSettings") -> None:
+    def __init__(
+        self, module: nn.Module, forms: Forms, world: World, clock: StepMarks, settings: "TrainSettings"
+    ) -> None:
         super().__init__(module, world, clock)
         assert world.group is not None
         self.forms = forms
@@ -58,7 +59,7 @@ class FsdpReplica(Replica):
         assert isinstance(root, FSDPModule)
         self.root = root
         self.rows = {name: nn.Parameter(local(each), each.requires_grad) for name, each in module.named_parameters()}
-        if world.device.type == "cpu":  # where every collective is waited for at once
+        if world.device.type == "cpu":  # where fully_shard waits for each collective immediately
             self.not_timed = ""
             for each in module.modules():
                 if isinstance(each, FSDPModule):
@@ -77,14 +78,14 @@ class FsdpReplica(Replica):
         self.root.set_requires_gradient_sync(True)
 
     def accumulating(self) -> AbstractContextManager[Any]:
-        """Accumulate full gradients, or else scatter the gradients of every micro-batch and accumulate those."""
+        """Return the context for all micro-batches but the last; `accumulate: local` keeps gradients unsharded."""
         return self._adding_whole() if self.adds_whole else super().accumulating()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of a micro-batch; `last` is the rank's last one of the step.
+        """Add the gradients of a micro-batch; `last` marks the rank's last micro-batch of the step.
 
-        On CUDA the end of the backward is marked before its last collectives are waited for in fully_shard's own
-        callback, because this hook is called first.
+        On CUDA, this class's hook marks the end of the backward. It runs before fully_shard's own callback, which waits
+        for the last collectives.
         """
         self.waits.phase = "backward"
         start = loss.clone()
@@ -97,7 +98,7 @@ class FsdpReplica(Replica):
         Variable._execution_engine.queue_callback(lambda: self.clock.lap("backward"))
 
     def gradients(self) -> list[Tensor]:
-        """Return this rank's rows of the mean gradients; from now on they belong to the rows."""
+        """Move this rank's rows of the mean gradients from the DTensors to `rows`, and return them."""
         for parameter, row in zip(self.module.parameters(), self.rows.values(), strict=True):
             row.grad = None if parameter.grad is None else local(parameter.grad)
             parameter.grad = None
@@ -107,7 +108,7 @@ class FsdpReplica(Replica):
         """Build the optimizer of this rank's rows."""
         return numerics.optimizer(self.rows.values(), settings.optimizer)
 
-    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held]:
+    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[ParameterRange]:
         """List this rank's rows of the state."""
         own = [self._held(name, None, row) for name, row in self.rows.items()]
         own += [
@@ -118,15 +119,15 @@ class FsdpReplica(Replica):
         ]
         return [each for each in own if each.start < each.stop]
 
-    def _held(self, name: str, key: str | None, value: Tensor) -> Held:
+    def _held(self, name: str, key: str | None, value: Tensor) -> ParameterRange:
         if value.dim() == 0:  # a scalar, the same on every rank
-            return Held(name, key, (), 0, 1, value, answers=self.world.rank == 0)
+            return ParameterRange(name, key, (), 0, 1, value, answers=self.world.rank == 0)
         shape = self.forms.pieces[name].shape
         each = -(-shape[0] // self.world.size)
         start, stop = (
             prod((min(rank * each, shape[0]), *shape[1:])) for rank in (self.world.rank, self.world.rank + 1)
         )
-        return Held(name, key, shape, start, stop, value.detach().view(-1))
+        return ParameterRange(name, key, shape, start, stop, value.detach().view(-1))
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model without gradients; parameters stay sharded."""
@@ -170,13 +171,13 @@ class Marked:
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of a DTensor, in place."""
+    """Return this rank's rows of a DTensor, without a copy."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
 
 
 def whole(like: Tensor, rows: Tensor) -> Tensor:
-    """Assemble a tensor that is sharded like another one: a collective."""
+    """Gather all rows of a tensor that is sharded like `like`: a collective."""
     assert isinstance(like, DTensor)
     shared = DTensor.from_local(rows, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
     return shared.full_tensor().clone()

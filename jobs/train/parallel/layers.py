@@ -1,21 +1,21 @@
-"""The parts of layers that a tensor rank has.
+"""The parts of a model's layers on one tensor rank.
 
-    tensor rank 0   F B  step      both read the same batch, use the same random numbers for what both have, and get the
-    tensor rank 1   F B  step      same loss; each has the gradients of one process, restricted to its part
+    tensor rank 0   F B  step      both read the same batch, use the same random numbers for tensors that both have, and
+    tensor rank 1   F B  step      get the same loss; each has the gradients of one process, restricted to its part
 
 whole         names, dtypes and shapes of the model's tensors, as in checkpoints
 local         names, dtypes and shapes of this rank's parts
 slices        the position of each part in the whole; empty if layers are not split
 
-A checkpoint knows no tensor ranks: a part is a piece of a global tensor.
+A checkpoint does not depend on tensor ranks: each part is stored as a piece of a whole tensor.
 
 up (32, 16), split along 0      rank 1 of 2: one range of row-major elements        [flat 256:512]
 down (16, 32), split along 1    rank 1 of 2: a box                                  [0:16,16:32]
 a flat range of that box        as cut by ZeRO: at most three boxes of a matrix     [3:4,20:32] [4:9,16:32] [9:10,16:17]
 
-Tensors that all tensor ranks have whole (norms, positions, some biases) have the same bits everywhere: the first rank
-saves them and counts them in norms. A scalar for a whole parameter, such as a step count, is saved by the rank with the
-parameter's first element.
+Tensors that are not split (norms, positions, some biases) have the same bits on every tensor rank. The first rank saves
+them and counts them in gradient norms. A scalar for a whole parameter, such as a step count, is saved by the rank
+with the parameter's first element.
 """
 
 import math
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.tensors.parts import DTYPES, Part
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.tensors.parts import DTYPES, TensorPart
+from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.tensor_plan import split_gpt, split_made
 from muster.jobs.train.parallel.state import Forms, parameter_of
 from muster.jobs.world.world import World
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """This rank's part of every tensor of a model; `whole` are the model's forms before it was split.
+    """This rank's part of every tensor of a model.
 
-    `world` has the tensor ranks, which together have all parts; `local` are the forms of the parts.
+    `whole` has the forms of the tensors before the split, `local` those of the parts. `world` consists of the tensor
+    ranks, which together have all parts.
     """
 
     whole: Forms
@@ -52,11 +53,11 @@ class Parts:
     world: World
 
     def slice_of(self, name: str) -> TensorSlice | None:
-        """Return the slice of a parameter, by any of its names; None if it is a buffer or its layer is not split."""
+        """Return the slice of the parameter with this name or alias; None for buffers and layers that are not split."""
         return self.slices.get(self.whole.aliases.get(name, name))
 
     def answers(self, name: str) -> bool:
-        """Return True if, among the tensor ranks, this one saves its part of a parameter and counts it in norms."""
+        """Return True if this tensor rank saves its part of a parameter and counts it in gradient norms."""
         cut = self.slice_of(name)
         return self.world.rank == 0 if cut is None else cut.answers
 
@@ -72,8 +73,8 @@ class Parts:
         cut = self.slice_of(parameter_of(piece.name))
         return piece if cut is None or piece.shape != cut.shape else replace(piece, shape=cut.local_shape)
 
-    def placed(self, part: Part, *, answering: bool) -> list[Part]:
-        """Return a part of this rank as parts of the whole model; with `answering`, only if this rank saves it."""
+    def placed(self, part: TensorPart, *, answering: bool) -> list[TensorPart]:
+        """Convert this rank's part to parts of the whole model; with `answering`, only those that this rank saves."""
         cut = self.slice_of(parameter_of(part.piece.name))
         if cut is None:
             return [part] if self.world.rank == 0 or not answering else []
@@ -93,9 +94,9 @@ def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, 
     """Split a model's layers over the tensor ranks, in place; return the parts of this rank. A collective.
 
     Raises:
-        ValueError: if its layers cannot be split over this many ranks.
+        ValueError: if the layers cannot be split over this many ranks.
     """
-    if isinstance(module, Stack) and settings.model.make is None:
+    if isinstance(module, LayerStack) and settings.model.make is None:
         split = split_gpt(module, groups.tensor, sequence_parallel=settings.sequence_parallel)
     else:
         split = split_made(module, settings, groups.tensor)
@@ -103,11 +104,11 @@ def split_layers(module: nn.Module, whole: Forms, world: World, groups: Groups, 
     return Parts(whole, Forms(module), split.slices, along)
 
 
-def parts_of(name: str, cut: TensorSlice, tensor: Tensor, start: int = 0) -> list[Part]:
+def parts_of(name: str, cut: TensorSlice, tensor: Tensor, start: int = 0) -> list[TensorPart]:
     """Return a range of this rank's part, from element `start` in row-major order, as parts of the whole.
 
-    `name` is the name in a checkpoint ("model/...", "optimizer/..."); `tensor` has the range, flat or in the part's
-    shape.
+    `name` is the name in a checkpoint ("model/...", "optimizer/..."). `tensor` contains the range, either flat or in
+    the part's shape.
 
     Raises:
         ValueError: if the range exceeds this rank's part.
@@ -115,9 +116,9 @@ def parts_of(name: str, cut: TensorSlice, tensor: Tensor, start: int = 0) -> lis
     dtype, flat = DTYPES[tensor.dtype], tensor.detach().view(-1)
     stop = start + flat.numel()
     if cut.dimension is None and (start, stop) == (0, math.prod(cut.shape)):
-        return [Part(Piece(name, dtype, cut.shape), flat.view(cut.shape))]
+        return [TensorPart(Piece(name, dtype, cut.shape), flat.view(cut.shape))]
     boxes = cut.boxes(start, stop)
     if cut.offset is not None:
-        return [Part(Piece(name, dtype, cut.shape, flat=(cut.offset + start, cut.offset + stop)), flat)]
+        return [TensorPart(Piece(name, dtype, cut.shape, flat=(cut.offset + start, cut.offset + stop)), flat)]
     pieces = [(begin - start, end - start, Piece(name, dtype, cut.shape, box=box)) for (begin, end), box in boxes]
-    return [Part(piece, flat[begin:end].view(piece.extent)) for begin, end, piece in pieces]
+    return [TensorPart(piece, flat[begin:end].view(piece.extent)) for begin, end, piece in pieces]

@@ -1,9 +1,9 @@
-"""Split a model over ranks: `parallelize` applies one degree after the other.
+"""Split a model over ranks: `parallelize` applies one kind of parallelism after the other.
 
 {data: 2, pipe: 2, tensor: 2, zero: 1}        8 ranks; this one:
 
 tensor   a part of every layer            layers.py     exchanges activations with the ranks that have the other parts
-pipe     of those, a slice of the layers  stages.py     exchanges activations with the ranks of the other slices
+pipe     a slice of these split layers    stages.py     exchanges activations with the ranks of the other slices
 data     gradients are averaged over the ranks with the same parts of the same layers     replica.py
 zero     these ranks shard the optimizer state (1), the gradients (2), the parameters (3)     sharded.py, fsdp.py
 """
@@ -21,13 +21,13 @@ from muster.ddp.base import broadcast
 from muster.jobs.spec.modes import Parallel
 from muster.jobs.train.models.made import layers_of
 from muster.jobs.train.numerics import Numerics
-from muster.jobs.train.parallel.cutting import cuts_of
+from muster.jobs.train.parallel.cutting import cuts_of, tokens_of
 from muster.jobs.train.parallel.layers import Parts, split_layers, whole_layers
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.parallel.stages import Stages
 from muster.jobs.train.parallel.state import Forms, ModelState
 from muster.jobs.train.parallel.syncs import replica_of
-from muster.jobs.train.profiling.clock import Clock
+from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S, World
 from muster.pipe.mesh import Groups, Mesh
 from muster.pipe.schedules.tables import schedule
@@ -42,8 +42,8 @@ TIMEOUT: Final = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 class RankModel:
     """The part of a model on one rank. Methods that return whole tensors are collectives.
 
-    `parts` describes its part of every layer, `stages` lists its layers (None: all). `replica` averages their gradients
-    over the ranks with the same part.
+    `parts` describes this rank's part of every layer, and `stages` runs its layers (None: it has all). `replica`
+    averages their gradients over the ranks with the same parts.
     """
 
     parts: Parts
@@ -55,12 +55,12 @@ class RankModel:
 
     @property
     def module(self) -> nn.Module:
-        """The layers of this rank."""
+        """This rank's layers."""
         return self.replica.module
 
     @property
     def whole(self) -> Forms:
-        """The forms of the whole model."""
+        """The names, dtypes and shapes of the whole model."""
         return self.parts.whole
 
     def is_counted(self, name: str) -> bool:
@@ -68,16 +68,16 @@ class RankModel:
         return (self.stages is None or name not in self.stages.pipeline.tied) and self.parts.answers(name)
 
     def counted(self) -> list[Tensor] | None:
-        """Return the gradients that this rank contributes to a norm over `norm_group`; None means all of its own."""
+        """Return the gradients that this rank contributes to a norm over `norm_group`; None means all of them."""
         is_split = self.stages is not None or self.world.tensor > 1
         return self.replica.counted(self.is_counted) if is_split else None
 
     def state(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> ModelState:
-        """Return the state that this rank saves and loads; `more` are further tensors, equal on every rank."""
+        """Return the state that this rank saves and loads. `more` has additional tensors, equal on every rank."""
         return ModelState(self.replica, optimizer, self.parts, self.world, more)
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Copy the gradients used in the last step, whole, by parameter name: a collective."""
+        """Copy the whole gradients of the last step, by parameter name: a collective."""
         own = self.replica.full_gradients()
         if self.stages is not None:
             pieces = [each for name, each in self.parts.local.pieces.items() if name in self.whole.trained]
@@ -85,9 +85,9 @@ class RankModel:
         return {name: self.parts.gather(name, each) for name, each in own.items()}
 
     def full_state(self) -> dict[str, Tensor]:
-        """Copy parameters and buffers, whole, by name: a collective.
+        """Copy the whole parameters and buffers, by name: a collective.
 
-        A rank with a copy of a parameter shared by stages returns its own copy.
+        If stages share a parameter, each of their ranks returns its own copy of it.
         """
         buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         own = {**self.replica.full_parameters(), **buffers}
@@ -104,7 +104,7 @@ class RankModel:
 
 
 def groups_of(world: World, split: Parallel) -> Groups | None:
-    """Create a rank's process groups: a collective of all ranks. None if every rank has all layers whole."""
+    """Create a rank's process groups: a collective of all ranks. Return None if every rank has all layers whole."""
     if world.group is None or not (split.schedule or split.tensor > 1):
         return None
     return Mesh(split.data, split.pipe, split.tensor).groups(world.group, TIMEOUT)
@@ -118,15 +118,15 @@ def parallelize(
     *,
     world: World,
     numerics: Numerics,
-    clock: Clock,
+    clock: StepMarks,
     sample: Sequence[int],
 ) -> RankModel:
-    """Split a model that all ranks have built alike, in place; return this rank's part. A collective.
+    """Split a model that all ranks have built identically, in place; return this rank's part. A collective.
 
     `sample` is the shape of one input.
 
     Raises:
-        RefusedError: if it cannot be split like this, or several ranks have no `sync`.
+        RefusedError: if the model cannot be split as the job says, or several data ranks have sync none.
         ValueError: if its layers cannot be split over this many tensor ranks.
     """
     whole = Forms(model)
@@ -136,6 +136,8 @@ def parallelize(
         table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
         samples = -(-settings.batch_size // (split.data * split.microbatches))
         cuts = cuts_of(settings, layers, table.rank_of, (samples, *sample), world)
+        if tokens := tokens_of(settings, layers, split, cuts, (samples, *sample), world):
+            table = schedule(split.schedule, split.pipe, split.microbatches, slices=len(tokens))
 
     parts = whole_layers(whole, world)
     if groups is not None and split.tensor > 1:
@@ -144,7 +146,7 @@ def parallelize(
     module = layers or model
     stages = None
     if layers is not None and split.schedule:
-        stages = Stages(layers, table, cuts, settings, numerics, world, groups, clock)
+        stages = Stages(layers, table, cuts, tokens, settings, numerics, world, groups, clock)
         module = stages.module
 
     data = replace(
@@ -159,5 +161,5 @@ def parallelize(
     replica = replica_of(sync, module, parts.local, data, clock, settings, in_pipeline=stages is not None)
 
     of_one_copy = None if groups is None else groups.model
-    norm_group = world.group if replica.shares_out else of_one_copy
-    return RankModel(parts, stages, replica, data.group, norm_group, world)
+    norm_group = world.group if replica.is_sharded else of_one_copy
+    return RankModel(parts, stages, replica, data.group if replica.shares_buffers else None, norm_group, world)

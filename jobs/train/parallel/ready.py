@@ -1,10 +1,11 @@
-"""Tell a data-parallel wrapper when a pipeline's gradients are complete, so that averaging overlaps the last backward.
+"""Notify a data-parallel wrapper of each complete gradient of a pipeline, so that averaging overlaps the last backward.
 
     stage 0   F0 F1 B0 F2 B1 .. B2 ====B3====          B3 is the last: a gradient is complete once B3 has added to it
     buckets                         [==] [==] [=]      launched in the same order on all ranks that average them
-    after the row                             |  tied weights are summed over stages, then their buckets are launched
+    after the last action                     |  tied weights are summed over stages, then their buckets are launched
 
-A gradient with several uses, on one rank or on two, is complete only after the row, so its bucket is last.
+The gradient of a parameter with several uses, on one rank or on two, is complete only after the last action, so its
+bucket is the last.
 """
 
 from collections.abc import Collection
@@ -16,7 +17,7 @@ from muster.pipe import Pipeline
 
 
 class ReadyGradients:
-    """Reports complete gradients to a wrapper; `shared` names the parameters with several uses.
+    """Hooks that report complete gradients to a wrapper. `shared` names the parameters with several uses.
 
     The wrapper is in `no_sync()` while the pipeline runs, so its own hooks only accumulate gradients. The hooks of this
     class run after those, because they are registered later.
@@ -39,5 +40,5 @@ class ReadyGradients:
             self.wrapper.gradients_are_ready((parameter,))
 
     def row_is_over(self) -> None:
-        """Report the gradients of shared parameters, once tied weights are summed."""
+        """Report the gradients of shared parameters. Called after the gradients of tied weights are summed."""
         self.wrapper.gradients_are_ready(self.late)

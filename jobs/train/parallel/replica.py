@@ -4,7 +4,7 @@ shard 0   F B  F B |  shard 1   F B  F B |          every backward but the last 
                    next_shard            finish      a late replica averages here
                                       ^-- an overlapped one in the last backward
 
-Gradients, parameters and optimizer state are whole on every such rank, or sharded (`shares_out`). Methods that return
+Gradients, parameters and optimizer state are whole on every such rank, or sharded (`is_sharded`). Methods that return
 them whole, for comparison or evaluation, are collectives.
 """
 
@@ -20,23 +20,24 @@ from torch.utils.hooks import RemovableHandle
 from muster.ddp.base import DataParallel
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradients_of, named_gradients
-from muster.jobs.train.profiling.clock import Clock
+from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
-from muster.zero.flat import Held
+from muster.zero.flat import ParameterRange
 
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
 
 class Replica:
-    """Layers without other copies, so nothing is synchronized. `world` has the ranks with the same layers."""
+    """A replica of layers that no other rank has, so nothing is averaged. `world` lists the ranks with the layers."""
 
     learns_from_first = False  # True: the first backward determines the order of sums in later ones
-    shares_out = False  # True: these ranks share one sharded gradient
+    is_sharded = False  # True: gradients and optimizer state are sharded over these ranks
+    shares_buffers = True  # False: buffers are not broadcast, because no rank waits for the others
     wrapper: nn.Module | None = None
-    not_timed = ""  # why a timeline lacks this replica's collectives, if it does
+    not_timed = ""  # the reason if a timeline lacks this replica's collectives
 
-    def __init__(self, module: nn.Module, world: World, clock: Clock) -> None:
+    def __init__(self, module: nn.Module, world: World, clock: StepMarks) -> None:
         self.module = module
         self.world = world
         self.clock = clock
@@ -53,7 +54,7 @@ class Replica:
         return nullcontext()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of a micro-batch; `last` is the rank's last one of the step."""
+        """Add the gradients of a micro-batch; `last` marks the rank's last micro-batch of the step."""
         torch.autograd.backward(loss)
         self.clock.lap("backward")
 
@@ -67,47 +68,51 @@ class Replica:
         """Return this rank's part of the mean gradients, to be changed in place before the step."""
         return gradients_of(self.module.parameters())
 
+    def figures(self) -> dict[str, Tensor]:
+        """Return additional metrics columns for the last step, as scalars."""
+        return {}
+
     def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
-        """Return the gradients of the parameters whose names are chosen."""
+        """Return the gradients of the parameters whose names satisfy `chosen`."""
         return gradients_of(each for name, each in self.module.named_parameters() if chosen(name))
 
-    # What it is made of ---------------------------------------------------------------------------------------------
+    # Optimizer and state --------------------------------------------------------------------------------------------
 
     def build_optimizer(self, numerics: Numerics, settings: "TrainSettings") -> torch.optim.Optimizer:
         """Build the optimizer of this rank's parameters."""
         capturable = settings.cuda_graph and not settings.is_pipeline  # a pipeline records actions, not whole steps
         return numerics.optimizer(self.module.parameters(), settings.optimizer, capturable=capturable)
 
-    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held] | None:
-        """List the ranges of the state that this rank holds; None: it holds every tensor whole."""
+    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[ParameterRange] | None:
+        """List this rank's ranges of the state; None means that it has every tensor whole."""
         return None
 
     def settle(self) -> None:
-        """Wait until the parameters have the values of the last step."""
+        """Wait until all parameters have been updated by the last step."""
 
     def refresh(self) -> None:
         """Apply state that was loaded from a checkpoint: a collective."""
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Run the model without gradients; all ranks must call it equally often."""
+        """Run the model without gradients. All ranks must call this equally often."""
         outputs: Tensor = self.module(inputs)
         return outputs
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Copy the gradients used in the last step, whole, by parameter name: a collective."""
+        """Copy the whole gradients of the last step, by parameter name: a collective."""
         return named_gradients(self.module)
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Copy the parameters, whole, by name: a collective."""
+        """Copy the whole parameters, by name: a collective."""
         return {name: each.detach().clone() for name, each in self.module.named_parameters()}
 
 
 class WrappedReplica(Replica):
-    """A copy inside a wrapper, which does not communicate while asked not to."""
+    """A copy inside a data-parallel wrapper, whose communication `no_sync()` suspends."""
 
     wrapper: DataParallel | DistributedDataParallel
 
-    def __init__(self, wrapper: DataParallel | DistributedDataParallel, world: World, clock: Clock) -> None:
+    def __init__(self, wrapper: DataParallel | DistributedDataParallel, world: World, clock: StepMarks) -> None:
         super().__init__(wrapper.module, world, clock)
         self.wrapper = wrapper
 
@@ -138,14 +143,14 @@ class LateReplica(WrappedReplica):
 
 
 class OverlappedReplica(WrappedReplica):
-    """A copy whose gradients are averaged during the last backward; only the wait after it is exposed."""
+    """A copy whose gradients are averaged during the last backward, so that only the rest of the wait is exposed."""
 
-    def __init__(self, wrapper: DataParallel | DistributedDataParallel, world: World, clock: Clock) -> None:
+    def __init__(self, wrapper: DataParallel | DistributedDataParallel, world: World, clock: StepMarks) -> None:
         super().__init__(wrapper, world, clock)
         self.ready = LastGradient(wrapper.module, clock)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add gradients. When this returns for the last micro-batch, they are averaged."""
+        """Add the gradients of a micro-batch. After the last one they are averaged."""
         if not last:
             super().backward(loss, last=last)
             return
@@ -157,8 +162,8 @@ class OverlappedReplica(WrappedReplica):
 class TorchReplica(OverlappedReplica):
     """A copy inside PyTorch's DistributedDataParallel.
 
-    It rebuilds its buckets after the first backward. The position of a gradient in a bucket determines the order in
-    which more than two ranks sum it.
+    The wrapper rebuilds its buckets after the first backward. The position of a gradient in a bucket determines the
+    order in which more than two ranks sum it.
     """
 
     learns_from_first = True
@@ -171,7 +176,7 @@ class LastGradient:
     The first backward watches all parameters to learn which one is last; later ones watch only that one.
     """
 
-    def __init__(self, module: nn.Module, clock: Clock) -> None:
+    def __init__(self, module: nn.Module, clock: StepMarks) -> None:
         self.clock = clock
         self.last: Tensor | None = None
         self.armed = False

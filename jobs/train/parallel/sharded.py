@@ -10,10 +10,10 @@ from torch import Tensor
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import make_state, recipe
 from muster.jobs.train.parallel.replica import WrappedReplica
-from muster.jobs.train.profiling.clock import Clock, Phase
+from muster.jobs.train.profiling.clock import Phase, StepMarks
 from muster.jobs.world.world import World
 from muster.zero import ShardedOptimizer
-from muster.zero.flat import Held
+from muster.zero.flat import ParameterRange
 from muster.zero.layerwise import Layerwise
 from muster.zero.sharded import Sharded
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 class Waits:
-    """Time marks for a step that waits for communication within forwards and backwards.
+    """Time marks for a step that waits for communication within the forward and the backward.
 
     forward ──┤wait├── forward ── | ── backward ──┤wait├── backward          between the bars: communication
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: StepMarks) -> None:
         self.clock = clock
         self.phase: Phase = "forward"
 
@@ -37,7 +37,7 @@ class Waits:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Attribute the time in this context to a phase, except waits."""
+        """Attribute the time in this context, except waits, to a phase."""
         self.phase = phase
         yield
         self.clock.lap(phase)
@@ -46,16 +46,15 @@ class Waits:
 class ShardedReplica(WrappedReplica):
     """A copy inside one of `zero`'s wrappers.
 
-    Gradients are scattered in the last backward, parameters gathered while they are used, so `finish` has nothing to
-    do.
-    With `marks_waits`, the waits in between count as communication.
+    Gradients are scattered in the last backward, and parameters are gathered where they are used, so `finish` has
+    nothing to do. With `marks_waits`, waits within forward and backward count as communication.
     """
 
     wrapper: Sharded
     optimizer: ShardedOptimizer
-    shares_out = True
+    is_sharded = True
 
-    def __init__(self, wrapper: Sharded, world: World, clock: Clock, *, marks_waits: bool = True) -> None:
+    def __init__(self, wrapper: Sharded, world: World, clock: StepMarks, *, marks_waits: bool = True) -> None:
         super().__init__(wrapper, world, clock)
         self.waits = Waits(clock)
         if marks_waits:
@@ -95,14 +94,14 @@ class ShardedReplica(WrappedReplica):
     def counted(self, chosen: Callable[[str], bool]) -> list[Tensor]:
         """Return this rank's ranges of the gradients of the chosen parameters."""
         return [
-            home.of(home.grad, at)
-            for home in self.wrapper.homes
-            if home.grad is not None
-            for at in home.slices
-            if chosen(home.names[at.tensor])
+            flat_parameter.of(flat_parameter.grad, at)
+            for flat_parameter in self.wrapper.flat_parameters
+            if flat_parameter.grad is not None
+            for at in flat_parameter.slices
+            if chosen(flat_parameter.names[at.tensor])
         ]
 
-    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[Held]:
+    def ranges(self, optimizer: torch.optim.Optimizer) -> Sequence[ParameterRange]:
         """List this rank's share of the state."""
         return [*self.wrapper.held_parameters(), *self.optimizer.held_state()]
 

@@ -4,12 +4,12 @@
                             `pipe.Pipeline`                                  summed
 
 The gradients are those of one process that runs the same micro-batches one after another (`reference.py`). Batch norm
-uses each micro-batch's own statistics, and records those of all of them, in order. Dropout is keyed by layer
+uses each micro-batch's own statistics, and records those of all micro-batches in order. Dropout is keyed by layer
 (`layer_seeds.py`).
 
     data rank 0   F B F B F B F B │     │          every data rank's pipeline has its own part of the batch;
-    data rank 1   F B F B F B F B │     │ step     gradients are averaged slice by slice: by sync bucketed and by ZeRO
-                              average              from the last micro-batch's backward on, by flat after it
+    data rank 1   F B F B F B F B │     │ step     gradients are averaged slice by slice: with sync bucketed or ZeRO
+                              average              during the last micro-batch's backward, with sync flat after it
 """
 
 import math
@@ -29,14 +29,14 @@ from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.tensors.parts import dtype_of
 from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.models.made import loss_of
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.tensor_plan import loss_of as split_loss_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.parallel.ready import ReadyGradients
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.train.parallel.state import MODEL
-from muster.jobs.train.profiling.clock import Clock, Phase
+from muster.jobs.train.profiling.clock import Phase, StepMarks
 from muster.jobs.train.rng.layer_seeds import layer_seed
 from muster.jobs.world.world import World
 from muster.pipe import Pipeline
@@ -55,21 +55,22 @@ class Stages:
 
     def __init__(
         self,
-        model: Stack,
+        model: LayerStack,
         table: Schedule,
         cuts: Cuts,
+        tokens: Sequence[int],
         settings: "TrainSettings",
         numerics: Numerics,
         world: World,
         groups: Groups | None,
-        clock: Clock,
+        clock: StepMarks,
     ) -> None:
         self.world = world
         self.clock = clock
         self.seed = settings.seed
         self.group = None if groups is None else groups.pipe
         stages = [sum(number >= cut for cut in cuts) - 1 for number in range(len(model))]
-        self.rank_of: dict[str, int] = {}  # of parameters and buffers
+        self.rank_of: dict[str, int] = {}  # the pipe rank of each parameter and buffer
         for (name, layer), stage in zip(model._modules.items(), stages, strict=True):
             assert layer is not None
             for own, _ in chain(layer.named_parameters(name), layer.named_buffers(name)):
@@ -88,6 +89,7 @@ class Stages:
             recompute=settings.activation_checkpointing,
             exact=settings.exact,
             cuda_graphs=settings.cuda_graph,
+            tokens=tokens if len(tokens) > 1 else (),
         )
         if settings.model.draws:
             self.pipeline.hooks.seeds = self._seed_of
@@ -98,7 +100,7 @@ class Stages:
     def attach(self, replica: Replica, scaler: Scaler, shared: Mapping[str, str]) -> None:
         """Set the replica, which averages over pipelines, and the loss scaler. Called before the first step.
 
-        `shared` maps other names of shared parameters to the first ones.
+        `shared` maps the other names of shared parameters to their first names.
         """
         self.replica, self.scaler = replica, scaler
         self.ready: ReadyGradients | None = None  # None: all gradients are averaged after the last backward
@@ -113,7 +115,7 @@ class Stages:
         self.at, self.of_all = (step, shard.virtual_rank), None
         if batch.weight != 1.0:
             self.of_all = round(batch.samples * self.world.data_ranks / batch.weight) if batch.samples else math.inf
-        on_cpu = self.world.device.type == "cpu"  # on a GPU, the host's times are not those of the device
+        on_cpu = self.world.device.type == "cpu"  # on a GPU, the pipeline's times are the host's
         with self._averaging():
             self.pipeline.step(batch.inputs, batch.targets)
             if on_cpu:
@@ -125,7 +127,7 @@ class Stages:
 
     @contextmanager
     def _averaging(self) -> Iterator[None]:
-        """A context for running a batch through the pipeline; it ends by averaging gradients over pipelines."""
+        """Run a batch through the pipeline in this context. Afterwards the gradients are averaged over pipelines."""
         wrapper = self.replica.wrapper
         if not isinstance(wrapper, Reduced):
             yield
@@ -141,7 +143,10 @@ class Stages:
         loss = self.scaler.scaled(self.loss_of(logits, targets))
         if self.of_all is None:
             return loss
-        weighed: Tensor = _Weighed.apply(loss, len(targets) * self.world.data_ranks / self.of_all)  # type: ignore[no-untyped-call]
+        samples: float = len(targets)
+        if self.pipeline.tokens:
+            samples *= targets.shape[1] / sum(self.pipeline.tokens)  # a slice counts in proportion to its length
+        weighed: Tensor = _Weighed.apply(loss, samples * self.world.data_ranks / self.of_all)  # type: ignore[no-untyped-call]
         return weighed
 
     def _seed_of(self, microbatch: int, layer: int) -> int:
@@ -158,7 +163,7 @@ class Stages:
         """Do nothing: later steps do not depend on the first."""
 
     def exchange(self, own: Mapping[str, Tensor], pieces: Iterable[Piece]) -> dict[str, Tensor]:
-        """Return the tensors of all ranks of the pipeline; each rank passes its own: a collective."""
+        """Exchange tensors between the ranks of the pipeline, and return those of all ranks: a collective."""
         found = {}
         for piece in pieces:
             name = piece.name.removeprefix(MODEL)
@@ -172,8 +177,8 @@ class Stages:
         return found
 
 
-def in_autocast(model: Stack, numerics: Numerics) -> None:
-    """Apply autocast to every layer separately, because a pipeline runs backwards between forwards."""
+def in_autocast(model: LayerStack, numerics: Numerics) -> None:
+    """Apply autocast to each forward of a layer; the pipeline's backwards in between must run without autocast."""
     if numerics.autocast is None:
         return
     for layer in model:
@@ -195,7 +200,7 @@ def phase_of(step: Step) -> Phase:
 
 
 class _Weighed(torch.autograd.Function):
-    """The identity on a loss; its gradient is weighted by the samples of all pipelines instead of this one."""
+    """A function that returns a loss unchanged. Its backward replaces the gradient of the loss by `weight`."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weight: float) -> Tensor:

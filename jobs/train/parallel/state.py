@@ -1,7 +1,7 @@
 """The state of a model and its optimizer on one rank, as parts of named tensors.
 
 Names are "model/<name>" and "optimizer/<parameter name>/<key>", as in the whole model. So a checkpoint has the same
-tensors for any number of ranks in any mode, only in other pieces.
+tensors for any number of ranks in any mode; only the pieces differ.
 
     whole on several ranks      dealt: every rank writes a flat range of all bytes, and reads everything
     sharded (ZeRO, fsdp)        block1.up (4, 6)    rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece, whole
 from muster.jobs.tensors.modules import persistent_buffers, room_for
-from muster.jobs.tensors.parts import DTYPES, Part, deal, range_piece, whole_part
+from muster.jobs.tensors.parts import DTYPES, TensorPart, deal, range_piece, whole_part
 from muster.jobs.train.parallel.replica import Replica
 from muster.jobs.world.world import World
-from muster.zero.flat import Held
+from muster.zero.flat import ParameterRange
 
 if TYPE_CHECKING:
     from muster.jobs.train.parallel.layers import Parts
@@ -33,7 +33,7 @@ OPTIMIZER: Final = "optimizer/"
 
 
 class Forms:
-    """A model's names, dtypes and shapes, recorded before it is sharded or cut, when each rank still has all of it."""
+    """The names, dtypes and shapes of a model's tensors, recorded while each rank still has the whole model."""
 
     def __init__(self, module: nn.Module) -> None:
         self.pieces = {
@@ -48,7 +48,7 @@ class Forms:
 
 
 class ModelState:
-    """The parts that one rank saves and loads. `more` are further tensors, equal on all ranks.
+    """The parts that one rank saves and loads. `more` has additional tensors, equal on all ranks.
 
     Listing a thousand tensors takes longer than copying a small model, and would stall every save. So the list is
     rebuilt only after the optimizer has created state.
@@ -67,11 +67,11 @@ class ModelState:
         self.model = parts
         self.more = more
         self.leads = world.pipe_rank == 0  # the first stage's ranks save `more`
-        self.aliases = parts.whole.aliases  # such tensors are saved by the stage with the first name
-        self._parts: list[Part] = []
+        self.aliases = parts.whole.aliases  # a shared parameter is saved by the stage that has its first name
+        self._parts: list[TensorPart] = []
         self._listed: list[object] | None = None  # the optimizer's tensors at the time of the listing
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TensorPart]:
         """List the parts that this rank saves. Together, the ranks save each part once.
 
         The list stays the same object until the optimizer creates new state. Data rank 0 saves the buffers.
@@ -84,10 +84,8 @@ class ModelState:
             self._listed = now if stays else None
         return self._parts
 
-    def _saved(self) -> tuple[list[Part], bool]:
-        """List the parts of its own layers that this rank saves, and whether the list stays valid until state is
-        created.
-        """
+    def _saved(self) -> tuple[list[TensorPart], bool]:
+        """List the parts of its layers that this rank saves, and whether the list is valid until state is created."""
         module, rank, ranks = self.replica.module, self.replica.world.rank, self.replica.world.size
         own = [*buffer_parts(module), *(self._more() if self.leads else ())]
         ranges = self.replica.ranges(self.optimizer)
@@ -99,11 +97,11 @@ class ModelState:
         # A range of a tensor that is not row-major is a copy, which would be stale after the next step.
         return deal(own, shared, rank=rank, ranks=ranks), all(part.tensor.is_contiguous() for part in shared)
 
-    def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
+    def wanted(self, stored: Mapping[str, Piece]) -> list[TensorPart]:
         """List the parts of a checkpoint that this rank loads, to be filled in place.
 
         Raises:
-            RefusedError: on every rank, if the checkpoint is of another model.
+            RefusedError: on every rank, if the checkpoint belongs to another model.
         """
         forms = self.model.whole
         model = [*forms.pieces.values(), *forms.buffers]
@@ -117,7 +115,7 @@ class ModelState:
             require_same_form(piece, stored[piece.name])
         return parts
 
-    def _read(self, stored: Mapping[str, Piece]) -> list[Part]:
+    def _read(self, stored: Mapping[str, Piece]) -> list[TensorPart]:
         """List the parameters of this rank's layers and the stored optimizer state, under this rank's names."""
         module, ranges = self.replica.module, self.replica.ranges(self.optimizer)
         if ranges is not None:
@@ -130,47 +128,47 @@ class ModelState:
         }
         return [*parameter_parts(module), *stored_optimizer(module, self.optimizer, own)]
 
-    def _named(self, part: Part) -> Part:
+    def _named(self, part: TensorPart) -> TensorPart:
         """Rename a part to its name in the whole model."""
         first = self.aliases.get(parameter_of(part.piece.name))
         return (
             part if first is None else replace(part, piece=replace(part.piece, name=named_as(part.piece.name, first)))
         )
 
-    def _more(self) -> list[Part]:
+    def _more(self) -> list[TensorPart]:
         return [whole_part(name, tensor) for name, tensor in self.more.items()]
 
 
 def parameter_of(name: str) -> str:
-    """Return the parameter or buffer of a stored name."""
+    """Return the name of the parameter or buffer in a stored name."""
     if name.startswith(OPTIMIZER):
         return name.removeprefix(OPTIMIZER).rpartition("/")[0]
     return name.removeprefix(MODEL)
 
 
 def named_as(name: str, parameter: str) -> str:
-    """Replace the parameter in a stored name."""
+    """Replace the parameter's name in a stored name."""
     return f"{OPTIMIZER}{parameter}/{name.rpartition('/')[2]}" if name.startswith(OPTIMIZER) else MODEL + parameter
 
 
-def part_of(held: Held) -> Part:
-    """Return a range that a rank holds as a part of a logical tensor."""
+def part_of(held: ParameterRange) -> TensorPart:
+    """Convert a range on this rank to a part of a named tensor."""
     name = MODEL + held.name if held.key is None else f"{OPTIMIZER}{held.name}/{held.key}"
     piece = range_piece(name, held.tensor.dtype, held.shape, held.start, held.stop)
-    return Part(piece, held.tensor.detach().view(piece.extent))
+    return TensorPart(piece, held.tensor.detach().view(piece.extent))
 
 
-def buffer_parts(module: nn.Module) -> list[Part]:
-    """List the persistent buffers in the model's order; a shared one once."""
+def buffer_parts(module: nn.Module) -> list[TensorPart]:
+    """List the persistent buffers in the model's order, shared ones once."""
     return [whole_part(MODEL + name, buffer) for name, buffer in persistent_buffers(module)]
 
 
-def parameter_parts(module: nn.Module) -> list[Part]:
-    """List the parameters, including frozen ones, in the model's order; a shared one once."""
+def parameter_parts(module: nn.Module) -> list[TensorPart]:
+    """List the parameters, including frozen ones, in the model's order, shared ones once."""
     return [whole_part(MODEL + name, parameter) for name, parameter in module.named_parameters()]
 
 
-def optimizer_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
+def optimizer_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[TensorPart]:
     """List the tensors of the optimizer's state. Before the first step there may be none."""
     return [
         whole_part(f"{OPTIMIZER}{name}/{key}", value)
@@ -180,8 +178,10 @@ def optimizer_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
     ]
 
 
-def stored_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Piece]) -> list[Part]:
-    """List stored optimizer state. Missing tensors are created empty, as the first step would create them."""
+def stored_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Piece]
+) -> list[TensorPart]:
+    """List the optimizer's tensors that match stored ones. Create missing ones as the first step would."""
     options = {id(each): group for group in optimizer.param_groups for each in group["params"]}
     by_name = dict(module.named_parameters())
     parts = []
@@ -198,33 +198,38 @@ def require_same_names(wanted: Iterable[str], stored: Mapping[str, Piece]) -> No
     """Compare the names of a model's parameters and buffers with the stored ones.
 
     Raises:
-        RefusedError: if they differ.
+        RefusedError: if the names differ.
     """
     if other := sorted({name for name in stored if name.startswith(MODEL)} ^ set(wanted)):
         side = "only in the checkpoint" if other[0] in stored else "not in the checkpoint"
-        raise RefusedError(f"the checkpoint is of another model: {other[0].removeprefix(MODEL)} is {side}; check model")
+        raise RefusedError(
+            f"the checkpoint is of another model: {other[0].removeprefix(MODEL)} is {side}; check train.model"
+        )
 
 
 def require_trained(stored: Iterable[str], trained: Container[str]) -> None:
     """Check that stored optimizer state belongs to parameters that this model trains.
 
     Raises:
-        RefusedError: if some of it does not.
+        RefusedError: if some state belongs to a parameter that this model does not train.
     """
     for name in stored:
         if name.startswith(OPTIMIZER) and parameter_of(name) not in trained:
             of = f"{name.rpartition('/')[2]} of {parameter_of(name)}"
-            raise RefusedError(f"the checkpoint is of another model: it has {of}; check model")
+            raise RefusedError(
+                f"the checkpoint is of another model: it has {of}, but this job does not train that parameter; "
+                "check train.model"
+            )
 
 
 def require_same_form(wanted: Piece, found: Piece) -> None:
     """Compare a tensor's dtype and shape with the stored one's.
 
     Raises:
-        RefusedError: if they differ.
+        RefusedError: if the dtypes or shapes differ.
     """
     if (wanted.dtype, wanted.shape) != (found.dtype, found.shape):
         raise RefusedError(
-            f"the checkpoint is of another model: {wanted.name} is {found.dtype} {list(found.shape)} there, "
-            f"{wanted.dtype} {list(wanted.shape)} here; check model and precision"
+            f"the checkpoint is of another model: {wanted.name} is {found.dtype} {list(found.shape)} there, but "
+            f"{wanted.dtype} {list(wanted.shape)} in this job; check model and precision"
         )

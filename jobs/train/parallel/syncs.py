@@ -1,4 +1,4 @@
-"""How ranks with the same layers average gradients: one row for every `sync` of `jobs/spec/modes.py`."""
+"""The ways in which ranks with the same layers average gradients: one row for every `sync` of `jobs/spec/modes.py`."""
 
 import inspect
 from collections.abc import Callable
@@ -12,13 +12,14 @@ from muster.ddp import AllReduce, BucketedDDP, FlatAllReduce, GatherScatter, Ove
 from muster.ddp.base import DataParallel, broadcast
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.modes import Parallel, Sync
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.units import units_of
+from muster.jobs.train.parallel.asynchronous import AsynchronousReplica
 from muster.jobs.train.parallel.fsdp import FsdpReplica
 from muster.jobs.train.parallel.replica import LateReplica, OverlappedReplica, Replica, TorchReplica, WrappedReplica
 from muster.jobs.train.parallel.sharded import LayerwiseReplica, ShardedReplica
 from muster.jobs.train.parallel.state import Forms
-from muster.jobs.train.profiling.clock import Clock
+from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from muster.zero.layerwise import Layerwise
@@ -36,27 +37,26 @@ def replica_of(
     module: nn.Module,
     forms: Forms,
     world: World,
-    clock: Clock,
+    clock: StepMarks,
     settings: "TrainSettings",
     *,
     in_pipeline: bool,
 ) -> Replica:
-    """Build the replica of layers whose gradients are averaged over `world`, the ranks with the same layers: a
-    collective.
+    """Build the replica of this rank's layers: a collective of `world`, the ranks with the same layers.
 
-    In a pipeline the stages run the layers, and decide when gradients may be averaged.
+    In a pipeline, the stages run the layers and decide when gradients may be averaged.
 
     Raises:
-        RefusedError: if several ranks have sync none.
+        RefusedError: if sync is none but several ranks have the same layers.
     """
     if sync == "none" and world.size > 1:
         raise RefusedError(f"train.parallel: sync none runs on one rank, but this job has {world.size}; set a sync")
-    if sync == "none":
+    if sync in ("none", "data_parallel"):
         return Replica(module, world, clock)
     if sync == "fsdp":
         return FsdpReplica(module, forms, world, clock, settings)
     if sync == "sharded" and settings.layerwise and settings.zero == 3:
-        assert isinstance(module, Stack)
+        assert isinstance(module, LayerStack)
         return LayerwiseReplica(Layerwise(module, world.group, loss=module.run_loss), world, clock)
     wrap, kind = SYNCS[sync]
     wrapper = wrap(module, world, settings)
@@ -74,10 +74,10 @@ def _bucketed(module: nn.Module, world: World, settings: "TrainSettings") -> Buc
 
 
 def _torch_ddp(module: nn.Module, world: World, settings: "TrainSettings") -> DistributedDataParallel:
-    # torch 2.13 renamed the switch and warns about the old name.
+    # torch 2.13 renamed the option `broadcast_buffers` and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    broadcast(list(module.buffers()), world.group)  # with the old name the wrapper does not broadcast buffers
+    broadcast(list(module.buffers()), world.group)  # the old option also turns off the first broadcast
     buffers: dict[str, Any] = {switch: False}
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(
@@ -93,7 +93,8 @@ def _sharded(module: nn.Module, world: World, settings: "TrainSettings") -> Shar
         stage=settings.zero,
         units=None if settings.is_pipeline else units_of(module, settings.model),
         bucket_size_mb=settings.bucket_size_mb,
-        accumulate="local" if settings.is_pipeline else settings.accumulate,  # a resume may leave an unused value
+        # A resumed job may contain an `accumulate` that pipelines do not use.
+        accumulate="local" if settings.is_pipeline else settings.accumulate,
         reshard_after_forward=settings.reshard_after_forward,
         **options(settings),
     )
@@ -107,6 +108,7 @@ SYNCS: Final[dict[Sync, tuple[Wrap, Callable[..., Replica]]]] = {
     "bucketed": (_bucketed, OverlappedReplica),
     "ddp": (_torch_ddp, TorchReplica),
     "sharded": (_sharded, ShardedReplica),
+    "asynchronous": (lambda module, world, settings: module, AsynchronousReplica),
 }
 
 
@@ -116,10 +118,10 @@ def options(settings: "TrainSettings") -> dict[str, Any]:
 
 
 def communication_dtype(settings: "TrainSettings") -> torch.dtype | None:
-    """Return the dtype in which gradients are sent; None: their own."""
+    """Return the dtype in which gradients are sent; None means their own."""
     return None if settings.communication_dtype is None else SENT_AS[settings.communication_dtype]
 
 
 def needs_group(split: Parallel) -> bool:
-    """Return True if a job of this split needs a process group."""
-    return split.sync != "none" or bool(split.schedule) or split.world_size > 1
+    """Return True if a job with this split needs a process group."""
+    return split.sync not in ("none", "data_parallel") or bool(split.schedule) or split.world_size > 1

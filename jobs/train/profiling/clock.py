@@ -1,11 +1,11 @@
-"""Where a step's time goes: marks between phases, turned into seconds only when somebody asks.
+"""Measure the time of each phase of a step. Marks separate the phases; they are converted to seconds at log points.
 
     start ─ data ─ forward ─ backward ─ communication ─ optimizer ─ stop        repeated by micro-batches
 
-On a CPU a mark is a clock reading. On CUDA it is an event in the stream, so that a mark costs no synchronization;
-the seconds are read at log points. `communication` is the exposed wait: what the backward did not hide. A step that is
-replayed from a CUDA graph has one phase, `replay`, in place of the four after `data`: there are no marks inside. Of a
-pipeline on CUDA all work and waits of its stages are `backward`; `muster timeline` has them apart.
+On a CPU a mark is a clock reading. On CUDA it is an event in the stream, so that it needs no synchronization.
+`communication` is the time that computation waits for communication. A step that is replayed from a CUDA graph cannot
+be marked inside, so one phase, `replay`, replaces the four after `data`. In a pipeline on CUDA, all computation and
+waits of the stages count as `backward`; `muster timeline` shows them separately.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,17 +23,17 @@ PHASES: Final[tuple[Phase, ...]] = ("data", "forward", "backward", "communicatio
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step, in all and by phase."""
+    """Seconds of one step, in total and by phase."""
 
     step_s: float
     phases: dict[Phase, float]
 
     def row(self) -> dict[str, float]:
-        """Spell the times as columns of a metrics row."""
+        """Return the times as columns of a metrics row."""
         return {"step_s": self.step_s, **{f"{phase}_s": seconds for phase, seconds in self.phases.items()}}
 
 
-class Clock:
+class StepMarks:
     """Marks of the steps since the last `take`."""
 
     def __init__(self, mark: Callable[[], Any], seconds: Callable[[Any, Any], float]) -> None:
@@ -42,7 +42,7 @@ class Clock:
         self._steps: list[list[tuple[Phase, Any]]] = []
         self._laps: list[tuple[Phase, Any]] = []
         self._muted = False
-        self.listener: Callable[[str], None] | None = None  # is told of every mark, while steps are recorded
+        self.listener: Callable[[str], None] | None = None  # called at every mark while the profiler records
 
     def start(self) -> None:
         """Begin a step."""
@@ -51,7 +51,7 @@ class Clock:
             self.listener("start")
 
     def lap(self, phase: Phase) -> None:
-        """Say that the time since the mark before belongs to `phase`."""
+        """Set a mark at the end of a phase, which began at the previous mark."""
         if self._muted:
             return
         self._laps.append((phase, self._mark()))
@@ -59,16 +59,16 @@ class Clock:
             self.listener(phase)
 
     def laps_at(self, ends: Iterable[tuple[Phase, float]]) -> None:
-        """Say what the time since the mark before belonged to, piece by piece: until when each lasted.
+        """Set marks at times in the past, each with the phase that ended then. Works only on CPUs.
 
-        By `time.monotonic()`, which on Linux is what `time.perf_counter()` reads: for clocks of CPUs.
+        The times are from `time.monotonic()`, which on Linux reads the same clock as `time.perf_counter()`.
         """
         if not self._muted:
             self._laps += ends
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Within it nobody marks: what is recorded is not what happens now."""
+        """Ignore marks within this context, whose work is not part of a timed step."""
         self._muted = True
         try:
             yield
@@ -87,18 +87,18 @@ class Clock:
         return self._laps
 
     def mark(self) -> Any:
-        """Make a mark that belongs to no phase."""
+        """Return a mark that belongs to no phase."""
         return self._mark()
 
     def moments(self, marks: Iterable[Any]) -> list[float]:
-        """Return when marks were made, in seconds of this process's `time.monotonic()`; on CUDA this waits for them."""
+        """Return the times of marks, in seconds of this process's `time.monotonic()`. On CUDA this waits for them."""
         anchor = self._mark()
-        self._seconds(anchor, anchor)  # an event is reached
+        self._seconds(anchor, anchor)  # waits until the device reaches the anchor
         now = perf_counter()
         return [now - self._seconds(each, anchor) for each in marks]
 
     def take(self) -> list[StepTimes]:
-        """Return the times of all steps since the last call, oldest first; on CUDA this waits for the last of them."""
+        """Return the times of all steps since the last call, oldest first. On CUDA this waits for the last step."""
         steps, self._steps = self._steps, []
         return [self._resolve(laps) for laps in steps]
 
@@ -109,9 +109,9 @@ class Clock:
         return StepTimes(self._seconds(laps[0][1], laps[-1][1]), phases)
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> StepMarks:
     """Return the clock of a device."""
-    return Clock(_event, _event_seconds) if device.type == "cuda" else Clock(perf_counter, _difference)
+    return StepMarks(_event, _event_seconds) if device.type == "cuda" else StepMarks(perf_counter, _difference)
 
 
 def _difference(before: float, after: float) -> float:

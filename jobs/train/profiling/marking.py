@@ -1,7 +1,7 @@
-"""Marks in the trace which module runs, while steps are recorded: a range around every forward.
+"""Mark modules in the profiler's trace: while steps are recorded, every forward of a module is a named range.
 
-The hooks are those of all modules of the process, so that a loss that is a module is marked as well, and no module of
-the model is changed. A range says the kind of its module, which is that of the innermost module that has one.
+The hooks are global, so the model's modules stay unchanged, and a loss that is a module is marked, too. The name of a
+range begins with the kind of its module (attention, norm, ...). A module without a kind of its own has its parent's.
 """
 
 import re
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.engine import Engine
 
-_CLASSES: Final = (  # the first row that fits, of classes, then of names
+_CLASSES: Final = (  # patterns for class names; the first match counts, and classes come before names
     ("norm", r"(Layer|RMS|Batch|Group|Instance)Norm|^RMSNorm"),
     ("convolution", r"Conv(Transpose)?\d?d"),
     ("pooling", r"Pool\d?d"),
@@ -38,22 +38,22 @@ _NAMES: Final = (
     ("head", r"head$|^classifier$|^unembed"),
     ("embedding", r"embed|^wte$|^wpe$"),
 )
-COMPILED: Final = "kinds of modules are not known: train.compile merges operators of several modules into one kernel"
-REPLAYED: Final = "kinds of modules are not known: train.cuda_graph replays steps without calling modules"
+COMPILED: Final = "module kinds are unknown: train.compile merges operators of several modules into one kernel"
+REPLAYED: Final = "module kinds are unknown: train.cuda_graph replays steps without calling modules"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model whose steps are recorded, and the tensors that its training holds."""
+    """The profiled model, and a function that lists its parameters, gradients, optimizer state and buffers."""
 
     module: nn.Module
     held: Callable[[], Held]
-    has_last: bool  # layer of the model: a stage of a pipeline may not
-    note: str = ""  # why modules cannot be marked
+    has_last: bool  # whether this rank has the model's last layer; in a pipeline only the last stage does
+    note: str = ""  # the reason if modules cannot be marked
 
 
 def subject_of(engine: "Engine", settings: "TrainSettings") -> Subject:
-    """Return what a rank records of its training."""
+    """Return the subject of this rank's profile."""
     last = next(reversed(engine.model.whole.pieces), None)
     has_last = engine.stages is None or last in dict(engine.module.named_parameters())
     note = COMPILED if settings.compile else REPLAYED if settings.cuda_graph else ""
@@ -61,14 +61,14 @@ def subject_of(engine: "Engine", settings: "TrainSettings") -> Subject:
 
 
 class _Open(threading.local):
-    """The ranges that a thread is in: on a GPU, the backward of a checkpointed block runs forward on another thread."""
+    """The open ranges of a thread. On a GPU, the forward of a checkpointed block is repeated on another thread."""
 
     def __init__(self) -> None:
         self.ranges: list[record_function] = []
 
 
 class Marks:
-    """The ranges around the forwards of modules, from `start` to `stop`."""
+    """Hooks that put a range around every forward of a module, from `start` to `stop`."""
 
     def __init__(self, subject: Subject) -> None:
         self._texts = texts_of(subject.module, has_last=subject.has_last)
@@ -76,14 +76,14 @@ class Marks:
         self._hooks: list[RemovableHandle] = []
 
     def start(self) -> None:
-        """Mark forwards from here on."""
+        """Register the hooks."""
         self._hooks = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
         ]
 
     def stop(self) -> None:
-        """Mark no more; harmless if nothing is marked."""
+        """Remove the hooks, if they are registered."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -99,10 +99,10 @@ class Marks:
 
 
 def texts_of(model: nn.Module, *, has_last: bool) -> dict[nn.Module, str]:
-    """Return the text of the range of each module of a model: its kind and its name.
+    """Return the name of each module's range: the module's kind and name.
 
-    A module without a kind of its own has that of the module around it. The last linear layer is the head, unless it
-    is part of something else.
+    A module without a kind of its own has that of its parent. The last linear layer is the head, unless its parent has
+    another kind.
     """
     kinds: dict[str, str] = {}
     last = ""
@@ -118,12 +118,12 @@ def texts_of(model: nn.Module, *, has_last: bool) -> dict[nn.Module, str]:
 
 
 def text_of(kind: str | None, name: str) -> str:
-    """Spell the range of a module."""
+    """Return the name of a module's range."""
     return f"{MODULE}{kind or OTHER} {name}"
 
 
 def own_kind(module: nn.Module, name: str) -> str | None:
-    """Return the kind that a module's class or name tells, None if neither does."""
+    """Return the kind that matches a module's class, or else its name; None if neither matches a pattern."""
     classes = (kind for kind, pattern in _CLASSES if re.search(pattern, type(module).__name__))
     names = (kind for kind, pattern in _NAMES if re.search(pattern, name.lower()))
     return next(classes, None) or next(names, None)

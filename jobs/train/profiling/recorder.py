@@ -1,10 +1,10 @@
-"""Records a few steps of one rank with PyTorch's profiler, and has them written down. Off, it is one attribute read.
+"""Record a few steps of one rank with PyTorch's profiler, and write the profile. If off, this costs one attribute read.
 
     steps   1 2 3 4   5         6 7 8      9
-            .         prepare   record     writes down what it has, and is off from here on
+            .         warm up   record     the profile is written after step 8, then the profiler is off
 
-The profiler learns of steps and phases from the training's clock, which tells its marks while steps are recorded.
-What goes wrong here is said and never ends a training.
+While steps are recorded, the training's clock passes its marks to the profiler, so that the trace has steps and phases.
+Errors of the profiler are reported but never end training.
 """
 
 import os
@@ -24,10 +24,10 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.trace.events import MARK, START
 from muster.jobs.trace.memory import HeldStorage
 from muster.jobs.trace.record import numbers
-from muster.jobs.trace.window import Window, window_of
-from muster.jobs.train.profiling.clock import Clock
+from muster.jobs.trace.window import ProfileWindow, window_of
+from muster.jobs.train.profiling.clock import StepMarks
 from muster.jobs.train.profiling.marking import Marks, Subject
-from muster.jobs.train.profiling.memory import History, Quiet, listed
+from muster.jobs.train.profiling.memory import AllocatorHistory, QuietLog, listed
 from muster.jobs.train.profiling.writing import write_profile
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class NotProfiling:
-    """Records nothing."""
+    """A profiler that is off. It defines the interface of `ProfileRecorder`."""
 
-    word: str | None = None  # of the step under way: what the metrics say of it
+    word: str | None = None  # the `profile` column in the metrics of the current step
 
     def __enter__(self) -> "Self":
         return self
@@ -50,27 +50,27 @@ class NotProfiling:
         return
 
     def step_done(self, done: int) -> None:
-        """Hear that `done` steps are done."""
+        """Handle the end of a step; `done` steps are completed."""
 
     @property
     def summary(self) -> str | None:
-        """What is said at the end of a run."""
+        """The line to print at the end of a run, or None."""
         return None
 
 
-QUIET: Final = ("KINETO_LOG_LEVEL", "6")  # else it writes two lines of its own to standard error
+QUIET: Final = ("KINETO_LOG_LEVEL", "6")  # without it, Kineto writes two lines to standard error
 NOT_PROFILING: Final = NotProfiling()
 WARM_UP, RECORDED, WRITTEN = "warm-up", "recorded", "written"
 
 
-class Recorder(NotProfiling):
-    """Records the steps of a window."""
+class ProfileRecorder(NotProfiling):
+    """A profiler that records the steps of a window."""
 
     def __init__(
         self,
         settings: "ProfileSettings",
         folder: ProfileDir,
-        clock: Clock,
+        clock: StepMarks,
         device: torch.device,
         facts: Mapping[str, Any],
         *,
@@ -87,11 +87,11 @@ class Recorder(NotProfiling):
             self.facts["modules_note"] = subject.note
         self.subject = subject
         self.marks: Marks | None = None
-        self.quiet = Quiet()
+        self.quiet = QuietLog()
         self.before: list[HeldStorage] = []
-        self.window: Window = window_of(settings, done=done, steps=steps)
+        self.window: ProfileWindow = window_of(settings, done=done, steps=steps)
         self.done = done
-        self.history = History(device) if device.type == "cuda" and settings.memory else None
+        self.history = AllocatorHistory(device) if device.type == "cuda" and settings.memory else None
         self.profiler: profile | None = None
         self.record: dict[str, Any] | None = None
         self.said = self.window.note
@@ -110,14 +110,14 @@ class Recorder(NotProfiling):
         self._drop()
 
     def step_done(self, done: int) -> None:
-        """Go on to what comes with the next step: nothing, a warm-up, a recorded step, or the end of the recording."""
+        """Prepare for the next step: nothing, a warm-up, a recorded step, or the end of the recording."""
         self.done = done
         if self.word is not None or done + 1 >= self.window.first - 1:
             self._guarded(self._move_on)
 
     @property
     def summary(self) -> str | None:
-        """Say where the profile lies and what it comes to; or why there is none."""
+        """The line to print at the end of a run: the profile's path, or why there is no profile."""
         return self.said or None
 
     def _move_on(self) -> None:
@@ -132,7 +132,7 @@ class Recorder(NotProfiling):
             self.profiler.step()
         recording = self.profiler is not None and following >= self.window.first
         if recording and following == self.window.first:
-            self._look()
+            self._start_marking()
         self.word = None if self.profiler is None else RECORDED if recording else WARM_UP
         self.clock.listener = self._mark if recording else None
 
@@ -156,8 +156,8 @@ class Recorder(NotProfiling):
             self.history.start()
         self.profiler.start()
 
-    def _look(self) -> None:
-        """Begin what is done for recorded steps only."""
+    def _start_marking(self) -> None:
+        """Start marking modules and listing memory, which only recorded steps need."""
         if not self.subject.note:
             self.marks = Marks(self.subject)
             self.marks.start()
@@ -165,8 +165,8 @@ class Recorder(NotProfiling):
             self.quiet.start()
             self.before = listed(self.subject.held())
 
-    def _look_away(self) -> None:
-        """End it; harmless if it has not begun."""
+    def _stop_marking(self) -> None:
+        """End what `_start_marking` started. Does nothing if not started."""
         if self.marks is not None:
             self.marks.stop()
         self.quiet.stop()
@@ -177,7 +177,7 @@ class Recorder(NotProfiling):
             pass
 
     def _finish(self) -> None:
-        """Stop, and write down what was recorded: other ranks may wait meanwhile, for longer than a step takes."""
+        """Stop recording and write the profile. This may take longer than a step, while other ranks wait."""
         profiler, self.profiler, self.clock.listener = self.profiler, None, None
         assert profiler is not None
         page.own.enter(Phase.SAVE)
@@ -187,44 +187,44 @@ class Recorder(NotProfiling):
             held = (self.before, listed(self.subject.held())) if self.settings.memory else ([], [])
             profiler.stop()
             self.record = write_profile(self.folder, profiler, self.history, held, self.device, self.facts)
-            self.said = "; ".join(filter(None, (self._said_of(self.record), self.window.note)))
+            self.said = "; ".join(filter(None, (self._summary_of(self.record), self.window.note)))
         finally:
-            self._look_away()
+            self._stop_marking()
             if self.history is not None:
                 self.history.stop()
             page.own.enter(Phase.RUN)
 
-    def _said_of(self, record: Mapping[str, Any]) -> str:
+    def _summary_of(self, record: Mapping[str, Any]) -> str:
         steps = numbers([step["step"] for step in record["steps"]])
         ratio = record["overlap"]
         hidden = "" if ratio is None else f", {ratio:.0%} of rank {record['rank']}'s communication hidden"
         shows = RunDir(self.folder.path.parent.parent).command("profile")
-        return f"profiled {steps}{hidden}: {self.folder.path.parent}/profile-*/; {shows} shows them"
+        return f"profiled {steps}{hidden}: {self.folder.path.parent}/profile-*/; to view: {shows}"
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Do something; where it fails, say so and go on without: a training is worth more than its profile."""
+        """Run `work`. If it fails, warn and stop profiling, so that training continues."""
         try:
             work()
         except Exception as failure:
             self._drop()
-            self.window = Window(self.done + 1, self.done)
+            self.window = ProfileWindow(self.done + 1, self.done)
             self.word, self.said = None, f"not profiled: {type(failure).__name__}: {failure}"
             with suppress(OSError):
                 print(f"muster: warning: rank {self.facts['rank']}: {self.said}", file=sys.stderr, flush=True)
 
     def _drop(self) -> None:
-        """Stop recording and forget what was recorded."""
+        """Stop recording and discard the recorded steps."""
         profiler, self.profiler, self.clock.listener = self.profiler, None, None
         with suppress(RuntimeError):
             if profiler is not None:
                 profiler.stop()
-        self._look_away()
+        self._stop_marking()
         if self.history is not None:
             self.history.stop()
 
 
 def prepare(settings: "ProfileSettings", *, cuda_graph: bool) -> None:
-    """Get a process ready before it records a CUDA graph: the profiler's library must be there earlier, and stay."""
+    """Load CUPTI before the process records a CUDA graph, and keep it loaded, so that replays can be profiled."""
     if settings.on and cuda_graph and torch.cuda.is_available():
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
         os.environ.setdefault("TEARDOWN_CUPTI", "0")

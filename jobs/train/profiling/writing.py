@@ -1,4 +1,4 @@
-"""Writes what a rank has recorded: the trace, and all that is read off it, in its folder of the attempt."""
+"""Write a rank's profile to its folder of the attempt: the trace, and the tables and flame graphs derived from it."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,21 +16,21 @@ from muster.jobs.trace.flame import data_of, device_flame, host_flame, render
 from muster.jobs.trace.memory import HeldStorage, memory_of
 from muster.jobs.trace.nesting import Nested, nest_trace
 from muster.jobs.trace.record import numbers, operators_csv, operators_text, record_of
-from muster.jobs.train.profiling.memory import History, peaks
+from muster.jobs.train.profiling.memory import AllocatorHistory, peaks
 
 
 def write_profile(
     folder: ProfileDir,
     profiler: profile,
-    history: History | None,
+    history: AllocatorHistory | None,
     held: tuple[list[HeldStorage], list[HeldStorage]],
     device: torch.device,
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write a rank's profile; return its record. `held` is the training's state before the recorded steps and after.
+    """Write a rank's profile; return its record. `held` lists the state's storages before and after the recorded steps.
 
     Raises:
-        RunFolderError, StorageError: the folder cannot be written.
+        RunFolderError, StorageError: if the folder cannot be written.
     """
     try:
         with suppress(FileExistsError):
@@ -54,7 +54,7 @@ def write_profile(
 
 
 def exported(folder: ProfileDir, profiler: profile) -> dict[str, Any]:
-    """Return the profiler's trace as it exports it."""
+    """Return the Chrome trace that the profiler exports."""
     try:
         profiler.export_chrome_trace(str(folder.raw_trace))
         return read_document(folder.raw_trace)
@@ -63,12 +63,12 @@ def exported(folder: ProfileDir, profiler: profile) -> dict[str, Any]:
 
 
 def write_flames(folder: ProfileDir, nested: Nested, record: Mapping[str, Any]) -> list[Path]:
-    """Write the flame graphs, as drawings and as data; return the paths."""
+    """Write the flame graphs, both as drawings and as data; return the paths."""
     what = f"rank {record['rank']}, {numbers([step['step'] for step in record['steps']])}"
     flames = [(host_flame(nested), folder.flame, folder.flame_data, "time of the host's threads")]
     if nested.trace.has_device:
         paths = folder.cuda_flame, folder.cuda_flame_data
-        flames.append((device_flame(nested), *paths, "time of CUDA kernels, by what launched them"))
+        flames.append((device_flame(nested), *paths, "time of CUDA kernels, by the code that launched them"))
     for root, drawing, data, title in flames:
         write_text(drawing, render(root, f"{what}: {title}"))
         write_json(data, data_of(root))

@@ -1,4 +1,4 @@
-"""The test bench as one rank's process sees it: the class, the other ranks, and the rows of the table."""
+"""The test bench for one probe on one rank: the user's class, the other ranks, and the rows of the result table."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,29 +24,29 @@ WORST_FIRST: Final = ("fails", "ok", "n/a")
 
 @dataclass
 class Bench:
-    """One probe of a class on one rank. `mark` says how far it is; it restarts the time after which it is stuck."""
+    """One probe of a class on one rank. `mark` records the current step and restarts the timeout for stuck code."""
 
     world: World
     user: UserClass
     settings: "TrainSettings"
     steps: int
     traffic: Traffic
-    control: dist.ProcessGroup  # for what the bench itself exchanges: the class has the default group to itself
+    control: dist.ProcessGroup  # for the bench's own exchanges; the default group is only for the user's class
     mark: Callable[[str], None]
     rows: list[Row] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """This rank's device."""
         return self.world.device
 
     def row(self, name: str, ok: bool | None, evidence: str) -> None:
-        """Add a row; None for a property that does not apply."""
+        """Add a row; `ok` is None for a property that does not apply."""
         state = "n/a" if ok is None else "ok" if ok else "fails"
         self.rows.append({"name": name, "state": state, "evidence": evidence})
 
     def judge(self, name: str, wrong: str, right: str) -> None:
-        """Add a row that fails if something is `wrong`; either text is the evidence."""
+        """Add a row that fails if `wrong` is not empty. Its evidence is `wrong`, or `right` if the row passes."""
         self.row(name, not wrong, wrong or right)
 
     def place(self, module: Module) -> Module:
@@ -62,14 +62,14 @@ class Bench:
         return [toys.batch(step, rank, self.device) for rank in range(self.world.size)]
 
     def everywhere(self, mine: Any) -> list[Any]:
-        """Return what every rank gives: a collective."""
+        """Gather a value from every rank: a collective."""
         gathered: list[Any] = [None] * self.world.size
         dist.all_gather_object(gathered, mine, group=self.control)
         return gathered
 
     @contextmanager
     def own_code(self, step: int, what: str = "step") -> Iterator[None]:
-        """Mark that the user's class is at work; leave when it is done on every rank, so that no two steps mix."""
+        """Mark the user's code as running. Afterwards wait for all ranks, so that steps do not overlap."""
         self.mark(f"{what} {step}")
         yield
         self.mark("")
@@ -77,7 +77,7 @@ class Bench:
 
 
 def gradients_alone(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
-    """Return the gradients of each batch by itself, by the names of the parameters; the module's own are cleared."""
+    """Return the gradients of each batch alone, by parameter name; clear the module's gradients."""
     found = []
     for inputs, targets in batches:
         module.zero_grad(set_to_none=True)
@@ -89,12 +89,12 @@ def gradients_alone(module: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> 
 
 
 def mean_of(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean over ranks of gradients by name."""
+    """Return the mean over ranks of each named gradient."""
     return {name: torch.stack([each[name] for each in gradients]).mean(0) for name in gradients[0]}
 
 
 def copy_into(module: nn.Module, reference: nn.Module) -> None:
-    """Copy all parameters and buffers of a reference into a module of the same names."""
+    """Copy all parameters and buffers of a reference into a module with the same names."""
     with torch.no_grad():
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         for name, tensor in [*reference.named_parameters(), *reference.named_buffers()]:
@@ -109,7 +109,7 @@ def finish(wrapped: Any) -> None:
 
 
 def merged(rows_of_ranks: list[list[Row]]) -> list[Row]:
-    """Make one row of each property of all ranks: it fails if it fails on one, with that rank's evidence."""
+    """Merge the rows of all ranks into one row per property. If a rank fails, the row fails with its evidence."""
     table: dict[str, Row] = {}
     for rank, rows in enumerate(rows_of_ranks):
         for row in rows:

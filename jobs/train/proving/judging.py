@@ -1,18 +1,18 @@
-"""Compare what a class computed with what it should have, and say in words what is wrong."""
+"""Compare the results of a class with the correct ones, and describe errors in words."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-TOLERANCE = 1e-5  # all is computed in float64, so rounding stays far below, and faults far above
+TOLERANCE = 1e-5  # in float64, rounding errors are far smaller than this, and faults far larger
 
 Tensors = Mapping[str, Tensor]
 
 
 @torch.no_grad()
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference, relative to the largest wanted value; infinite if the shapes differ."""
+    """Return the largest difference, relative to the largest expected value; infinite if the shapes differ."""
     if found.shape != wanted.shape:
         return float("inf")
     if found.numel() == 0:
@@ -27,7 +27,7 @@ def same(found: Tensor, wanted: Tensor) -> bool:
 
 
 def farthest(found: Tensors, wanted: Tensors) -> tuple[str, float]:
-    """Return the name of the tensor that is farthest from its wanted value, and how far."""
+    """Return the name of the tensor with the largest distance from its expected value, and this distance."""
     far = {name: distance(found[name], wanted[name]) if name in found else float("inf") for name in wanted}
     name = max(far, key=lambda each: far[each])
     return name, far[name]
@@ -46,9 +46,9 @@ def factor(found: Tensor, wanted: Tensor) -> float | None:
 
 
 def fault(found: Tensor | None, mean: Tensor, own: Sequence[Tensor], rank: int) -> str | None:
-    """Describe the error in a gradient that should be the mean over the ranks; None if it is right.
+    """Describe the error in a gradient that should be the mean over the ranks; return None if it is correct.
 
-    `own` has the gradient of each rank alone.
+    `own` has each rank's gradient before averaging.
     """
     if found is None:
         return "missing"
@@ -61,18 +61,18 @@ def fault(found: Tensor | None, mean: Tensor, own: Sequence[Tensor], rank: int) 
         return f"rank {others[0]}'s, not the mean"
     ratio = factor(found, mean)
     if ratio is None:
-        return f"off by {distance(found, mean):.1e} of its size"
+        return f"wrong, with a relative error of {distance(found, mean):.1e}"
     times = f"{ratio:.4g} times the mean"
     return f"the sum over the ranks, not the mean ({times})" if abs(ratio - len(own)) < 0.01 else times
 
 
 def few(names: Sequence[str]) -> str:
-    """Write the first three of some names."""
+    """Format the first three names, and the number of others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors on this rank, each storage once; of a DTensor those of its own part."""
+    """Return the bytes of tensors on this rank, each storage once. A DTensor counts as this rank's part of it."""
     storages = {}
     for each in tensors:
         storage = getattr(each, "_local_tensor", each).untyped_storage()
@@ -81,15 +81,15 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def kib(size: float) -> str:
-    """Write a number of bytes in KiB."""
+    """Format a number of bytes in KiB."""
     return f"{size / 1024:.4g} KiB"
 
 
 def half_way(world_size: int) -> float:
-    """Return the share of a whole above which something does not count as divided among ranks."""
+    """Return the limit for a rank's share of a whole that is divided among ranks: midway from an even share to all."""
     return (1.0 + 1.0 / world_size) / 2.0
 
 
 def share(found: int, whole: int, world_size: int) -> str:
-    """Write which share of a whole a rank has, and which one it should have."""
+    """Format the share of a whole that a rank has, and the share that it should have."""
     return f"{kib(found)} of {kib(whole)}, {found / whole:.2f} of the whole; divided evenly: {1 / world_size:.2f}"

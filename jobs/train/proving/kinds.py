@@ -1,4 +1,4 @@
-"""The four kinds of class that `muster verify --with` knows: how each is called, and how it is recognised."""
+"""The four kinds of classes that `muster verify --with` supports: the call, the methods and the detection of each."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ FULL: Final = "full_state_dict"
 
 @dataclass(frozen=True)
 class Kind:
-    """How to call classes of one kind, and the methods that they need."""
+    """A kind of class: the form of its call, and the methods that it needs."""
 
     name: str
     form: str
@@ -38,23 +38,23 @@ KINDS: Final = {
 
 @dataclass(frozen=True)
 class UserClass:
-    """A class as the user wrote it."""
+    """A user's class, its kind, and additional arguments for its call."""
 
     text: str  # FILE.py:NAME
     kind: Kind
     cls: Callable[..., Any]
-    args: Mapping[str, Any]  # of --args
+    args: Mapping[str, Any]  # from --args
 
     @property
     def takes_buckets(self) -> bool:
-        """True if it has a parameter for the size of buckets."""
+        """True if the class has a parameter for the bucket size."""
         return BUCKET in _parameters(self.cls)
 
     def build(self, *given: Any, **options: Any) -> Any:
         """Call the class.
 
         Raises:
-            RefusedError: if it takes other parameters, raises, or its instances lack a method.
+            RefusedError: if the class has other parameters or raises, or its instance lacks a method.
         """
         options = {**options, **self.args}
         try:
@@ -63,14 +63,14 @@ class UserClass:
         except TypeError as error:
             raise RefusedError(
                 f"{KEY}: {self.text} takes {signature}, but verify calls it as {self.kind.form}: {error}; "
-                "change it, give further parameters with --args '{...}', or another kind with --as"
+                "change the class, pass more parameters with --args '{...}', or choose another kind with --as"
             ) from error
         made = code.called(KEY, self.text, lambda: self.cls(*given, **options))
         lacking = [name for name in self.kind.methods if not callable(getattr(made, name, None))]
         if lacking:
             raise RefusedError(
-                f"{KEY}: {self.text} is taken as kind {self.kind.name}, {self.kind.form}, and has no {lacking[0]}; "
-                "add it, or give another kind with --as"
+                f"{KEY}: {self.text} is treated as kind {self.kind.name}, {self.kind.form}, but has no {lacking[0]}; "
+                "add it, or choose another kind with --as"
             )
         return made
 
@@ -79,7 +79,7 @@ def load_class(text: str, named: str | None, args: Mapping[str, Any], folder: Pa
     """Import a user's class and determine its kind.
 
     Raises:
-        RefusedError: if it cannot be imported, or is not callable.
+        RefusedError: if the class cannot be imported, or is not callable.
     """
     cls = code.load(KEY, text, folder)
     if not callable(cls):
@@ -99,5 +99,5 @@ def kind_of(cls: Callable[..., Any]) -> str:
 def _parameters(cls: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(cls).parameters
-    except (TypeError, ValueError):  # a class in compiled code: errors will show when it is called
+    except (TypeError, ValueError):  # a class in compiled code has no signature; a wrong call will raise
         return {}

@@ -1,4 +1,4 @@
-"""The probes of a sharded optimizer: each rank updates a part of the parameters, then all ranks get all of them."""
+"""Probes of a sharded optimizer: each rank updates a part of the parameters, then all ranks receive all parts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -12,13 +12,13 @@ from muster.jobs.train.proving.judging import few, half_way, kib, nbytes, same, 
 
 STEPS: Final = 3
 OPTIONS: Final = {"lr": 0.01, "weight_decay": 0.1}
-LATER: Final = 4  # number of layers that are added as a separate group
+LATER: Final = 4  # number of layers that are added later as a separate group
 
 Recorded = list[torch.optim.Optimizer]
 
 
 def recording(kind: type[torch.optim.Optimizer]) -> tuple[Callable[..., torch.optim.Optimizer], Recorded]:
-    """Return a class like `kind`, and the list that its instances are added to."""
+    """Return a subclass of `kind` that records its instances, and the list of recorded instances."""
     made: Recorded = []
 
     class Recording(kind):  # type: ignore[valid-type,misc]
@@ -31,7 +31,7 @@ def recording(kind: type[torch.optim.Optimizer]) -> tuple[Callable[..., torch.op
 
 
 def state_bytes(optimizers: Sequence[Any]) -> int:
-    """Return the bytes of the state of optimizers, each storage once; scalars such as `step` do not count."""
+    """Return the bytes of the state of optimizers, each storage once, without scalars such as `step`."""
     tensors = [
         each
         for optimizer in optimizers
@@ -43,7 +43,7 @@ def state_bytes(optimizers: Sequence[Any]) -> int:
 
 
 def steps(bench: Bench) -> None:
-    """Check values, state, gradients and collectives over a few steps of one group."""
+    """Check values, state, gradients and collectives over a few steps with one parameter group."""
     module, reference = (bench.place(toys.layers(0)) for _ in range(2))
     cls, made = recording(torch.optim.AdamW)
     plain = torch.optim.AdamW(reference.parameters(), **OPTIONS)  # type: ignore[arg-type]
@@ -66,12 +66,12 @@ def steps(bench: Bench) -> None:
     judge_state(bench, state_bytes([optimizer, *made]), state_bytes([plain]))
     starts = bench.traffic.starts()
     names = ", ".join(sorted({each.name for each in starts}))
-    said = f"{len(starts)} a step ({names or 'none seen'}), {kib(sum(each.size for each in starts))}"
+    said = f"{len(starts)} per step ({names or 'none seen'}), {kib(sum(each.size for each in starts))}"
     bench.row("collectives", True if starts else None, said)
 
 
 def give_gradients(bench: Bench, step: int, module: nn.Module, reference: nn.Module) -> None:
-    """Give both the same gradients: the mean over the ranks."""
+    """Set the gradients of both modules to the mean over the ranks."""
     mean = mean_of(gradients_alone(reference, bench.batches(step)))
     for each in (module, reference):
         for name, parameter in each.named_parameters():
@@ -79,7 +79,7 @@ def give_gradients(bench: Bench, step: int, module: nn.Module, reference: nn.Mod
 
 
 def wrong_values(bench: Bench, module: nn.Module, reference: nn.Module) -> dict[str, list[int]]:
-    """Return the ranks on which a parameter differs from the reference, by name; reset it to the reference's value."""
+    """Return, by name, the ranks with wrong values of a parameter; reset all parameters to the reference's values."""
     wanted = dict(reference.named_parameters())
     mine = [name for name, each in module.named_parameters() if not same(each, wanted[name])]
     with torch.no_grad():
@@ -96,29 +96,29 @@ def judge_values(bench: Bench, wrong: dict[str, list[int]]) -> None:
     """Check that every parameter is updated by some rank, and that all ranks then have its new value."""
     nowhere = [name for name, ranks in wrong.items() if len(ranks) == bench.world.size]
     apart = {name: ranks for name, ranks in wrong.items() if name not in nowhere}
-    said = f"{few(nowhere)} not as torch.optim.AdamW steps it, on any rank" if nowhere else "as torch.optim.AdamW"
-    bench.row("steps-as-plain", not nowhere, f"{said}, {STEPS} steps")
+    said = f"{few(nowhere)} differ from torch.optim.AdamW's on all ranks" if nowhere else "as with torch.optim.AdamW"
+    bench.row("steps-as-plain", not nowhere, f"{said}, in {STEPS} steps")
     if apart:
         name, ranks = next(iter(apart.items()))
-        said = f"{len(apart)} parameters are stepped on some ranks only; {name} is not on rank {ranks[0]}"
+        said = f"{len(apart)} parameters are correct only on some ranks; {name} is wrong on rank {ranks[0]}"
         bench.row("agree", False, said)
     elif nowhere:
         bench.row("agree", None, "some parameters are wrong on all ranks")
     else:
-        bench.row("agree", True, "all ranks have all parameters after every step")
+        bench.row("agree", True, "all ranks have all updated parameters after every step")
 
 
 def judge_state(bench: Bench, mine: int, whole: int) -> None:
     """Check that this rank keeps about its share of the optimizer's state."""
     total = sum(bench.everywhere(mine))
     if total == 0:
-        bench.row("state-sharded", None, "the instances of optimizer_cls have no state; was another class stepped?")
+        bench.row("state-sharded", None, "the instances of optimizer_cls have no state; let the class step them")
         return
     bench.row("state-sharded", mine <= half_way(bench.world.size) * whole, share(mine, whole, bench.world.size))
 
 
 def groups(bench: Bench) -> None:
-    """Check groups with different learning rates, and a group that is added between steps."""
+    """Check parameter groups with different learning rates, and a group that is added between steps."""
     module, reference = (bench.place(toys.layers(0)) for _ in range(2))
     plain = torch.optim.AdamW(parts_of(reference)[:2], **OPTIONS)  # type: ignore[arg-type]
     try:
@@ -136,7 +136,7 @@ def groups(bench: Bench) -> None:
             wrong |= wrong_values(bench, module, reference)
             module.zero_grad(set_to_none=True)
     except NotImplementedError as error:
-        bench.row("groups", None, f"the class refuses them: {error}")
+        bench.row("groups", None, f"the class refuses groups: {error}")
         return
     name, ranks = next(iter(wrong.items()), ("", []))
     said = f"{len(wrong)} parameters are wrong; {name} on ranks {ranks}"
@@ -144,7 +144,7 @@ def groups(bench: Bench) -> None:
 
 
 def parts_of(module: nn.Sequential) -> list[dict[str, Any]]:
-    """Return the parameters of a toy as three groups, one of them with another learning rate."""
+    """Return the parameters of a toy as three groups, of which the second has another learning rate."""
     children = list(module)
     cut = [children[:3], children[3:-LATER], children[-LATER:]]
     found: list[dict[str, Any]] = [{"params": [p for each in part for p in each.parameters()]} for part in cut]

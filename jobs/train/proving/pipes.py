@@ -1,4 +1,4 @@
-"""The probe of a pipeline class: which rank has which layers, who runs them in which order, and the gradients."""
+"""The probe of a pipeline class: the layers of each rank, the order in which it runs them, and the gradients."""
 
 import time
 from typing import Any, Final
@@ -12,13 +12,13 @@ from muster.jobs.train.proving.judging import distance, factor, few, kib, same
 
 MICRO_BATCHES: Final = 4
 SAMPLES: Final = 2 * toys.BATCH
-SLOW_S: Final = 0.01  # pause in each forward, so that forwards of stages that run in parallel overlap
+SLOW_S: Final = 0.01  # pause in each forward, so that parallel stages overlap in time
 
 Span = tuple[float, float]
 
 
-class Watched:
-    """The forwards and backwards of a pipeline's layers on this rank, in order, with their times."""
+class PipeWatch:
+    """A record of each forward and backward of a pipeline's layers on this rank, in order, with times."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         self.ran: list[str] = []
@@ -52,9 +52,9 @@ class Watched:
 
 
 def pipes(bench: Bench) -> None:
-    """Check one step of a pipeline of toys."""
+    """Check one step of a pipeline of toy layers."""
     layers, reference = (bench.place(toys.layers(0)) for _ in range(2))
-    named, watched = dict(layers.named_parameters()), Watched(layers)
+    named, watched = dict(layers.named_parameters()), PipeWatch(layers)
     inputs, targets = (
         torch.cat(each) for each in zip(*(toys.batch(step, 0, bench.device) for step in range(2)), strict=True)
     )
@@ -75,28 +75,28 @@ def pipes(bench: Bench) -> None:
     bench.row("collectives", True if starts else None, said if starts else "none passes through Python")
 
 
-def judge_division(bench: Bench, names: list[str], owned: list[str], watched: Watched) -> None:
-    """Check that every layer is on one rank, and run there only."""
+def judge_division(bench: Bench, names: list[str], owned: list[str], watched: PipeWatch) -> None:
+    """Check that every layer belongs to one rank, and runs only there."""
     owners = bench.everywhere(owned)
     counts = {name: sum(name in each for each in owners) for name in names}
     lost = [name for name, count in counts.items() if count == 0]
     double = [name for name, count in counts.items() if count > 1]
     said = f"{len(owned)} of {len(names)} parameters on this rank"
     if lost:
-        said = f"no rank has {few(lost)} in parameters(), which must be those of the layers given"
+        said = f"parameters() lacks {few(lost)} on all ranks; return the parameters of the rank's layers"
     elif double:
         said = f"{len(double)} of {len(names)} parameters are on several ranks: {few(double)}"
     bench.row("layers-divided", not (lost or double), said)
     own = {name.partition(".")[0] for name in owned}
     foreign = [name for name in watched.ran if name not in own]
-    said = f"it ran layers of other ranks: {few(foreign)}" if foreign else f"{len(watched.ran)} layers run on this rank"
+    said = f"ran layers of other ranks: {few(foreign)}" if foreign else f"{len(watched.ran)} layers run on this rank"
     bench.row("layers-run-once", None if lost or double else not foreign, said)
 
 
-def judge_order(bench: Bench, watched: Watched) -> None:
-    """Check the size of micro-batches, and that several are in flight at the same time."""
+def judge_order(bench: Bench, watched: PipeWatch) -> None:
+    """Check the size of micro-batches, and whether several are in flight at the same time."""
     size = SAMPLES // MICRO_BATCHES
-    said = f"forwards of {watched.sizes} samples of a batch of {SAMPLES}"
+    said = f"sizes of the micro-batches of a batch of {SAMPLES}: {watched.sizes}"
     bench.row("micro-batches-cut", set(watched.sizes) == {size} and len(watched.sizes) >= MICRO_BATCHES, said)
     ahead = [*watched.order, "B"].index("B")
     wanted = min(MICRO_BATCHES, bench.world.size - bench.world.rank)
@@ -104,17 +104,15 @@ def judge_order(bench: Bench, watched: Watched) -> None:
     offsets = [offset for _, offset in everybody]
     overlaps = overlapping([spans for spans, _ in everybody])
     one_clock = max(offsets) - min(offsets) < SLOW_S / 2
-    said = (
-        f"{''.join(watched.order)} on this rank: {ahead} forwards before the first backward, at least {wanted} needed"
-    )
+    said = f"{''.join(watched.order)} on this rank: {ahead} forward passes before the first backward, need {wanted}"
     if one_clock:
-        said += f"; {overlaps} forwards of two ranks at the same time"
+        said += f"; {overlaps} pairs of forward passes on two ranks overlap in time"
     is_full = ahead >= wanted and not (one_clock and overlaps == 0)
     bench.row("pipelined", None if len(watched.sizes) < 2 else is_full, said)
 
 
 def overlapping(spans: list[list[Span]]) -> int:
-    """Count the pairs of forwards on two ranks that overlap in time."""
+    """Count the pairs of forward passes on two ranks that overlap in time."""
     return sum(
         begin < other_end and other_begin < end
         for rank, of_rank in enumerate(spans)
@@ -134,20 +132,20 @@ def judge_gradients(bench: Bench, found: dict[str, Tensor | None], wanted: dict[
             wrong[name] = "missing"
         elif not same(gradient, right):
             ratio = factor(gradient, right)
-            far = f"off by {distance(gradient, right):.1e} of its size"
+            far = f"wrong, with a relative error of {distance(gradient, right):.1e}"
             wrong[name] = far if ratio is None else f"{ratio:.4g} times that of the mean loss over the batch"
     name, what = next(iter(wrong.items()), ("", ""))
-    said = f"{len(wrong)} of {len(found)} wrong; {name}: {what}" if wrong else f"{len(found)} as in one process"
+    said = f"{len(wrong)} of {len(found)} wrong; {name}: {what}" if wrong else f"all {len(found)} as in one process"
     bench.row("gradients", not wrong, f"{said} ({MICRO_BATCHES} micro-batches)")
 
 
 def judge_loss(bench: Bench, loss: Any, wanted: float) -> None:
-    """Check the loss that `train_step` returns, on the last rank at least."""
+    """Check the loss that `train_step` returns. At least one rank must return a loss."""
     losses = bench.everywhere(None if loss is None else float(loss))
     given = [each for each in losses if each is not None]
     if not given:
         bench.row("loss", False, "train_step returns no loss on any rank; the last rank must return it")
         return
     wrong = [each for each in given if abs(each - wanted) > 1e-5 * abs(wanted)]
-    said = f"{wrong[0]:.6g}, in one process {wanted:.6g}" if wrong else f"{wanted:.6g}, as in one process"
+    said = f"{wrong[0]:.6g}, but {wanted:.6g} in one process" if wrong else f"{wanted:.6g}, as in one process"
     bench.row("loss", not wrong, said)

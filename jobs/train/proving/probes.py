@@ -1,12 +1,13 @@
 """One probe in a process of its own: join a fresh group, import the user's class, check it, report rows.
 
-A failure ends only this process. It sends reports as JSON lines to the rank that forked it:
+A failure ends only this process. The process sends reports as JSON lines to the rank that forked it:
 
-    {"rows": [...]}                              properties, including those before a failure
-    {"refused": text}                            the class cannot be imported or built as its kind
+    {"kind": name}                               the kind of the class
+    {"rows": [...]}                              the checked properties, also those checked before a failure
+    {"refused": {"message", "traceback"}}        the class cannot be imported or built as its kind
     {"failed": {"step", "error", "traceback"}}   the user's code raised
     {"stuck": {"step", "where", "doing"}}        no progress for too long
-    {"victim": true}                             another rank has gone
+    {"victim": true}                             the connection to another rank was lost
 """
 
 import sys
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 Probe = Callable[[Bench], None]
 
-# The probes of each kind, in order. If a probe does not end well, the property of the same name fails.
+# The probes of each kind, in order. If a probe raises, the property of the same name fails.
 PROBES: Final[Mapping[str, Mapping[str, Probe]]] = {
     "wrapper": {
         "runs": wrappers.synchronizes,
@@ -59,8 +60,8 @@ LEAST_POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request of `muster verify --with` to a rank."""
+class ProbeRequest:
+    """The options of `muster verify --with` for a rank."""
 
     text: str
     kind: str | None
@@ -68,11 +69,11 @@ class Asked:
     steps: int
     silent_s: float  # a rank without progress for this long is stuck
     folder: Path
-    probes: tuple[str, ...] = ()  # besides the first one; empty: all
+    probes: tuple[str, ...] = ()  # the probes to run after the first one; empty: all
 
 
-class Progress:
-    """The progress of the user's code. A separate thread reports if there is none for too long."""
+class ProbeProgress:
+    """The progress of the user's code. A separate thread reports code that makes no progress for too long."""
 
     def __init__(self, tell: Tell, silent_s: float, folder: Path, traffic: Traffic) -> None:
         self.step = "construction"
@@ -108,18 +109,18 @@ def place(frame: FrameType | None, folder: Path) -> str:
 def probe_in_child(
     name: str,
     number: int,
-    asked: Asked,
+    asked: ProbeRequest,
     settings: "TrainSettings",
     env: RankEnv,
     device: torch.device,
     timeout_s: float,
 ) -> Callable[[Tell, Page], None]:
-    """Return the work of a forked process: probe `name`, in the group of that number."""
+    """Return the function for a forked process: it runs probe `name` in a process group named by `number`."""
 
     def work(tell: Tell, page: Page) -> None:
         traffic = Traffic()
         bench = None
-        progress = Progress(tell, asked.silent_s, asked.folder, traffic)
+        progress = ProbeProgress(tell, asked.silent_s, asked.folder, traffic)
         try:
             make_deterministic(settings)
             warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about renamed functions
@@ -136,7 +137,7 @@ def probe_in_child(
             said = code.own_traceback(cause, asked.folder) if cause is not None else ""
             tell({"refused": {"message": str(error), "traceback": said}})
         except Exception as error:
-            tell(told_of(error, progress.step, asked.folder))
+            tell(failure_report(error, progress.step, asked.folder))
         finally:
             if bench is not None:
                 tell({"rows": bench.rows})
@@ -144,7 +145,7 @@ def probe_in_child(
     return work
 
 
-def told_of(error: Exception, step: str, folder: Path) -> dict[str, Any]:
+def failure_report(error: Exception, step: str, folder: Path) -> dict[str, Any]:
     """Return the report of an exception: another rank's failure, or this rank's own with its traceback."""
     if is_lost_connection(error):
         return {"victim": True}

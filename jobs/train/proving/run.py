@@ -1,6 +1,6 @@
 """A rank of `muster verify --with`: fork a process for every probe, watch it, collect the results of all ranks.
 
-    rank            forks  probe  probe  probe   each with a process group of its own; never joins one itself
+    rank            forks  probe  probe  probe   each with a process group of its own; the rank joins none
     PROBE/trouble   store: a rank's probe has failed or is stuck, so the others are ended
     PROBE/RANK      store: the reports of that rank's probe; once all are there, the next probe begins
 
@@ -29,7 +29,7 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.plain import plain_job
 from muster.jobs.train.main import run_of, settings_of
 from muster.jobs.train.proving.bench import merged
-from muster.jobs.train.proving.probes import PROBES, Asked, probe_in_child
+from muster.jobs.train.proving.probes import PROBES, ProbeRequest, probe_in_child
 from muster.jobs.user.code import UserCodeError
 from muster.jobs.user.properties import TITLES
 from muster.jobs.world.forked import Forked
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
 
 POLL_S: Final = 0.1
-VICTIM_S: Final = 1.0  # time for a rank to report its own failure after another one's
-ENDING_S: Final = 3600.0  # rank 0 trains the reference after the others have ended
+VICTIM_S: Final = 1.0  # time for a rank to report its own failure after another rank's
+ENDING_S: Final = 3600.0  # long, because rank 0 trains the reference after the others have ended
 
 TROUBLE: Final = frozenset({"failed", "stuck", "refused"})
 
@@ -50,7 +50,7 @@ Report = dict[str, Any]
 
 
 def prove_rank(payload: Mapping[str, Any]) -> int:
-    """Take part in all probes. Rank 0 writes the table and returns 1 if a property fails.
+    """Run all probes as one rank. Rank 0 writes the table and returns 1 if a property fails that is not waived.
 
     `payload`: {"job": the serialized job, "steps": K, "with": FILE.py:NAME, "as": kind or null, "args": {...}, "waive":
     [...], "silent_s": seconds}.
@@ -59,7 +59,7 @@ def prove_rank(payload: Mapping[str, Any]) -> int:
 
     def work(reporter: Reporter) -> int:
         env, job = ranks.read(os.environ), plain_job(payload["job"])
-        asked = Asked(
+        asked = ProbeRequest(
             payload["with"], payload["as"], payload["args"], payload["steps"], payload["silent_s"], Path.cwd().resolve()
         )
         record = Prover(job, env, asked, reporter).run()
@@ -75,9 +75,9 @@ def prove_rank(payload: Mapping[str, Any]) -> int:
 
 
 class Prover:
-    """One rank's side of all probes."""
+    """One rank of `muster verify --with`, which runs all probes."""
 
-    def __init__(self, job: "Job", env: RankEnv, asked: Asked, reporter: Reporter) -> None:
+    def __init__(self, job: "Job", env: RankEnv, asked: ProbeRequest, reporter: Reporter) -> None:
         self.job, self.env, self.asked, self.timeout_s = job, env, asked, job.start_timeout_s
         reporter.arrived()
         self.store: Store = connect(env, self.timeout_s)
@@ -87,7 +87,7 @@ class Prover:
         self.kind = ""
 
     def run(self) -> dict[str, Any]:
-        """Run all probes; return the record, whose rows are complete on rank 0."""
+        """Run all probes; return the record for `verify.json`."""
         rows: list[dict[str, str]] = []
         tracebacks: list[dict[str, Any]] = []
         names, number = ["runs"], 0
@@ -103,7 +103,7 @@ class Prover:
             failures = [{"rank": rank, **each["failed"]} for rank, each in enumerate(reports) if "failed" in each]
             tracebacks += [each for each in failures if each not in tracebacks]
             number += 1
-            if rows and rows[-1]["name"] == "no-hang":  # the next probes would hang as long
+            if rows and rows[-1]["name"] == "no-hang":  # the next probes would probably hang, too
                 break
         hung = [row for row in rows if row["name"] == "no-hang"]
         rows = [row for row in rows if row["name"] != "no-hang"]
@@ -142,7 +142,7 @@ class Prover:
         return reports
 
     def follow(self, name: str, number: int, place: Store) -> Report:
-        """Fork the process of a probe, and follow it until it ends or must be ended."""
+        """Fork the process of a probe and collect its report; kill it if it outlives a failure on some rank."""
         work = probe_in_child(name, number, self.asked, settings_of(self.job), self.env, self.device, self.timeout_s)
         report: Report = {}
         trouble_since: list[float] = []
@@ -172,7 +172,7 @@ class Prover:
 
 
 def rows_of(probe: str, reports: list[Report]) -> list[dict[str, str]]:
-    """Return the rows of one probe: the properties, and its own failure if it did not end well."""
+    """Return the rows of one probe: the checked properties, and a row for the probe's own failure, if any."""
     rows = merged([each.get("rows", []) for each in reports])
     failed = [(rank, each["failed"]) for rank, each in enumerate(reports) if "failed" in each]
     stuck = [(rank, each["stuck"]) for rank, each in enumerate(reports) if "stuck" in each]
@@ -181,13 +181,13 @@ def rows_of(probe: str, reports: list[Report]) -> list[dict[str, str]]:
         rows.append({"name": probe, "state": "fails", "evidence": f"rank {rank}, {what['step']}: {what['error']}"})
     elif stuck:
         said = "; ".join(
-            f"rank {rank}, {what['step']}: {'waits in ' + what['doing'] if what['doing'] else 'is still'} at "
+            f"rank {rank}, {what['step']}: {'waits in ' + what['doing'] if what['doing'] else 'is stuck'} at "
             f"{what['where'] or 'a line outside the working folder'}"
             for rank, what in stuck
         )
         others = sorted({*range(len(reports))} - {rank for rank, _ in stuck})
-        said += f"; {', '.join(f'rank {rank}' for rank in others)} not" if others else ""
+        said += f"; not stuck: {', '.join(f'rank {rank}' for rank in others)}" if others else ""
         rows.append({"name": "no-hang", "state": "fails", "evidence": said})
     elif any(each.get("victim") for each in reports):
-        rows.append({"name": probe, "state": "fails", "evidence": "a rank lost its connection to another one"})
+        rows.append({"name": probe, "state": "fails", "evidence": "a rank lost its connection to another rank"})
     return rows

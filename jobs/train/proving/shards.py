@@ -1,4 +1,4 @@
-"""The probes of a module with sharded parameters: how much each rank keeps, and whether it trains."""
+"""Probes of a module with sharded parameters: the memory that each rank keeps, and the gradients."""
 
 import gc
 from typing import Any, Final
@@ -11,13 +11,13 @@ from muster.jobs.train.proving.bench import Bench, finish, gradients_alone, mean
 from muster.jobs.train.proving.judging import Tensors, fault, few, half_way, kib, nbytes, share
 from muster.jobs.train.proving.kinds import FULL
 from muster.jobs.train.proving.optimizers import recording, state_bytes
-from muster.jobs.train.proving.wrappers import one_pass, said_of
+from muster.jobs.train.proving.wrappers import error_text, one_pass
 
 LR: Final = 0.1
 
 
 def keeps(bench: Bench) -> None:
-    """Check how much of parameters, gradients and state a rank keeps, and the gradient of one step."""
+    """Check the share of parameters, gradients and optimizer state that a rank keeps, and the gradients of one step."""
     reference = bench.place(toys.layers(0))
     own = gradients_alone(reference, bench.batches(0))
     whole = sum(each.numel() * each.element_size() for each in reference.parameters())
@@ -32,9 +32,9 @@ def keeps(bench: Bench) -> None:
         finish(sharded)
     judge_share(bench, "gradients-sharded", nbytes(gradients()), whole)
     starts = bench.traffic.starts()
-    said = f"{len(starts)} a step ({', '.join(sorted({each.name for each in starts})) or 'none seen'})"
+    said = f"{len(starts)} per step ({', '.join(sorted({each.name for each in starts})) or 'none seen'})"
     largest = max((each.size for each in starts), default=0)
-    bench.row("collectives", True if starts else None, f"{said}; this rank puts in at most {kib(largest)} at once")
+    bench.row("collectives", True if starts else None, f"{said}; this rank sends at most {kib(largest)} in each")
     start = {name: each.detach().clone() for name, each in reference.named_parameters()}
     descended = step_and_read(bench, sharded)
     if descended is not None:
@@ -49,7 +49,7 @@ def tensors() -> list[Tensor]:
 
 
 def gradients() -> list[Tensor]:
-    """Return the gradients of all parameters."""
+    """Return the gradients of all live parameters."""
     return [each.grad for each in tensors() if each.is_leaf and each.grad is not None]
 
 
@@ -60,23 +60,23 @@ def judge_share(bench: Bench, name: str, mine: int, whole: int) -> None:
 
 
 def step_and_read(bench: Bench, sharded: Any) -> dict[str, Tensor] | None:
-    """Update the shards by plain gradient descent; return the whole parameters, or None after adding a failed row."""
+    """Update the shards by plain gradient descent; return the whole parameters, checked by `whole_state`."""
     torch.optim.SGD(list(sharded.parameters()), lr=LR).step()
     return whole_state(bench, sharded, dict(toys.layers(0).named_parameters()))
 
 
 def whole_state(bench: Bench, sharded: Any, wanted: Tensors) -> dict[str, Tensor] | None:
-    """Return `full_state_dict()`; None, after adding a failed row, if names or shapes are not the module's."""
+    """Check and return `full_state_dict()`; return None if names or shapes differ from the module's."""
     with bench.own_code(0, f"{FULL}(), after step"):
         found = {name: each.detach() for name, each in getattr(sharded, FULL)().items()}
     wrong = [name for name, each in wanted.items() if name not in found or found[name].shape != each.shape]
-    said = f"{FULL}() has not {few(wrong)} in the module's shape" if wrong else f"{len(wanted)} parameters, whole"
+    said = f"{FULL}() lacks {few(wrong)} in the right shape" if wrong else f"{len(wanted)} parameters, whole"
     bench.row("whole-state", not wrong, said)
     return None if wrong else {name: found[name].clone() for name in wanted}
 
 
 def judge_gradients(bench: Bench, found: Tensors, own: list[dict[str, Tensor]]) -> None:
-    """Check the gradients, derived from a step of plain gradient descent."""
+    """Check gradients that were derived from a step of plain gradient descent."""
     mean = mean_of(own)
     wrong = {
         name: what
@@ -84,12 +84,12 @@ def judge_gradients(bench: Bench, found: Tensors, own: list[dict[str, Tensor]]) 
         if (what := fault(found[name], mean[name], [each[name] for each in own], bench.world.rank))
     }
     name, what = next(iter(wrong.items()), ("", ""))
-    said = f"{len(wrong)} of {len(mean)} wrong; {name}: {said_of(what)}" if wrong else ""
+    said = f"{len(wrong)} of {len(mean)} wrong; {name}: {error_text(what)}" if wrong else ""
     bench.judge("mean", said, f"the mean over {bench.world.size} ranks, of {len(mean)} parameters")
 
 
 def judge_state(bench: Bench, sharded: Any, batch: tuple[Tensor, Tensor], whole: int) -> None:
-    """Check how much state an optimizer over the shards keeps."""
+    """Check the bytes of state that an optimizer over the shards keeps."""
     cls, made = recording(torch.optim.AdamW)
     optimizer = cls(sharded.parameters())
     optimizer.zero_grad()
@@ -101,7 +101,7 @@ def judge_state(bench: Bench, sharded: Any, batch: tuple[Tensor, Tensor], whole:
 
 
 def accumulates(bench: Bench) -> None:
-    """Check the step after two micro-batches."""
+    """Check the accumulated gradients of two micro-batches."""
     reference = bench.place(toys.layers(0))
     start = {name: each.detach().clone() for name, each in reference.named_parameters()}
     with bench.own_code(0, "construction, before step"):

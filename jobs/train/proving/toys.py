@@ -1,6 +1,6 @@
-"""Small models with features that wrappers often handle wrongly, and batches that depend on step and rank only.
+"""Small models with features that wrappers often handle wrongly, and batches that depend only on step and rank.
 
-All computation is in float64, so that any order of summation agrees to 1e-12 and a fault stands out.
+All computation is in float64, where orders of summation differ only by about 1e-12, so that faults stand out.
 """
 
 from typing import Final
@@ -15,7 +15,7 @@ BATCH: Final = 8  # samples per rank and step
 
 
 class Toy(nn.Module):
-    """Linear layers, of which two share a weight and one is used only on request; a frozen parameter; buffers."""
+    """Linear layers with a shared weight, a layer that can be left unused, a frozen parameter, and buffers."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Toy(nn.Module):
 
 
 class Residual(nn.Module):
-    """A linear layer beside its input."""
+    """A linear layer with a GELU, added to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Residual(nn.Module):
 
 
 def layers(seed: int) -> nn.Sequential:
-    """Return equal layers in a row, for classes that cut a model into parts."""
+    """Return a stack of equal layers and a last linear one, for classes that cut a model into parts."""
     torch.manual_seed(seed)
     return nn.Sequential(*(Residual() for _ in range(LAYERS)), nn.Linear(WIDTH, WIDTH))
 
 
 def batch(step: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets (BATCH, WIDTH) of a rank."""
+    """Return a rank's inputs and targets, (BATCH, WIDTH) each."""
     draws = torch.Generator().manual_seed(1_000 * (step + 1) + rank)
     inputs, targets = (torch.randn(BATCH, WIDTH, generator=draws, dtype=torch.float64) for _ in range(2))
     return inputs.to(device), targets.to(device)

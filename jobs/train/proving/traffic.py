@@ -1,8 +1,8 @@
-"""Record the collectives of a user's class: their names, bytes, and when they start and are waited for.
+"""Record the collectives of a user's class: their names, bytes, starts and waits.
 
 All functions of `torch.distributed` call a method of `ProcessGroup`, and `wait` of the `Work` that it returns. Both
-classes are patched, so it does not matter how the user's file imports or calls them. Collectives that compiled code
-starts (the reducer of torch's own DDP) do not pass through Python, and are not seen.
+classes are patched, so it does not matter how the user's file imports the functions. Collectives that compiled code
+starts (the reducer of torch's own DDP) do not pass through Python, and are not recorded.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import torch
 from torch.distributed import ProcessGroup, Work
 
-# The argument with the data that this rank sends (or, for a receiver, gets).
+# The position of the argument with the data that this rank sends (or receives, for `recv`).
 SENT: Final = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "broadcast", "reduce", "scatter", "send"), 0),
     **dict.fromkeys(("allgather", "_allgather_base", "allgather_coalesced", "all_gather_single", "gather"), 1),
@@ -28,22 +28,22 @@ TO_ONE: Final = ("send", "recv", "recv_anysource")
 
 
 @dataclass(frozen=True)
-class Event:
-    """A recorded event: a gradient is ready, a collective starts, a collective is waited for."""
+class TrafficEvent:
+    """A recorded event: a gradient becomes ready, a collective starts, or a wait for a collective begins."""
 
     kind: Literal["ready", "start", "wait"]
     name: str
     size: int = 0  # bytes
-    of: int = -1  # the start that a wait belongs to
+    of: int = -1  # for a wait, the index of the start event
 
 
 class Traffic:
-    """The events recorded since `begin`, in order."""
+    """A recorder of communication, active within `recording`. `events` are in order."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[TrafficEvent] = []
         self.on = False
-        self.doing = ""  # the current call of this rank, for messages
+        self.doing = ""  # the collective that this rank is currently in, for messages
         self._works: dict[int, tuple[Any, int]] = {}  # keeps each Work alive, so that ids are unique
         self._inside = False
         for name in SENT:
@@ -67,7 +67,7 @@ class Traffic:
         finally:
             self.on = False
 
-    def starts(self) -> list[Event]:
+    def starts(self) -> list[TrafficEvent]:
         """Return the collectives that were recorded."""
         return [each for each in self.events if each.kind == "start"]
 
@@ -84,17 +84,17 @@ class Traffic:
 
     def _ready(self, name: str, parameter: torch.Tensor) -> None:
         if self.on:
-            self.events.append(Event("ready", name))
+            self.events.append(TrafficEvent("ready", name))
 
     def _call(self, name: str, function: Any) -> Any:
         @functools.wraps(function)
         def call(group: Any, *args: Any, **options: Any) -> Any:
-            if self._inside:  # a method called by another one
+            if self._inside:  # called by another patched method
                 return function(group, *args, **options)
             self.doing, self._inside = name, True
             if self.on:
                 given = args[SENT[name]] if len(args) > SENT[name] else next(iter(options.values()), None)
-                self.events.append(Event("start", name, size_of(given)))
+                self.events.append(TrafficEvent("start", name, size_of(given)))
             at = len(self.events) - 1
             try:
                 work = function(group, *args, **options)
@@ -111,7 +111,7 @@ class Traffic:
         def wait(work: Any, *args: Any) -> Any:
             at = self._works.get(id(work), (None, -1))[1]
             if self.on and at >= 0:
-                self.events.append(Event("wait", "", of=at))
+                self.events.append(TrafficEvent("wait", "", of=at))
             self.doing = self.events[at].name if 0 <= at < len(self.events) else "a collective"
             try:
                 return function(work, *args)

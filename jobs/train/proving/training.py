@@ -1,4 +1,4 @@
-"""The last probe of every kind: train the job's own model and data for a few steps, against one process."""
+"""The last probe of every kind: train the job's own model and data for a few steps, and compare with one process."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -30,7 +30,7 @@ Found = tuple[list[float], dict[str, Tensor]]
 
 
 def trains(bench: Bench) -> None:
-    """Compare the losses and the final state with those of one process, run by rank 0."""
+    """Compare the losses and the final state with those of the reference, which rank 0 runs in one process."""
     setting = setting_of(bench)
     if why := unfit(bench, setting):
         bench.row("one-process", None, why)
@@ -43,12 +43,12 @@ def trains(bench: Bench) -> None:
     name, far = farthest(state, {name: wanted.state[name] for name in state})
     off = max(abs(mine / theirs - 1.0) for mine, theirs in zip(losses, wanted.losses, strict=True))
     ok = far <= TOLERANCE and off <= TOLERANCE
-    said = f"{counted(setting.steps, 'step')} of {data.name}: losses within {off:.1e}, parameters within {far:.1e}"
+    said = f"{counted(setting.steps, 'step')} of {data.name}: losses differ by {off:.1e}, parameters by {far:.1e}"
     bench.row("one-process", ok, said if ok else f"{said}; farthest: {name}")
 
 
 def setting_of(bench: Bench) -> Setting:
-    """Return the job in float64, without mode-specific settings, clipping, and a schedule."""
+    """Return the job in float64, without mode-specific settings, clipping or a schedule."""
     own = bench.settings
     plain: dict[str, Any] = dict.fromkeys(("exact", "compile", "activation_checkpointing", "cuda_graph"), False)
     plain |= dict.fromkeys(("parallel", "clip_norm", "communication_dtype"))
@@ -65,18 +65,18 @@ def setting_of(bench: Bench) -> Setting:
 
 
 def unfit(bench: Bench, setting: Setting) -> str:
-    """Return why the job's model does not fit a pipeline class; "" if it does, and for other kinds."""
+    """Return why the job's model does not fit a pipeline class, or "" if it fits or the class is of another kind."""
     if bench.user.kind.name != "pipeline":
         return ""
     model = model_of(setting.settings, vocabulary=setting.data.vocabulary)
     if len(list(model.named_parameters(remove_duplicate=False))) != len(list(model.parameters())):
-        return "the job's model shares a parameter between layers; choose another one, or set train.model.tied=false"
+        return "the job's model shares a parameter between layers; choose another model, or set train.model.tied=false"
     if any(isinstance(each, nn.modules.dropout._DropoutNd) and each.p for each in model.modules()):
-        return "the job's model has dropout, which draws in the order of layers; choose a model without"
+        return "the job's model has dropout, whose masks depend on the order of layers; choose a model without dropout"
     return ""
 
 
-class Task:
+class TrainingTask:
     """The job's model, and this rank's batches."""
 
     def __init__(self, setting: Setting, rank: int) -> None:
@@ -111,8 +111,8 @@ class Task:
 
 
 def by_batches(bench: Bench, setting: Setting) -> Found:
-    """Train with the class wrapping the model, or as the optimizer; every rank has its part of a batch."""
-    task, losses, kind = Task(setting, bench.world.rank), [], bench.user.kind.name
+    """Train with the class as the model's wrapper or as the optimizer. Every rank has its part of a batch."""
+    task, losses, kind = TrainingTask(setting, bench.world.rank), [], bench.user.kind.name
     names = [name for name, _ in task.model.named_parameters()]
     call, trained = task.model, [each for each in task.model.parameters() if each.requires_grad]
     with bench.own_code(0, "construction for the job's model, before step"):
@@ -145,8 +145,8 @@ def average(parameters: list[nn.Parameter]) -> None:
 
 
 def by_pipeline(bench: Bench, setting: Setting) -> Found:
-    """Train with the class in place of the model, and the job's optimizer over the layers of each rank."""
-    task, losses = Task(setting, 0), []
+    """Train with the pipeline class in place of the model. The job's optimizer updates each rank's layers."""
+    task, losses = TrainingTask(setting, 0), []
     parts = setting.plan.accumulation
     layers = nn.Sequential()
     layers._modules.update(layers_of(task.model, task.settings)._modules)  # names may have dots

@@ -1,4 +1,4 @@
-"""The probes of a data-parallel wrapper: broadcasts, averages, and the size and time of collectives."""
+"""Probes of a data-parallel wrapper: broadcasts, averages, and the number, size and overlap of collectives."""
 
 from contextlib import nullcontext
 from math import ceil
@@ -15,7 +15,7 @@ LIMIT_MB: Final = 0.02  # bucket size: two layers of the toy
 STEPS: Final = 3
 TIED: Final = "layers.0.weight"
 SPARE: Final = ("spare.weight", "spare.bias")
-SAMPLES: Final = 103  # of a data set to divide: not a multiple of usual numbers of ranks
+SAMPLES: Final = 103  # size of a data set to divide; a prime, so not a multiple of usual numbers of ranks
 REFUSALS: Final = (RuntimeError, ValueError, NotImplementedError)
 Faults = dict[str, str]
 
@@ -41,16 +41,16 @@ def synchronizes(bench: Bench) -> None:
 
 
 def build(bench: Bench, module: toys.Toy) -> Any:
-    """Wrap a toy, with small buckets if the class takes their size."""
+    """Wrap a toy, with small buckets if the class has a parameter for their size."""
     options = {BUCKET: LIMIT_MB} if bench.user.takes_buckets and BUCKET not in bench.user.args else {}
     with bench.own_code(0, "construction, before step"):
         return bench.user.build(module, **options)
 
 
 def one_pass(wrapped: Any, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Run forward and backward of micro-batches; synchronize at the last one if the class has `no_sync()`.
+    """Run forward and backward of micro-batches, all but the last in `no_sync()` if the class has it.
 
-    The caller calls `finish` for the last one. Without `no_sync()`, it is called here after every other one.
+    Without `no_sync()`, `finish` is called after every micro-batch but the last. The caller calls it after the last.
     """
     can_wait = hasattr(wrapped, "no_sync")
     for index, (inputs, targets) in enumerate(micro_batches):
@@ -69,16 +69,16 @@ def faults_of(bench: Bench, module: torch.nn.Module, own: list[dict[str, torch.T
 
 
 def judge_start(bench: Bench, module: toys.Toy, reference: toys.Toy) -> None:
-    """Check that all ranks have rank 0's values, although each was built with different ones."""
+    """Check that all ranks have rank 0's values, although their modules were built with different values."""
     pairs = zip(module.named_parameters(), reference.parameters(), strict=True)
     wrong = [name for (name, each), wanted in pairs if not same(each, wanted)]
     trained = [name for name in wrong if name != "frozen"]
     end = "not rank 0's after construction"
     said = f"{few(trained)} {end}" if trained else ""
-    bench.judge("parameters-broadcast", said, "rank 0's, after every rank began apart")
+    bench.judge("parameters-broadcast", said, "equal to rank 0's on all ranks, which began with different values")
     own = zip(module.named_buffers(), reference.buffers(), strict=True)
     buffers = [name for (name, each), wanted in own if not same(each, wanted)]
-    bench.judge("buffers-broadcast", f"{few(buffers)} {end}" if buffers else "", "rank 0's")
+    bench.judge("buffers-broadcast", f"{few(buffers)} {end}" if buffers else "", "equal to rank 0's on all ranks")
     if trained:
         bench.row("frozen", None, "parameters are not broadcast at all")
     else:
@@ -90,34 +90,34 @@ def judge_gradients(bench: Bench, faults: Faults, module: toys.Toy) -> None:
     names = [name for name, each in module.named_parameters() if each.requires_grad and name != TIED]
     left = [name for name in names if faults.get(name) in ("own", "missing")]
     wrong = [name for name in names if name in faults and name not in left]
-    said = f"{len(left)} of {len(names)} gradients are {said_of(faults[left[0]])}: {few(left)}" if left else ""
+    said = f"{len(left)} of {len(names)} gradients are {error_text(faults[left[0]])}: {few(left)}" if left else ""
     bench.judge("every-parameter", said, f"{len(names)} gradients in each of {STEPS} steps")
     none = len(left) == len(names)
     if none:
         bench.row("mean", None, "nothing is synchronized")
     else:
         said = f"{few(wrong)}: {faults[wrong[0]]}" if wrong else ""
-        bench.judge("mean", said, f"the mean over {bench.world.size} ranks, of every step")
+        bench.judge("mean", said, f"the mean over {bench.world.size} ranks, in every step")
     if TIED in faults and (wrong or none):
         bench.row("tied", None, "other gradients are wrong, too")
         return
-    said = f"the gradient of a shared weight is {said_of(faults[TIED])}" if TIED in faults else ""
+    said = f"the gradient of a shared weight is {error_text(faults[TIED])}" if TIED in faults else ""
     if module.tied.weight is not module.layers[0].weight:
         said = "the two layers no longer share their weight"
-    bench.judge("tied", said, "the gradient of a shared weight is the mean of both uses")
+    bench.judge("tied", said, "the gradient of a shared weight adds both uses and is averaged")
 
 
 def judge_traffic(bench: Bench, gradient_bytes: int, gradients: int, synchronized: bool) -> None:
-    """Check number, sizes and times of the collectives of the last step."""
+    """Check the number, sizes and overlap of the collectives of the last step."""
     starts, traffic = bench.traffic.starts(), bench.traffic
     sizes = [each.size for each in starts]
     if not starts:
-        why = "none passes through Python: compiled code sends them" if synchronized else "none is sent"
+        why = "not visible in Python: compiled code starts them" if synchronized else "none is started"
         for name in ("collectives", "buckets", "bucket-size", "overlap"):
             bench.row(name, None, why)
         return
     names = ", ".join(sorted({each.name for each in starts}))
-    said = f"{len(starts)} a step ({names}), {kib(sum(sizes))} for {kib(gradient_bytes)} of gradients"
+    said = f"{len(starts)} per step ({names}), {kib(sum(sizes))} for {kib(gradient_bytes)} of gradients"
     bench.row("collectives", sum(sizes) <= 2.1 * gradient_bytes, said)
     if bench.user.takes_buckets:
         limit = float(bench.user.args.get(BUCKET, LIMIT_MB)) * 2**20
@@ -127,10 +127,10 @@ def judge_traffic(bench: Bench, gradient_bytes: int, gradients: int, synchronize
         said = f"the largest has {kib(max(sizes))}, the limit is {kib(limit)}"
         bench.row("bucket-size", max(sizes) <= limit, said)
     else:
-        bench.row("buckets", None, f"the class takes no {BUCKET}")
-        bench.row("bucket-size", None, f"the class takes no {BUCKET}")
+        bench.row("buckets", None, f"the class has no parameter {BUCKET}")
+        bench.row("bucket-size", None, f"the class has no parameter {BUCKET}")
     early = traffic.overlapping()
-    said = f"{early} of {len(starts)} collectives are under way while a later gradient is computed"
+    said = f"{early} of {len(starts)} collectives overlap with the computation of a later gradient"
     bench.row("overlap", early > 0, said)
 
 
@@ -148,7 +148,7 @@ def judge_dealing(bench: Bench, wrapped: Any) -> None:
     twice = sum(counts) - len({each for one in dealt for each in one})
     missing = SAMPLES - len({each for one in dealt for each in one if 0 <= each < SAMPLES})
     padding = bench.world.size - 1
-    said = f"of {SAMPLES} samples {twice} come twice and {missing} never; up to {padding} may, to fill up"
+    said = f"of {SAMPLES} samples {twice} are duplicated and {missing} missing; padding explains up to {padding}"
     bench.row("data", twice <= padding and missing <= padding, said)
 
 
@@ -174,16 +174,16 @@ def accumulates(bench: Bench) -> None:
     how = "with no_sync()" if hasattr(wrapped, "no_sync") else "without no_sync(), synchronized twice"
     if faults:
         name, what = next(iter(faults.items()))
-        bench.row("micro-batches", False, f"two micro-batches {how}: {len(faults)} wrong, {name}: {said_of(what)}")
+        bench.row("micro-batches", False, f"two micro-batches {how}: {len(faults)} wrong, {name}: {error_text(what)}")
     elif hasattr(wrapped, "no_sync") and sent > 1.5 * once:
-        said = f"two micro-batches {how} send {kib(sent)}, one sends {kib(once)}: no_sync() does not hold back"
+        said = f"two micro-batches {how} send {kib(sent)}, one sends {kib(once)}: no_sync() does not stop communication"
         bench.row("micro-batches", False, said)
     else:
         bench.row("micro-batches", True, f"two micro-batches {how}: the mean of both")
 
 
 def unused(bench: Bench) -> None:
-    """Check steps in which no rank uses one of the layers."""
+    """Check a step in which no rank uses a certain layer, and the steps before and after."""
     module, reference = bench.place(toys.Toy(0)), bench.place(toys.Toy(0))
     wrapped, wrong = build(bench, module), ""
     for step, uses in enumerate((True, False, True)):
@@ -197,7 +197,7 @@ def unused(bench: Bench) -> None:
             if step == 0:
                 raise
             said = " ".join(str(error).split())[:120]
-            bench.row("unused", None, f"the class refuses a parameter that is not used in a step: {said}")
+            bench.row("unused", None, f"the class refuses parameters that are unused in a step: {said}")
             return
         faults = faults_of(bench, module, own)
         if not uses:
@@ -207,13 +207,15 @@ def unused(bench: Bench) -> None:
             return
         if faults and not wrong:
             name, what = next(iter(faults.items()))
-            wrong = f"step {step}, with a layer that is {'used again' if uses else 'not used'}: {name}: {said_of(what)}"
+            wrong = (
+                f"step {step}, with a layer that is {'used again' if uses else 'not used'}: {name}: {error_text(what)}"
+            )
         module.zero_grad(set_to_none=True)
     good = "a layer that no rank uses in a step disturbs neither that step nor the next"
     bench.row("unused", not wrong, wrong or good)
 
 
-def said_of(fault: str) -> str:
+def error_text(fault: str) -> str:
     """Return the text for an error in a gradient."""
     return "this rank's own" if fault == "own" else fault
 

@@ -1,4 +1,4 @@
-"""The host's random number generators used by a user's code: torch's, Python's and NumPy's."""
+"""Seed the CPU's random number generators that a user's code may use: torch's, Python's and NumPy's."""
 
 import random
 import sys

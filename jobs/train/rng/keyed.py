@@ -1,9 +1,8 @@
-"""Keyed random numbers: each is a function of its purpose, never of a process's history.
+"""Keyed random numbers: each depends only on its key, not on numbers drawn before.
 
 A key mixes integers (a seed, the purpose, an epoch, a sample, a step) into 63 bits with the finalizer of splitmix64
 (Steele, Lea & Flood 2014). `bits` does the same for a whole tensor of indices. So the random number for sample 17 is
-the
-same on any rank, in any batch, with any release of torch.
+the same on any rank, in any batch, with any release of torch.
 """
 
 from typing import Final
@@ -25,7 +24,7 @@ _WORD: Final = (1 << 64) - 1
 
 
 def key(*parts: int) -> int:
-    """Mix integers, in this order, into one in 0 .. 2**63 - 1."""
+    """Mix integers, in the given order, into one integer in 0 .. 2**63 - 1."""
     return _absorb(0, *parts) >> 1
 
 

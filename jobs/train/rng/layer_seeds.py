@@ -1,9 +1,7 @@
-"""Seeds for dropout. If a model's layers are on several ranks, every layer has its own seed, by its number.
+"""Seeds for dropout. If a model's layers are on several ranks, every layer has its own seed.
 
-A rank with layers 5 to 8 cannot know how many random numbers earlier layers have used. So if layers are split, seeds
-are
-functions of (seed, step, virtual rank, micro-batch, layer): the same however the model is cut, and in one process.
-Modes
+A rank with layers 5 to 8 cannot know how many random numbers earlier layers have used. So in a pipeline, seeds depend
+on (seed, step, virtual rank, micro-batch, layer), and are the same for any cut of the model, and in one process. Modes
 with all layers on each rank seed once per micro-batch.
 """
 
@@ -27,7 +25,7 @@ def layer_seed(seed: int, step: int, virtual_rank: int, microbatch: int, layer: 
 
 
 class LayerSeeds:
-    """Seeds the generators before every layer of a training forward, on one process."""
+    """Hooks that seed the generators before every layer of a training forward, for the reference in one process."""
 
     def __init__(self, layers: nn.Sequential, seed: int) -> None:
         self.seed = seed

@@ -1,4 +1,4 @@
-"""The clock of a device, which waits for the device to finish; and its speed of matrix products."""
+"""Time work on a device until the device has finished, and measure its speed of matrix products."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -11,7 +11,7 @@ from muster.jobs.train.numerics.numerics import ROWS
 
 CPU_SIDES: Final = (256, 512, 1024, 2048)
 CUDA_SIDE: Final = 8192
-ENOUGH_S: Final = 0.05  # for one product on a CPU: a larger one would not be faster
+ENOUGH_S: Final = 0.05  # for one product on a CPU; larger products would not have a higher rate
 TRIES: Final = 6
 
 
@@ -49,7 +49,7 @@ def product_rate(precision: Precision, device: torch.device) -> tuple[int, float
 
 
 def _best(side: int, dtype: torch.dtype, device: torch.device, *, tries: int = TRIES) -> float:
-    """Return the seconds of the fastest product, after one for warming up."""
+    """Return the seconds of the fastest product, after a warm-up product."""
     one = torch.randn(side, side, device=device).to(dtype)
     other = torch.randn(side, side, device=device).to(dtype)
     out = torch.mm(one, other)

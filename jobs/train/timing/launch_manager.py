@@ -1,11 +1,11 @@
-"""The launch manager of a `timing:` job: it forks a process for each launch of each row, and writes what it reports.
+"""The launch manager of a `timing:` job: it forks a process for each launch of each row, and writes the results.
 
     survey ── header, peaks ── launch 1: row · row · ... ── launch 2: row · row · ... ── end
                                          └ fork · build the model · warm up · steps · peak memory
 
-It runs no torch operation itself, so every fork is a fresh start: no row warms up the caches of another or leaves it
-memory. The launches of a row are spread over the run, so a drift of the machine meets all rows alike. A launch that
-exceeds its time is killed; its steps until then are kept. A row whose launch failed gets no other launch.
+It runs no torch operation itself, so every fork starts fresh, without warm caches or memory from other rows. The
+launches of a row are spread over the run, so a drift of the machine affects all rows alike. A launch that exceeds its
+time is killed, and its completed steps are kept. A row whose launch failed gets no other launch.
 """
 
 import os
@@ -27,22 +27,22 @@ from muster.jobs.measuring.recorded import End
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.node.page import Page
 from muster.jobs.spec.strict import Strict
-from muster.jobs.timing.records import Dtypes, Header, Launch, LayerTypes, Machine, Peak, State, Summary, Timed
+from muster.jobs.timing.records import Dtypes, Header, Launch, LayerTypes, Machine, Peak, State, Timed, TimingSummary
 from muster.jobs.timing.settings import Case, TimingSettings
 from muster.jobs.train.timing import memory, work
-from muster.jobs.train.timing.work import Task
+from muster.jobs.train.timing.work import TimingTask
 from muster.jobs.world.forked import Ended, Forked, Tell
 
 SURVEY_S: Final = 60.0
 POLL_S: Final = 0.5
-DIGITS: Final = 9  # digits of seconds
+DIGITS: Final = 9  # decimals of seconds
 KILLED: Final = "was killed by SIGKILL"
 
 Heard = list[dict[str, Any]]
 
 
-class LaunchManager:
-    """Times all rows of a job on one device."""
+class ModelTimer:
+    """The measurement of all rows of a job on one device."""
 
     def __init__(self, settings: TimingSettings, device: torch.device, log: RowLog, *, name: str) -> None:
         self.settings = settings
@@ -94,7 +94,7 @@ class LaunchManager:
             self._write(Peak(precision=precision, side=side, flops_per_s=rate))
 
     def _launch(self, case: Case) -> None:
-        """Run one launch of a row, and write the row."""
+        """Run one launch of a row, unless the row needs too much memory, and write the row."""
         allowed = memory.allowed_bytes(self.settings.memory_share)
         if self.device.type == "cpu" and not case.is_own:
             why = memory.refusal(
@@ -108,14 +108,14 @@ class LaunchManager:
             if why is not None:
                 self._keep(case, [{"memory": why}], Ended("done", time.time()))
                 return
-        task = Task(self.settings, case, self.device, allowed)
+        task = TimingTask(self.settings, case, self.device, allowed)
         before = load.read()
         heard, ended = listen(lambda tell, page: work.measure(task, tell, page), self.settings.timeout_s)
         foreign, _ = load.shares(before, load.read())
         self._keep(case, heard, ended, foreign)
 
     def _keep(self, case: Case, heard: Heard, ended: Ended, foreign: float | None = None) -> None:
-        """Write a row with its newest launch."""
+        """Combine the newest launch of a row with its earlier ones, and write the row."""
         rate, earlier = self.rates.get(case.precision), self.rows.get(case)
         self.rows[case] = judged(
             self.settings,
@@ -130,8 +130,8 @@ class LaunchManager:
         self._write(self.rows[case])
 
     def _find_types(self, case: Case) -> None:
-        """Write the dtypes of one model; for a case that cannot be built, a row with the reason."""
-        task = Task(self.settings, case, self.device, memory.allowed_bytes(self.settings.memory_share))
+        """Write the dtypes of each layer of one model, or a row with the reason if the model cannot be built."""
+        task = TimingTask(self.settings, case, self.device, memory.allowed_bytes(self.settings.memory_share))
         heard, ended = listen(lambda tell, page: work.find_types(task, tell), self.settings.timeout_s)
         layers = merged(heard).get("layers")
         if layers is None:
@@ -142,7 +142,7 @@ class LaunchManager:
 
 
 def listen(do: Callable[[Tell, Page], None], timeout_s: float) -> tuple[Heard, Ended]:
-    """Run a function in a fork, killed after its timeout; return all its messages, and how it ended."""
+    """Run a function in a forked process, killed at the timeout; return all its messages, and how it ended."""
     heard: Heard = []
     deadline = time.monotonic() + timeout_s
     return heard, Forked(do).followed(heard.append, lambda: time.monotonic() >= deadline, POLL_S)
@@ -154,7 +154,7 @@ def merged(heard: Heard) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """The size of a model: parameters, operations of one sample's forward and backward, tokens of a sample."""
 
     parameters: int
@@ -163,18 +163,18 @@ class Size:
     context: int | None  # None: samples are not tokens
 
 
-def size_of(settings: TimingSettings, case: Case) -> Size:
+def size_of(settings: TimingSettings, case: Case) -> ModelSize:
     """Return the size of a model that ships with Muster."""
     shape = settings.shape(case)
     parts = anatomy(shape).parts
     forward, backward = sum(part.flops for part in parts), sum(part.backward_flops for part in parts)
-    return Size(shape.parameter_count(), forward, backward, None if case.is_image else settings.context)
+    return ModelSize(shape.parameter_count(), forward, backward, None if case.is_image else settings.context)
 
 
-def own_size(told: dict[str, Any]) -> Size:
+def own_size(told: dict[str, Any]) -> ModelSize:
     """Return the size of the model of `train`, as the survey counted it; zeros if it could not be counted."""
     forward, whole = told.get("flops", (0, 0))
-    return Size(told.get("parameters", 0), forward, whole - forward, told.get("context"))
+    return ModelSize(told.get("parameters", 0), forward, whole - forward, told.get("context"))
 
 
 def judged(
@@ -183,7 +183,7 @@ def judged(
     heard: Heard,
     ended: Ended,
     *,
-    size: Size,
+    size: ModelSize,
     matmul_rate: float | None = None,
     earlier: Timed | None = None,
     foreign: float | None = None,
@@ -241,13 +241,15 @@ def verdict_of(settings: TimingSettings, told: dict[str, Any], steps: int, ended
     if memory.SAID.search(ended.message):
         return "memory", f"{ended.message}; use a smaller batch or model"
     if ended.message.startswith(KILLED):
-        return "memory", f"{KILLED}, which the kernel does when memory runs out; use a smaller batch or model"
+        return "memory", f"{KILLED}, probably by the kernel because memory ran out; use a smaller batch or model"
     return "failed", ended.message
 
 
-def summarized(seconds: Sequence[float]) -> Summary | None:
+def summarized(seconds: Sequence[float]) -> TimingSummary | None:
     """Return mean, deviation and minimum of the measured steps; None if there are none."""
     if not seconds:
         return None
     deviation = round(statistics.stdev(seconds), DIGITS) if len(seconds) > 1 else None
-    return Summary(n=len(seconds), mean_s=round(statistics.fmean(seconds), DIGITS), std_s=deviation, min_s=min(seconds))
+    return TimingSummary(
+        n=len(seconds), mean_s=round(statistics.fmean(seconds), DIGITS), std_s=deviation, min_s=min(seconds)
+    )

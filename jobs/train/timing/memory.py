@@ -1,7 +1,7 @@
 """The memory that a row needs and may use. On a CPU the limit keeps the kernel from killing processes.
 
-On a CPU a row is refused before its model is built if it must hold more than is free. Its process also has its own
-limit, so that unforeseen needs become an error in it rather than the end of the machine.
+On a CPU a row is refused before its model is built if it needs more memory than is free. Its process also has a limit,
+so that unforeseen needs raise an error there, and do not exhaust the host's memory.
 """
 
 import re
@@ -22,7 +22,7 @@ OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 FIRST_TO_GO: Final = "1000"
 GB: Final = 2**30
 
-# Bytes per parameter, by pass: the parameter; with its gradient; with AdamW's two moments (and a master).
+# Bytes per parameter, by pass: the parameter; with its gradient; with AdamW's two moments (and its master), too.
 STATES: Final[dict[Pass, int]] = {"forward": 4, "backward": 8, "step": 16}
 PURE_STATES: Final[dict[Pass, int]] = {"forward": 2, "backward": 4, "step": 16}
 ITEMSIZE: Final[dict[Precision, int]] = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2, "pure_bf16": 2}
@@ -57,7 +57,7 @@ class Growth:
 def refusal(
     model: Anatomy, batch: int, *, pass_name: Pass, precision: Precision, recompute: bool, allowed: int
 ) -> str | None:
-    """Return why a row cannot fit in `allowed` bytes of a host, or None. Only what must be held is counted."""
+    """Return why a row cannot fit in `allowed` bytes of a host, or None. Temporary memory is not counted."""
     states = (PURE_STATES if precision == "pure_bf16" else STATES)[pass_name] * model.elements
     if precision == "fp64":
         states *= 2
@@ -78,7 +78,7 @@ def allowed_bytes(share: float) -> int:
 
 
 def shield(device: torch.device, allowed: int) -> None:
-    """Limit this process's memory, so that it fails before the host; make it the kernel's first choice to kill."""
+    """Limit this process's memory to protect the host, and make it the first process that the kernel kills."""
     with suppress(OSError):
         OOM_SCORE.write_text(FIRST_TO_GO, encoding="ascii")
     if device.type == "cpu":
@@ -87,11 +87,11 @@ def shield(device: torch.device, allowed: int) -> None:
 
 
 class OutOfMemory(Exception):
-    """There was not enough memory; the message says how much was requested."""
+    """An error for a lack of memory, whose message has the requested amount."""
 
 
 @contextmanager
-def telling(device: torch.device) -> Iterator[None]:
+def translating_errors(device: torch.device) -> Iterator[None]:
     """Convert every kind of out-of-memory error to OutOfMemory.
 
     Raises:
@@ -111,7 +111,7 @@ def _reason(device: torch.device, said: str) -> str:
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_allocated(device)
-        return f"{asked} with {held / GB:.1f} GB held of this GPU's {total / GB:.1f} GB; use a smaller batch or model"
+        return f"{asked} with {held / GB:.1f} of this GPU's {total / GB:.1f} GB in use; use a smaller batch or model"
     return f"{asked} than may be used here; use a smaller batch or model"
 
 

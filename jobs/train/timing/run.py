@@ -1,4 +1,4 @@
-"""The rank of a `timing:` job: runs the launch manager, then prints the table of measurements."""
+"""The rank of a `timing:` job, which runs the launch manager, then prints the table of measurements."""
 
 import os
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from muster.jobs.timing.files import read_timings
 from muster.jobs.timing.settings import TimingSettings
 from muster.jobs.timing.table import report_lines
 from muster.jobs.train.numerics.pieces import require_compiler
-from muster.jobs.train.timing.launch_manager import LaunchManager
+from muster.jobs.train.timing.launch_manager import ModelTimer
 from muster.jobs.world.guard import complain, guarded, make_own_folder, measured, show_stacks
 from muster.jobs.world.world import choose_device, this_peer
 
@@ -43,7 +43,7 @@ def device_of(settings: TimingSettings) -> torch.device:
     """Choose the device, and check that it supports the settings.
 
     Raises:
-        RefusedError: if there is no GPU, or no compiler.
+        RefusedError: if the settings need a GPU or a compiler that this machine lacks.
     """
     device = choose_device(settings.device, 0, [this_peer()], key="timing.device")
     if settings.compile:
@@ -55,9 +55,9 @@ def device_of(settings: TimingSettings) -> torch.device:
 
 
 def time_all(settings: TimingSettings, device: torch.device, path: Path, *, name: str, reporter: Reporter) -> int:
-    """Measure into a file, print the table, and report failures; return the exit code."""
+    """Measure all rows, write them to a file, print the table, and report failures; return the exit code."""
     make_own_folder(path.parent)
-    manager = LaunchManager(settings, device, RowLog(path, patient=True, say=complain), name=name)
+    manager = ModelTimer(settings, device, RowLog(path, patient=True, say=complain), name=name)
     manager.run()
     print("\n".join(report_lines(read_timings([path]))), flush=True)
     rows = manager.rows.values()

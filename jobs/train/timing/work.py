@@ -1,4 +1,4 @@
-"""The process of one timing row: builds the model as `train:` would, then runs steps and reports the time of each.
+"""The process of one timing row, which builds the model as `train:` would, runs steps and reports the time of each.
 
 {"build_s": s}, {"step": s} for each step, {"peak_bytes": n}; or {"memory": why}, {"refused": why}
 {"gpu": name}, {"rate": [precision, side, FLOP/s]}      from a survey
@@ -37,7 +37,7 @@ IMAGE_SIDE = 32
 
 
 @dataclass(frozen=True)
-class Task:
+class TimingTask:
     """One row, its device, and how much of a host's memory it may use."""
 
     settings: TimingSettings
@@ -46,13 +46,13 @@ class Task:
     allowed_bytes: int
 
 
-def measure(task: Task, tell: Tell, page: Page) -> None:
+def measure(task: TimingTask, tell: Tell, page: Page) -> None:
     """Time the steps of a row."""
     claim(task.device)
     memory.shield(task.device, task.allowed_bytes)
     growth = memory.Growth(task.device)
     try:
-        with memory.telling(task.device):
+        with memory.translating_errors(task.device):
             began = perf_counter()
             step = build_step(task)
             synchronize(task.device)
@@ -82,22 +82,22 @@ def survey(settings: TimingSettings, device: torch.device, tell: Tell) -> None:
             tell({"own": size_of_made(settings.training(own))})
 
 
-def find_types(task: Task, tell: Tell) -> None:
+def find_types(task: TimingTask, tell: Tell) -> None:
     """Report the dtypes of each layer in a step."""
     from muster.jobs.train.numerics.dtypes import dtype_rows
 
     claim(task.device)
     memory.shield(task.device, task.allowed_bytes)
     try:
-        with memory.telling(task.device):
+        with memory.translating_errors(task.device):
             model, numerics, (inputs, targets) = build(task)
             tell({"layers": [asdict(row) for row in dtype_rows(model, inputs, targets, numerics)]})
     except (memory.OutOfMemory, RefusedError) as error:
         tell({"refused": str(error)})
 
 
-def build(task: Task) -> tuple[torch.nn.Module, Numerics, tuple[Tensor, Tensor]]:
-    """Build the model as the loop of a `train:` job does, and a batch."""
+def build(task: TimingTask) -> tuple[torch.nn.Module, Numerics, tuple[Tensor, Tensor]]:
+    """Build a batch, and build the model as the loop of a `train:` job does."""
     training = task.settings.training(task.case)
     numerics = numerics_of(training, task.device)
     if task.case.is_own:
@@ -110,14 +110,14 @@ def build(task: Task) -> tuple[torch.nn.Module, Numerics, tuple[Tensor, Tensor]]
     return numerics.place(model), numerics, batch
 
 
-def first_batch(task: Task, data: Data, numerics: Numerics) -> tuple[Tensor, Tensor]:
-    """Read the first samples of a job's data, starting over if there are too few."""
+def first_batch(task: TimingTask, data: Data, numerics: Numerics) -> tuple[Tensor, Tensor]:
+    """Read the first samples of a job's data, repeated if there are too few."""
     inputs, targets = data.train_batch(torch.arange(task.settings.batch) % data.train_samples, 0)
     return move_inputs(inputs, task.device, numerics.inputs), targets.to(task.device)
 
 
-def random_batch(task: Task, numerics: Numerics) -> tuple[Tensor, Tensor]:
-    """Generate a batch, the same for every row of a model: tokens and the next tokens, or images and classes."""
+def random_batch(task: TimingTask, numerics: Numerics) -> tuple[Tensor, Tensor]:
+    """Generate a batch of tokens and next tokens, or of images and classes, the same for every row of a model."""
     settings, draw = task.settings, torch.Generator().manual_seed(key(task.settings.seed, SYNTHETIC))
     if task.case.is_image:
         images = torch.randn(settings.batch, IMAGE_CHANNELS, IMAGE_SIDE, IMAGE_SIDE, generator=draw)
@@ -128,7 +128,7 @@ def random_batch(task: Task, numerics: Numerics) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # (batch, context) each
 
 
-def build_step(task: Task) -> Callable[[], None]:
+def build_step(task: TimingTask) -> Callable[[], None]:
     """Build a row's model, batch and optimizer; return a function that runs one step."""
     model, numerics, (inputs, targets) = build(task)
     if task.case.pass_name == "forward":
@@ -152,4 +152,4 @@ def build_step(task: Task) -> Callable[[], None]:
 
 
 def _drop(loss: Tensor) -> None:
-    """Drop a loss, and with it everything that its backward would need."""
+    """Free a loss, and the tensors saved for its backward."""

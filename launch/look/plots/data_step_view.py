@@ -1,4 +1,4 @@
-"""`muster timeline` of data-parallel ranks, on a screen: a drawing, and a line of numbers for each rank."""
+"""The text output of `muster timeline` for data-parallel ranks: a drawing, and a row of numbers per rank."""
 
 from typing import Final
 
@@ -14,7 +14,7 @@ COLLECTIVES: Final = ("collectives>", "MB>", "under way>", "hidden>")
 
 
 def render_data(title: str, step: DataStep, rank: int | None) -> str:
-    """Draw a step for the terminal, with each rank's times."""
+    """Format a step for the terminal: a drawing, and the times of each rank (or of `rank` only)."""
     plot = timeline_plot({"": step}, rank)
     lines = [line_of(each) for each in step.by_rank() if rank in (None, each.rank)]
     clocks = f"clocks agree within {milliseconds(step.apart_s)}" if len(step.ranks) > 1 else "one clock"
@@ -25,7 +25,7 @@ def render_data(title: str, step: DataStep, rank: int | None) -> str:
 
 
 def line_of(times: RankTimes) -> tuple[object, ...]:
-    """Return a rank's line of the table."""
+    """Return a rank's row of the table."""
     hidden = f"{100 * times.hidden_s / times.under_way_s:.0f} %" if times.under_way_s else None
     under_way = milliseconds(times.under_way_s) if times.collectives else None
     megabytes = f"{times.bytes / (1 << 20):.4g}"

@@ -1,4 +1,4 @@
-"""Draw a `Plot` with matplotlib: into a file, or as SVG inside an HTML page."""
+"""Drawing of a `Plot` with matplotlib, into a file or as SVG for an HTML page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH: Final = 7.0  # inches
-LETTER: Final = 0.075  # inches, of font size 9
-LINE: Final = 0.2
-NARROW: Final = 58  # letters that fit below the axes, beside the longest names
+LETTER: Final = 0.075  # width of a letter of font size 9, in inches
+LINE: Final = 0.2  # height of a line of text, in inches
+NARROW: Final = 58  # letters per line that fit below the axes, beside the longest names
 BAR: Final = 0.3
 MOST_BARS: Final = 250
 MOST_LINES: Final = 60
@@ -28,21 +28,21 @@ DARK: Final = ("#3f8fbf", "#2f6fb5", "#b87a00", "#16855f", "#5a5a5a", "#a8618a",
 
 
 def save(plot: Plot, path: Path, command: str) -> None:
-    """Draw a plot into a file whose suffix is .png, .svg or .pdf, with the command line in its metadata.
+    """Draw a plot into a .png, .svg or .pdf file, with the command line in its metadata.
 
     Raises:
-        NothingToPlotError: it has more rows than one picture can show.
-        RefusedError, RunFolderError, StorageError: as `drawing`.
+        NothingToPlotError: if the plot has more rows than a picture can show.
+        RefusedError, RunFolderError, StorageError: as for `drawing`.
     """
     with drawing(path, *size_of(plot), command=command) as figure:
         draw(plot, figure)
 
 
 def draw(plot: Plot, figure: "Figure") -> None:
-    """Draw the panels of a plot, and one legend of them all."""
+    """Draw the panels of a plot, with one legend for all."""
     from matplotlib import rc_context
 
-    with rc_context({"text.parse_math": False}):  # `$` and `_` in a name are just letters
+    with rc_context({"text.parse_math": False}):  # treat `$` and `_` in names as plain characters
         every = figure.subplots(len(plot.panels), 1, squeeze=False)[:, 0]
         handles: dict[str, Any] = {}
         for axes, panel in zip(every, plot.panels, strict=True):
@@ -57,11 +57,11 @@ def draw(plot: Plot, figure: "Figure") -> None:
 
 
 def inline_svg(plot: Plot) -> str:
-    """Draw a plot as an <svg> element for an HTML page. Its colors are variables, which `page_css` defines.
+    """Draw a plot as an <svg> element for an HTML page. Its colors are CSS variables defined by `page_css`.
 
     Raises:
-        NothingToPlotError: it has more rows than one picture can show.
-        RefusedError: matplotlib is not installed.
+        NothingToPlotError: if the plot has more rows than a picture can show.
+        RefusedError: if matplotlib is not installed.
     """
     import hashlib
     import io
@@ -84,7 +84,7 @@ def inline_svg(plot: Plot) -> str:
 
 
 def page_css() -> str:
-    """Return the style sheet of `inline_svg`'s colors, for light and dark pages."""
+    """Return CSS that defines the colors of `inline_svg`, for light and dark pages."""
     light, dark = (
         "".join(f"--plot-{place}:{color};" for place, color in enumerate(colors, 1)) for colors in (COLORS, DARK)
     )
@@ -92,7 +92,7 @@ def page_css() -> str:
 
 
 def _fit_into_page(root: "Element", prefix: str) -> None:
-    """Drop what belongs to a file; make ids unique in the page; let the page choose size and colors."""
+    """Remove metadata and styles, make ids unique within the page, and leave size and colors to the page."""
     import re
 
     for parent in list(root.iter()):
@@ -121,7 +121,7 @@ def size_of(plot: Plot) -> tuple[float, float]:
     """Return the width and the height of a plot in inches.
 
     Raises:
-        NothingToPlotError: it has more rows than one picture can show.
+        NothingToPlotError: if the plot has more rows than a picture can show.
     """
     height = 0.0
     for panel in plot.panels:
@@ -138,7 +138,7 @@ def size_of(plot: Plot) -> tuple[float, float]:
 
 
 def _legend(figure: "Figure", handles: dict[str, Any]) -> None:
-    """Put the names below the plot. They are set afterwards: a legend leaves out names that begin with `_`."""
+    """Add a legend below the plot. Names are set afterwards, because matplotlib omits names that begin with `_`."""
     names = ["." for _ in handles]
     legend = figure.legend(
         list(handles.values()), names, loc="outside lower left", ncols=_columns(list(handles)), frameon=False

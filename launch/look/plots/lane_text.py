@@ -1,4 +1,4 @@
-"""A timeline as text: for each rank a line of what it did, and one of how many messages or collectives were under way.
+"""A timeline as text. Each rank has a line for its activity and a line for its number of operations in progress.
 
 rank 0  dFFFFFFFFBBBBBBBBBBBBBBBBB~~~~~~OO
         ...........1112222222333322222....
@@ -11,12 +11,12 @@ from typing import Final
 from muster.launch.look.plots.lanes import LANES, LOOKS
 from muster.launch.look.plots.series import Plot
 
-WIDE: Final = 120  # columns, where the output is no terminal
+WIDE: Final = 120  # columns if the output is not a terminal
 IDLE: Final = "."
 
 
 def drawing(plot: Plot) -> str:
-    """Draw the lanes on one time scale, as wide as the terminal, with a legend."""
+    """Draw the lanes on one time scale across the terminal's width, followed by a legend."""
     columns = shutil.get_terminal_size((WIDE, 24)).columns if sys.stdout.isatty() else WIDE
     heads = {lane: lane.removesuffix(f": {LANES[0]}") if lane.endswith(LANES[0]) else "" for lane in plot.lanes}
     indent = max(map(len, heads.values())) + 2

@@ -1,4 +1,4 @@
-"""Timelines as plots: for each rank a lane of computation and one of communication, all on one time axis."""
+"""Timelines as plots: each rank has a lane for computation and a lane for communication, on one time axis."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from muster.jobs.measuring.figures import NothingToPlotError
 from muster.launch.look.data_steps import OTHER, WAIT, DataStep
 from muster.launch.look.plots.panels import COLORS, GRID, INK, SCALES, shortened
-from muster.launch.look.plots.series import Plot, Series
+from muster.launch.look.plots.series import Plot, PlotSeries
 from muster.launch.look.timelines import Recorded
 from muster.pipe.schedules.draw import COMPUTE, PHRASES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_RANKS: Final = 16  # of one run
+MOST_RANKS: Final = 16  # ranks drawn per run
 LANES: Final = ("computation", "communication")
 NAMES: Final = {WAIT: "exposed wait", "replay": "replayed CUDA graph"}
 MOST_TRACKS: Final = 8
@@ -23,7 +23,7 @@ Bar = tuple[int, str, str, float, float]  # rank, lane, kind, start and end
 
 
 class Look(NamedTuple):
-    """How a kind of bar is drawn: `color` is a place in COLORS."""
+    """The appearance of a kind of bar; `color` is an index into COLORS."""
 
     letter: str
     color: int
@@ -44,12 +44,13 @@ MESSAGES: Final = [Look("", 5, ""), Look("", 5, "xx"), Look("", 6, ""), Look("",
 
 
 def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
-    """Return one step of each run, by its label, above each other; of many ranks the first ones, or a certain one.
+    """Return a plot of one step of each run, stacked vertically; `steps` maps labels to steps.
 
-    A series is a kind of bar: `x` are the lanes, `low` to `high` the times, `y` how long each lasted.
+    It shows `rank`, or the first ranks of each run. A series is a kind of bar: `x` are its lanes, `low` and `high` its
+    start and end times, and `y` its durations.
 
     Raises:
-        NothingToPlotError: no step has the rank.
+        NothingToPlotError: if a step has no record of `rank`.
     """
     bars: dict[str, list[tuple[str, float, float]]] = {}
     lanes, notes = list[str](), list[str]()
@@ -60,7 +61,7 @@ def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
         if len(ranks) > MOST_RANKS:
             notes.append(f"{label}: the first {MOST_RANKS} of {len(ranks)} ranks are drawn".removeprefix(": "))
         if isinstance(step, DataStep) and step.not_timed:
-            notes.append(f"{label}: collectives are missing, {step.not_timed}".removeprefix(": "))
+            notes.append(f"{label}: collectives are missing: {step.not_timed}".removeprefix(": "))
         prefix = f"{label}, " if label else ""
         drawn = {each: {lane: f"{prefix}rank {each}: {lane}" for lane in LANES} for each in ranks[:MOST_RANKS]}
         lanes += [name for names in drawn.values() for name in names.values()]
@@ -69,7 +70,7 @@ def timeline_plot(steps: Mapping[str, Step], rank: int | None = None) -> Plot:
                 bars.setdefault(NAMES.get(kind, kind), []).append((drawn[number][lane], start_s, end_s))
     series = tuple(_series(kind, found) for kind, found in sorted(bars.items(), key=_place))
     title, note = "Timeline of a step", "; ".join(notes)
-    return Plot("timeline", title, "time in the step", "time", series, "lanes", "s", note, lanes=tuple(lanes))
+    return Plot("timeline", title, "time since the step began", "time", series, "lanes", "s", note, lanes=tuple(lanes))
 
 
 def _bars(step: Step) -> Iterable[Bar]:
@@ -87,13 +88,13 @@ def _place(found: tuple[str, Any]) -> tuple[int, str]:
     return [*LOOKS, kind].index(kind), kind
 
 
-def _series(kind: str, found: Sequence[tuple[str, float, float]]) -> Series:
+def _series(kind: str, found: Sequence[tuple[str, float, float]]) -> PlotSeries:
     lanes, starts, ends = zip(*found, strict=True)
-    return Series(kind, lanes, tuple(end - start for start, end in zip(starts, ends, strict=True)), starts, ends)
+    return PlotSeries(kind, lanes, tuple(end - start for start, end in zip(starts, ends, strict=True)), starts, ends)
 
 
 def paint_lanes(axes: "Axes", plot: Plot) -> dict[str, Any]:
-    """Draw the bars. Those of a lane that overlap share its height, so that each of them can be seen."""
+    """Draw the bars. Overlapping bars of a lane share its height, so that all of them are visible."""
     from matplotlib.ticker import FuncFormatter
 
     unit, scale = SCALES[plot.unit]
@@ -128,7 +129,7 @@ def paint_lanes(axes: "Axes", plot: Plot) -> dict[str, Any]:
 
 
 def _tracks(bars: Sequence[tuple[float, float, int]]) -> list[int]:
-    """Deal bars, in order of their start, to as few tracks as keep those of one track apart; at most `MOST_TRACKS`."""
+    """Assign bars, sorted by start, to the fewest tracks without overlap, but at most `MOST_TRACKS`."""
     ends: list[float] = []
     tracks = []
     for start_s, end_s, _ in sorted(bars):

@@ -1,7 +1,7 @@
-"""Draw one panel of a plot: stacked bars, bars, or lines.
+"""Painters for one panel of a plot: stacked bars, bars, or lines.
 
-Bars lie on their side, so that long names never overlap. Series differ in lightness, hatch, marker and line style,
-so that they can be told apart in grey.
+Bars are horizontal, so that long names do not overlap. Series differ in lightness, hatch, marker and line style, so
+that they remain distinguishable in grayscale.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.terminal import printable
-from muster.launch.look.plots.series import Plot, Series
+from muster.launch.look.plots.series import Plot, PlotSeries
 from muster.launch.look.plots.thin import thinned
 
 if TYPE_CHECKING:
@@ -22,27 +22,30 @@ FAINT: Final = 0.25  # opacity of a band
 HATCHES: Final = ("..", "", "///", "\\\\\\", "", "xx", "++", "oo")
 MARKERS: Final = "osD^vPX*"
 DASHES: Final = ("-", "--", "-.", ":")
-LINE_COLORS: Final = (1, 2, 3, 6, 5, 0, 7)  # places in COLORS; the lightest is for areas only
+LINE_COLORS: Final = (1, 2, 3, 6, 5, 0, 7)  # indexes into COLORS, without the lightest
 SCALES: Final = {"s": ("ms", 1e3), "B": ("MB", 1 / (1 << 20)), "share": ("%", 100.0)}
 MOST_LETTERS: Final = 40
 INTERVALS: Final[Mapping[str, Any]] = {"fmt": "none", "elinewidth": 1.0, "capsize": 3}
-WIDE_RANGE: Final = 8  # of ranks: from here on axes are logarithmic
+WIDE_RANGE: Final = 8  # ratio of the largest to the smallest number of ranks above which axes are logarithmic
 
 
 def shortened(text: str, most: int = MOST_LETTERS) -> str:
-    """Escape what a reader cannot see, and leave out the middle of what is long: names often differ at their ends."""
+    """Escape invisible characters, and drop the middle of long names, which often differ at their ends."""
     text = printable(text)
     half = (most - 1) // 2
     return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
 def _bars(axes: "Axes", plot: Plot) -> dict[str, Any]:
-    """Draw bars on top of one another, or beside one another; return what the legend names."""
+    """Draw stacked bars or bars beside each other; return the legend's entries."""
     from matplotlib.ticker import FuncFormatter
 
     handles, places, stacked = dict[str, Any](), places_of(plot), plot.style == "stacked"
     unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
-    taken, height = dict.fromkeys(places, 0.0), 0.8 / beside(plot)  # where the next bar begins, or how many there are
+    taken, height = (
+        dict.fromkeys(places, 0.0),
+        0.8 / beside(plot),
+    )  # per name: the end of its stack, or its number of bars
     for number, series in enumerate(plot.series):
         names, values = [str(x) for x in series.x], [scale * value for value in series.y]
         y = [places[name] + (0.0 if stacked else height * (taken[name] + 0.5) - 0.4) for name in names]
@@ -67,7 +70,7 @@ def _bars(axes: "Axes", plot: Plot) -> dict[str, Any]:
 
 
 def _lines(axes: "Axes", plot: Plot) -> dict[str, Any]:
-    """Draw lines, with error bars over ranks and bands over steps; return what the legend names."""
+    """Draw lines, with error bars if x is ranks and bands otherwise; return the legend's entries."""
     unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
     handles = dict[str, Any]()
     for number, series in enumerate(map(thinned, plot.series)):
@@ -89,7 +92,7 @@ def _lines(axes: "Axes", plot: Plot) -> dict[str, Any]:
 
 
 def _style(number: int, points: int) -> dict[str, Any]:
-    """Return the style of a line. Each is thinner than the one before, so that equal lines are seen beneath others."""
+    """Return the style of a line. Later lines are thinner, so that coinciding lines all remain visible."""
     every, colors = max(points // 8, 1), len(LINE_COLORS)
     style: dict[str, Any] = {"color": COLORS[LINE_COLORS[number % colors]], "linewidth": max(3.0 - 0.6 * number, 1.2)}
     style |= {"linestyle": DASHES[number // colors % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
@@ -115,8 +118,8 @@ def _name_axes(axes: "Axes", plot: Plot) -> None:
 PAINTERS: Final = {"stacked": _bars, "bars": _bars, "lines": _lines}
 
 
-def _ends(series: Series, scale: float) -> tuple[list[float], list[float]] | None:
-    """Return middle and half of each interval: that of a median need not hold the mean that a bar shows."""
+def _ends(series: PlotSeries, scale: float) -> tuple[list[float], list[float]] | None:
+    """Return the center and half-width of each interval; an interval of a median may exclude the bar's mean."""
     if not series.low or not series.high:
         return None
     ends = list(zip(series.low, series.high, strict=True))
@@ -124,12 +127,12 @@ def _ends(series: Series, scale: float) -> tuple[list[float], list[float]] | Non
 
 
 def places_of(plot: Plot) -> dict[str, int]:
-    """Return the place of every bar's name, from the top."""
+    """Return the vertical position of each bar name, counted from the top."""
     return {name: place for place, name in enumerate(dict.fromkeys(str(x) for each in plot.series for x in each.x))}
 
 
 def beside(plot: Plot) -> int:
-    """Return how many bars one name has at most."""
+    """Return the largest number of bars beside each other for one name."""
     if plot.style == "stacked":
         return 1
     return max(Counter(x for each in plot.series for x in each.x).values(), default=1)

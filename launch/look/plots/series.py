@@ -1,6 +1,7 @@
-"""The content of a plot as data. Tests, tables, JSON and the report read it; `draw.py` draws it. Pure.
+"""The content of a plot as data, for drawings (`draw.py`), tables, JSON and the report. Pure.
 
-All numbers come from `comparison.Row` and `steps.Measured`, in seconds, bytes, units per second, or shares of 1.
+All numbers come from `comparison.RunRow` and `steps.Measured`. They are in seconds, bytes, units per second, or
+fractions of 1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,19 +12,19 @@ from typing import Any, Final, Literal
 from muster.jobs.basics.words import counted
 from muster.jobs.measuring.figures import NothingToPlotError
 from muster.jobs.measuring.stats import median_interval
-from muster.launch.look.comparison import Row, scaled
+from muster.launch.look.comparison import RunRow, scaled
 from muster.launch.look.steps import PARTS, Measured, losses_of
 
-KINDS: Final = ("split_time", "throughput", "scaling", "loss", "memory", "timeline")
-INTERVAL: Final = "with the 95 % interval, of few repeats their range"
+KINDS: Final = ("split_time", "throughput", "scaling", "loss", "loss_time", "memory", "timeline")
+INTERVAL: Final = "with the 95 % interval, or the range of few repeats"
 Groups = Mapping[str, Sequence[Measured]]
 
 
 @dataclass(frozen=True)
-class Series:
-    """One line, or one color of bars. `low` and `high` are the ends of its intervals.
+class PlotSeries:
+    """One line, or the bars of one color. `low` and `high` are the ends of the intervals.
 
-    A reference (the ideal line, a formula) is not measured; a mark is a point on top of stacked bars.
+    The role "reference" is for computed values (the ideal line, a formula), "mark" for points on top of stacked bars.
     """
 
     label: str
@@ -36,77 +37,78 @@ class Series:
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture: its series, their axes, and perhaps a second panel below."""
+    """One panel of a plot, with optional further panels below."""
 
     kind: str
     title: str
     x_label: str
     y_label: str
-    series: tuple[Series, ...]
+    series: tuple[PlotSeries, ...]
     style: Literal["stacked", "bars", "lines", "lanes"] = "lines"
-    unit: str = ""  # of y: s, B, share, or another one that is shown as it is
+    unit: str = ""  # of y: s, B, share, or any other text, which is shown unchanged
     note: str = ""
     below: "Plot | None" = None
-    lanes: tuple[str, ...] = ()  # of a timeline, from the top
+    lanes: tuple[str, ...] = ()  # timelines only, from the top
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plot as JSON has it."""
+        """Return the plot for JSON."""
         return asdict(self)
 
     @property
     def panels(self) -> tuple["Plot", ...]:
-        """This panel and those below it."""
+        """This panel and the panels below it."""
         return (self, *(self.below.panels if self.below else ()))
 
 
 def plot_of(
     kind: str,
-    rows: Sequence[Row],
+    rows: Sequence[RunRow],
     groups: Groups,
     *,
     baseline: str | None = None,
     formulas: Mapping[str, float] | None = None,
 ) -> Plot:
-    """Return a plot of the rows that `compared` made from the groups.
+    """Return a plot of `rows`, which `compared` computed from `groups`.
 
-    `baseline` is the row where the ideal line begins (None: the fewest ranks of each line). `formulas` has the
-    predicted peak memory of rows, in bytes.
+    `baseline` is the label of the row where the ideal line starts (None: the row with the fewest ranks of each line).
+    `formulas` are the predicted peak memories of rows, in bytes.
 
     Raises:
-        NothingToPlotError: no row has what the plot shows, or the rows do not fit into one plot.
+        NothingToPlotError: if no row has the plotted quantity, or the rows cannot share a plot.
     """
     makers: dict[str, Callable[[], Plot]] = {
         "split_time": lambda: _split_time(rows),
         "throughput": lambda: _throughput(rows, groups),
         "scaling": lambda: _scaling(rows, groups, baseline),
         "loss": lambda: _loss(rows, groups),
+        "loss_time": lambda: _loss_time(rows, groups),
         "memory": lambda: _memory(rows, groups, formulas or {}),
     }
     return makers[kind]()
 
 
-def _split_time(rows: Sequence[Row]) -> Plot:
+def _split_time(rows: Sequence[RunRow]) -> Plot:
     labels = tuple(row.label for row in rows)
-    parts = [Series(part, labels, tuple(row.parts_s[part] for row in rows)) for part in PARTS]
+    parts = [PlotSeries(part, labels, tuple(row.parts_s[part] for row in rows)) for part in PARTS]
     medians, lows, highs = zip(*((row.median_s, row.low_s, row.high_s) for row in rows), strict=True)
-    step = Series("median step", labels, medians, lows, highs, role="mark")
+    step = PlotSeries("median step", labels, medians, lows, highs, role="mark")
     note = f"parts: means over steps and ranks; median step: {INTERVAL}"
     return Plot("split_time", "Time of a step", "", "time", (*parts, step), "stacked", "s", note)
 
 
-def _throughput(rows: Sequence[Row], groups: Groups) -> Plot:
+def _throughput(rows: Sequence[RunRow], groups: Groups) -> Plot:
     rows, note = _with(rows, lambda row: row.rate > 0.0, "no rate recorded")
     series = []
     for mode, alike in groupby(sorted(rows, key=lambda row: (_first(rows, row.mode), row.ranks)), lambda row: row.mode):
         own = tuple(alike)
         lows, highs = zip(*(_rates(groups[row.label]) for row in own), strict=True)
         labels = tuple(row.label for row in own)
-        series.append(Series(mode or "run", labels, tuple(row.rate for row in own), lows, highs))
+        series.append(PlotSeries(mode or "run", labels, tuple(row.rate for row in own), lows, highs))
     note = _joined(f"all ranks together, {INTERVAL}", note)
     return Plot("throughput", "Throughput", "", "rate", tuple(series), "bars", _unit(rows), note)
 
 
-def _scaling(rows: Sequence[Row], groups: Groups, baseline: str | None) -> Plot:
+def _scaling(rows: Sequence[RunRow], groups: Groups, baseline: str | None) -> Plot:
     rows, note = _with(rows, lambda row: row.rate > 0.0, "no rate recorded")
     base = next((row for row in rows if row.label == baseline), None)
     rates, ideals, efficiencies = [], [], []
@@ -114,20 +116,20 @@ def _scaling(rows: Sequence[Row], groups: Groups, baseline: str | None) -> Plot:
         ranks = tuple(float(row.ranks) for row in line)
         lows, highs = zip(*(_rates(groups[row.label]) for row in line), strict=True)
         start = base or line[0]
-        rates.append(Series(name, ranks, tuple(row.rate for row in line), lows, highs))
+        rates.append(PlotSeries(name, ranks, tuple(row.rate for row in line), lows, highs))
         ideal = tuple(start.rate * row.ranks / start.ranks for row in line)
-        ideals.append(Series(f"ideal, from {start.label}", ranks, ideal, role="reference"))
-        efficiencies.append(Series(name, ranks, tuple(scaled(row, start)[1] or 0.0 for row in line)))
+        ideals.append(PlotSeries(f"ideal, from {start.label}", ranks, ideal, role="reference"))
+        efficiencies.append(PlotSeries(name, ranks, tuple(scaled(row, start)[1] or 0.0 for row in line)))
     if max(len(each.x) for each in rates) < 2:
-        raise NothingToPlotError("scaling takes rows of one mode with different numbers of ranks; there are none")
+        raise NothingToPlotError("scaling needs rows of one mode with different numbers of ranks; name such runs")
     every = tuple(sorted({rank for each in rates for rank in each.x if isinstance(rank, float)}))
-    whole = Series("ideal", every, tuple(1.0 for _ in every), role="reference")
-    below = Plot("scaling", "Efficiency", "ranks", "of the ideal rate", (*efficiencies, whole), unit="share")
+    whole = PlotSeries("ideal", every, tuple(1.0 for _ in every), role="reference")
+    below = Plot("scaling", "Efficiency", "ranks", "share of the ideal rate", (*efficiencies, whole), unit="share")
     note = _joined(INTERVAL, note)
     return Plot("scaling", "Scaling", "ranks", "rate", (*rates, *ideals), "lines", _unit(rows), note, below)
 
 
-def _loss(rows: Sequence[Row], groups: Groups) -> Plot:
+def _loss(rows: Sequence[RunRow], groups: Groups) -> Plot:
     series = []
     rows, note = _with(rows, lambda row: any(True for _ in losses_of(groups[row.label][0])), "no loss recorded")
     for row in rows:
@@ -137,25 +139,39 @@ def _loss(rows: Sequence[Row], groups: Groups) -> Plot:
         if len(runs) > 1:
             found = [[losses[step] for losses in runs if step in losses] for step in steps]
             lows, highs = tuple(map(min, found)), tuple(map(max, found))
-        series.append(Series(row.label, tuple(map(float, steps)), tuple(runs[0].values()), lows, highs))
+        series.append(PlotSeries(row.label, tuple(map(float, steps)), tuple(runs[0].values()), lows, highs))
     if any(each.low for each in series):
         note = _joined("lines: the first run; bands: all repeats", note)
-    return Plot("loss", "Loss", "step", "of the batch", tuple(series), note=note)
+    return Plot("loss", "Loss", "step", "loss of the batch", tuple(series), note=note)
 
 
-def _memory(rows: Sequence[Row], groups: Groups, formulas: Mapping[str, float]) -> Plot:
+def _loss_time(rows: Sequence[RunRow], groups: Groups) -> Plot:
+    """Return the losses against the time since the first plotted step; repeats are separate in time, so show one."""
+    series = []
+    rows, note = _with(rows, lambda row: any(True for _ in losses_of(groups[row.label][0])), "no loss recorded")
+    for row in rows:
+        steps = [step for step in groups[row.label][0].steps if step.loss is not None]
+        began = steps[0].time - steps[0].seconds
+        losses = tuple(step.loss for step in steps if step.loss is not None)
+        series.append(PlotSeries(row.label, tuple(step.time - began for step in steps), losses))
+    if any(len(groups[row.label]) > 1 for row in rows):
+        note = _joined("the first run of each row", note)
+    return Plot("loss_time", "Loss", "seconds since the start", "loss of the batch", tuple(series), note=note)
+
+
+def _memory(rows: Sequence[RunRow], groups: Groups, formulas: Mapping[str, float]) -> Plot:
     rows, note = _with(rows, lambda row: row.peak_bytes is not None, "no memory recorded")
     of_rows = [[run.peak_bytes for run in groups[row.label] if run.peak_bytes is not None] for row in rows]
     lows, highs = zip(*map(median_interval, of_rows), strict=True)
-    series = [Series("measured", tuple(row.label for row in rows), tuple(map(max, of_rows)), lows, highs)]
+    series = [PlotSeries("measured", tuple(row.label for row in rows), tuple(map(max, of_rows)), lows, highs)]
     if known := tuple(row.label for row in rows if row.label in formulas):
-        series.append(Series("formula", known, tuple(formulas[label] for label in known), role="reference"))
+        series.append(PlotSeries("formula", known, tuple(formulas[label] for label in known), role="reference"))
     note = _joined("the fullest rank", note)
     return Plot("memory", "Peak memory", "", "memory", tuple(series), "bars", "B", note)
 
 
-def _with(rows: Sequence[Row], has: Callable[[Row], bool], without: str) -> tuple[list[Row], str]:
-    """Return the rows that have something to draw, and a note about the others."""
+def _with(rows: Sequence[RunRow], has: Callable[[RunRow], bool], without: str) -> tuple[list[RunRow], str]:
+    """Return the rows that satisfy `has`, and a note about the others."""
     kept = [row for row in rows if has(row)]
     missing = [row.label for row in rows if not has(row)]
     if not kept:
@@ -167,36 +183,39 @@ def _joined(*notes: str) -> str:
     return "; ".join(filter(None, notes))
 
 
-def _unit(rows: Sequence[Row]) -> str:
+def _unit(rows: Sequence[RunRow]) -> str:
     units = sorted({row.unit for row in rows})
     if len(units) > 1:
-        raise NothingToPlotError(f"the rows count different units: {', '.join(units)}; plot them apart")
+        raise NothingToPlotError(f"the rows have different units: {', '.join(units)}; plot them separately")
     return units[0]
 
 
 def _rates(runs: Sequence[Measured]) -> tuple[float, float]:
-    """Return the interval of the rate: over the runs, or over the steps of a single run."""
+    """Return the interval of the rate over the runs, or over the steps of a single run."""
     units = [run.steps for run in runs] if len(runs) > 1 else [(step,) for step in runs[0].steps]
     return median_interval([sum(step.units for step in each) / sum(step.seconds for step in each) for each in units])
 
 
-def _first(rows: Sequence[Row], mode: str) -> int:
-    """Return the place of the first row of a mode."""
+def _first(rows: Sequence[RunRow], mode: str) -> int:
+    """Return the index of the first row of a mode."""
     return next(place for place, row in enumerate(rows) if row.mode == mode)
 
 
-def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Sort rows into lines by mode, else by mode and batch (per rank, or of all), so that each has a rank count once.
+def _lines(rows: Sequence[RunRow]) -> dict[str, list[RunRow]]:
+    """Group rows into lines so that each line has every number of ranks at most once.
+
+    A line has one mode or, if rows of a mode have the same number of ranks, one mode and one batch size (global, or per
+    rank).
 
     Raises:
-        NothingToPlotError: two rows differ in neither.
+        NothingToPlotError: if no grouping works.
     """
-    ways: list[Callable[[Row], str]] = [
+    ways: list[Callable[[RunRow], str]] = [
         lambda row: row.mode or "run",
         lambda row: f"{row.mode}, batch {row.batch}",
         lambda row: f"{row.mode}, batch {(row.batch or 0) / row.ranks:g} per rank",
     ]
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[RunRow]] = {}
     for way in ways:
         found = {}
         for row in sorted(rows, key=lambda row: (_first(rows, row.mode), row.ranks)):

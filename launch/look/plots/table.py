@@ -1,11 +1,11 @@
-"""The numbers of a plot as a table, in the digits that `muster compare` prints."""
+"""The numbers of a plot as a table, with the same digits as in `muster compare`."""
 
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from muster.launch.common import screen
 from muster.launch.look.plots.lane_text import drawing
-from muster.launch.look.plots.series import Plot, Series
+from muster.launch.look.plots.series import Plot, PlotSeries
 
 FORMATS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {  # by unit
     "s": ("ms", lambda value: f"{1e3 * value:.2f}"),
@@ -16,12 +16,12 @@ FORMATS: Final[Mapping[str, tuple[str, Callable[[float], str]]]] = {  # by unit
 
 
 def render(plot: Plot) -> str:
-    """Render every panel: a line for each x, a column for each series; never thinned."""
+    """Format every panel as a table with a row for each x and a column for each series. Nothing is thinned."""
     return "\n\n".join(drawing(panel) if panel.style == "lanes" else _text(*grid(panel)) for panel in plot.panels)
 
 
 def grid(plot: Plot) -> tuple[str, list[str], list[list[str | None]]]:
-    """Return what the numbers of one panel are, their columns, and a row for each x."""
+    """Return the heading of one panel, its columns, and a row for each x."""
     unit, text = FORMATS.get(plot.unit, (plot.unit, lambda value: f"{value:,.0f}"))
     series = [each for each in plot.series if plot.unit != "share" or each.role != "reference"]
     columns = [{str(x): place for place, x in enumerate(each.x)} for each in series]
@@ -44,7 +44,7 @@ def _name(x: float | str) -> str:
     return x if isinstance(x, str) else f"{x:.0f}"
 
 
-def _cell(series: Series, place: int | None, text: Callable[[float], str]) -> str | None:
+def _cell(series: PlotSeries, place: int | None, text: Callable[[float], str]) -> str | None:
     if place is None:
         return None
     value = text(series.y[place])

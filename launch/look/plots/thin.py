@@ -1,15 +1,15 @@
-"""Thin a long line for drawing: the smallest and the largest value of each of its parts stay. Pure."""
+"""Thinning of long lines for drawing, which keeps the smallest and largest value of each segment. Pure."""
 
 from dataclasses import replace
 from typing import Final
 
-from muster.launch.look.plots.series import Series
+from muster.launch.look.plots.series import PlotSeries
 
 MOST_POINTS: Final = 1000
 
 
-def thinned(series: Series) -> Series:
-    """Return a line of at most about 1,000 points; a band keeps its lowest and highest ends of each part."""
+def thinned(series: PlotSeries) -> PlotSeries:
+    """Return a line of about 1,000 points at most. A band keeps its extremes in each segment."""
     count = len(series.x)
     if count <= MOST_POINTS:
         return series

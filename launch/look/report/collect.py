@@ -1,4 +1,4 @@
-"""Collect what a report shows: rows, pictures and runs. What cannot be read is left out, and the page says so."""
+"""Collection of a report's content: rows, pictures and runs. The page names parts that could not be read."""
 
 import math
 import time
@@ -9,43 +9,47 @@ from typing import TYPE_CHECKING, Any, Final
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import screen
-from muster.launch.look.comparison import Row
+from muster.launch.look.comparison import RunRow
 from muster.launch.look.comparison_view import COLUMNS, LEGEND, cells, notes
-from muster.launch.look.history import History
-from muster.launch.look.report.page import Report
+from muster.launch.look.history import AttemptHistory
+from muster.launch.look.report.page import ReportPage
 from muster.launch.look.report.pictures import Styles, pictures, timeline_of
 from muster.launch.look.report.runs import RunView, view_of_run
 from muster.launch.look.report.tables import table
 
 if TYPE_CHECKING:
-    from muster.launch.sweeps.rows import Chosen
+    from muster.launch.sweeps.rows import ChosenRows
 
-MOST_RUNS: Final = 40  # that are described one by one
+MOST_RUNS: Final = 40  # with a section of their own
 MOST_PROFILES: Final = 4
 
 
 @dataclass(frozen=True)
 class About:
-    """What a report is called, and how it was made."""
+    """The title of a report, the command that made it, and the version of Muster."""
 
     title: str
     command: str
     version: str
 
 
-def collect(about: About, chosen: "Chosen", why_of: Callable[[RunDir], tuple[History, str]], styles: Styles) -> Report:
+def collect(
+    about: About, chosen: "ChosenRows", why_of: Callable[[RunDir], tuple[AttemptHistory, str]], styles: Styles
+) -> ReportPage:
     """Read the runs and draw their pictures."""
     rows, runs, left_out = chosen.rows, chosen.runs, [f"not compared: {each}" for each in chosen.missing]
     if len(runs) > MOST_RUNS:
-        left_out.append(f"of {len(runs)} runs, the first {MOST_RUNS} are described below; name one to see it")
+        left_out.append(
+            f"of {len(runs)} runs, the first {MOST_RUNS} are described below; for another one, report that run alone"
+        )
     if len(runs) > MOST_PROFILES:
-        left_out.append(f"the profiles of the first {MOST_PROFILES} runs are shown; name another one to see its own")
+        left_out.append(f"only the first {MOST_PROFILES} runs show profiles; for another one, report that run alone")
     views = [
         view_of_run(run, why_of, styles, profile=place < MOST_PROFILES) for place, run in enumerate(runs[:MOST_RUNS])
     ]
     peaks = {view.run_id: view.peak_formula for view in views}
     formulas = {row.label: peak for row in rows if (peak := peaks.get(row.run_ids[0])) is not None}
-    return Report(
+    return ReportPage(
         title=about.title,
         lead=lead_of(rows, views),
         made=screen.clock(time.time()),
@@ -60,8 +64,8 @@ def collect(about: About, chosen: "Chosen", why_of: Callable[[RunDir], tuple[His
     )
 
 
-def lead_of(rows: Sequence[Row], runs: Sequence[RunView]) -> str:
-    """Say in a sentence or two what matters most."""
+def lead_of(rows: Sequence[RunRow], runs: Sequence[RunView]) -> str:
+    """Summarize the most important result in one or two sentences."""
     failed = [run.run_id for run in runs if not run.ended_well]
     parts = (
         [f"{counted(len(failed), 'run')} of {len(runs)} did not end well: {', '.join(failed[:3])}."] if failed else []
@@ -80,7 +84,7 @@ def lead_of(rows: Sequence[Row], runs: Sequence[RunView]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return a record without NaN and infinity, which are no JSON."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""A report as one HTML file that loads nothing. Jinja2 escapes all texts; the page allows no script but ours."""
+"""A report as a self-contained HTML file. Jinja2 escapes all texts; the page's policy allows only its own script."""
 
 import base64
 import hashlib
@@ -11,26 +11,26 @@ from typing import Any, Final
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.terminal import printable
 from muster.jobs.trace.flame import HUES
-from muster.launch.look.comparison import Row
+from muster.launch.look.comparison import RunRow
 from muster.launch.look.plots.draw import page_css
 from muster.launch.look.report.pictures import Picture, Styles
 from muster.launch.look.report.runs import RunView
 from muster.launch.look.report.tables import Table
 
 FOLDER: Final = Path(__file__).parent
-MARK: Final = "muster report"  # what a file of ours says of itself
+MARK: Final = "muster report"  # identifies a file as a report
 
 
 @dataclass(frozen=True)
-class Report:
-    """All that a page shows."""
+class ReportPage:
+    """The content of a report."""
 
     title: str
     lead: str
     made: str
     version: str
     command: str
-    rows: Sequence[Row]
+    rows: Sequence[RunRow]
     comparison: Table | None
     notes: Sequence[str]
     pictures: Sequence[Picture]
@@ -38,11 +38,11 @@ class Report:
     records: Sequence[dict[str, Any]]
 
 
-def render(report: Report, styles: Styles) -> str:
-    """Write the page.
+def render(report: ReportPage, styles: Styles) -> str:
+    """Return the HTML of the page.
 
     Raises:
-        RefusedError: Jinja2 is not installed.
+        RefusedError: if Jinja2 is not installed.
     """
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -52,7 +52,7 @@ def render(report: Report, styles: Styles) -> str:
         raise RefusedError(f"{need}; install the extra `plots`: ./setup.sh, or pip install '.[plots]'") from error
 
     def plain(value: Any) -> Any:
-        """Escape what reorders or hides text, as on a terminal; a page keeps its lines."""
+        """Escape characters that reorder or hide text, as on a terminal, but keep newlines."""
         if isinstance(value, str) and not isinstance(value, Markup):
             return "\n".join(map(printable, value.split("\n")))
         return value
@@ -61,7 +61,7 @@ def render(report: Report, styles: Styles) -> str:
     pages = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=plain
     )
-    pages.filters["drawn"] = Markup  # of our own making: pictures, the style sheet and the script
+    pages.filters["drawn"] = Markup  # marks generated HTML as safe: pictures, style sheet and script
     hues = "".join(f".k-{kind}{{--hue:{hue}}}" for kind, hue in HUES.items())
     style = (
         (FOLDER / "style.css").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The pictures of a page: each drawn as SVG, with its numbers as tables, or one line that says why there is none."""
+"""The pictures of a report: each is an SVG drawing with its numbers as tables, or the reason why it is missing."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.measuring.figures import NothingToPlotError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.look.comparison import Row
+from muster.launch.look.comparison import RunRow
 from muster.launch.look.plots.draw import inline_svg
 from muster.launch.look.plots.lanes import timeline_plot
 from muster.launch.look.plots.series import Groups, Plot, plot_of
@@ -18,22 +18,22 @@ from muster.launch.look.report.tables import Table, numbers_of
 from muster.launch.look.timelines import read_timeline
 
 KINDS: Final = ("split_time", "throughput", "scaling", "loss", "memory")
-MOST_TIMELINES: Final = 4  # above each other
+MOST_TIMELINES: Final = 4  # drawn one above the other
 LONG: Final = re.compile(r"-?\d+\.\d\d+")
 SVG: Final = "http://www.w3.org/2000/svg"
 
 
 @dataclass
 class Styles:
-    """The `style` attributes of all pictures as classes of the page: its policy forbids such attributes."""
+    """The `style` attributes of all pictures, turned into CSS classes because the page's policy forbids them."""
 
     names: dict[str, str] = field(default_factory=dict)
 
     def moved(self, svg: str) -> str:
-        """Replace the `style` attributes of a picture by classes."""
+        """Replace the `style` attributes of a picture by classes, and shorten the numbers in its paths."""
         root = ElementTree.fromstring(svg)
         for each in root.iter():
-            if path := each.get("d"):  # hatches have long ones
+            if path := each.get("d"):  # the paths of hatches are long
                 each.set("d", LONG.sub(lambda found: f"{float(found[0]):.1f}", " ".join(path.split())))
             if style := each.attrib.pop("style", None):
                 name = self.names.setdefault(style, f"s{len(self.names)}")
@@ -42,13 +42,13 @@ class Styles:
         return ElementTree.tostring(root, encoding="unicode")
 
     def css(self) -> str:
-        """Return the rules of these classes."""
+        """Return the CSS rules of the classes."""
         return "".join(f".{name}{{{style}}}" for style, name in self.names.items())
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of a page; `why` there is none."""
+    """One picture of a page. If it is missing, `why` gives the reason."""
 
     title: str
     svg: str = ""
@@ -57,12 +57,12 @@ class Picture:
     plot: Plot | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return its plot as JSON has it."""
+        """Return the plot for JSON, or the reason why it is missing."""
         return self.plot.to_json() if self.plot else {"title": self.title, "why": self.why}
 
 
 def picture_of(plot: Plot, styles: Styles) -> Picture:
-    """Draw a plot."""
+    """Draw a plot for the page; if it is too large to draw, keep only its tables."""
     try:
         svg = styles.moved(inline_svg(plot))
     except NothingToPlotError as error:
@@ -71,9 +71,9 @@ def picture_of(plot: Plot, styles: Styles) -> Picture:
 
 
 def pictures(
-    rows: Sequence[Row], groups: Groups, whole: Groups, formulas: Mapping[str, float], styles: Styles
+    rows: Sequence[RunRow], groups: Groups, whole: Groups, formulas: Mapping[str, float], styles: Styles
 ) -> list[Picture]:
-    """Draw every plot of the rows; losses are those of `whole`, with the warm-up."""
+    """Draw every kind of plot of the rows. The plot of losses uses `whole`, which includes warm-up steps."""
     found = []
     for kind in KINDS if rows else ():
         try:
@@ -89,8 +89,8 @@ def timeline_of(folders: Mapping[str, Sequence[RunDir]], styles: Styles) -> Pict
     """Draw the newest recorded step of the first run of each row."""
     steps = {}
     for label, runs in list(folders.items())[:MOST_TIMELINES]:
-        with suppress(MusterError):  # most runs record none
+        with suppress(MusterError):  # most runs have no recorded step
             steps[label] = read_timeline(runs[0], None, None).slowest()
     if not steps:
-        return Picture("Timeline", why="no run has recorded one")
+        return Picture("Timeline", why="no run has recorded a timeline")
     return picture_of(timeline_plot(steps), styles)

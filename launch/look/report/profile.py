@@ -1,4 +1,4 @@
-"""What a page shows of a run's profiles: shares by kind of operator and of module, flame graphs, memory over time."""
+"""The profile section of a report: time by kind of operator and module, flame graphs, and memory over time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.trace.flame import HUES, spell
 from muster.jobs.trace.record import numbers
-from muster.launch.look.plots.series import Plot, Series
+from muster.launch.look.plots.series import Plot, PlotSeries
 from muster.launch.look.profiles import FlameFrame, RankProfile, read_flame, read_profiles
 from muster.launch.look.report.pictures import Picture, Styles, picture_of
 from muster.launch.look.report.tables import Table, table
@@ -24,7 +24,7 @@ MB: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Flame:
-    """A flame graph: what it is of, its frames as percent of the width, and the widest as a table."""
+    """A flame graph: title, frames in percent of the width, and a table of the widest frames."""
 
     title: str
     frames: tuple[dict[str, Any], ...]
@@ -34,7 +34,7 @@ class Flame:
 
 @dataclass(frozen=True)
 class ProfileView:
-    """All of a run's profiles."""
+    """The profile section of one run."""
 
     title: str
     pictures: tuple[Picture, ...]
@@ -44,10 +44,10 @@ class ProfileView:
 
 
 def view_of(run: RunDir, styles: Styles) -> ProfileView:
-    """Read the profiles of a run; the slowest ranks are shown.
+    """Build the profile section of a run, for its slowest ranks.
 
     Raises:
-        NotFoundError: there are none.
+        NotFoundError: if the run has no profiles.
     """
     attempt, found = read_profiles(run, None)
     slowest, shown = found[0], sorted(found[:MOST_RANKS], key=lambda each: each.rank)
@@ -58,8 +58,8 @@ def view_of(run: RunDir, styles: Styles) -> ProfileView:
         f"damaged in the profile of rank {each.rank}: {', '.join(each.left_out)}" for each in shown if each.left_out
     ]
     if "modules" not in slowest.record:
-        missing.append(slowest.record.get("modules_note") or "the profile does not say which modules took the time")
-    missing += [] if flames else [f"there is no flame graph of rank {slowest.rank}, or it is damaged"]
+        missing.append(slowest.record.get("modules_note") or "the profile has no times of modules")
+    missing += [] if flames else [f"the flame graph of rank {slowest.rank} is missing or damaged"]
     steps = numbers([int(step["step"]) for step in slowest.record["steps"]])
     title = f"attempt {attempt}, {steps}: {counted(len(shown), 'rank')} of {len(found)} profiled"
     return ProfileView(title, tuple(drawn), tuple(flames), _allocations(slowest), tuple(missing))
@@ -76,7 +76,7 @@ def _shares(key: str, title: str, profiles: Sequence[RankProfile]) -> Plot | Non
     if len(largest) > MOST_KINDS:
         groups["all others"] = largest[MOST_KINDS:]
     series = [
-        Series(name, tuple(found), tuple(_sum(seconds, kinds) / steps for seconds, steps in found.values()))
+        PlotSeries(name, tuple(found), tuple(_sum(seconds, kinds) / steps for seconds, steps in found.values()))
         for name, kinds in groups.items()
     ]
     return Plot(key, title, "", "time of a step", tuple(series), "stacked", "s") if series else None
@@ -91,7 +91,7 @@ def _memory(profiles: Sequence[RankProfile]) -> Plot | None:
     for each in profiles:
         if points := each.record.get("memory_over_time"):
             times, sizes = ((1e3 * time for time, _ in points), (float(size) for _, size in points))
-            series.append(Series(f"rank {each.rank}", tuple(times), tuple(sizes)))
+            series.append(PlotSeries(f"rank {each.rank}", tuple(times), tuple(sizes)))
     return Plot("allocated", "Memory of tensors over time", "ms", "memory", tuple(series), unit="B") if series else None
 
 
@@ -114,7 +114,7 @@ def _allocations(profile: RankProfile) -> Table | None:
 def _frames(profile: RankProfile) -> list[tuple[str, tuple[FlameFrame, ...]]]:
     return [
         ("Host threads of rank {}", read_flame(profile)),
-        ("GPU of rank {}, by what launched its kernels", read_flame(profile, device=True)),
+        ("GPU of rank {}, kernels by the code that launched them", read_flame(profile, device=True)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a page shows of each run: how it ended, its attempts, memory beside the formula, placement, versions, job."""
+"""The section of a report about one run: end, attempts, measured and predicted memory, placement, versions, and job."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from muster.jobs.hosts.placement import Placement
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import screen
 from muster.launch.common.fields import text, typed_lines
-from muster.launch.look.history import PARTS, AttemptRecord, History
+from muster.launch.look.history import PARTS, AttemptHistory, AttemptRecord
 from muster.launch.look.memories import formula_of, fullest, read_memories
 from muster.launch.look.memory_view import COLUMNS, cells
 from muster.launch.look.report.pictures import Styles
@@ -22,12 +22,12 @@ from muster.launch.records.runstate import RunState, read_state
 
 T = TypeVar("T")
 MOST_RANKS: Final = 4  # whose memory is shown
-MOST_ROWS: Final = 200  # of attempts, of nodes
+MOST_ROWS: Final = 200  # of a table of attempts or nodes
 
 
 @dataclass(frozen=True)
 class RunView:
-    """One run; what is missing, or cannot be read, is a line of `missing`."""
+    """The section about one run; `missing` has a line for each part that is missing or unreadable."""
 
     run_id: str
     state: RunState | None
@@ -43,14 +43,14 @@ class RunView:
 
     @property
     def ended_well(self) -> bool:
-        """True unless it failed or was lost."""
+        """True if the state is known and the run neither failed nor was lost."""
         return self.state is not None and self.state.state not in ("failed", "lost")
 
 
 def view_of_run(
-    run: RunDir, why_of: Callable[[RunDir], tuple[History, str]], styles: Styles, *, profile: bool
+    run: RunDir, why_of: Callable[[RunDir], tuple[AttemptHistory, str]], styles: Styles, *, profile: bool
 ) -> RunView:
-    """Collect what is known of a run, with its profile or without."""
+    """Collect the section about one run; `profile` includes its profiles."""
     missing: list[str] = []
 
     def part(what: str, read: Callable[[], T]) -> T | None:
@@ -90,19 +90,19 @@ def _facts(state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _versions(run: RunDir) -> list[tuple[str, str]]:
-    """Return what rank 0 of the newest attempt said that it runs on."""
+    """Return the versions and the device that rank 0 recorded in the newest attempt with such a record."""
     for attempt in reversed(run.attempt_numbers()):
         for row in islice(typed_lines(run.attempt(attempt).memory(0)), 1):
             return [(name, found) for name in ("python", "torch", "device") if (found := text(row.get(name)))]
     return []
 
 
-def _attempts(history: History) -> Table:
+def _attempts(history: AttemptHistory) -> Table:
     columns = ["attempt", "started", "ranks>", "hosts", "steps>", "end", "steps lost>", "lost s>"]
     columns += [f"{part.removesuffix('_s')}>" for part in PARTS]
     shown = history.attempts[-MOST_ROWS:]
     left_out = len(history.attempts) - len(shown)
-    caption = f"Attempts and the time that their ends cost{f' (the first {left_out} are left out)' if left_out else ''}"
+    caption = f"Attempts and the time lost by their ends{f' (the first {left_out} are left out)' if left_out else ''}"
     total = ["all", "", "", "", "", "", history.lost_steps, f"{history.lost_s:.2f}"]
     return table(caption, columns, [*map(_attempt, shown), [*total, *([""] * len(PARTS))]])
 
@@ -113,7 +113,7 @@ def _attempt(each: AttemptRecord) -> list[object]:
     named = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
     lost = sum(each.lost_s.values()) if each.lost_s else None
     seconds = [lost, *(each.lost_s.get(part) for part in PARTS)]
-    facts = [each.attempt, screen.clock(each.started), each.world_size, named, done, each.cause or "it goes on"]
+    facts = [each.attempt, screen.clock(each.started), each.world_size, named, done, each.cause or "running"]
     return [*facts, each.lost_steps or None, *(None if value is None else f"{value:.2f}" for value in seconds)]
 
 
@@ -123,7 +123,7 @@ def _memory(run: RunDir) -> tuple[Table, float | None]:
     shown = [(each, formula_of(run, each)) for each in fullest_first]
     formula = shown[0][1]
     caption = f"Memory of the fullest {len(shown)} of {len(every)} ranks, attempt {attempt}"
-    caption += "" if formula else ("; there is no formula: muster memory RUN says why")
+    caption += "" if formula else ("; the formula's memory is unknown: muster memory RUN shows why")
     return table(caption, COLUMNS, cells(shown)), formula.total if formula else None
 
 

@@ -1,4 +1,4 @@
-"""Tables of a page: texts in rows, with what a screen reader says of them."""
+"""Tables of a report, with captions and headings for screen readers."""
 
 import csv
 import io
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from muster.launch.look.plots.series import Plot, Series
+from muster.launch.look.plots.series import Plot, PlotSeries
 from muster.launch.look.plots.table import grid
 
-MOST_CELLS: Final = 40_000  # of a plot's numbers; a page of more is slow to open
+MOST_CELLS: Final = 40_000  # in a plot's table; larger pages open slowly
 
 
 @dataclass(frozen=True)
 class Table:
-    """A caption, headings (a trailing > aligns a column to the right), rows. The first cell of a row is its heading."""
+    """A table of text. A column whose heading ends in > is aligned right. The first cell of a row is its heading."""
 
     caption: str
     columns: tuple[str, ...]
@@ -22,18 +22,18 @@ class Table:
 
 
 def table(caption: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
-    """Build a table from values; a dash stands for None."""
+    """Build a table from values; None becomes a dash."""
     cells = (tuple("-" if cell is None else str(cell) for cell in row) for row in rows)
     return Table(caption, tuple(columns), tuple(cells))
 
 
 def numbers_of(plot: Plot) -> list[Table]:
-    """Return the numbers of a plot as `muster plot` prints them, a table for each panel."""
+    """Return the numbers of a plot as in `muster plot`, one table per panel."""
     return [_numbers(*grid(_totals(panel) if panel.style == "lanes" else panel)) for panel in plot.panels]
 
 
 def as_csv(plot: Plot) -> str:
-    """Write the numbers of a plot as they were measured, a line for each point."""
+    """Format the unrounded numbers of a plot as CSV, one line per point."""
     written = io.StringIO()
     lines = csv.writer(written, lineterminator="\n")
     lines.writerow(("panel", "series", "x", "y", "low", "high"))
@@ -46,13 +46,13 @@ def as_csv(plot: Plot) -> str:
 
 
 def _totals(plot: Plot) -> Plot:
-    """Return a timeline with one number for each lane and kind: how long its bars last together."""
+    """Return a timeline as bars, with the total duration of each kind in each lane."""
     series = []
     for each in plot.series:
         lasted_s = dict.fromkeys(each.x, 0.0)
         for lane, seconds in zip(each.x, each.y, strict=True):
             lasted_s[lane] += seconds
-        series.append(Series(each.label, tuple(lasted_s), tuple(lasted_s.values())))
+        series.append(PlotSeries(each.label, tuple(lasted_s), tuple(lasted_s.values())))
     return replace(plot, style="bars", series=tuple(series))
 
 

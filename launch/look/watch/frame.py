@@ -1,7 +1,7 @@
-"""Draw a watched run as lines for a terminal of any size: facts, then a table of ranks or nodes, then the keys.
+"""The layout of `muster watch` for a terminal of any size: facts, then a table of ranks or nodes, then the keys.
 
-Every text of the run is escaped before it is measured. What does not fit is left out: columns from the least
-important one on, rows below the last line. Rows that matter (marked ones) stand first where not all fit.
+All text from the run is escaped before its width is measured. If the table does not fit, the least important columns
+and the last rows are omitted, and marked rows come first.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +17,10 @@ from muster.jobs.basics.terminal import printable
 from muster.jobs.basics.words import counted
 from muster.launch.common import screen
 from muster.launch.common.rankset import fold
-from muster.launch.look.watch.watched import MARKS, RankSight, Watched
+from muster.launch.look.watch.watched import MARKS, RankSight, WatchedRun
 
 LABEL: Final = 9  # columns
-LEAST_ROWS: Final = 4  # of the table, whatever the facts take
+LEAST_ROWS: Final = 4  # reserved for the table
 MOST_LINES: Final = 3  # of one fact
 WIDEST_HOST: Final = 24
 STYLES: Final = {"failed": "bold red", "suspended": "bold red", "hang": "bold red", "silent": "red", "slow": "yellow"}
@@ -28,8 +28,8 @@ KEYS: Final = "q quit  j k scroll  r ranks  n nodes"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What the user has chosen to see. `view`: "ranks", "nodes", or "" for ranks where all fit; `top`: rows above."""
+class ViewChoice:
+    """The user's choices. `view` is "ranks", "nodes", or "" (ranks if all fit); `top` counts the rows scrolled off."""
 
     view: str = ""
     top: int = 0
@@ -37,24 +37,24 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """The lines, the ranks that have rows of their own among them, and the choice with a `top` that exists."""
+class WatchFrame:
+    """A drawn frame: its lines, the ranks with a visible row, and the choice with `top` limited to existing rows."""
 
     lines: list[Text]
     ranks: frozenset[int]
-    choice: Choice
+    choice: ViewChoice
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TableRow:
     """A row of the table: a rank or a node."""
 
     ranks: tuple[RankSight, ...]
     mark: str
 
 
-def draw(watched: Watched, choice: Choice, width: int, height: int | None) -> Frame:
-    """Draw a frame of at most `height` lines of `width` columns; None: of as many lines as there are."""
+def draw(watched: WatchedRun, choice: ViewChoice, width: int, height: int | None) -> WatchFrame:
+    """Draw a frame of `width` columns and at most `height` lines; None means no limit."""
     facts = _facts(watched, width)
     if height is not None:
         facts = facts[: max(1, height - LEAST_ROWS - 2)]
@@ -63,7 +63,7 @@ def draw(watched: Watched, choice: Choice, width: int, height: int | None) -> Fr
         return _frame([*facts, *([Text(KEYS, style="dim")] if height is not None else [])], width, height, choice)
     room = len(ranks) if height is None else max(1, height - len(facts) - 3)
     by_rank = choice.view == "ranks" or (not choice.view and (len(ranks) <= room or choice.ranks is not None))
-    rows = [_Row((each,), each.mark) for each in ranks] if by_rank else _nodes(ranks)
+    rows = [_TableRow((each,), each.mark) for each in ranks] if by_rank else _nodes(ranks)
     if len(rows) > room:
         rows.sort(key=lambda row: MARKS.index(row.mark) if row.mark else len(MARKS))
     top = max(0, min(choice.top, len(rows) - room))
@@ -76,16 +76,18 @@ def draw(watched: Watched, choice: Choice, width: int, height: int | None) -> Fr
     return _frame(lines, width, height, replace(choice, top=top), seen)
 
 
-def _frame(lines: list[Text], width: int, height: int | None, choice: Choice, ranks: Iterable[int] = ()) -> Frame:
+def _frame(
+    lines: list[Text], width: int, height: int | None, choice: ViewChoice, ranks: Iterable[int] = ()
+) -> WatchFrame:
     for line in lines:
         line.truncate(width)
-    return Frame(lines[:height], frozenset(ranks), choice)
+    return WatchFrame(lines[:height], frozenset(ranks), choice)
 
 
 # Facts ----------------------------------------------------------------------------------------------------------------
 
 
-def _facts(watched: Watched, width: int) -> list[Text]:
+def _facts(watched: WatchedRun, width: int) -> list[Text]:
     state = watched.state
     pairs = [
         ("run", f"{state.run_id}  {state.label}", screen.STYLES.get(state.state, "")),
@@ -104,7 +106,7 @@ def _facts(watched: Watched, width: int) -> list[Text]:
 
 
 def _fact(what: str, text: str, style: str, width: int) -> Iterable[Text]:
-    """Yield a fact as lines: its words are wrapped beside its label."""
+    """Yield a fact as lines, with its text wrapped beside its label."""
     room = max(1, width - LABEL)
     lines: list[str] = []
     for word in _one_line(text).split(" "):
@@ -121,7 +123,7 @@ def _one_line(text: str) -> str:
     return printable(text).replace("\n", " ").replace("\t", " ")
 
 
-def _attempt(watched: Watched) -> str:
+def _attempt(watched: WatchedRun) -> str:
     state = watched.state
     parts = ["none yet" if state.attempt is None else str(state.attempt)]
     if state.restarts:
@@ -131,7 +133,7 @@ def _attempt(watched: Watched) -> str:
     return ", ".join(parts)
 
 
-def _step(watched: Watched) -> str | None:
+def _step(watched: WatchedRun) -> str | None:
     state = watched.state
     if watched.step is None:
         return None
@@ -145,15 +147,15 @@ def _step(watched: Watched) -> str | None:
     return ", ".join(parts)
 
 
-def _loss(watched: Watched) -> str | None:
+def _loss(watched: WatchedRun) -> str | None:
     parts = [] if watched.state.loss is None else [f"{watched.state.loss:.4f}"]
     if watched.communication is not None:
         parts.append(f"communication {_percent(watched.communication)} of a step")
     return ", ".join(parts)
 
 
-def _saved(watched: Watched) -> str | None:
-    """Say what the run could go on from, when the next checkpoint is due, and what a failure now would cost."""
+def _saved(watched: WatchedRun) -> str | None:
+    """Format the newest checkpoint, when the next one is due, and what a failure now would lose."""
     state, lost = watched.state, watched.lost_steps
     kept, parts = state.checkpoint, []
     if kept is not None:
@@ -172,7 +174,7 @@ def _saved(watched: Watched) -> str | None:
 
 
 def _ranks(ranks: Sequence[RankSight]) -> str | None:
-    """Count the ranks by what they do, and the marked ones."""
+    """Format the numbers of ranks by phase and by mark."""
     doing = [each.phase for each in ranks]
     marks = [each.mark for each in ranks]
     counts = [f"{doing.count(phase):,} {phase}" for phase in dict.fromkeys(doing)]
@@ -182,10 +184,12 @@ def _ranks(ranks: Sequence[RankSight]) -> str | None:
 
 # The table ------------------------------------------------------------------------------------------------------------
 
-Column = tuple[str, int, Callable[[_Row], str]]  # heading, importance (0: always there), the text of a row; > right
+Column = tuple[
+    str, int, Callable[[_TableRow], str]
+]  # heading (> aligns right), importance (0: always shown; highest dropped first), text of a row
 
 
-def _nodes(ranks: Sequence[RankSight]) -> list[_Row]:
+def _nodes(ranks: Sequence[RankSight]) -> list[_TableRow]:
     by_node: dict[int, list[RankSight]] = {}
     for each in ranks:
         by_node.setdefault(-1 if each.node is None else each.node, []).append(each)
@@ -193,14 +197,14 @@ def _nodes(ranks: Sequence[RankSight]) -> list[_Row]:
     for node in sorted(by_node):
         members = by_node[node]
         marks = [each.mark for each in members if each.mark]
-        rows.append(_Row(tuple(members), min(marks, key=MARKS.index, default="")))
+        rows.append(_TableRow(tuple(members), min(marks, key=MARKS.index, default="")))
     return rows
 
 
-def _cell(field: str, combine: Callable[[list[Any]], Any], text: Callable[[Any], str]) -> Callable[[_Row], str]:
-    """Return what writes one field of a row's ranks: those that are known, combined; - where none is."""
+def _cell(field: str, combine: Callable[[list[Any]], Any], text: Callable[[Any], str]) -> Callable[[_TableRow], str]:
+    """Return a function that formats one field of a row, combined over the ranks with a value, or "-" without any."""
 
-    def cell(row: _Row) -> str:
+    def cell(row: _TableRow) -> str:
         known = [value for each in row.ranks if (value := getattr(each, field)) is not None]
         return text(combine(known)) if known else "-"
 
@@ -219,20 +223,20 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def _node(row: _Row) -> str:
+def _node(row: _TableRow) -> str:
     return "-" if row.ranks[0].node is None else str(row.ranks[0].node)
 
 
-def _host(row: _Row) -> str:
+def _host(row: _TableRow) -> str:
     host = _one_line(row.ranks[0].host or "-")
     return host if cell_len(host) <= WIDEST_HOST else set_cell_size(host, WIDEST_HOST)
 
 
-def _phases(row: _Row) -> str:
+def _phases(row: _TableRow) -> str:
     return _one_line(",".join(dict.fromkeys(each.phase for each in row.ranks)))[:WIDEST_HOST]
 
 
-def _marked(row: _Row) -> str:
+def _marked(row: _TableRow) -> str:
     count = sum(each.mark == row.mark for each in row.ranks)
     return row.mark if len(row.ranks) == 1 or not row.mark else f"{count} {row.mark}"
 
@@ -261,12 +265,12 @@ NODE_COLUMNS: Final[tuple[Column, ...]] = (
 )
 
 
-def _table(columns: Sequence[Column], rows: Sequence[_Row], width: int) -> list[Text]:
-    """Return the heading and a line for each row, without the columns for which there is no room."""
+def _table(columns: Sequence[Column], rows: Sequence[_TableRow], width: int) -> list[Text]:
+    """Return the heading and a line for each row, without the columns that do not fit."""
     texts = [(name, importance, [name.rstrip(">"), *map(cell, rows)]) for name, importance, cell in columns]
     texts = [
         each for each in texts if not each[0].startswith("gpu") or set(each[2][1:]) != {"-"}
-    ]  # where there are any
+    ]  # GPU columns only if a rank has a GPU
     wide = {name: max(map(cell_len, column)) for name, _, column in texts}
     while len(texts) > 1 and sum(wide[name] + 2 for name, _, _ in texts) - 2 > width:
         texts.remove(max(texts, key=lambda each: each[1]))

@@ -1,10 +1,10 @@
-"""The terminal of `muster watch`: another screen, keys as they are pressed, and everything as before afterwards.
+"""The terminal of `muster watch`: the alternate screen, with unbuffered keys; the terminal is restored at the end.
 
-    with opened() as terminal:              whatever ends the block, the terminal is as it was
+    with opened() as terminal:              restores the terminal however the block ends
         terminal.show(lines)
-        keys = terminal.keys(1.0)           None after a second, "" as soon as the size has changed
+        keys = terminal.keys(1.0)           None after a second, "" once the size has changed
 
-Ctrl-Z leaves the other screen, and `fg` comes back to it; SIGTERM and SIGHUP end the program after it.
+Ctrl-Z leaves the alternate screen, and `fg` returns to it. SIGTERM and SIGHUP restore the terminal and end the program.
 """
 
 import os
@@ -41,11 +41,11 @@ NAMES: Final = {
 
 
 class Suspended(BaseException):
-    """Ctrl-Z was pressed."""
+    """Raised when Ctrl-Z is pressed."""
 
 
 class Terminal:
-    """The terminal while a run is watched. `wakes`: a descriptor that can be read once a signal has come."""
+    """The terminal while a run is watched. `wakes` is a file descriptor that becomes readable on a signal."""
 
     def __init__(self, live: Live, wakes: int) -> None:
         self._live = live
@@ -53,7 +53,7 @@ class Terminal:
 
     @staticmethod
     def size() -> tuple[int, int]:
-        """Return columns and lines as they are now, whatever COLUMNS was when the shell exported it."""
+        """Return the current columns and lines of the terminal, ignoring the variable COLUMNS."""
         return os.get_terminal_size(sys.stdout.fileno())
 
     def show(self, lines: Sequence[Text]) -> None:
@@ -62,10 +62,10 @@ class Terminal:
         self._live.update(Group(*lines), refresh=True)
 
     def keys(self, wait_s: float) -> str | None:
-        """Return the keys that are pressed within `wait_s`, "" once the size has changed, None if nothing happens.
+        """Return the keys pressed within `wait_s` seconds, "" if the size changes, or None if nothing happens.
 
         Raises:
-            EOFError: the terminal is gone.
+            EOFError: if the terminal is gone.
         """
         typed = [sys.stdin.fileno()] if sys.stdin.isatty() else []
         ready, _, _ = select.select([self._wakes, *typed], [], [], wait_s)
@@ -83,14 +83,14 @@ class Terminal:
 
 @contextmanager
 def opened() -> Iterator[Terminal]:
-    """Turn to another screen and take keys as they come; whatever ends the block, the terminal is then as before."""
+    """Switch to the alternate screen with unbuffered keys, and restore the terminal when the `with` block ends."""
     with ExitStack() as stack:
         wakes, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         stack.callback(os.close, wakes)
         stack.callback(os.close, wake)
         if sys.stdin.isatty():
             stack.callback(termios.tcsetattr, sys.stdin, termios.TCSAFLUSH, termios.tcgetattr(sys.stdin))
-            tty.setcbreak(sys.stdin)  # Ctrl-C still is SIGINT
+            tty.setcbreak(sys.stdin)  # Ctrl-C still sends SIGINT
         live = Live(console=screen.live(raw(sys.stdout)), screen=True, auto_refresh=False, redirect_stdout=False)
         stack.enter_context(live)
         stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(wake, warn_on_full_buffer=False))
@@ -100,7 +100,7 @@ def opened() -> Iterator[Terminal]:
 
 
 def stand_still() -> None:
-    """Stop this process as Ctrl-Z does, until `fg`."""
+    """Suspend this process like Ctrl-Z, until `fg`."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -113,7 +113,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 HANDLERS: Final[Mapping[signal.Signals, Callable[[int, FrameType | None], None]]] = {
-    signal.SIGWINCH: lambda number, frame: None,  # it only wakes `keys`
+    signal.SIGWINCH: lambda number, frame: None,  # only wakes `keys`
     signal.SIGTSTP: _suspend,
     signal.SIGTERM: _end,
     signal.SIGHUP: _end,

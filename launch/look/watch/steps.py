@@ -1,8 +1,8 @@
-"""The newest steps of each rank, from the ends of its files, and which ranks are slow.
+"""The newest steps of each rank, read from the ends of its files, and the detection of slow ranks.
 
-A rank's own time is its step without the wait for others. A rank is slow if its own time is at least 10 % above the
-median of the other ranks' in three of four of the last 20 steps, and its median is an outlier among theirs (3.5 robust
-standard deviations: 1.4826 x the median absolute deviation). A single step says nothing.
+A rank's own time is its step time without waiting for other ranks. A rank is slow if two conditions hold. Its own time
+is at least 10 % above the median of the other ranks in three quarters of the last 20 steps. And its median own time is
+an outlier among theirs, by 3.5 robust standard deviations (1.4826 x the median absolute deviation).
 """
 
 from bisect import bisect_left
@@ -17,17 +17,17 @@ from muster.jobs.runfolder.rundir import AttemptDir
 from muster.launch.common.fields import moment, number, real, typed_line
 
 WINDOW: Final = 20  # steps
-LEAST_STEPS: Final = 10  # less says nothing of who is slow
-TAIL_BYTES: Final = 1 << 14  # some 30 steps
-SWEEP: Final = 64  # files that are read in turn at each look, beside those that are shown
+LEAST_STEPS: Final = 10  # steps needed to judge a rank
+TAIL_BYTES: Final = 1 << 14  # about 30 steps
+SWEEP: Final = 64  # number of other ranks whose files are read per refresh, in rotation
 SLOW: Final = 1.1
 OUTLIER: Final = 3.5
-DEVIATION: Final = 1.4826  # of a normal distribution, per median absolute deviation
+DEVIATION: Final = 1.4826  # standard deviation / median absolute deviation, for normally distributed values
 MOST_SLOW: Final = 64
 
 
-class Step(NamedTuple):
-    """One step; `own_s` is without the wait for others, None where that is not measured."""
+class WatchedStep(NamedTuple):
+    """One step; `own_s` excludes waiting for other ranks, and is None if that was not measured."""
 
     number: int
     time: float
@@ -36,18 +36,18 @@ class Step(NamedTuple):
 
 
 class RankSteps:
-    """The last steps that one rank has written in an attempt."""
+    """The newest steps of one rank in an attempt."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.steps: deque[Step] = deque(maxlen=WINDOW)
+        self.steps: deque[WatchedStep] = deque(maxlen=WINDOW)
         self.own: tuple[float, float] | None = None  # the lower quartile and the median
         self.step_s: float | None = None  # the median
         self.communication: float | None = None  # share of a step
         self._seen: tuple[int, int] | None = None
 
     def look(self) -> None:
-        """Take the steps that are new; a torn last line waits."""
+        """Read new steps. An unterminated last line is left for the next call."""
         try:
             status = self.path.stat()
             if (seen := (status.st_size, status.st_mtime_ns)) == self._seen:
@@ -74,15 +74,15 @@ class RankSteps:
 
     @property
     def pace_s(self) -> float | None:
-        """The seconds from one step to the next, what lies between them included."""
+        """The mean seconds from one step to the next, including work between steps."""
         first, last = (self.steps[0], self.steps[-1]) if self.steps else (None, None)
         if first is None or last is None or last.number <= first.number:
             return None
         return max(0.0, last.time - first.time) / (last.number - first.number)
 
 
-def _parsed(lines: Sequence[bytes]) -> Iterator[Step]:
-    """Yield the steps in some lines. They are parsed as one text, which is quicker; by themselves where one is torn."""
+def _parsed(lines: Sequence[bytes]) -> Iterator[WatchedStep]:
+    """Yield the steps in some lines. All lines are parsed at once for speed, or one by one if a line is invalid."""
     try:
         rows = parse_json(b"[" + b",".join(lines) + b"]")
     except ValueError:
@@ -93,7 +93,7 @@ def _parsed(lines: Sequence[bytes]) -> Iterator[Step]:
         place, time, seconds = number(row.get("step"), least=1), moment(row.get("time")), real(row.get("step_s"))
         if place is not None and time is not None and seconds is not None and seconds > 0.0:
             waited_s = real(row.get("communication_s"))
-            yield Step(place, time, seconds, None if waited_s is None else max(0.0, seconds - waited_s))
+            yield WatchedStep(place, time, seconds, None if waited_s is None else max(0.0, seconds - waited_s))
 
 
 class AllSteps:
@@ -111,7 +111,7 @@ class AllSteps:
         return self.ranks[rank]
 
     def look(self, world_size: int, shown: Collection[int], sweep: int) -> None:
-        """Read the files of rank 0 and of the shown ranks, and in turn `sweep` of the others."""
+        """Read the files of rank 0, of the shown ranks, and of `sweep` other ranks in turn."""
         turn = {rank % world_size for rank in range(self._next, self._next + min(sweep, world_size))}
         self._next = (self._next + sweep) % max(world_size, 1)
         for rank in turn | {each for each in {0, *shown} if each < world_size}:
@@ -119,11 +119,11 @@ class AllSteps:
 
 
 def slow_ranks(own: Mapping[int, tuple[float, float]]) -> frozenset[int]:
-    """Return the slow ranks of those that compute the same, from the lower quartile and median of their own times."""
+    """Return the slow ranks. `own` has the lower quartile and median own time of ranks that do the same work."""
     if len(own) < 2:
         return frozenset()
     ordered = sorted(middle for _, middle in own.values())
-    least = ordered[(len(ordered) - 2) // 2] * SLOW  # the others' median is no smaller
+    least = ordered[(len(ordered) - 2) // 2] * SLOW  # the others' median is at least `least / SLOW`
     suspects = sorted((rank for rank, (low, _) in own.items() if low >= least), key=lambda rank: -own[rank][0])
     found = []
     for rank in suspects[:MOST_SLOW]:

@@ -1,9 +1,10 @@
-"""A run as `muster watch` sees it at one moment, read from its folder: nothing is read twice, and no file in whole.
+"""A snapshot of a run for `muster watch`, made by reading as little of the run folder as possible.
 
-events.jsonl           what is new of it       the state, attempts, ranks that ended
-progress.json          whole                   what every rank is busy with, and for how long it has been silent
-metrics-RRRRR.jsonl    the end of it           step times, the wait for others: the shown ranks, some others in turn
-metrics.jsonl          the end of it           loss, rate
+file                   read part    content
+events.jsonl           new rows     the state, attempts, ranks that ended
+progress.json          all          the phase of each rank, and the time since it was last heard from
+metrics-RRRRR.jsonl    the end      step times and waiting: the shown ranks, and some others in turn
+metrics.jsonl          the end      loss, rate
 """
 
 import time
@@ -27,12 +28,12 @@ from muster.launch.supervision.progress import FRESH_S
 if TYPE_CHECKING:
     from muster.jobs.spec.failover import CheckpointSettings
 
-MARKS: Final = ("failed", "suspended", "hang", "silent", "slow")  # the worst first
+MARKS: Final = ("failed", "suspended", "hang", "silent", "slow")  # worst first
 
 
 @dataclass(frozen=True)
 class RankSight:
-    """One rank; what is not known is None. `mark` is one of MARKS or empty, `communication` a share of its steps."""
+    """The state of one rank; unknown values are None. `mark` is "" or in MARKS, `communication` a share of a step."""
 
     rank: int
     node: int | None
@@ -48,28 +49,28 @@ class RankSight:
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A run at one moment; what is not known is None. `lost_steps`: how many a failure now would cost."""
+class WatchedRun:
+    """The state of a run at one moment. Unknown values are None. A failure now would lose `lost_steps`."""
 
     state: RunState
-    why: str | None  # the attempt before has ended
+    why: str | None  # why the previous attempt ended
     step: int | None
     pace_s: float | None  # from one step to the next
     left_s: float | None
     communication: float | None
-    saves: bool | None  # None: not known
-    next_save: tuple[int, float] | None  # the step and the seconds until then
+    saves: bool | None  # whether the run saves checkpoints
+    next_save: tuple[int, float] | None  # its step, and the seconds until it is due
     lost_steps: int | None
     ranks: tuple[RankSight, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as JSON has it: the run's, as `muster status --json` has it, with what is seen of ranks."""
+        """Return the record for JSON: that of `muster status --json`, extended by the fields of this class."""
         record = asdict(self)
         return self.state.to_json() | {name: each for name, each in record.items() if name != "state"}
 
 
-class Watch:
-    """Reads a run folder again and again."""
+class RunReader:
+    """A reader that polls a run folder."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -82,11 +83,11 @@ class Watch:
         self._knows_job = False
         self._failures = (0.0, 0)
 
-    def look(self, shown: Collection[int] = (), sweep: int = SWEEP) -> Watched:
-        """Read what is new. `shown`: ranks whose steps are read in any case; of the others, `sweep` in turn.
+    def look(self, shown: Collection[int] = (), sweep: int = SWEEP) -> WatchedRun:
+        """Read new data. The steps of the `shown` ranks are always read, those of `sweep` other ranks in turn.
 
         Raises:
-            MusterError: the folder cannot be read.
+            MusterError: if the folder cannot be read.
         """
         state = read_state(self.run, self._read_rows)
         world_size = min(state.world_size or len(state.ranks), MOST_RANKS)
@@ -108,10 +109,10 @@ class Watch:
         for line in self._events.poll():
             if row := typed_line(line):
                 self._rows.take(row)
-        return replace(self._rows)  # who reads the state may change it
+        return replace(self._rows)  # a copy, because the caller may change it
 
     def _read_job(self, world_size: int) -> None:
-        """Read what of the job matters here: when it saves, and how many stages its pipelines have."""
+        """Read the checkpoint settings and the number of pipeline stages from the job."""
         from muster.jobs.spec.expand import split_of
         from muster.jobs.spec.load import load_job
         from muster.jobs.spec.train import TrainSettings
@@ -123,7 +124,7 @@ class Watch:
             self._settings, self._knows_job = job.checkpoint, True
             if isinstance(job.settings, TrainSettings):
                 self._stages = max(1, split_of(job.settings, world_size).pipe)
-        except MusterError:  # it was started without a job file, or its nodes have changed: shown as not known
+        except MusterError:  # no job file, or the number of ranks does not fit it: shown as unknown
             pass
 
     def _ranks(self, state: RunState, progress: RunProgress | None) -> tuple[RankSight, ...]:
@@ -156,7 +157,7 @@ class Watch:
         return tuple(sights)
 
     def _slow(self, state: RunState) -> frozenset[int]:
-        """Return the slow ranks; stages of a pipeline are compared with the same stage only."""
+        """Return the slow ranks. In a pipeline, a rank is compared only with ranks of the same stage."""
         assert self._steps is not None
         of_stage = max(1, (state.world_size or 0) // self._stages)
         stages: dict[int, dict[int, tuple[float, float]]] = {}
@@ -165,7 +166,7 @@ class Watch:
                 stages.setdefault(rank // of_stage, {})[rank] = steps.own
         return frozenset().union(*map(slow_ranks, stages.values()))
 
-    def _watched(self, state: RunState, ranks: tuple[RankSight, ...]) -> Watched:
+    def _watched(self, state: RunState, ranks: tuple[RankSight, ...]) -> WatchedRun:
         assert self._steps is not None
         step = self._step(state, ranks)
         pace_s = self._steps.of(0).pace_s
@@ -174,7 +175,7 @@ class Watch:
             left_s = max(0, state.steps - step) * pace_s
         shares = [each.communication for each in ranks if each.communication is not None]
         kept = state.checkpoint.step if state.checkpoint is not None else 0
-        return Watched(
+        return WatchedRun(
             state=state,
             why=self._why(state),
             step=step,
@@ -188,7 +189,7 @@ class Watch:
         )
 
     def _step(self, state: RunState, ranks: tuple[RankSight, ...]) -> int | None:
-        """Return the step that all ranks have done; of an attempt without one, the step from which it goes on."""
+        """Return the last step that all ranks have finished, or the step at which the attempt began."""
         assert self._steps is not None
         told = [each.step for each in ranks if each.step is not None]
         if told and len(told) == len(ranks):
@@ -198,7 +199,7 @@ class Watch:
         return state.step
 
     def _why(self, state: RunState) -> str | None:
-        """Say why the attempt before the newest one has ended."""
+        """Return why the previous attempt ended."""
         row = next(last_rows(self.run.attempts), {})
         if state.attempt is None or row.get("attempt", state.attempt) >= state.attempt:
             return None
@@ -206,7 +207,7 @@ class Watch:
         return (ending.sentence() if ending is not None else str(row.get("message", ""))).partition("\n")[0] or None
 
     def _next_save(self, state: RunState, step: int | None, pace_s: float | None) -> tuple[int, float] | None:
-        """Return after which step the next checkpoint is due, and in how many seconds, as far as that is known."""
+        """Return the step after which the next checkpoint is due, and the seconds until then; None if unknown."""
         settings = self._settings
         if settings is None or step is None or not pace_s:
             return None

@@ -26,11 +26,14 @@ def run(*words: str) -> "subprocess.CompletedProcess[str]":
             ["up", "--rate", "fast"],
             "muster: 'fast' is not a rate; expected one from 8kbit to 400gbit, such as 100mbit, or none\n",
         ),
-        (["up", "--name", "a/b"], "muster: 'a/b' cannot name a box; wanted up to 32 letters, digits, dots, - and _\n"),
-        (["up", "--clock", "node1"], "muster: --clock node1: wanted NODE=OFFSET, such as node2=+180s\n"),
+        (
+            ["up", "--name", "a/b"],
+            "muster: 'a/b' is not a valid name for a box; expected up to 32 letters, digits, dots, - and _\n",
+        ),
+        (["up", "--clock", "node1"], "muster: --clock node1: expected NODE=OFFSET, such as node2=+180s\n"),
         (
             ["down", "--name", "../../etc"],
-            "muster: '../../etc' cannot name a box; wanted up to 32 letters, digits, dots, - and _\n",
+            "muster: '../../etc' is not a valid name for a box; expected up to 32 letters, digits, dots, - and _\n",
         ),
     ],
 )
@@ -63,15 +66,15 @@ def test_a_box_from_up_to_down(new_name: Callable[[], str]) -> None:
     again = run("up", "--name", name)
     assert again.returncode == exits.REFUSED
     assert (
-        again.stderr == f"muster: box {name} is there already; take it down first: sudo muster box down --name {name}\n"
+        again.stderr == f"muster: box {name} exists already; take it down first: sudo muster box down --name {name}\n"
     )
     status = status_of(name)
     assert [node["state"] for node in status["nodes"]] == ["up", "up"]
     assert status["rate"] == "100mbit"
-    assert run("down", "--name", name).stdout == f"box {name}: gone\n"
+    assert run("down", "--name", name).stdout == f"box {name}: removed\n"
     assert leftovers(name, number) == []
     down = run("down", "--name", name)
-    assert (down.returncode, down.stdout.startswith(f"box {name}: nothing there")) == (0, True)
+    assert (down.returncode, down.stdout.startswith(f"box {name}: does not exist")) == (0, True)
 
 
 @pytest.mark.cluster
@@ -83,7 +86,10 @@ def test_commands_in_a_node(box: Box) -> None:
     out = run("ssh", "--name", box.name, "node2", "hostname; exit 4")
     assert (out.returncode, out.stdout, out.stderr) == (4, "node2\n", "")
     out = run("exec", "--name", box.name, "node1")
-    assert (out.returncode, out.stderr) == (2, "muster: exec node1: no command; wanted: muster box exec node1 -- CMD\n")
+    assert (out.returncode, out.stderr) == (
+        2,
+        "muster: exec node1: the command is missing; run muster box exec node1 -- CMD\n",
+    )
 
 
 @pytest.mark.cluster

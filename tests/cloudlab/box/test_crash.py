@@ -89,7 +89,7 @@ def test_down_after_kills_at_random_moments_leaves_nothing(new_name: Callable[[]
 def test_the_name_of_a_half_made_box_can_be_used_after_down_and_not_before(new_name: Callable[[], str]) -> None:
     name = new_name()
     kill_up(name, MOMENTS["all links"])
-    with pytest.raises(RefusedError, match=f"box {name} was left half-way.*muster box down --name {name}"):
+    with pytest.raises(RefusedError, match=f"box {name} is incomplete.*muster box down --name {name}"):
         make(BoxSpec(name=name))
     take_down(name)
     with box_up(BoxSpec(name=name, nodes=1)) as box:

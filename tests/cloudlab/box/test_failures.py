@@ -148,7 +148,7 @@ def test_a_box_whose_nodes_do_not_reach_each_other_is_noticed(breakable: Box, mo
     monkeypatch.setattr(nodes, "REACH_S", 0.3)
     nodes.check_reach(breakable.state)
     breakable.fail("node3", "unplug")
-    with pytest.raises(RefusedError, match="head does not reach node3 over this machine's bridge"):
+    with pytest.raises(RefusedError, match="head cannot reach node3 over this machine's bridge"):
         nodes.check_reach(breakable.state)
 
 

@@ -100,7 +100,7 @@ def test_boxes_stand_beside_each_other(box: Box, new_name: Callable[[], str]) ->
         assert other.state.spec.network != box.state.spec.network
         assert ssh(other, "node1", "hostname").stdout == "node1\n"
         assert ssh(box, "node1", "hostname").stdout == "node1\n"
-        with pytest.raises(RefusedError, match=f"box {name} is there already.*muster box down --name {name}"):
+        with pytest.raises(RefusedError, match=f"box {name} exists already.*muster box down --name {name}"):
             make(BoxSpec(name=name))
         number = other.state.spec.number
     assert leftovers(name, number) == []
@@ -114,7 +114,7 @@ def test_a_box_is_a_set_of_hosts(box: Box) -> None:
     assert found.origin == f"box {box.name}"
     assert found.ssh_options == ("-F", str(box.paths.ssh_config))
     assert found.environment == {"SLURM_CONF": str(box.paths.slurm_conf)}
-    with pytest.raises(UsageError, match="no box nowhere: there is "):
+    with pytest.raises(UsageError, match="there is no box nowhere "):
         box_hosts("nowhere")
 
 

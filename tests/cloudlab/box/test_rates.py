@@ -112,7 +112,7 @@ def test_rates_hold_for_a_node_that_started_again(shaped: Box) -> None:
 
 
 def test_the_head_has_no_speed_to_set(box: Box) -> None:
-    with pytest.raises(UsageError, match="the link of head is not shaped; name two of node0 to node3"):
+    with pytest.raises(UsageError, match="the link of head is not shaped; name only node0 to node3"):
         box.rate(10**6, ("head", "node0"))
 
 

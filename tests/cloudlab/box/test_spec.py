@@ -50,11 +50,11 @@ def test_addresses() -> None:
     [
         ({"nodes": 0}, "nodes must be from 1 to 250, got 0"),
         ({"nodes": 251}, "nodes must be from 1 to 250, got 251"),
-        ({"name": "../x"}, "'../x' cannot name a box"),
-        ({"name": ""}, "'' cannot name a box"),
-        ({"name": "x" * 33}, "cannot name a box"),
+        ({"name": "../x"}, "'../x' is not a valid name for a box"),
+        ({"name": ""}, "'' is not a valid name for a box"),
+        ({"name": "x" * 33}, "is not a valid name for a box"),
         ({"clocks": {"node4": "+1s"}}, "box box has no 'node4'; it has node0 to node3"),
-        ({"clocks": {"node0": "soon"}}, "clock of node0: wanted an offset such as [+]180s, got 'soon'"),
+        ({"clocks": {"node0": "soon"}}, "clock of node0: expected an offset such as [+]180s, got 'soon'"),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict[str, object], message: str) -> None:
@@ -107,5 +107,5 @@ def test_a_slow_node_has_a_rate_of_its_own_until_it_has_not(node: str, rate: int
 
 def test_clocks() -> None:
     assert parse_clocks(["node1=+180s", "node2=-3d"]) == {"node1": "+180s", "node2": "-3d"}
-    with pytest.raises(UsageError, match=r"--clock node1: wanted NODE=OFFSET, such as node2=[+]180s"):
+    with pytest.raises(UsageError, match=r"--clock node1: expected NODE=OFFSET, such as node2=[+]180s"):
         parse_clocks(["node1"])

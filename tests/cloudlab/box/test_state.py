@@ -72,24 +72,25 @@ def test_a_state_that_cannot_be_understood_is_refused_with_its_path(root: Path) 
     for text in ("{", "[]", json.dumps({"version": 1}), json.dumps({"version": 2})):
         (root / "box-odd" / "state.json").write_text(text)
         with pytest.raises(
-            RefusedError, match=r"box-odd/state.json: cannot be understood .*; remove it, then: muster box down"
+            RefusedError, match=r"box-odd/state.json: cannot be parsed .*; remove it, then run: sudo muster box down"
         ):
             read_state("odd")
 
 
 def test_which_box_is_meant(root: Path) -> None:
-    with pytest.raises(UsageError, match=r"no box box: there is none; make one: sudo muster box up$"):
+    with pytest.raises(UsageError, match=r"there is no box box \(no box exists\); make it: sudo muster box up$"):
         find_box(None)
     written(BoxSpec(name="one", number=2))
     assert find_box(None).spec.name == "one"
     written(BoxSpec(name="two", number=3))
-    with pytest.raises(UsageError, match="there are 2 boxes: one, two; say which one"):
+    with pytest.raises(UsageError, match="there are 2 boxes: one, two; name one of them"):
         find_box(None)
     written(BoxSpec(name="box", number=1))
     assert find_box(None).spec.name == "box"
     assert find_box("two").spec.name == "two"
     with pytest.raises(
-        UsageError, match="no box three: there is box, one, two; make one: sudo muster box up --name three"
+        UsageError,
+        match="there is no box three \\(existing boxes: box, one, two\\); make it: sudo muster box up --name three",
     ):
         find_box("three")
 
@@ -97,8 +98,8 @@ def test_which_box_is_meant(root: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"complete": False}, "is only half made; sudo muster box down --name one, then up"),
-        ({"boot": "earlier"}, "was made before this machine restarted; sudo muster box down"),
+        ({"complete": False}, "is incomplete; run sudo muster box down --name one, then create it again"),
+        ({"boot": "earlier"}, "was made before this machine rebooted; run sudo muster box down"),
     ],
 )
 def test_half_made_boxes_and_those_of_an_earlier_start_are_no_hosts(root: Path, fields, said: str) -> None:
@@ -201,9 +202,11 @@ def test_missing_programs_are_named_with_the_line_that_installs_them(
     for name in machine.PACKAGES | machine.SLURM_PACKAGES:
         if name not in ("sshd", "munged", "slurmd", "slurmctld"):
             program(tmp_path / name, "")
-    with pytest.raises(RefusedError, match=r"needs sshd, not found here; try: apt-get install .* openssh-server$"):
+    with pytest.raises(
+        RefusedError, match=r"needs sshd, which this machine lacks; try: apt-get install .* openssh-server$"
+    ):
         machine.find_programs(with_slurm=False)
-    wanted = r"needs sshd, munged, slurmctld, slurmd, not found.*install --no-\S+ munge openssh-server slurm-wlm$"
+    wanted = r"needs sshd, munged, slurmctld, slurmd, which .*install --no-\S+ munge openssh-server slurm-wlm$"
     with pytest.raises(RefusedError, match=wanted):
         machine.find_programs(with_slurm=True)
 
@@ -234,7 +237,7 @@ def test_the_next_free_network_is_chosen_and_the_first_is_kept_for_the_default_b
 
 def test_a_program_that_fails_is_named_with_its_own_words(tmp_path: Path) -> None:
     ip = program(tmp_path / "ip", "echo 'RTNETLINK answers: Operation not permitted' >&2\nexit 2")
-    wanted = r"ip link add x failed \(2\): RTNETLINK answers: Operation not permitted; is this a container without"
+    wanted = r"ip link add x failed \(2\): RTNETLINK answers: Operation not permitted; this may be a container without"
     with pytest.raises(RefusedError, match=wanted):
         Tools({"ip": ip}).run(["ip", "link", "add", "x"])
 

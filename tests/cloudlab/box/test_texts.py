@@ -6,7 +6,7 @@ import pytest
 
 from muster.cloudlab.box import slurm, texts
 from muster.cloudlab.box.paths import BoxPaths
-from muster.cloudlab.box.plan import NodePlan, node_plan
+from muster.cloudlab.box.plan import BoxNodePlan, node_plan
 from muster.cloudlab.box.spec import BoxSpec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -130,4 +130,4 @@ def test_private_storage_is_one_more_bind_and_not_on_the_head() -> None:
 def test_a_plan_reads_back_as_it_was_written() -> None:
     for node in SPEC.members:
         plan = node_plan(SPEC, PATHS, node, PROGRAMS, anew=True)
-        assert NodePlan.from_json(plan.to_json()) == plan
+        assert BoxNodePlan.from_json(plan.to_json()) == plan

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.collectives_bench.cost.curves import Fitted, Kind, Line, Points, line_of, monotone
+from muster.collectives_bench.cost.curves import CostLine, Fitted, Kind, Points, line_of, monotone
 from muster.collectives_bench.cost.heldout import choose, fitted
 
 SIZES = tuple(2**power for power in range(12, 28, 2))
@@ -40,7 +40,7 @@ def test_neither_part_of_a_line_is_ever_negative() -> None:
     falling = ((1000, 3.0), (2000, 2.0), (4000, 1.0))
     rising = ((1000, 1.0), (2000, 4.0), (4000, 16.0))
     assert (line_of(falling).beta_s, line_of(rising).alpha_s) == (0.0, 0.0)
-    assert line_of(((5000, 2.0),)) == Line(alpha_s=2.0, beta_s=0.0)
+    assert line_of(((5000, 2.0),)) == CostLine(alpha_s=2.0, beta_s=0.0)
 
 
 def test_a_doubled_cost_per_byte_from_some_size_on_is_followed() -> None:
@@ -80,7 +80,7 @@ def test_pooling_makes_times_rise_and_leaves_rising_ones_alone(times: list[float
 
 
 def test_points_are_met_exactly_and_followed_by_the_lines_shape_outside() -> None:
-    drawn = Fitted(Line(alpha_s=1.0, beta_s=1e-3), ((1000, 2.0), (4000, 3.0)))
+    drawn = Fitted(CostLine(alpha_s=1.0, beta_s=1e-3), ((1000, 2.0), (4000, 3.0)))
     assert [drawn.seconds(size) for size in (1000, 4000)] == [2.0, 3.0]
     assert drawn.seconds(8000) == pytest.approx(3.0 * 9 / 5)
     assert drawn.seconds(500) == pytest.approx(2.0 * 1.5 / 2)

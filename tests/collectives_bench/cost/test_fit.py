@@ -9,7 +9,7 @@ from muster.collectives_bench.cost.fit import curves_of, fit, launches_of, serie
 from muster.collectives_bench.cost.heldout import fitted, medians
 from muster.collectives_bench.cost.profile import load, save
 from muster.collectives_bench.cost.worlds import cores_of, hosts_of
-from muster.collectives_bench.records import HostFacts, Load, Result
+from muster.collectives_bench.records import ForeignLoad, HostFacts, Result
 from muster.collectives_bench.results.rows import rows_of
 from muster.jobs.basics.errors import RefusedError
 from support.bench_records import a_world
@@ -86,7 +86,9 @@ def test_the_same_result_gives_the_same_profile() -> None:
 def test_launches_while_others_used_the_cores_are_left_out_where_enough_remain() -> None:
     world = a_world(2)
     blocks = [
-        block("all_reduce", MB, world, us, launch=launch).model_copy(update={"load": Load(foreign=foreign, steal=0.0)})
+        block("all_reduce", MB, world, us, launch=launch).model_copy(
+            update={"load": ForeignLoad(foreign=foreign, steal=0.0)}
+        )
         for launch, (us, foreign) in enumerate([(100, 0.0), (110, 0.02), (120, 0.05), (900, 0.6), (800, 0.5)])
     ]
     assert sorted(launches_of(rows_of(Result(blocks=blocks))[0])) == pytest.approx([1e-4, 1.1e-4, 1.2e-4])
@@ -129,12 +131,12 @@ def test_pretend_nodes_are_known_by_their_hosts_name_and_share_its_cores() -> No
 
 
 def test_nothing_measured_without_error_is_refused() -> None:
-    with pytest.raises(RefusedError, match="no operation was measured without error"):
+    with pytest.raises(RefusedError, match="every measurement failed"):
         fit(Result())
 
 
 def test_too_few_sizes_are_refused_with_how_many_are_needed() -> None:
-    with pytest.raises(RefusedError, match="3 sizes or more of an operation are needed, at most 2 were measured"):
+    with pytest.raises(RefusedError, match="an operation needs at least 3 sizes, but at most 2 were measured"):
         fit(drawn(OnOneHost, ("all_reduce",), sizes=(MB, 4 * MB)))
 
 

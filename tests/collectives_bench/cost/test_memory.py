@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from muster.collectives_bench.cost.load import SIZES, Load, Recipe, Split
-from muster.collectives_bench.cost.memory import Memory, memories_of, memory_of, states
+from muster.collectives_bench.cost.load import SIZES, RankLoad, Recipe, Split
+from muster.collectives_bench.cost.memory import PeakMemory, memories_of, memory_of, states
 from muster.collectives_bench.cost.modes import WAYS
 from muster.jobs.models.anatomy import anatomy, saved_bytes
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
@@ -16,19 +16,19 @@ TEN_BILLION = 10e9
 SGD, MIXED_ADAM = Recipe(4, 4, 0), Recipe(2, 2, 12, 4)
 
 
-def load(model: str = "vgg11", ranks: int = 4, **more) -> Load:
+def load(model: str = "vgg11", ranks: int = 4, **more) -> RankLoad:
     shape = {**VGG_SHAPES, **GPT_SHAPES}[model]
     values = {"recipe": SGD, "ranks": ranks, "batch": 64, "microbatches": 8, "itemsize": 4, **more}
-    return Load(anatomy(shape), **values)
+    return RankLoad(anatomy(shape), **values)
 
 
-def memory(name: str, of: Load) -> Memory:
+def memory(name: str, of: RankLoad) -> PeakMemory:
     found = memory_of(WAYS[name], of)
     assert found is not None
     return found
 
 
-def memories(name: str, of: Load) -> list[Memory]:
+def memories(name: str, of: RankLoad) -> list[PeakMemory]:
     found = memories_of(WAYS[name], of)
     assert found is not None
     return found
@@ -87,6 +87,12 @@ def test_a_data_parallel_rank_holds_all_states_and_its_part_of_the_batch():
     alone, shared = memory("single", of), memory("allreduce", of)
     assert shared.states == alone.states == 8 * of.model.elements
     assert shared.activations == alone.activations / 4
+
+
+def test_the_first_device_of_data_parallel_adds_one_gradient_at_a_time():
+    of = load()
+    assert memory("data_parallel", of).communication == max(of.gradient_sizes)
+    assert memory("data_parallel", of).activations == memory("ddp", of).activations
 
 
 def test_rank_0_of_gather_scatter_holds_n_times_the_largest_gradient_twice():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.collectives_bench.cost.curves import Curve, Line
+from muster.collectives_bench.cost.curves import CostLine, Curve
 from muster.collectives_bench.cost.heldout import errors_of
 from muster.collectives_bench.cost.profile import Profile, link, load, save
 from muster.jobs.basics.errors import JobFileError, MusterError, RefusedError, UsageError
@@ -24,7 +24,7 @@ def curve(operation: str = "all_reduce", *, ranks: int = 2, nodes: int = 1, **mo
         "dtype": "fp32",
         "place": "in",
         "kind": "points",
-        "line": Line(alpha_s=1e-3, beta_s=1e-9),
+        "line": CostLine(alpha_s=1e-3, beta_s=1e-9),
         "points": [(MB, 2e-3), (4 * MB, 5e-3), (16 * MB, 18e-3)],
         "low": 0.9,
         "high": 1.2,
@@ -53,7 +53,7 @@ def test_points_that_fall_with_size_are_pooled_and_the_prediction_says_so() -> N
     falling = [(MB, 2e-3), (4 * MB, 6e-3), (16 * MB, 5e-3)]
     found = profile(curve(points=falling)).predict("all_reduce", 4 * MB, ranks=2)
     assert found.seconds == pytest.approx((6e-3 * 5e-3) ** 0.5)
-    assert found.how == "drawn so as not to fall with size; measured here 6 ms"
+    assert found.how == "raised to be monotone; measured here 6 ms"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_operation_without_a_size_is_not_far_from_any() -> None:
 
 def test_a_barrier_is_carried_over_by_its_messages_where_these_seemed_free() -> None:
     free = OnOneHost.model_copy(update={"base_s": 0.0, "alpha_s": 0.0, "overhead_s": 0.0, "worlds": [2]})
-    barrier = curve("barrier", points=[(0, 1e-3)], line=Line(alpha_s=1e-3, beta_s=0.0))
+    barrier = curve("barrier", points=[(0, 1e-3)], line=CostLine(alpha_s=1e-3, beta_s=0.0))
     known = Profile(name="", curves=[barrier], constants=[free])
     assert known.predict("barrier", 0, ranks=4).seconds == pytest.approx(2e-3)
 
@@ -146,9 +146,9 @@ def test_another_type_is_that_many_bytes_and_says_so() -> None:
     ("arguments", "error", "text"),
     [
         ({"operation": "all_reduc"}, UsageError, "did you mean 'all_reduce'"),
-        ({"ranks": 0}, UsageError, "world: 0 ranks on 1 nodes cannot be"),
-        ({"ranks": 2, "nodes": 3}, UsageError, "a rank or more on every node"),
-        ({"ranks": 3, "nodes": 2}, UsageError, "do not lie evenly"),
+        ({"ranks": 0}, UsageError, "world: 0 ranks on 1 nodes are impossible"),
+        ({"ranks": 2, "nodes": 3}, UsageError, "every node needs at least one rank"),
+        ({"ranks": 3, "nodes": 2}, UsageError, "cannot be divided evenly"),
         ({"nbytes": -1}, UsageError, "0 bytes or more"),
         ({"backend": "nccl"}, RefusedError, "nothing was measured with nccl, only with gloo"),
         ({"ranks": 4, "nodes": 4}, RefusedError, "only with 2 ranks on 1"),
@@ -226,7 +226,7 @@ def test_other_files_are_refused_with_what_they_are(tmp_path: Path, text: str, s
         ({"points": [[MB, 0.0]]}, "times of more than 0 s"),
         ({"points": [[4 * MB, 5e-3], [MB, 2e-3]]}, "in order of size"),
         ({"points": [[MB, 5e-3], [MB, 2e-3]]}, "in order of size"),
-        ({"low": 2.0}, "low and high"),
+        ({"low": 2.0}, "low must be more than 0"),
     ],
 )
 def test_numbers_that_no_fit_would_give_are_an_error_of_the_file(tmp_path: Path, more: dict, says: str) -> None:

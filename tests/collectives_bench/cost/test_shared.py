@@ -4,7 +4,7 @@ import pytest
 
 from muster.collectives_bench.cost.constants import Constants
 from muster.collectives_bench.cost.formulas import cost
-from muster.collectives_bench.cost.shared import LINKS, Point, fit_constants
+from muster.collectives_bench.cost.shared import LINKS, MeasuredPoint, fit_constants
 from support.costs import SIZES, OnLinks, OnOneHost
 
 OPERATIONS = (
@@ -19,9 +19,9 @@ OPERATIONS = (
 )
 
 
-def points(truth: Constants, worlds: tuple[int, ...] = (2, 3, 4, 8)) -> list[Point]:
+def points(truth: Constants, worlds: tuple[int, ...] = (2, 3, 4, 8)) -> list[MeasuredPoint]:
     return [
-        Point(operation, size, ranks, hosts, truth.of(operation, size, ranks=ranks, nodes=hosts))
+        MeasuredPoint(operation, size, ranks, hosts, truth.of(operation, size, ranks=ranks, nodes=hosts))
         for operation in OPERATIONS
         for ranks in worlds
         for hosts in (ranks if truth.network else 1,)
@@ -46,7 +46,7 @@ def test_a_link_of_a_gigabit_is_found_as_one() -> None:
 def test_bad_points_do_not_move_the_others() -> None:
     measured = points(OnLinks)
     spoilt = [
-        Point(each.operation, each.nbytes, each.ranks, each.hosts, each.seconds * (5 if place % 10 == 0 else 1))
+        MeasuredPoint(each.operation, each.nbytes, each.ranks, each.hosts, each.seconds * (5 if place % 10 == 0 else 1))
         for place, each in enumerate(measured)
     ]
     assert fit_constants(spoilt, backend="gloo", cores=2)["beta_s"] == pytest.approx(8e-9, rel=0.05)

@@ -7,15 +7,15 @@ import pytest
 from muster.collectives_bench.cost import profile, steps
 from muster.collectives_bench.cost.buckets import registered
 from muster.collectives_bench.cost.exposed import Compute, own_buckets
-from muster.collectives_bench.cost.load import Load, Recipe
+from muster.collectives_bench.cost.load import RankLoad, Recipe
 from muster.collectives_bench.cost.modes import WAYS, cut, ways
-from muster.collectives_bench.cost.steps import Row, Span, rank
+from muster.collectives_bench.cost.steps import ModePrediction, PredictedTime, rank
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 
 GBIT = 1e9
-VGG = Load(anatomy(VGG_SHAPES["vgg11"]), Recipe(4, 4, 0), ranks=4, batch=64, microbatches=8, itemsize=4)
+VGG = RankLoad(anatomy(VGG_SHAPES["vgg11"]), Recipe(4, 4, 0), ranks=4, batch=64, microbatches=8, itemsize=4)
 GPT = replace(VGG, model=anatomy(GPT_SHAPES["gpt-small"]), recipe=Recipe(4, 4, 8))
 BYTES = VGG.model.elements * 4
 RING_S = 2 * 3 / 4 * BYTES * 8 / GBIT
@@ -38,12 +38,12 @@ class Knows:
         return profile.Prediction(seconds, 0.9 * seconds, 1.1 * seconds, "known")
 
 
-def row(name: str, load: Load = VGG, compute: Compute | None = COMPUTE, network=LINK) -> Row:
+def row(name: str, load: RankLoad = VGG, compute: Compute | None = COMPUTE, network=LINK) -> ModePrediction:
     (found,) = steps.predict(ways([name]), load, compute, network, load.ranks)
     return found
 
 
-def exposed(name: str, load: Load = VGG, compute: Compute | None = COMPUTE) -> float:
+def exposed(name: str, load: RankLoad = VGG, compute: Compute | None = COMPUTE) -> float:
     span = row(name, load, compute).exposed
     assert span is not None
     return span.seconds
@@ -55,13 +55,17 @@ def test_the_known_answer_of_a_ring_all_reduce_10_billion_fp16_gradients_on_8_ra
 
 def test_a_single_rank_waits_for_nobody_and_computes_the_whole_batch():
     found = row("single")
-    assert found.exposed == Span(0.0, 0.0, 0.0)
+    assert found.exposed == PredictedTime(0.0, 0.0, 0.0)
     assert found.compute_s == pytest.approx(4 * 0.3 + 0.01)
 
 
 @pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.family in ("single", "data")])
 def test_one_rank_exposes_nothing_in_any_mode(name):
     assert exposed(name, replace(VGG, ranks=1)) == 0.0
+
+
+def test_data_parallel_sends_n_minus_1_times_all_parameters_through_the_link_of_the_first_device_and_gradients_back():
+    assert exposed("data_parallel") == pytest.approx(2 * 3 * BYTES * 8 / GBIT, rel=1e-3)
 
 
 def test_gather_scatter_sends_n_minus_1_times_all_gradients_each_way_through_one_link():
@@ -89,6 +93,11 @@ def test_what_is_sent_during_the_backward_is_hidden(name):
     assert exposed(name, compute=Compute(0.1, 1e-9)) == pytest.approx(RING_S, rel=1e-3)
     # In a step that waits for the network only what is ready early helps.
     assert RING_S - 0.2 <= exposed(name) <= RING_S
+
+
+def test_servers_on_all_ranks_send_as_much_as_a_ring_and_one_server_as_much_as_gather_scatter():
+    assert exposed("asynchronous") == pytest.approx(RING_S, rel=1e-3)
+    assert exposed("asynchronous", replace(VGG, servers=1)) == pytest.approx(4 * RING_S, rel=1e-3)
 
 
 def test_zero_gathers_what_it_has_scattered():

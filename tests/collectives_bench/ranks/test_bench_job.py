@@ -142,7 +142,7 @@ def test_pairs_of_three_hosts_of_a_box_are_measured(box: LiveBox, tmp_path: Path
 GPU = "name: gpu\nranks_per_node: 2\nbench: {{operation: all, sizes: [4K, 1M], launches: 2, block_s: 0.05, {more}}}\n"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize(("more", "backend"), [("backend: auto", "nccl"), ("backend: gloo, device: cuda", "gloo")])
 def test_two_gpus_are_measured_and_right(more: str, backend: str, tmp_path: Path) -> None:
     live = LiveRun(tmp_path, GPU.format(more=more))

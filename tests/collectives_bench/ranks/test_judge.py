@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from muster.collectives_bench.ranks.judge import Blame, Ending, judge, pair_culprit
+from muster.collectives_bench.ranks.judge import Blame, WorkerEnd, judge, pair_culprit
 
 TIMEOUT_S = 2.0
 LATE = "no progress for 2 s (timeout_s)"
@@ -13,23 +13,23 @@ TIMED_OUT = "RuntimeError: Timed out waiting 2000ms for recv operation to comple
 
 
 def done(rank):
-    return Ending("done", 9.0, 90, rank=rank, cell=5)
+    return WorkerEnd("done", 9.0, 90, rank=rank, cell=5)
 
 
 def raised(rank, message="ValueError: no", *, time=5.0, cell=1, beats=40):
-    return Ending("raised", time, beats, message, rank=rank, cell=cell)
+    return WorkerEnd("raised", time, beats, message, rank=rank, cell=cell)
 
 
 def victim(rank, message=CLOSED, *, time=5.0, cell=1, beats=40):
-    return Ending("raised", time, beats, message, lost=True, rank=rank, cell=cell)
+    return WorkerEnd("raised", time, beats, message, lost=True, rank=rank, cell=cell)
 
 
 def died(rank, message="was killed by SIGKILL", *, time=5.0):
-    return Ending("died", time, 40, message, rank=rank, cell=1)
+    return WorkerEnd("died", time, 40, message, rank=rank, cell=1)
 
 
 def silent(rank, *, beats=40, stopped=False, message=""):
-    return Ending("silent", 8.0, beats, message, stopped=stopped, rank=rank, cell=1)
+    return WorkerEnd("silent", 8.0, beats, message, stopped=stopped, rank=rank, cell=1)
 
 
 CASES = {

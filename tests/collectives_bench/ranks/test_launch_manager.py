@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.collectives_bench.records import Block, Header
+from muster.collectives_bench.records import BenchHeader, Block
 from muster.jobs.basics.files import read_lines
 from support.bench import blocks, free_port, measure
 
@@ -51,7 +51,7 @@ def test_every_cell_of_every_launch_has_its_block_and_all_are_right(on_ranks, tm
 
 def test_the_header_says_what_was_asked_for_and_where_it_ran(on_ranks, tmp_path):
     bench(on_ranks, tmp_path, ranks=2, operation=["barrier"])
-    header = Header.model_validate(next(read_lines(tmp_path / "bench.jsonl")))
+    header = BenchHeader.model_validate(next(read_lines(tmp_path / "bench.jsonl")))
     assert (header.name, header.world.ranks, header.world.backend, header.world.device) == ("test", 2, "gloo", "cpu")
     assert header.settings.operation == ["barrier"]
     assert [host.ranks for host in header.hosts] == [2]

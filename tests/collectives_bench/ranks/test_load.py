@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.collectives_bench.ranks.load import History
+from muster.collectives_bench.ranks.load import LoadHistory
 from muster.jobs.machine import load
 from muster.jobs.machine.load import Reading
 
@@ -18,7 +18,7 @@ def reading(own_s: float, busy_s: float, all_s: float, steal_s: float = 0.0) -> 
 
 
 def test_foreign_is_what_is_busy_and_not_any_of_the_ranks_of_that_machine() -> None:
-    history = History(["m", "m"], ["h", "h"])
+    history = LoadHistory(["m", "m"], ["h", "h"])
     assert history.add(0.0, [reading(1.0, 100.0, 400.0), reading(2.0, 100.0, 400.0)]) is None
     found = history.add(0.5, [reading(1.4, 100.9, 401.0), reading(2.3, 100.9, 401.0)])
     assert found is not None
@@ -26,7 +26,7 @@ def test_foreign_is_what_is_busy_and_not_any_of_the_ranks_of_that_machine() -> N
 
 
 def test_the_worst_host_is_told() -> None:
-    history = History(["m", "n"], ["quiet", "busy"])
+    history = LoadHistory(["m", "n"], ["quiet", "busy"])
     history.add(0.0, [reading(0.0, 0.0, 0.0), reading(0.0, 0.0, 0.0)])
     found = history.add(1.0, [reading(0.5, 0.5, 2.0), reading(0.5, 1.5, 2.0, 0.2)])
     assert found is not None
@@ -35,7 +35,7 @@ def test_the_worst_host_is_told() -> None:
 
 def test_a_short_block_is_judged_by_the_time_before_it_too() -> None:
     """Ticks are 10 ms: of a block of 20 ms one tick of somebody else's would look like half the machine."""
-    history = History(["m"], ["h"])
+    history = LoadHistory(["m"], ["h"])
     for step in range(50):
         history.add(step * 0.02, [reading(step * 0.02, step * 0.02, step * 0.04)])
     last = history.add(1.0, [reading(1.0, 1.01, 2.0)])
@@ -50,7 +50,7 @@ def cpu_s(pid: int) -> float:
 
 
 def test_another_process_on_this_machine_is_foreign_and_one_s_own_work_is_not() -> None:
-    history = History(["m"], ["h"])
+    history = LoadHistory(["m"], ["h"])
     history.add(0.0, [load.read()])
     began, own_began = time.monotonic(), time.process_time()
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])

@@ -8,7 +8,7 @@ from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks import memory
 from muster.collectives_bench.ranks.operations import prepare
 from muster.collectives_bench.ranks.sampling import ControlGroup
-from muster.collectives_bench.records import Cell
+from muster.collectives_bench.records import BenchCell
 from muster.jobs.machine import free
 from muster.jobs.world.world import World
 
@@ -18,8 +18,10 @@ SIZE = 32 * MB
 CPU = torch.device("cpu")
 
 
-def cell_of(operation: str, size: int = SIZE, place: str | None = None) -> Cell:
-    return Cell(operation=operation, dtype="fp32", asked_bytes=size, place=place or OPERATIONS[operation].places[0])
+def cell_of(operation: str, size: int = SIZE, place: str | None = None) -> BenchCell:
+    return BenchCell(
+        operation=operation, dtype="fp32", asked_bytes=size, place=place or OPERATIONS[operation].places[0]
+    )
 
 
 # One of each kind: nothing hidden, segments, a copy on every rank, a copy at the root, columns of our own.
@@ -93,8 +95,7 @@ def test_what_fits_is_not_refused(monkeypatch):
 def test_a_refusal_says_what_is_needed_what_is_free_and_what_to_do(monkeypatch):
     monkeypatch.setattr(free, "free_bytes", lambda: 11 * GB)
     assert memory.refusal(cell_of("all_gather"), GB, ranks=(4, 4), memory_share=0.8) == (
-        "needs 9.062 GB on this host for its 4 of 4 ranks, but 11 GB are free and memory_share 0.8 lets it "
-        "use 8.8 GB; "
+        "needs 9.062 GB on this host for its 4 of 4 ranks, but 11 GB are free and memory_share 0.8 allows 8.8 GB; "
         "use smaller sizes, fewer ranks on a node, or a larger memory_share"
     )
 

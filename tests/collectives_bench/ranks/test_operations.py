@@ -9,7 +9,7 @@ import torch.distributed as dist
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks.fills import UNWRITTEN
 from muster.collectives_bench.ranks.operations import CALLS, unsupported
-from muster.collectives_bench.records import Cell
+from muster.collectives_bench.records import BenchCell
 from muster.jobs.world.world import World
 from support.operations import cells, has_result, play, prepared, result_of
 
@@ -93,7 +93,7 @@ def dropped(world: World, dtype: str) -> list[str]:
     """Reduce among three ranks where one has sent nothing, or another's numbers."""
     missed = []
     for name in [name for name, operation in OPERATIONS.items() if operation.reduces]:
-        cell = Cell(operation=name, dtype=dtype, asked_bytes=40_000, place=OPERATIONS[name].places[0])
+        cell = BenchCell(operation=name, dtype=dtype, asked_bytes=40_000, place=OPERATIONS[name].places[0])
         if unsupported(cell, "gloo", "cpu"):
             continue
         call = prepared(cell, world)
@@ -178,8 +178,8 @@ def test_there_is_a_call_for_every_operation_of_the_catalog_and_no_other():
         ("all_reduce", "in", "sync", "fp32", "nccl", "cpu", "nccl supports only GPU tensors"),
         ("send_recv", "out", "sync", "fp32", "gloo", "cuda:1", "gloo's send and recv support only CPU tensors"),
         ("ring_all_reduce", "in", "sync", "fp32", "gloo", "cuda", "gloo's send and recv support only CPU tensors"),
-        ("tree_reduce", "in", "async", "fp32", "nccl", "cuda", "without an async_op"),
-        ("ping_pong", "out", "async", "fp32", "gloo", "cpu", "without an async_op"),
+        ("tree_reduce", "in", "async", "fp32", "nccl", "cuda", "has no async_op"),
+        ("ping_pong", "out", "async", "fp32", "gloo", "cpu", "has no async_op"),
         ("gather_scatter", "in", "sync", "int32", "gloo", "cpu", "computes a mean"),
         ("all_to_all", "in", "sync", "fp32", "gloo", "cpu", "no variant with its result over its input"),
         ("all_reduce", "in", "async", "int32", "gloo", "cuda", None),
@@ -188,7 +188,7 @@ def test_there_is_a_call_for_every_operation_of_the_catalog_and_no_other():
     ],
 )
 def test_what_cannot_be_measured_is_said_beforehand(operation, place, call, dtype, backend, device, words):
-    cell = Cell(operation=operation, dtype=dtype, asked_bytes=8, place=place, call=call)
+    cell = BenchCell(operation=operation, dtype=dtype, asked_bytes=8, place=place, call=call)
     found = unsupported(cell, backend, torch.device(device))
     assert found is None if words is None else words in str(found)
 

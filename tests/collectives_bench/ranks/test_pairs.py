@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
-from muster.collectives_bench.ranks.pairs import PairGame
+from muster.collectives_bench.ranks.pairs import PairTests
 from muster.collectives_bench.ranks.sampling import ControlGroup
 from muster.collectives_bench.records import HostFacts, Pair
-from muster.collectives_bench.records import World as BenchWorld
+from muster.collectives_bench.records import WorldRecord as BenchWorld
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.world.world import World
@@ -19,18 +19,18 @@ FEW = {"pair_bytes": 2**16, "block_s": 0.01}
 
 
 @dataclass(frozen=True)
-class Company:
-    """What the pairs ask of a company."""
+class BenchRanks:
+    """The part of `BenchRanks` that the pairs use."""
 
     env: RankEnv
     world: BenchWorld
     hosts: list[HostFacts]
 
 
-def company_of(world: World, ranks_per_node: int) -> Company:
+def company_of(world: World, ranks_per_node: int) -> BenchRanks:
     nodes = world.size // ranks_per_node
     node, local = divmod(world.rank, ranks_per_node)
-    return Company(
+    return BenchRanks(
         RankEnv(world.rank, world.size, local, ranks_per_node, node, nodes, "127.0.0.1", 1),
         BenchWorld(nodes=nodes, ranks_per_node=ranks_per_node, ranks=world.size, backend="gloo", device="cpu"),
         [HostFacts(node=each, host=f"host{each}", cores=1, ranks=1) for each in range(nodes)],
@@ -39,10 +39,10 @@ def company_of(world: World, ranks_per_node: int) -> Company:
 
 def pairs(world: World, ranks_per_node: int, without: tuple = ()) -> list:
     control_group = ControlGroup(dist.new_group(backend="gloo"), lambda: None)
-    company = company_of(world, ranks_per_node)
+    bench_ranks = company_of(world, ranks_per_node)
     settings = BenchSettings(pairs=True, **FEW)
-    game = PairGame(company, settings, dist.group.WORLD, control_group)
-    found = {pair.nodes: pair for known in game.play(3, without=without) for pair in known}
+    pair_tests = PairTests(bench_ranks, settings, dist.group.WORLD, control_group)
+    found = {pair.nodes: pair for known in pair_tests.play(3, without=without) for pair in known}
     return [found[nodes].model_dump(mode="json", exclude={"time"}) for nodes in sorted(found)]
 
 
@@ -71,13 +71,13 @@ def test_a_pair_that_has_failed_can_be_left_out(on_ranks):
 
 def without_one(world: World) -> str:
     control_group = ControlGroup(dist.new_group(backend="gloo"), lambda: None)
-    company = company_of(world, 1)
+    bench_ranks = company_of(world, 1)
     if world.rank == 1:
         control_group.gather([1.0, 0.0])
         control_group.barrier()
         return "left"
     try:
-        list(PairGame(company, BenchSettings(pairs=True, **FEW), dist.group.WORLD, control_group).play(0))
+        list(PairTests(bench_ranks, BenchSettings(pairs=True, **FEW), dist.group.WORLD, control_group).play(0))
     except RuntimeError as error:
         return str(error)
     return "no error"

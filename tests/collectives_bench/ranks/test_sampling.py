@@ -5,21 +5,21 @@ import time
 import pytest
 import torch
 
-from muster.collectives_bench.ranks.sampling import ControlGroup, HostClock, Run, Sampler
+from muster.collectives_bench.ranks.sampling import CallSampler, ControlGroup, HostClock, Run
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.ranks
 
 
-def sampler_of(world: World, **settings) -> tuple[Sampler, list[int]]:
+def sampler_of(world: World, **settings) -> tuple[CallSampler, list[int]]:
     beats = [0]
 
     def beat() -> None:
         beats[0] += 1
 
     control_group = ControlGroup(world.group, beat)
-    return Sampler(HostClock(control_group, torch.device("cpu")), control_group, BenchSettings(**settings)), beats
+    return CallSampler(HostClock(control_group, torch.device("cpu")), control_group, BenchSettings(**settings)), beats
 
 
 def sleep_longer_on_higher_ranks(world: World) -> dict:
@@ -101,7 +101,7 @@ class ToldClock:
 def warm(world: World, times_ms: list[float]) -> list[int]:
     made: list[int] = []
     clock = ToldClock(world.rank, times_ms)
-    sampler = Sampler(clock, ControlGroup(world.group, lambda: None), BenchSettings())  # type: ignore[arg-type]
+    sampler = CallSampler(clock, ControlGroup(world.group, lambda: None), BenchSettings())  # type: ignore[arg-type]
     first = sampler.first(lambda: made.append(1))
     return [sampler.warm_up(lambda: made.append(1), first), len(made)]
 

@@ -10,7 +10,7 @@ from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks import wire
 from muster.collectives_bench.ranks.operations import prepare
 from muster.collectives_bench.ranks.wire import WireCounter, audit, interfaces_of
-from muster.collectives_bench.records import Cell
+from muster.collectives_bench.records import BenchCell
 from muster.jobs.world.world import World
 
 MB = 2**20
@@ -110,7 +110,7 @@ def audited(world: World, operations: list[str], asked: int) -> list:
     counter = WireCounter(["lo"]) if world.rank == 0 else None
     found = []
     for operation in operations:
-        cell = Cell(operation=operation, dtype="fp32", asked_bytes=asked, place=OPERATIONS[operation].places[0])
+        cell = BenchCell(operation=operation, dtype="fp32", asked_bytes=asked, place=OPERATIONS[operation].places[0])
         nbytes = actual_bytes(OPERATIONS[operation], asked, world.size, "fp32")
         call = prepare(cell, nbytes, dist.group.WORLD, torch.device("cpu"))
         call.fill()

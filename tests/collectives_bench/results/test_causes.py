@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from muster.collectives_bench.records import Block, Header, HostFacts, Result
+from muster.collectives_bench.records import BenchHeader, Block, HostFacts, Result
 from muster.collectives_bench.results.causes import findings
 from muster.collectives_bench.results.symptoms import Finding
 from support.bench_records import a_block, a_cell, a_header, a_host, a_world
@@ -12,18 +12,18 @@ from support.bench_records import a_block, a_cell, a_header, a_host, a_world
 NODES = a_world(2, nodes=2)
 
 
-def found(*headers: Header, blocks: list[Block] | None = None) -> list[Finding]:
+def found(*headers: BenchHeader, blocks: list[Block] | None = None) -> list[Finding]:
     """Explain some runs."""
     return findings(Result(headers=list(headers), blocks=blocks or []))
 
 
-def only(*headers: Header, blocks: list[Block] | None = None) -> Finding:
+def only(*headers: BenchHeader, blocks: list[Block] | None = None) -> Finding:
     """Explain some runs of which one thing is to be said."""
     (finding,) = found(*headers, blocks=blocks)
     return finding
 
 
-def between(**facts: Any) -> Header:
+def between(**facts: Any) -> BenchHeader:
     """Return the header of a run between two nodes that are alike in everything given."""
     ordinary: dict[str, Any] = {"interface": "eth0", "speed_mbit": 1000, "mtu": 1500, "ranks": 1}
     return a_header(*(a_host(node, **{**ordinary, **facts}) for node in (0, 1)), world=NODES)
@@ -39,7 +39,7 @@ def over(gb_per_s: float) -> list[Block]:
     return launches(10 * 2**20 / gb_per_s / 1e3, world=NODES, cell=a_cell("broadcast", 10 * 2**20))
 
 
-def two(*facts: dict[str, Any], **world: Any) -> Header:
+def two(*facts: dict[str, Any], **world: Any) -> BenchHeader:
     """Return the header of a run between two nodes that differ."""
     return a_header(*(a_host(node, **each) for node, each in enumerate(facts)), world=a_world(2, nodes=2, **world))
 
@@ -58,7 +58,7 @@ PROTOCOLS = [{"NCCL_PROTO": proto, "NCCL_SOCKET_IFNAME": f"eth{node}"} for node,
 NOWHERE = ("lo", "docker0", "br-1a2b3c", "veth12ab")
 
 # headers, blocks, what the one finding says, its factor, whether it was measured here
-NAMED: dict[str, tuple[list[Header], list[Block], list[str], float | None, bool]] = {
+NAMED: dict[str, tuple[list[BenchHeader], list[Block], list[str], float | None, bool]] = {
     "bbr": (
         [a_header(a_host(congestion_control="bbr"))],
         [],
@@ -76,7 +76,7 @@ NAMED: dict[str, tuple[list[Header], list[Block], list[str], float | None, bool]
     "more ranks than cores, beside a world that fits": (
         [a_header(a_host(cores=2, ranks=ranks), world=a_world(ranks)) for ranks in (2, 4)],
         launches(750.0, cell=SMALL) + launches(4300.0, cell=SMALL, world=a_world(4)),
-        ["all_reduce of 512 KB takes 4.3 ms, and 0.75 ms where every rank has a core"],
+        ["all_reduce of 512 KB takes 4.3 ms, and 0.75 ms if every rank has a core"],
         4300 / 750,
         True,
     ),
@@ -97,8 +97,8 @@ NAMED: dict[str, tuple[list[Header], list[Block], list[str], float | None, bool]
         10.0,
         False,
     ),
-    "a link that is not used": ([between()], over(0.025), ["0.025 GB/s at best of 0.125"], 5.0, True),
-    "numbers beyond the link": ([between()], over(1.0), ["beyond the link"], None, False),
+    "a link that is not used": ([between()], over(0.025), ["at best 0.025 of 0.125 GB/s"], 5.0, True),
+    "numbers beyond the link": ([between()], over(1.0), ["exceed the link's speed"], None, False),
     "an mtu that differs": (
         [two({**ETH0, "mtu": 1500}, {**ETH0, "mtu": 9000})],
         [],
@@ -109,7 +109,7 @@ NAMED: dict[str, tuple[list[Header], list[Block], list[str], float | None, bool]
     "a small mtu": (
         [between(speed_mbit=25_000)],
         [],
-        ["mtu is 1500 on a link of 25000 Mbit/s", ": 3.6% of the link"],
+        ["mtu is 1500 on a link of 25000 Mbit/s", "headers take 3.6% of the link"],
         1.036,
         False,
     ),
@@ -142,7 +142,7 @@ NAMED: dict[str, tuple[list[Header], list[Block], list[str], float | None, bool]
     "foreign load all the time": (
         [],
         launches(100.0, foreign=0.5),
-        ["seen elsewhere, above 30 %: a median of 1.24x"],
+        ["seen elsewhere, with more than 30 % load: 1.24x (median)"],
         None,
         False,
     ),
@@ -156,7 +156,7 @@ NAMED: dict[str, tuple[list[Header], list[Block], list[str], float | None, bool]
     ),
     "slow first calls": ([], launches(1000.0, first_us=11_000.0), ["11.0x", "0.01 s for the first call"], None, True),
 }
-ORDINARY: dict[str, tuple[list[Header], list[Block]]] = {
+ORDINARY: dict[str, tuple[list[BenchHeader], list[Block]]] = {
     "nothing": ([], []),
     "a machine in order": (
         [a_header(init_s=0.04), between()],
@@ -206,7 +206,7 @@ def test_two_runs_that_differ_in_congestion_control_measure_its_cost() -> None:
     finding = only(*TWO_RUNS, blocks=blocks)
     assert finding.measured
     assert finding.factor == pytest.approx((1.35 * 2.0) ** 0.5)
-    assert finding.evidence == "1.64x as long with bbr, over all rows measured with both"
+    assert finding.evidence == "calls take 1.64x as long with bbr, over all rows measured with both"
     assert finding.cost == "worse, measured here"
     assert finding.advice.endswith("=reno")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from muster.collectives_bench.records import Block, Header, Result
+from muster.collectives_bench.records import BenchHeader, Block, Result
 from muster.collectives_bench.results.causes import findings
 from muster.collectives_bench.results.files import COLUMNS, read_result, write_csv, write_result
 from muster.collectives_bench.results.rows import rows_of
@@ -24,7 +24,7 @@ BLOCKS = [a_block(launch=launch, lateness=[0.9, 1.0], foreign=0.01) for launch i
 RESULT = Result(headers=[a_header()], blocks=BLOCKS)
 
 
-def lines_of(*records: Header | Block | End) -> str:
+def lines_of(*records: BenchHeader | Block | End) -> str:
     """Spell records as a job writes them."""
     return "".join(record.model_dump_json() + "\n" for record in records)
 
@@ -91,7 +91,7 @@ BAD: dict[str, tuple[str, str]] = {
     "text": ("hello\nworld\n", "not JSON"),
     "another list": ("[1, 2]", "not a result of muster bench"),
     "another object": ('{"a": 1}\n', "line 1: not a record"),
-    "no records": ('{"muster_bench": 1}', "holds no records"),
+    "no records": ('{"muster_bench": 1}', "contains no records"),
     "another version": ('{"muster_bench": 2, "rows": []}', "written as version 2"),
     "another version's header": ('{"record": "header", "version": 7}\n', "written as version 7"),
     "unhashable record": ('{"record": ["header"]}\n{}\n', "line 1: not a record"),

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from muster.collectives_bench.records import Cell, Result
+from muster.collectives_bench.records import BenchCell, Result
 from muster.collectives_bench.results import plots
 from muster.collectives_bench.results.rows import rows_of
+from muster.collectives_bench.sizes import size_text
 from muster.jobs.basics.errors import RunFolderError
 from support.measured import block, result, settings, world
 
@@ -60,6 +61,17 @@ def test_a_grid_has_a_column_for_each_world_and_two_rows_for_each_type(tmp_path:
     assert ticks == ["1 MB", "4 MB"]
 
 
+def test_over_ranks_a_line_is_an_operation_and_a_size_and_a_column_a_backend(tmp_path: Path, monkeypatch) -> None:
+    figures = kept_figures(monkeypatch)
+    rows = rows_of(result(settings(), [world(1, 2), world(1, 4), world(1, 8)]))
+    plots.plot(rows, tmp_path / "ranks.png", "ranks")
+    panels = figures[0].axes
+    assert [panel.get_title() for panel in panels] == ["gloo on cpu", ""]
+    assert [line.get_label() for line in panels[1].get_lines()] == ["all_reduce 1 MB", "all_reduce 4 MB"]
+    assert [list(line.get_xdata()) for line in panels[1].get_lines()] == [[2, 4, 8]] * 2
+    assert panels[1].get_xlabel() == "ranks"
+
+
 def test_every_line_is_a_way_with_its_interval_as_a_band(tmp_path: Path, monkeypatch) -> None:
     figures = kept_figures(monkeypatch)
     plots.plot(ROWS, tmp_path / "one.png")
@@ -70,8 +82,8 @@ def test_every_line_is_a_way_with_its_interval_as_a_band(tmp_path: Path, monkeyp
 
 
 def test_rows_without_size_or_time_are_no_plot(tmp_path: Path) -> None:
-    barrier = Cell(operation="barrier", dtype="fp32", asked_bytes=0, place="in")
-    cell = Cell(operation="reduce", dtype="fp32", asked_bytes=1024, place="in")
+    barrier = BenchCell(operation="barrier", dtype="fp32", asked_bytes=0, place="in")
+    cell = BenchCell(operation="reduce", dtype="fp32", asked_bytes=1024, place="in")
     failed = block(world(), cell, state="failed", reason="SIGABRT")
     rows = rows_of(Result(blocks=[block(world(), barrier), failed]))
     with pytest.raises(plots.NothingToPlotError, match="no row has a size and a time"):
@@ -98,9 +110,9 @@ def test_of_many_sizes_only_those_are_named_that_fit() -> None:
                 self.ticks, self.labels = ticks, labels
 
     panel = Panel()
-    plots._name_sizes(panel, sizes)
+    plots._name_values_below(panel, sizes, size_text)
     assert min(panel.ticks) == 8
     assert max(panel.ticks) == 2**30
     assert len(panel.ticks) <= plots.MOST_TICKS + 1
-    plots._name_sizes(panel, [4096])
+    plots._name_values_below(panel, [4096], size_text)
     assert panel.labels == ["4 KB"]

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.collectives_bench.records import Block, Memory, Result, Wire
-from muster.collectives_bench.results.rows import Row, rows_of
+from muster.collectives_bench.records import BenchMemory, Block, Result, WireBytes
+from muster.collectives_bench.results.rows import BenchRow, rows_of
 from support.bench_records import a_block, a_cell, a_world
 
 
-def row_of(*blocks: Block) -> Row:
+def row_of(*blocks: Block) -> BenchRow:
     """Make the one row of some blocks."""
     (row,) = rows_of(Result(blocks=list(blocks)))
     return row
@@ -153,10 +153,10 @@ def test_no_rank_is_named_by_chance_or_by_its_part(operation: str, latenesses: l
 
 
 def test_memory_and_wire_are_kept() -> None:
-    wire = Wire(interfaces=["lo"], calls=3, sent_bytes=2.0e6, best_bytes=2.0e6, known_bytes=2.0e6)
-    memory = Memory(buffers_bytes=100, hidden_bytes=7)
+    wire = WireBytes(interfaces=["lo"], calls=3, sent_bytes=2.0e6, best_bytes=2.0e6, known_bytes=2.0e6)
+    memory = BenchMemory(buffers_bytes=100, hidden_bytes=7)
     row = row_of(
-        a_block(memory=memory, wire=wire), a_block(launch=1, memory=Memory(buffers_bytes=100, hidden_bytes=None))
+        a_block(memory=memory, wire=wire), a_block(launch=1, memory=BenchMemory(buffers_bytes=100, hidden_bytes=None))
     )
     assert (row.buffers_bytes, row.hidden_bytes, row.wire) == (100, 7, wire)
 

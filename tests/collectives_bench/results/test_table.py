@@ -1,11 +1,11 @@
 """The table: one line a row under nccl-tests' headings, states in place of numbers, and a verdict."""
 
-from muster.collectives_bench.records import Cell, HostFacts, Load, Memory, Result
-from muster.collectives_bench.results import audit, matrix, table
+from muster.collectives_bench.records import BenchCell, BenchMemory, ForeignLoad, HostFacts, Result
+from muster.collectives_bench.results import audit, backends, matrix, table
 from muster.collectives_bench.results.rows import rows_of
 from support.measured import block, header, pairs, result, settings, wire, world
 
-CELL = Cell(operation="all_reduce", dtype="fp32", asked_bytes=1 << 20, place="in")
+CELL = BenchCell(operation="all_reduce", dtype="fp32", asked_bytes=1 << 20, place="in")
 
 
 def test_a_section_has_a_name_row_a_unit_row_and_fixed_columns() -> None:
@@ -55,24 +55,28 @@ def test_wrong_values_are_counted_and_fail_the_verdict() -> None:
 
 
 def test_what_a_backend_lacks_is_left_out_and_is_no_failure() -> None:
-    gather = Cell(operation="gather", dtype="fp32", asked_bytes=1 << 20, place="out")
+    gather = BenchCell(operation="gather", dtype="fp32", asked_bytes=1 << 20, place="out")
     rows = rows_of(
         Result(blocks=[block(world(), CELL), block(world(), gather, state="unsupported", reason="no gather")])
     )
-    assert "# left out: 1 of 2 rows: gather (1 unsupported)" in table.footer(rows)
+    assert "# not measured: 1 of 2 rows: gather (1 unsupported)" in table.footer(rows)
     assert not table.is_failed(rows)
 
 
 def test_a_barrier_has_a_time_and_neither_size_nor_bandwidth() -> None:
-    cell = Cell(operation="barrier", dtype="fp32", asked_bytes=0, place="in")
+    cell = BenchCell(operation="barrier", dtype="fp32", asked_bytes=0, place="in")
     made = [block(world(), cell, launch, wrong=None) for launch in range(3)]
     line = table.lines(rows_of(Result(blocks=made)))[-1]
     assert " ".join(line.split()) == "- - - - - in 101.0 1.0 90.00 151.5 90.90 - - - 60 3"
 
 
 def test_the_worst_flagged_rows_are_named_in_the_footer() -> None:
-    cells = [Cell(operation="all_reduce", dtype="fp32", asked_bytes=size << 20, place="in") for size in range(1, 8)]
-    made = [block(world(), cell, launch, load=Load(foreign=0.4, steal=0.0)) for cell in cells for launch in range(2)]
+    cells = [
+        BenchCell(operation="all_reduce", dtype="fp32", asked_bytes=size << 20, place="in") for size in range(1, 8)
+    ]
+    made = [
+        block(world(), cell, launch, load=ForeignLoad(foreign=0.4, steal=0.0)) for cell in cells for launch in range(2)
+    ]
     lines = [line for line in table.footer(rows_of(Result(blocks=made))) if "flag" in line]
     assert len(lines) == table.MOST_FLAGGED + 1
     assert "foreign load 40% (2 of 2 launches)" in lines[0]
@@ -88,7 +92,7 @@ def test_the_header_says_versions_world_settings_and_one_line_for_each_host() ->
         "# settings: launches 3, block 0.25 s, timeout 30 s, precision 0.03, seed 0, check no",
         "# node 0 n0: 3 ranks on 2 cores, EPYC, 8 GB, eth0 mtu 1500 cubic, Linux 6.1",
         "# node 1 n1: 3 ranks on 64 cores, 4 x H200, NCCL_ALGO=Ring",
-        "# the group was made within 0.04 s (first launch)",
+        "# creating the group took 0.04 s (first launch)",
     ]
 
 
@@ -136,8 +140,8 @@ def test_a_pair_that_failed_is_said() -> None:
 
 def test_bytes_on_the_wire_are_held_against_both_formulas() -> None:
     names, size = ("all_reduce", "reduce_scatter", "reduce"), float(4 << 20)
-    cells = [Cell(operation=name, dtype="fp32", asked_bytes=4 << 20, place="in") for name in names]
-    cells.append(Cell(operation="all_reduce", dtype="fp32", asked_bytes=4096, place="in"))
+    cells = [BenchCell(operation=name, dtype="fp32", asked_bytes=4 << 20, place="in") for name in names]
+    cells.append(BenchCell(operation="all_reduce", dtype="fp32", asked_bytes=4096, place="in"))
     found = (
         wire(2.002 * size, 2 * size, 2 * size),
         wire(2 * size, 2 * size, size),
@@ -146,10 +150,10 @@ def test_bytes_on_the_wire_are_held_against_both_formulas() -> None:
     )
     rows = rows_of(Result(blocks=[block(world(), cell, wire=each) for cell, each in zip(cells, found, strict=True)]))
     lines = audit.lines(rows)
-    assert lines[1] == "# bytes that all ranks together sent (eth0), over S · 2 nodes x 1 rank, gloo on cpu"
+    assert lines[1] == "# bytes that all ranks together sent (eth0), divided by S · 2 nodes x 1 rank, gloo on cpu"
     told = {tuple(line.split()[:3]): " ".join(line.split()[4:]) for line in lines[4:]}
     assert told["all_reduce", "4", "MB"] == "2.00 2.00 2.00 +0.1 as the formula"
-    assert told["all_reduce", "4", "KB"].endswith("not judged below 1 MB: headers count")
+    assert told["all_reduce", "4", "KB"].endswith("not compared below 1 MB, where headers matter")
     assert told["reduce_scatter", "4", "MB"].startswith("2.00 2.00 1.00 +0.0 reduce_scatter moves 2.00 x the best")
     assert told["reduce", "4", "MB"].endswith(
         "+56.0 reduce moves 2.34 x the best algorithm's bytes; 1.50 x was expected"
@@ -161,9 +165,22 @@ def test_hidden_memory_is_told_of_each_operation_at_its_largest_size() -> None:
     size, memories = 1 << 20, {1: None, 4: 4 << 20, 8: 8 << 20}
     made = []
     for count, hidden in memories.items():
-        cell = Cell(operation="all_gather", dtype="fp32", asked_bytes=count * size, place="out")
-        memory = Memory(buffers_bytes=count * size * 3 // 2, hidden_bytes=hidden)
+        cell = BenchCell(operation="all_gather", dtype="fp32", asked_bytes=count * size, place="out")
+        memory = BenchMemory(buffers_bytes=count * size * 3 // 2, hidden_bytes=hidden)
         made.append(block(world(), cell, memory=memory))
     lines = audit.memory(rows_of(Result(blocks=made)))
     assert [line.split() for line in lines[4:]] == [["all_gather", "8", "MB", "out", "1.50", "1.00"]]
     assert audit.memory(rows_of(Result(blocks=made[:1]))) == []
+
+
+def test_two_backends_stand_in_one_table_with_the_ratio_of_their_times() -> None:
+    gloo, nccl = world(1, 2), world(1, 2).model_copy(update={"backend": "nccl", "device": "cuda"})
+    rows = rows_of(result(settings(), [gloo, nccl]))
+    lines = backends.lines(rows)
+    assert " ".join(lines[1].split()) == "# 1 node x 2 ranks gloo on cpu nccl on cuda nccl / gloo"
+    assert " ".join(lines[2].split()) == "# cell time (us) busbw time (us) busbw time"
+    assert [line.split("  ")[0] for line in lines[3:]] == ["# all_reduce 1 MB fp32 in", "# all_reduce 4 MB fp32 in"]
+    first = [row for row in rows if row.cell == rows[0].cell]
+    assert float(lines[3].split()[-1]) == round(first[1].p50_us / first[0].p50_us, 2)
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert backends.lines([row for row in rows if row.world == gloo]) == []

@@ -124,7 +124,7 @@ def test_one_that_was_asked_for_is_taken_or_it_is_said_why_not(saved) -> None:
     assert chosen(saved, step=5) == A5
     assert chosen(saved, name=A9) == A9
     for asked in ({"step": 9}, {"step": 6}, {"name": A50}, {"name": "../../etc"}, {"name": f"bad-{A5}"}):
-        with pytest.raises(NoCheckpointError, match="there are "):
+        with pytest.raises(NoCheckpointError, match="the run has "):
             chosen(saved, **asked)
     saved.write(50, 1, writers=(0,))
     with pytest.raises(NoCheckpointError, match="never committed"):
@@ -146,7 +146,7 @@ def test_one_that_cannot_be_read_at_the_moment_is_left_where_it_is(saved, monkey
     monkeypatch.setattr(choose, "verify", failing)
     assert chosen(saved) == A5
     assert saved.names() == [A5, A9]
-    assert saved.said == [f"{A9} is unreadable at the moment and was left alone: input/output error"]
+    assert saved.said == [f"{A9} cannot be read at the moment and was not changed: input/output error"]
 
 
 def test_a_disk_that_takes_no_writes_still_gives_its_checkpoints(saved, monkeypatch) -> None:
@@ -159,7 +159,7 @@ def test_a_disk_that_takes_no_writes_still_gives_its_checkpoints(saved, monkeypa
     monkeypatch.setattr("muster.jobs.checkpoint.disk.write_file", refuse)
     assert chosen(saved) == A5
     assert saved.said == [
-        "cannot commit what is pending: read-only file system",
+        "cannot commit pending checkpoints: read-only file system",
         f"{A5} is valid, but could not be marked as verified: read-only file system",
     ]
 

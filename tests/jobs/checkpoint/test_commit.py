@@ -107,7 +107,7 @@ def test_a_manifest_of_something_else_is_not_overwritten(saved) -> None:
     for each in (folder.shard(1), folder.ok(1)):
         each.unlink()
     write_shard(folder, 1, 2, [])
-    with pytest.raises(BadCheckpointError, match="committed already"):
+    with pytest.raises(BadCheckpointError, match="already committed"):
         commit.commit(saved.run, folder, 2)
     assert folder.manifest.read_bytes() == data
     assert saved.holds(other, verify(other))
@@ -148,7 +148,7 @@ def test_what_only_lacks_its_commit_is_rolled_forward_also_after_the_next_attemp
     saved.write(7, writers=(1,))
     saved.attempt(1)
     assert roll_forward(saved.run, say=saved.say) == ["step-00000005.a000"]
-    assert saved.said == ["step-00000005.a000 was saved by all 2 writers but not committed; committed it"]
+    assert saved.said == ["step-00000005.a000 was saved by all 2 writers but not committed; it is now committed"]
     assert roll_forward(saved.run) == []
     assert saved.holds(saved.run.checkpoint(5, 0), verify(saved.run.checkpoint(5, 0)))
 
@@ -163,13 +163,13 @@ def test_a_branch_that_was_given_up_is_not_rolled_forward(saved) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda folder: folder.shard(1).unlink(), "missing, although its .ok is there"),
-        (lambda folder: folder.shard(1).write_bytes(b"short"), "5 bytes, its .ok says"),
+        (lambda folder: folder.shard(1).unlink(), "missing, although its .ok exists"),
+        (lambda folder: folder.shard(1).write_bytes(b"short"), "5 bytes, but its .ok records"),
         (lambda folder: damage(folder.ok(1), 30), "damaged"),
         (lambda folder: shutil.copy(folder.ok(0), folder.ok(1)), "shard-00000.safetensors.*expected.*shard-00001"),
         (lambda folder: reseal(folder.ok(1), writers=3), "lists 3 writers, expected 2"),
         (lambda folder: reseal(folder.ok(1), step=4), "step is 4, expected 5"),
-        (lambda folder: reseal(folder.ok(1), tensors=[]), "its parts hold .* elements"),
+        (lambda folder: reseal(folder.ok(1), tensors=[]), "its parts have .* elements"),
         (lambda folder: reseal(folder.ok(1), bytes=True), "not valid numbers"),
         (lambda folder: reseal(folder.ok(1), tensors=[{"name": "x", "shape": []}]), "unknown dtype"),
         (lambda folder: reseal(folder.ok(1), more=1), "expected the keys"),
@@ -196,7 +196,7 @@ def reseal(path, **fields) -> None:
         ((3, 8), (8,), "model/w"),
         ((5, 8), (8,), "model/w"),
         ((4, 7), (8,), "model/w"),
-        ((4, 8), (2, 4), "disagree on its dtype and shape"),
+        ((4, 8), (2, 4), "disagree on its dtype or shape"),
     ],
 )
 def test_writers_that_overlap_leave_a_hole_or_disagree_make_no_checkpoint(saved, second, shape, message: str) -> None:

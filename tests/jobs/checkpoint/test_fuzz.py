@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import sealed
-from muster.jobs.checkpoint.layout import Header, read_header
-from muster.jobs.checkpoint.manifest import Manifest, parse_manifest
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.layout import ShardHeader, read_header
+from muster.jobs.checkpoint.manifest import CheckpointManifest, parse_manifest
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.checkpoint.verify import verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from support.checkpoints import Saved
@@ -64,7 +64,7 @@ class Original:
     folder: CheckpointDir
     body: dict
     files: dict[str, bytes]
-    loaded: tuple[Manifest, dict[str, bytes]]
+    loaded: tuple[CheckpointManifest, dict[str, bytes]]
 
     def put(self, name: str, content: bytes) -> None:
         """Give one file other bytes, and all others their own."""
@@ -80,11 +80,11 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Original:
     return Original(folder, sealed.unseal(files["MANIFEST.json"], "manifest"), files, load(folder))
 
 
-def load(folder: CheckpointDir) -> tuple[Manifest, dict[str, bytes]]:
+def load(folder: CheckpointDir) -> tuple[CheckpointManifest, dict[str, bytes]]:
     """Verify and read everything."""
     manifest = verify(folder)
     found = {}
-    with Reader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest) as reader:
         for name in reader.names():
             buffer = bytearray(reader.piece(name).nbytes)
             reader.read_into(reader.piece(name), buffer)
@@ -164,7 +164,7 @@ def test_any_bytes_as_a_header_or_a_manifest_are_refused_in_words(original: Orig
         file.write(content)
         file.flush()
         found = refused(read_header, file.fileno(), len(content), "x")
-        assert isinstance(found, Header) or "\n" not in found
+        assert isinstance(found, ShardHeader) or "\n" not in found
     with pytest.raises(BadCheckpointError) as caught:
         parse_manifest(original.folder, content)
     assert "\n" not in str(caught.value)

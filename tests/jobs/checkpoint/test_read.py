@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import BadCheckpointError, RefusedError
 from muster.jobs.checkpoint import commit, read
-from muster.jobs.checkpoint.manifest import Manifest, read_manifest
+from muster.jobs.checkpoint.manifest import CheckpointManifest, read_manifest
 from muster.jobs.checkpoint.pieces import ITEM_BYTES, Piece, whole
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
@@ -57,7 +57,7 @@ def tensor_bytes(name: str, size: int) -> bytes:
     return hashlib.shake_128(name.encode()).digest(size)
 
 
-def save(run: RunDir, writers: list[list[Piece]]) -> tuple[CheckpointDir, Manifest]:
+def save(run: RunDir, writers: list[list[Piece]]) -> tuple[CheckpointDir, CheckpointManifest]:
     """Save pieces, a list per writer."""
     folder = commit.begin(run, 1, 0)
     for writer, pieces in enumerate(writers):
@@ -85,7 +85,7 @@ def test_what_was_saved_in_one_split_is_read_in_any_other(tensors, writers: int,
             draw.choice(saved).append(piece)
     with tempfile.TemporaryDirectory() as text:
         folder, manifest = save(RunDir(Path(text)), saved)
-        with Reader(folder, manifest) as reader:
+        with CheckpointReader(folder, manifest) as reader:
             assert reader.names() == sorted(f"model/{number}" for number in range(len(tensors)))
             for number, (dtype, shape) in enumerate(tensors):
                 data = tensor_bytes(f"model/{number}", ITEM_BYTES[dtype] * math.prod(shape))
@@ -104,7 +104,7 @@ def test_long_and_short_runs_are_read_the_same(monkeypatch, tmp_path, direct: in
     folder, manifest = save(RunDir(tmp_path), [columns[:2], columns[2:]])
     wanted = Piece("model/w", "F32", shape, box=((1, 6), (1, 4), (1, 3)))
     buffer = bytearray(wanted.nbytes)
-    with Reader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest) as reader:
         reader.read_into(wanted, buffer)
     assert bytes(buffer) == part_of(wanted, tensor_bytes("model/w", 4 * 105))
 
@@ -118,14 +118,14 @@ def test_a_row_out_of_many_columns_reads_little(monkeypatch, tmp_path) -> None:
     for part in manifest.tensors["model/w"].parts:
         assert [count for _, _, count in read.shared_runs(part, wanted)] == [4]
     buffer = bytearray(8)
-    with Reader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest) as reader:
         reader.read_into(wanted, buffer)
     assert bytes(buffer) == part_of(wanted, tensor_bytes("model/w", 4096 * 8))
 
 
 def test_a_tensor_that_is_not_there_or_not_alike_is_refused_with_both_shapes(saved) -> None:
     folder = saved.save(5)
-    with Reader(folder, read_manifest(folder)) as reader:
+    with CheckpointReader(folder, read_manifest(folder)) as reader:
         with pytest.raises(RefusedError, match="no tensor model/other"):
             reader.piece("model/other")
         with pytest.raises(RefusedError, match=r"model/split is F32 \[6, 4\], but the job needs F32 \[4, 6\]"):
@@ -149,13 +149,13 @@ def test_a_shard_that_is_not_what_was_saved_is_not_read(saved, damage: str) -> N
     if damage == "link":
         (saved.run.path / "elsewhere").write_bytes(data)
         folder.shard(1).symlink_to(saved.run.path / "elsewhere")
-    with Reader(folder, manifest) as reader, pytest.raises(BadCheckpointError, match="shard-00001"):
+    with CheckpointReader(folder, manifest) as reader, pytest.raises(BadCheckpointError, match="shard-00001"):
         reader.read_into(reader.piece("model/split"), bytearray(96))
 
 
 def test_a_shard_cut_short_after_it_was_opened_is_noticed(saved) -> None:
     folder = saved.save(5)
-    with Reader(folder, read_manifest(folder)) as reader:
+    with CheckpointReader(folder, read_manifest(folder)) as reader:
         reader.read_into(reader.piece("optimizer/whole/step"), bytearray(8))
         with folder.shard(1).open("r+b") as file:
             file.truncate(16)

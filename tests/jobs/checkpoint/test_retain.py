@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from muster.jobs.basics.errors import RunFolderError
 from muster.jobs.checkpoint import retain as retain_module
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.checkpoint.retain import Entry, plan, retain
+from muster.jobs.checkpoint.retain import RetentionEntry, plan, retain
 from support.checkpoints import damage
 
 
-def entry(text: str) -> Entry:
+def entry(text: str) -> RetentionEntry:
     """Read 'verified 5 a0 gone'."""
     state, step, attempt, *more = text.split()
     number = int(attempt.removeprefix("a"))
-    return Entry(f"{state}-{step}-{attempt}", int(step), number, state, bool(more))
+    return RetentionEntry(f"{state}-{step}-{attempt}", int(step), number, state, bool(more))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,9 @@ ENTRIES = st.lists(
 
 @given(ENTRIES, st.integers(0, 5))
 def test_two_good_ones_and_all_that_is_newer_always_stay(rows, keep: int) -> None:
-    entries = [Entry(f"{row}", row[1], row[2], row[0], row[3] and row[0] in ("verified", "committed")) for row in rows]
+    entries = [
+        RetentionEntry(f"{row}", row[1], row[2], row[0], row[3] and row[0] in ("verified", "committed")) for row in rows
+    ]
     gone = set(plan(entries, keep))
     good = sorted((each.attempt, each.step) for each in entries if each.state == "verified" and not each.abandoned)
     left = [each for each in entries if each.name not in gone]

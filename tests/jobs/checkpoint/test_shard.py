@@ -84,7 +84,7 @@ def test_nothing_is_written_twice(folder: CheckpointDir) -> None:
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        ([(whole("model/w", "F32", (2,)), b"1234567")], "7 bytes for a piece of 8"),
+        ([(whole("model/w", "F32", (2,)), b"1234567")], "7 bytes, expected 8"),
         ([(whole("model/w", "U8", (2,)), b"ab"), (whole("model/w", "U8", (2,)), b"ab")], "given twice"),
         ([(whole("model/w", "U8", (2,)), memoryview(b"abcd")[::2])], "not contiguous"),
     ],

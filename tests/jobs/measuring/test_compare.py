@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.collectives_bench.records import Result
-from muster.collectives_bench.results.rows import Row, rows_of
+from muster.collectives_bench.results.rows import BenchRow, rows_of
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.measuring import shift
-from muster.jobs.measuring.compare import Comparison, Verdict, comparison
+from muster.jobs.measuring.compare import Comparison, RowVerdict, comparison
 from muster.jobs.measuring.sides import drift_of, pairs_in_time
 from support.bench_records import a_block, a_cell, a_world
 
@@ -39,9 +39,9 @@ def noisy(rng: random.Random, launches: int, rows: int) -> list[list[float]]:
 
 def a_row(
     medians_us: Sequence[float], times: Sequence[float] | None = None, *, size: int = 1024, foreign: float | None = None
-) -> Row:
+) -> BenchRow:
     """Make a row of launches that have these medians."""
-    return Row(
+    return BenchRow(
         world=WORLD,
         cell=a_cell(asked_bytes=size),
         nbytes=size,
@@ -54,7 +54,7 @@ def a_row(
     )
 
 
-def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Verdict[Row]]:
+def compare(before: Sequence[BenchRow], after: Sequence[BenchRow]) -> list[RowVerdict[BenchRow]]:
     return comparison(before, after).rows
 
 
@@ -66,7 +66,7 @@ def abba(launches: int) -> tuple[list[int], list[int]]:
 
 def simulated(
     rng: random.Random, launches: int, rows: int, *, slower: float, interleaved: bool = True
-) -> Comparison[Row]:
+) -> Comparison[BenchRow]:
     """Compare launches of one and the same noise, those of the second result slower by a factor."""
     drawn = noisy(rng, 2 * launches, rows)
     first, second = abba(launches) if interleaved else (list(range(launches)), list(range(launches, 2 * launches)))
@@ -161,7 +161,7 @@ def test_slower_medians_keep_equal_quartiles_from_being_the_same() -> None:
     before, after = (rows_of(Result(blocks=each)) for each in blocks)
     (verdict,) = compare(before, after)
     assert verdict.verdict == "no verdict"
-    assert verdict.why == "the faster calls are the same, but the medians are 1.50x"
+    assert verdict.why == "the lower quartiles are the same, but the medians differ: 1.50x"
 
 
 def test_lower_quartiles_are_compared_where_both_have_samples_and_medians_where_not() -> None:
@@ -178,7 +178,7 @@ def test_without_enough_launches_it_says_how_many_would_do() -> None:
     rng = random.Random(7)
     found = [simulated(rng, 8, 1, slower=1.0).rows[0] for _ in range(20)]
     whys = [verdict.why for verdict in found if verdict.verdict == "no verdict"]
-    assert any("of each could detect 10 %" in why for why in whys)
+    assert any("launches of each result could detect 10 %" in why for why in whys)
 
 
 def test_swapping_the_sides_turns_the_answer_round() -> None:
@@ -250,7 +250,7 @@ def test_a_row_that_is_gone_keeps_the_whole_from_being_the_same() -> None:
     found = comparison(both, both[:1])
     assert [verdict.verdict for verdict in found.rows] == ["same"]
     assert (found.verdict, found.only_before) == ("no verdict", 1)
-    assert "1 in one of them only" in found.line()
+    assert "1 in only one result" in found.line()
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.01, 0.20), (0.20, 0.01), (0.40, 0.41)])
@@ -270,10 +270,10 @@ def test_launches_that_take_turns_share_their_load() -> None:
 def test_two_launches_are_too_few() -> None:
     (verdict,) = compare([a_row([100.0] * 2)], [a_row([200.0] * 2)])
     assert verdict.verdict == "no verdict"
-    assert "3 are the least" in verdict.why
+    assert "expected at least 3" in verdict.why
 
 
-def failing(*, launches: int, failed: int, state: str = "failed") -> Row:
+def failing(*, launches: int, failed: int, state: str = "failed") -> BenchRow:
     """Make a row of which some launches failed."""
     good = [a_block(launch=launch) for launch in range(launches)]
     bad = [a_block(None, launch=launches + i, state=state, reason="rank 1 died") for i in range(failed)]
@@ -293,7 +293,7 @@ def failing(*, launches: int, failed: int, state: str = "failed") -> Row:
         (failing(launches=6, failed=1, state="wrong"), failing(launches=6, failed=0), "better"),
     ],
 )
-def test_failures_are_part_of_the_verdict(before: Row, after: Row, answer: str) -> None:
+def test_failures_are_part_of_the_verdict(before: BenchRow, after: BenchRow, answer: str) -> None:
     (verdict,) = compare([before], [after])
     assert verdict.verdict == answer
     if answer != "better":

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.collectives_bench.records import Timing
+from muster.collectives_bench.records import SampleTimes
 from muster.jobs.measuring import stats
 
 times = st.lists(st.floats(0.0, 1e9), min_size=1, max_size=200)
@@ -75,7 +75,7 @@ def test_the_interval_holds_the_median_and_does_not_depend_on_order(values: list
 
 @given(times)
 def test_a_timing_is_in_order(values: list[float]) -> None:
-    timing = Timing.of(values)
+    timing = SampleTimes.of(values)
     assert timing.n == len(values)
     slack = 1 + 1e-12
     ordered = [timing.min_us, timing.p50_us, timing.p95_us, timing.p99_us, timing.max_us]

@@ -27,7 +27,7 @@ def test_equal_losses_are_said_once_when_the_last_of_them_is_there() -> None:
     told = Told()
     replay = Replay({3: 0.1, 4: None, 5: 0.3}, told)
     assert replay.check([(3, 0.1), (4, math.nan)]) is None
-    assert replay.check([(5, 0.3), (6, 0.2)]) == "3 steps repeated: the same losses, bit by bit"
+    assert replay.check([(5, 0.3), (6, 0.2)]) == "3 steps repeated: the same losses, bit for bit"
     assert replay.check([(7, 0.2)]) is None
     (row,) = told.rows
     assert (row["report"], row["steps"], row["compared"], row["worst"]) == ("replayed", 3, 3, 0.0)

@@ -6,7 +6,7 @@ import pytest
 
 from muster.jobs.basics.files import append_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.saving.schedule import Schedule, failures_so_far
+from muster.jobs.saving.schedule import SaveSchedule, failures_so_far
 from muster.jobs.spec.failover import CheckpointSettings
 
 
@@ -18,8 +18,8 @@ class Clock:
         return self.now_s
 
 
-def schedule(clock: Clock, done: int = 0, **settings) -> Schedule:
-    return Schedule(CheckpointSettings.model_validate(settings), done, clock=clock)
+def schedule(clock: Clock, done: int = 0, **settings) -> SaveSchedule:
+    return SaveSchedule(CheckpointSettings.model_validate(settings), done, clock=clock)
 
 
 def test_every_so_many_steps_are_multiples_wherever_the_attempt_began():
@@ -28,7 +28,7 @@ def test_every_so_many_steps_are_multiples_wherever_the_attempt_began():
     assert each.ask(10) == (True, 15)
 
 
-def saved_at(each: Schedule, clock: Clock, step_s: float, steps: int, log_every: int) -> list[float]:
+def saved_at(each: SaveSchedule, clock: Clock, step_s: float, steps: int, log_every: int) -> list[float]:
     """Train; return the seconds at which a save was agreed."""
     saved, due, began_s = [], -1, clock.now_s
     for done in range(1, steps + 1):

@@ -17,7 +17,7 @@ DEADLINE_S = 60
 ALONE = {  # program; what it says
     "twice": (
         "muster.session()\nmuster.session()",
-        "muster: rank 0: session: it was opened before, at ",
+        "muster: rank 0: session: it was already opened at ",
     ),
     "half an environment": (
         "import os\nos.environ['RANK'] = '1'\nmuster.session()",
@@ -33,7 +33,7 @@ ALONE = {  # program; what it says
     ),
     "a save of an earlier step": (
         "run = muster.session()\ns = run.state(a=1)\nrun.save(s, 5)\nrun.save(s, 4)",
-        "muster: rank 0, after 5 steps: run.save: step 4 comes after step 5; give the number of steps done so far",
+        "muster: rank 0, after 5 steps: run.save: step must be larger than 5, got 4; pass the number of steps done",
     ),
     "a loop in a loop": (
         "run = muster.session()\ns = run.state(a=1)\nfor i in run.steps(3, s):\n    for j in run.steps(3, s): pass",
@@ -45,7 +45,7 @@ ALONE = {  # program; what it says
     ),
     "a path that leads out": (
         "run = muster.session()\nrun.path('../x')",
-        "muster: rank 0: run.path: '../x' is not a name below the run's files; give one such as plots/loss.png",
+        "muster: rank 0: run.path: '../x' is not a path inside the run's folder of files; pass one such as plots",
     ),
     "a run that is not there": (
         "import os\nos.environ['MUSTER_RESUME'] = 'none'\nrun = muster.session()\nrun.restore(run.state(a=1))",
@@ -53,13 +53,13 @@ ALONE = {  # program; what it says
     ),
     "a forked process": (
         "import os\nrun = muster.session()\nif os.fork() == 0:\n    muster.session()\nsys.exit(os.wait()[1] >> 8)",
-        "muster: rank 0: session: this is a worker process of a rank, such as a DataLoader's; open the session in",
+        "muster: rank 0: session: this is a worker process of a rank, such as a DataLoader's; open the session only in",
     ),
     "a spawned process": (
         "import multiprocessing as m\nif __name__ != '__main__': muster.session()\nif __name__ == '__main__':\n"
         "    p = m.get_context('spawn').Process(target=print)\n    p.start()\n    p.join()\n"
         "    sys.exit(p.exitcode)",
-        "session: this is a worker process of a rank, such as a DataLoader's; open the session in the main process",
+        "session: this is a worker process of a rank, such as a DataLoader's; open the session only in the main",
     ),
 }
 
@@ -109,7 +109,7 @@ RANKS = {
         # The limit is one of files, which the memory that a writer process shares is to the kernel.
         GROUP + "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 24, 1 << 24))\n"
         "for i in run.steps(3, run.state(m=torch.zeros(1 << 24))): pass",
-        "checkpoint: the copy of a rank's 64 MB does not fit into memory: File too large; use fewer ranks a node",
+        "checkpoint: the copy of a rank's 64 MB does not fit into memory: File too large; use fewer ranks per node",
     ),
 }
 

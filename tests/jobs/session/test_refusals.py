@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"o": Holder(deep=[{"f": lambda: 0}])},
         "state: o/deep/0/f: a function cannot be stored; leave it out of state_dict()",
     ),
-    "class": (lambda: {"model": nn.Linear}, "state: model is the class Linear; register an object of it"),
+    "class": (lambda: {"model": nn.Linear}, "state: model is the class Linear; register an instance of it"),
     "only saves": (lambda: {"o": OnlySaves()}, "state: o: a OnlySaves has no load_state_dict(), so it cannot be"),
     "sparse": (lambda: {"o": Holder(s=torch.eye(3).to_sparse())}, "state: o/s: a sparse tensor (torch.sparse_coo)"),
     "meta": (lambda: {"model": nn.Linear(2, 2, device="meta")}, "state: model/weight: a tensor on the meta device"),

@@ -14,7 +14,7 @@ def make(samples: int, batch_size: int, rank: int, ranks: int, *, drop_last: boo
     return Sampler(samples, batch_size, rank=rank, ranks=ranks, shuffle=True, seed=seed, drop_last=drop_last)
 
 
-def crew(samples: int, batch_size: int, ranks: int, **more) -> list[Sampler]:
+def samplers(samples: int, batch_size: int, ranks: int, **more) -> list[Sampler]:
     return [make(samples, batch_size, rank, ranks, **more) for rank in range(ranks)]
 
 
@@ -22,7 +22,7 @@ def crew(samples: int, batch_size: int, ranks: int, **more) -> list[Sampler]:
     samples=st.integers(8, 60), batch=st.integers(1, 7), ranks=st.integers(1, 8), then=st.integers(1, 8), data=st.data()
 )
 def test_every_sample_of_an_epoch_comes_once_even_if_other_ranks_finish_it(samples, batch, ranks, then, data) -> None:
-    first = crew(samples, batch, ranks)
+    first = samplers(samples, batch, ranks)
     steps = data.draw(st.integers(0, len(first[0])))
     used: Counter[int] = Counter()
     for sampler in first:
@@ -33,7 +33,7 @@ def test_every_sample_of_an_epoch_comes_once_even_if_other_ranks_finish_it(sampl
     assert len({(each.epoch, each.position) for each in first}) == 1
     assert sum(used.values()) == first[0].position, "the position counts what all ranks have used"
 
-    others = crew(samples, batch, then)
+    others = samplers(samples, batch, then)
     for sampler in others:
         sampler.load_state_dict(first[0].state_dict())
     left = samples - first[0].position
@@ -52,14 +52,14 @@ def test_every_sample_of_an_epoch_comes_once_even_if_other_ranks_finish_it(sampl
 
 @given(samples=st.integers(4, 40), batch=st.integers(1, 5), ranks=st.integers(1, 4))
 def test_the_length_is_the_number_of_batches_and_a_batch_has_at_least_one_sample(samples, batch, ranks) -> None:
-    for sampler in crew(samples, batch, ranks):
+    for sampler in samplers(samples, batch, ranks):
         batches = list(sampler)
         assert len(batches) == len(sampler)
         assert all(batches)
 
 
 def test_dropping_the_last_batch_leaves_full_ones_only() -> None:
-    for sampler in crew(11, 2, 2, drop_last=True):
+    for sampler in samplers(11, 2, 2, drop_last=True):
         assert [len(each) for each in sampler] == [2, 2] == [2] * len(sampler)
 
 

@@ -12,7 +12,7 @@ import pytest
 from muster.jobs.basics.files import read_lines
 from support.live import LiveRun, wait_until
 
-pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.ranks]
 
 PROGRAM = """
 import os, sys, time
@@ -79,7 +79,7 @@ def test_a_killed_rank_costs_nothing_but_time(kind: str, tmp_path: Path) -> None
     assert hurt.end() == 0, hurt.err
     assert len(hurt.events("attempt")) == 2
     assert total(hurt) == total(whole)
-    assert "the same losses, bit by bit" in hurt.run.attempt(1).out(0).read_text() + hurt.out
+    assert "the same losses, bit for bit" in hurt.run.attempt(1).out(0).read_text() + hurt.out
 
 
 def test_fsdp2_continues_on_one_gpu(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.policy import PlainPolicy
 from muster.jobs.saving.saver import Saver, Target
-from muster.jobs.saving.schedule import Schedule
+from muster.jobs.saving.schedule import SaveSchedule
 from muster.jobs.session.state.state import State
-from muster.jobs.tensors.parts import Part
-from muster.jobs.tensors.snapshot import Snapshot
+from muster.jobs.tensors.parts import TensorPart
+from muster.jobs.tensors.snapshot import MemorySnapshot
 from muster.jobs.world.world import World
 from support.sessions import ALONE, load, restore, save, store
 
@@ -248,13 +248,13 @@ def save_beside(world: World, folder: str) -> list[str]:
     loop = Loop(world, 0, ddp=True)
     loop.train(1)
     policy = PlainPolicy(every_steps=1)
-    saver: Saver[Part] = Saver(
+    saver: Saver[TensorPart] = Saver(
         Target(run, 0),
         policy,
         loop.state.parts,
-        lambda parts: Snapshot(parts, world.device),
+        lambda parts: MemorySnapshot(parts, world.device),
         world,
-        Schedule(policy, 0),
+        SaveSchedule(policy, 0),
         lambda done, parent, losses: {"step": done, "parent": parent, "losses": [], **loop.state.meta()},
         Reporter({}),
     )

@@ -1,13 +1,13 @@
 """The text of timings, from rows that are given."""
 
-from muster.jobs.timing.records import Dtypes, LayerTypes, Timing, Timings
+from muster.jobs.timing.records import Dtypes, LayerTypes, TimingRecords, Timings
 from muster.jobs.timing.table import number, report_lines, row_text, verdict
 from support.timings import header, peak, settings, timed, without_times
 
 GOLDEN = """\
-# demo: models alone on cpu · torch 2.13.0 · 1970-01-01 00:00:01 UTC
+# demo: timings of models on cpu · torch 2.13.0 · 1970-01-01 00:00:01 UTC
 # host n1, EPYC, 16 threads on 16 cores, 64 GB
-# 3 launches of each row: 1 step to warm up, 2 steps timed, each until the device is done; vocabulary 10,000, rms norm, no biases, tied head
+# 3 launches of each row: 1 warm-up step, 2 timed steps, each timed until the device has finished; vocabulary 10,000, rms norm, no biases, tied head
 # a product of 2048 x 2048 matrices in fp32: 1.50 TFLOP/s
 #
 #     model     pass precision    parameters batch context    first   median    +-     mean     std      min      rate      work matmul   memory  warm-up
@@ -17,14 +17,14 @@ GOLDEN = """\
       vgg11     step      fp32     9,228,362    16       -     11.0     11.0   0.0     11.0       -     11.0     1,455     0.281      -    1,024  -
    gpt-2.7b     step      fp32 2,543,000,000    16     128  out of memory: needs 38.1 GB for weights, gradients and moments
 # the first step takes up to 10.0 x the fastest (gpt-nano forward)
-# rate counts tokens and images; work is what the model needs, matmul its share of the product above; memory the peak growth of the process
-# +- encloses the median with 0% (1 launch: samples of one launch, which tell nothing about others); more --launches increase the confidence
+# rate: tokens and images; work: operations that the model needs; matmul: rate of work relative to that of the product above; memory: peak growth of the process
+# +- encloses the median with 0% confidence (1 launch: samples of one launch, which say nothing about others); more --launches increase the confidence
 # verdict: OK"""  # noqa: E501
 
 
 def timing(*rows, **changes):
     asked = settings()
-    return Timing(header=header(asked), peaks=[peak()], rows=list(rows), is_over=True).model_copy(update=changes)
+    return TimingRecords(header=header(asked), peaks=[peak()], rows=list(rows), is_over=True).model_copy(update=changes)
 
 
 def test_the_table_has_a_line_for_each_row_and_reasons_in_place_of_numbers():

@@ -7,7 +7,7 @@ from muster.jobs.trace.events import read_trace
 from muster.jobs.trace.flame import (
     NARROWEST,
     WIDTH,
-    Frame,
+    FlameNode,
     colour,
     data_of,
     device_flame,
@@ -23,7 +23,7 @@ from support.traces import event, kernels, lane, steps
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def tree(frame: Frame) -> dict:
+def tree(frame: FlameNode) -> dict:
     return {child.name: (child.value_us, tree(child)) for child in frame.children.values()}
 
 
@@ -100,7 +100,7 @@ def test_the_svg_is_xml_with_a_title_for_every_frame_and_the_same_every_time() -
 
 
 def test_children_lie_within_their_parent_and_the_narrow_are_counted_not_drawn() -> None:
-    root = Frame("all", "other", 1e6, 1)
+    root = FlameNode("all", "other", 1e6, 1)
     for number in range(3):
         root.child(f"wide {number}", "other").add(3e5)
     root.child("narrow", "other").add(1e6 * NARROWEST / WIDTH / 2)
@@ -127,7 +127,7 @@ def test_times_are_spelt_with_three_digits() -> None:
 
 
 def test_as_data_it_has_the_frames_in_the_order_of_the_drawing_and_the_widest_of_too_many() -> None:
-    root = Frame("all", "other", 100.0, 1)
+    root = FlameNode("all", "other", 100.0, 1)
     for place, name in enumerate(("backward", "forward")):
         phase = root.child(name, "other")
         phase.add(50.0)

@@ -3,7 +3,7 @@
 import gzip
 
 from muster.jobs.trace.chrome import numbers_of_steps, read_document, with_phases, write_trace
-from muster.jobs.trace.events import Span, Step, read_trace, steps_between
+from muster.jobs.trace.events import PhaseSpan, ProfiledStep, read_trace, steps_between
 from muster.jobs.trace.kinds import kind_of
 from muster.jobs.trace.nesting import nest, nest_trace
 from muster.jobs.trace.operators import device_spans_of, kernels_of, kinds_of, matmul_share, operators_of, phases_of
@@ -23,7 +23,9 @@ def test_steps_are_what_lies_between_their_marks() -> None:
 
 def test_a_phase_may_come_again_and_a_step_without_its_end_is_left_out() -> None:
     made = steps_between([(0, "start 3"), (1, "forward"), (2, "backward"), (3, "forward"), (3, "stop"), (4, "start 4")])
-    assert made == [Step(3, (Span("forward", 0, 1), Span("backward", 1, 2), Span("forward", 2, 3)))]
+    assert made == [
+        ProfiledStep(3, (PhaseSpan("forward", 0, 1), PhaseSpan("backward", 1, 2), PhaseSpan("forward", 2, 3)))
+    ]
     assert phases_of(read_trace(steps("fbfb"))).keys() == {"forward", "backward"}
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from muster.jobs.spec.profile import OFF, ProfileSettings
-from muster.jobs.trace.window import Window, window_of
+from muster.jobs.trace.window import ProfileWindow, window_of
 
 
 def settings(**values) -> ProfileSettings:
@@ -26,12 +26,12 @@ def test_the_default_window_and_what_a_short_job_has_of_it(done: int, steps: int
 def test_an_attempt_with_nothing_left_to_do_records_nothing_and_says_so() -> None:
     window = window_of(settings(on=True), done=9, steps=9)
     assert window.count == 0
-    assert window.note == "nothing to profile: no step is left to do"
+    assert window.note == "nothing to profile: this attempt has no steps left"
 
 
 @given(st.integers(1, 30), st.integers(1, 10), st.integers(0, 50), st.integers(0, 50))
 def test_a_window_lies_in_the_attempt_and_is_as_long_as_can_be(first: int, count: int, done: int, left: int) -> None:
-    window: Window = window_of(settings(first_step=first, steps=count), done=done, steps=done + left)
+    window: ProfileWindow = window_of(settings(first_step=first, steps=count), done=done, steps=done + left)
     assert window.count == min(count, left)
     if left:
         assert done < window.first <= window.last <= done + left

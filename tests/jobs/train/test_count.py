@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from muster.collectives_bench.cost.memory import memories_of
 from muster.jobs.basics.boot import CODE_ROOT
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.models.anatomy import Part, anatomy
+from muster.jobs.models.anatomy import ModelOperation, anatomy
 from muster.jobs.models.counted import Counted, read
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.runfolder.memory_rows import KINDS
@@ -86,7 +86,7 @@ def settings(**changes: object) -> TrainSettings:
     return TrainSettings.model_validate({"data": "digits", "mode": "single", "steps": 1, **changes})
 
 
-def elements(units: list[tuple[Part, ...]]) -> list[int]:
+def elements(units: list[tuple[ModelOperation, ...]]) -> list[int]:
     return [sum(tensor.elements for part in unit for tensor in part.tensors) for unit in units]
 
 
@@ -194,5 +194,5 @@ def test_a_python_without_torch_is_one_message(tmp_path):
     venv.create(tmp_path / "bare")
     job = Job(name="m", kind="train", settings=TrainSettings.model_validate(JOB), workdir=str(OWN))
     python = str(tmp_path / "bare/bin/python")
-    with pytest.raises(RefusedError, match="has no torch; install it there, or name the ranks' Python by python:"):
+    with pytest.raises(RefusedError, match="has no torch; install torch there, or set python: to the ranks' Python"):
         own_code(job.model_copy(update={"python": python}), job.settings)

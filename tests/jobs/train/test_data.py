@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from muster.ddp import DataPartitioner
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.data import datafiles
 from muster.jobs.data.cifar10 import prepare_cifar10
@@ -147,6 +148,26 @@ def test_a_sample_is_the_same_whatever_batch_it_is_read_in(model: str, data: str
         assert torch.equal(some_targets, targets[start:stop])
 
 
+def test_a_partition_trains_on_the_first_part_and_evaluates_on_the_second(tmp_path: Path):
+    whole = open_data(settings("vgg11", "digits"))
+    data = open_data(settings("vgg11", {"name": "digits", "partition": [0.7, 0.2, 0.1], "seed": 5}))
+    first, second, _ = DataPartitioner(range(1437), [0.7, 0.2, 0.1], seed=5).partitions
+    assert (data.train_samples, data.eval_samples) == (1005, 287)
+    indices = torch.tensor([0, 3, 200])
+    for found, wanted in (
+        (data.train_batch(indices, 0), whole.train_batch(torch.tensor(first)[indices], 0)),
+        (data.eval_batch(indices), whole.train_batch(torch.tensor(second)[indices], 0)),
+    ):
+        assert all(map(torch.equal, found, wanted))
+    alone = open_data(settings("vgg11", {"name": "synthetic", "partition": [0.001]}))
+    assert (alone.train_samples, alone.eval_samples) == (50, 10_000)
+    fingerprints = {whole.fingerprint, data.fingerprint}
+    fingerprints.add(open_data(settings("vgg11", {"name": "digits", "partition": [0.7, 0.2, 0.1]})).fingerprint)
+    assert len(fingerprints) == 3
+    with pytest.raises(RefusedError, match=r"partition: \[0.5, 0.0001\] of 1437 samples leaves a part empty; use la"):
+        open_data(settings("vgg11", {"name": "digits", "partition": [0.5, 0.0001]}))
+
+
 def test_missing_cifar10_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MUSTER_DATA", str(tmp_path))
     with pytest.raises(RefusedError, match="run: muster data cifar10"):
@@ -156,7 +177,7 @@ def test_missing_cifar10_names_the_command(tmp_path: Path, monkeypatch: pytest.M
 def test_a_torn_cifar10_is_refused(cifar10, tmp_path: Path):
     path = tmp_path / "data" / "cifar10" / "train.u8"
     path.write_bytes(cifar10.train_rows[:-1])
-    with pytest.raises(RefusedError, match=r"train\.u8: 61459 bytes are not rows of 3073"):
+    with pytest.raises(RefusedError, match=r"train\.u8: 61459 bytes are not whole rows of 3073"):
         open_data(settings("vgg11", "cifar10"))
 
 
@@ -240,10 +261,12 @@ def test_python_source_is_text_of_this_python(tmp_path: Path, monkeypatch: pytes
 def test_a_batch_that_was_given_is_no_larger_than_the_data():
     few = open_data(settings("vgg11", "digits"))
     require_batch(settings("vgg11", "digits", batch_size=1437), few)
-    with pytest.raises(RefusedError, match=r"batch_size: 1438 is more than data digits has .*; use at most 1437"):
+    with pytest.raises(
+        RefusedError, match=r"batch_size: 1438 is larger than the training part of data digits; use at most 1437"
+    ):
         require_batch(settings("vgg11", "digits", batch_size=1438), few)
 
 
 def test_tokens_cannot_be_augmented():
-    with pytest.raises(RefusedError, match="augment: true is for images"):
+    with pytest.raises(RefusedError, match="augment: true works only for images"):
         open_data(settings("gpt-nano", "synthetic", augment=True))

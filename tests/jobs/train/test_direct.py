@@ -214,8 +214,8 @@ def test_a_job_of_two_ranks_that_is_started_as_one_says_so_and_goes_on(run_here,
     ((_, err, code),) = run_here([str(JOB), "--runs", str(tmp_path)])
     assert (code, err) == (
         0,
-        "muster: the job asks for 2 ranks, but this start has 1 (no rank variables found: see muster env); "
-        "--num-nodes and --rank start more\n",
+        "muster: the job asks for 2 ranks, but this process runs alone (no rank variables found: see muster env); "
+        "use --num-nodes and --rank to start more\n",
     )
 
 

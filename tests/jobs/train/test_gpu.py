@@ -10,12 +10,12 @@ import pytest
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.spec.modes import MODES, TENSOR
+from muster.jobs.spec.modes import MODES, ONE_RANK, TENSOR
 from support.live import LiveRun
 from support.resuming import ADAMW, VGG, attempt_apart
 
 ROOT = Path(__file__).parents[3]
-SHARED = [name for name in MODES if name not in ("single", TENSOR)]
+SHARED = [name for name in MODES if name not in (*ONE_RANK, TENSOR)]
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 JOB = """
@@ -61,6 +61,7 @@ def test_a_cuda_rank_forked_from_the_warm_process_trains_as_a_cpu_rank_does(tmp_
     assert all(row["forward_s"] > 0 and row["backward_s"] > 0 and row["optimizer_s"] > 0 for row in on_gpu)
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("mode", SHARED)
 def test_two_gpus_over_nccl_train_as_one_does(tmp_path: Path, mode: str) -> None:
     run, two = train(tmp_path / "two", job(ranks=2, mode=mode))
@@ -70,6 +71,7 @@ def test_two_gpus_over_nccl_train_as_one_does(tmp_path: Path, mode: str) -> None
     assert run.attempt(0).metrics(1).is_file()
 
 
+@pytest.mark.gpu(2)
 def test_pretend_nodes_divide_the_gpus(tmp_path: Path) -> None:
     code = "import os, torch; print(os.environ['CUDA_VISIBLE_DEVICES'], torch.cuda.device_count())"
     live = LiveRun(tmp_path, f"nodes: 2\ncommand: {json.dumps([sys.executable, '-c', code])}\n")
@@ -80,6 +82,7 @@ def test_pretend_nodes_divide_the_gpus(tmp_path: Path) -> None:
     assert [int(each[1]) for each in seen] == [len(each) for each in devices]
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("mode", ["allreduce", "flat", "bucketed"])
 def test_exact_on_one_and_two_gpus_has_the_same_bits(tmp_path: Path, mode: str) -> None:
     text = job(mode=mode) + "  exact: true\n"
@@ -88,6 +91,7 @@ def test_exact_on_one_and_two_gpus_has_the_same_bits(tmp_path: Path, mode: str) 
     assert [row["loss"] for row in one] == [row["loss"] for row in two]
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("mode", [*SHARED, "bucketed\n  communication_dtype: bf16\n  bucket_size_mb: 4"])
 def test_verify_passes_on_two_gpus(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "job.yaml"
@@ -98,6 +102,7 @@ def test_verify_passes_on_two_gpus(tmp_path: Path, mode: str) -> None:
     assert "PASS" in done.stdout
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("more", ["", "  sequence_parallel: true\n  precision: bf16\n"], ids=["fp32", "sequence, bf16"])
 def test_split_layers_compute_on_two_gpus_what_one_does(tmp_path: Path, more: str) -> None:
     path = tmp_path / "job.yaml"
@@ -108,6 +113,7 @@ def test_split_layers_compute_on_two_gpus_what_one_does(tmp_path: Path, more: st
     assert "PASS  class near" in done.stdout
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("mode", ["ddp", TENSOR])
 def test_a_gpt_trains_on_two_gpus(tmp_path: Path, mode: str) -> None:
     _, rows = train(tmp_path / "gpt", job(ranks=2, mode=mode, model="gpt-micro", data="python-source"))

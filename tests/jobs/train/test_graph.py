@@ -10,7 +10,7 @@ from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.graph import GraphedSteps, form_of
 from muster.jobs.train.numerics.optim import build_optimizer, set_learning_rate
-from muster.jobs.train.profiling.clock import PHASES, Clock
+from muster.jobs.train.profiling.clock import PHASES, StepMarks
 
 
 def shard(samples: int = 2, virtual_rank: int = 0) -> ShardInput:
@@ -46,7 +46,7 @@ def test_a_rank_without_a_cuda_device_is_refused() -> None:
 
 def test_marks_of_a_recording_are_left_out_and_a_replayed_step_has_a_phase_of_its_own() -> None:
     now = iter(range(100))
-    clock = Clock(lambda: float(next(now)), lambda before, after: after - before)
+    clock = StepMarks(lambda: float(next(now)), lambda before, after: after - before)
     clock.start()
     clock.lap("data")
     with clock.muted():
@@ -59,7 +59,7 @@ def test_marks_of_a_recording_are_left_out_and_a_replayed_step_has_a_phase_of_it
 
 
 def test_only_a_step_with_a_replay_has_a_column_for_it() -> None:
-    clock = Clock(lambda: 0.0, lambda before, after: after - before)
+    clock = StepMarks(lambda: 0.0, lambda before, after: after - before)
     clock.start()
     clock.lap("forward")
     clock.stop()

@@ -186,6 +186,7 @@ train:
 """
 
 
+@pytest.mark.gpu(2)
 def test_a_job_with_graphs_has_the_losses_of_one_without_and_says_what_was_replayed(tmp_path: Path) -> None:
     rows = {}
     for graph in ("true", "false"):

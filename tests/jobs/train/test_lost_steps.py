@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from muster.jobs.node.reports import Reporter
 from muster.jobs.saving.saver import NotSaving
-from muster.jobs.spec.modes import MODES, PIPELINES
+from muster.jobs.spec.modes import MODES, ONE_RANK, PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.data import open_data
@@ -107,13 +107,16 @@ def trained(world: World, folder: str, what: str, steps: int, **settings: Any) -
     }
 
 
-CASES = [(name, {"mode": name}, 1 if name == "single" else 2) for name in MODES]
+CASES = [
+    (name, {"mode": name}, 1 if name in ONE_RANK else 2) for name in MODES if name not in ("terapipe", "asynchronous")
+]
 CASES += [
     ("exact", {"mode": "bucketed", "exact": True}, 2),
     ("clipped zero3", {"mode": "zero3", "clip_norm": 1.0}, 2),
     ("layerwise", {"mode": "zero3", "layerwise": True, "model": UNTIED}, 2),
     ("pure_bf16", {"mode": "zero2", "precision": "pure_bf16"}, 2),
     ("product", PRODUCT, 4),
+    ("terapipe", {"parallel": {"pipe": 2, "schedule": "terapipe", "tokens": [5, 3]}}, 2),  # auto could change the bits
     ("clipped zb1p", {"mode": "zb1p", "clip_norm": 1.0}, 2),
 ]
 

@@ -127,7 +127,7 @@ def test_a_rank_reads_its_layers_and_its_copy_of_a_shared_weight_and_makes_what_
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("model/1.weight", (4,), r"model/1.weight is F32 \[4\] there, F32 \[3\] here"),
+        ("model/1.weight", (4,), r"model/1.weight is F32 \[4\] there, but F32 \[3\] in this job"),
         ("model/1.running_mean", None, "1.running_mean is not in the checkpoint"),
         ("model/3.weight", (3,), "3.weight is only in the checkpoint"),
         ("optimizer/2.weight/exp_avg", (3, 3), "it has exp_avg of 2.weight"),

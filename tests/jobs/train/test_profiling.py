@@ -23,7 +23,7 @@ from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.profiling import recorder
 from muster.jobs.train.profiling.marking import subject_of
-from muster.jobs.train.profiling.recorder import NOT_PROFILING, Recorder
+from muster.jobs.train.profiling.recorder import NOT_PROFILING, ProfileRecorder
 from muster.jobs.world.world import World
 from muster.launch.look.profiles import read_flame, read_profiles
 
@@ -78,13 +78,13 @@ def lengthen(module: nn.Module) -> None:
     next(module.parameters()).register_hook(hold)  # the last to have its gradient, but for what it is tied to
 
 
-def recorder_of(run: RunDir, trainer: Trainer, first: int) -> Recorder:
+def recorder_of(run: RunDir, trainer: Trainer, first: int) -> ProfileRecorder:
     world, settings = trainer.world, trainer.settings
     facts = {"rank": world.rank, "world_size": world.size, "attempt": 0, "mode": settings.mode, "host": "h"}
     facts |= {"device": world.device.type}
     folder = run.attempt(0).profile(world.rank)
     subject = subject_of(trainer.engine, settings)
-    return Recorder(
+    return ProfileRecorder(
         settings.profile, folder, trainer.clock, world.device, facts, subject=subject, done=first, steps=trainer.steps
     )
 
@@ -172,7 +172,7 @@ def test_of_compiled_and_replayed_modules_it_says_that_they_are_not_known():
     engine = build_trainer(job, open_data(job), World(0, 1, None, torch.device("cpu"))).engine
     for key in ("compile", "cuda_graph"):
         note = subject_of(engine, job.model_copy(update={key: True})).note
-        assert note.startswith(f"kinds of modules are not known: train.{key} ")
+        assert note.startswith(f"module kinds are unknown: train.{key} ")
     assert subject_of(engine, job).note == ""
 
 
@@ -219,7 +219,8 @@ def test_a_resumed_attempt_counts_its_own_steps_and_a_short_one_takes_what_there
     (said,) = on_ranks(1, record, folder=str(tmp_path), settings=settings, first=9)
     assert [step["step"] for step in records(tmp_path, 1)[0]["steps"]] == [11, 12]
     assert said.endswith(
-        "train.profile asks for 2 steps from step 5 of an attempt on, this one has 3: its last 2 recorded, 1 to warm up"
+        "train.profile asks for 2 steps from step 5 of an attempt; this one has 3, so its last 2 are recorded, "
+        "after 1 warm-up step"
     )
     assert records(tmp_path, 1)[0]["overlap"] is None
 

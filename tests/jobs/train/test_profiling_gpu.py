@@ -60,6 +60,7 @@ def test_one_gpu_leaves_kernels_flame_graphs_and_a_snapshot_of_its_memory(tmp_pa
     assert any(snapshot["device_traces"])
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("mode", ["allreduce", "bucketed"])
 def test_two_gpus_hide_communication_only_where_the_mode_overlaps(tmp_path: Path, mode: str) -> None:
     for _, record, trace in profile(tmp_path, ranks=2, mode=mode):

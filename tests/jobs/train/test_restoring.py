@@ -18,7 +18,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.resume import Resume
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.main import Start, train_in
+from muster.jobs.train.main import TrainStart, train_in
 from muster.jobs.world.world import World
 from support.resuming import GPT, TINY_VGG, VGG, attempt
 
@@ -40,7 +40,7 @@ def go_on(world: World, folder: str, settings: dict, of_rank: dict | None = None
     job = Job.model_validate({"kind": "train", "settings": TrainSettings.model_validate(settings)})
     began = time.monotonic()
     try:
-        start = Start(RunDir(Path(folder_of_rank)), 1, Resume.read(resume))
+        start = TrainStart(RunDir(Path(folder_of_rank)), 1, Resume.read(resume))
         return [train_in(start, job, world, Reporter({})), "", time.monotonic() - began]
     except MusterError as error:
         return [error.exit_code, str(error), time.monotonic() - began]
@@ -96,7 +96,7 @@ def test_another_number_of_virtual_ranks_is_refused_where_the_sum_is_exact(on_ra
     job = {**VGG, "mode": "allreduce", "exact": True, "virtual_ranks": 4, "steps": 2}
     on_ranks(2, attempt, folder=str(tmp_path), settings=job, stop_at=1)
     ((code, said, _), _) = on_ranks(2, go_on, folder=str(tmp_path), settings={**job, "virtual_ranks": 2})
-    assert (code, "train.virtual_ranks 4, the job has 2" in said) == (78, True)
+    assert (code, "train.virtual_ranks 4, but the job has 2" in said) == (78, True)
 
 
 @pytest.mark.parametrize("other", [{"sha256": "ab" * 32}, {"run": "elsewhere"}], ids=["another hash", "another folder"])
@@ -129,7 +129,7 @@ def test_steps_that_are_done_again_are_compared_with_the_log_of_the_first_time(o
     assert [code for code, _, _ in on_ranks(2, go_on, folder=str(saved), settings=GPT_4)] == [0, 0]
     said, silent = on_ranks(2, listen, folder=str(saved), settings=GPT_4, number=2)
     assert "continues from step-00000002.a000, step 2 of 4, read in " in said
-    assert "2 steps repeated: the same losses, bit by bit\n" in said
+    assert "2 steps repeated: the same losses, bit for bit\n" in said
     assert silent == ""
     logged = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["attempt"]) for row in logged] == [(1, 0), (2, 0), (3, 1), (4, 1), (3, 2), (4, 2)]

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models import build_model
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.rounding import Rounding
 
 pytestmark = pytest.mark.slow
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.slow
 SETTINGS = {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 4, "context": 16, "bias": True}
 
 
-def model_and_batch(dtype: torch.dtype) -> tuple[Stack, torch.Tensor]:
+def model_and_batch(dtype: torch.dtype) -> tuple[LayerStack, torch.Tensor]:
     model = build_model(ModelSettings.model_validate(SETTINGS), vocabulary=24, seed=1).to(dtype)
     return model, torch.randint(24, (2, 6, 16), generator=torch.Generator().manual_seed(2))
 
 
-def values(model: Stack, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+def values(model: LayerStack, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the loss, and the gradients of a step."""
     model.zero_grad(set_to_none=True)
     loss = model(tokens[0], tokens[1])

@@ -15,13 +15,13 @@ import torch
 
 from muster.jobs.basics.errors import RefusedError, StorageError
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.saver import Saver, Target
-from muster.jobs.saving.schedule import Schedule
+from muster.jobs.saving.schedule import SaveSchedule
 from muster.jobs.spec.failover import CheckpointSettings
-from muster.jobs.tensors.parts import Part, whole_part
-from muster.jobs.tensors.snapshot import Snapshot
+from muster.jobs.tensors.parts import TensorPart, whole_part
+from muster.jobs.tensors.snapshot import MemorySnapshot
 from muster.jobs.world.world import World
 from support.checkpoints import Told
 
@@ -36,7 +36,7 @@ class Engine:
     def __init__(self) -> None:
         self.weight = torch.zeros(1000)
 
-    def held_state(self) -> list[Part]:
+    def held_state(self) -> list[TensorPart]:
         return [whole_part("model/weight", self.weight)]
 
 
@@ -51,9 +51,9 @@ class Training:
             Target(run, 0),
             checkpoint,
             self.engine.held_state,
-            partial(Snapshot, device=torch.device("cpu")),
+            partial(MemorySnapshot, device=torch.device("cpu")),
             World(0, 1, None, torch.device("cpu")),
-            Schedule(checkpoint, 0),
+            SaveSchedule(checkpoint, 0),
             lambda done, parent, losses: {"step": done, "parent": parent, "losses": list(losses)},
             self.told,
             patience_s=patience_s,
@@ -88,7 +88,7 @@ def newest(run: RunDir) -> tuple[int, float]:
     chosen = newest_good(run)
     assert chosen is not None
     room = torch.empty(1000)
-    with Reader(chosen.folder, chosen.manifest) as reader:
+    with CheckpointReader(chosen.folder, chosen.manifest) as reader:
         data = bytearray(4000)
         reader.read_into(reader.piece("model/weight"), data)
         room = torch.frombuffer(data, dtype=torch.float32)
@@ -231,7 +231,7 @@ def test_an_end_that_cannot_be_saved_is_a_storage_error_that_names_the_last_good
     training.settle()
     training.step()
     fill_disk(training)
-    message = r"after step 3 could not be saved; the last valid checkpoint is step-00000002\.a000"
+    message = r"after step 3 could not be saved; the last valid checkpoint: step-00000002\.a000"
     with pytest.raises(StorageError, match=message):
         training.saver.finish(3, [])
 

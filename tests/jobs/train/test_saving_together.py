@@ -23,7 +23,7 @@ from muster.jobs.saving import saver as saving
 from muster.jobs.saving.helper import WriterProcess
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.main import Start, train_in
+from muster.jobs.train.main import TrainStart, train_in
 from muster.jobs.world.world import World
 from support.checkpoints import Told
 from support.resuming import GPT, attempt
@@ -59,7 +59,7 @@ def train_beside_a_full_disk(world: World, folder: str, settings: dict, checkpoi
     )
     told, code = Told(), -1
     try:
-        code = train_in(Start(RunDir(Path(folder)), 0), job, world, told)
+        code = train_in(TrainStart(RunDir(Path(folder)), 0), job, world, told)
     except MusterError as error:
         code = error.exit_code
     except RuntimeError:  # the other rank has gone
@@ -127,7 +127,7 @@ def drain(world: World, folder: str, settings: dict) -> list:
     keeper.start()
     train = TrainSettings.model_validate(settings)
     job = Job.model_validate({"kind": "train", "settings": train, "checkpoint": {"every_steps": 3}})
-    code = train_in(Start(RunDir(Path(folder)), 0), job, world, Reporter({}))
+    code = train_in(TrainStart(RunDir(Path(folder)), 0), job, world, Reporter({}))
     keeper.join()
     return [code, own.steps]
 
@@ -153,5 +153,5 @@ def stopped_without_saving(world: World, folder: str, settings: dict) -> list:
     page.own = Page()
     page.own.stop_at = 2
     job = Job.model_validate({"kind": "train", "settings": TrainSettings.model_validate(settings)})
-    code = train_in(Start(RunDir(Path(folder)), 0), job, world, Reporter({}))
+    code = train_in(TrainStart(RunDir(Path(folder)), 0), job, world, Reporter({}))
     return [code, RunDir(Path(folder)).checkpoints.exists()]

@@ -20,7 +20,7 @@ from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.parallel.state import Forms, ModelState
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
-from muster.zero.flat import Held
+from muster.zero.flat import ParameterRange
 from support.held import held_state
 
 pytestmark = pytest.mark.slow
@@ -122,14 +122,15 @@ def shared(rank: int) -> tuple[ModelState, dict[str, Piece]]:
     optimizer = build_optimizer(model.parameters(), OptimizerSettings(name="adamw"))
     step = torch.zeros(())
 
-    def held() -> list[Held]:
+    def held() -> list[ParameterRange]:
         start, stop = ((0, 4), (4, 6))[rank]
         ours = [
-            Held("0.weight", key, (2, 3), start, stop, torch.full((stop - start,), 1.0)) for key in (None, "exp_avg")
+            ParameterRange("0.weight", key, (2, 3), start, stop, torch.full((stop - start,), 1.0))
+            for key in (None, "exp_avg")
         ]
-        ours.append(Held("0.weight", "step", (), 0, 1, step, answers=rank == 0))
+        ours.append(ParameterRange("0.weight", "step", (), 0, 1, step, answers=rank == 0))
         whole = ("0.bias", "1.weight", "1.bias") if rank else ()
-        return [*ours, *(Held(name, None, (2,), 0, 2, torch.zeros(2)) for name in whole)]
+        return [*ours, *(ParameterRange(name, None, (2,), 0, 2, torch.zeros(2)) for name in whole)]
 
     more = {"scaling/scale": torch.tensor(2.0)}
     state = held_state(model, optimizer, rank=rank, ranks=2, more=more, held=held)
@@ -168,7 +169,7 @@ def test_every_rank_reads_its_ranges_the_numbers_that_are_one_for_all_and_what_i
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model/1.weight", torch.zeros(3), r"model/1.weight is F32 \[3\] there, F32 \[2\] here"),
+        ("model/1.weight", torch.zeros(3), r"model/1.weight is F32 \[3\] there, but F32 \[2\] in this job"),
         ("model/1.weight", None, "1.weight is not in the checkpoint"),
         ("model/2.weight", torch.zeros(2), "2.weight is only in the checkpoint"),
         ("optimizer/2.weight/exp_avg", torch.zeros(2), "it has exp_avg of 2.weight"),

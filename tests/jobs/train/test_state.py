@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings
-from muster.jobs.tensors.parts import Part, deal, flat_part, whole_part
+from muster.jobs.tensors.parts import TensorPart, deal, flat_part, whole_part
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.parallel.state import Forms, buffer_parts, optimizer_parts, parameter_parts
@@ -20,7 +20,7 @@ from support.held import held_state
 SIZES = st.lists(st.integers(0, 50), max_size=8)
 
 
-def tensors(sizes: list[int], dtype: torch.dtype, first: str) -> list[Part]:
+def tensors(sizes: list[int], dtype: torch.dtype, first: str) -> list[TensorPart]:
     return [whole_part(f"model/{first}{i}", torch.arange(size).to(dtype)) for i, size in enumerate(sizes)]
 
 
@@ -62,7 +62,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
     optimizer.step()
 
 
-def all_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
+def all_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[TensorPart]:
     return [*buffer_parts(model), *parameter_parts(model), *optimizer_parts(model, optimizer)]
 
 
@@ -123,7 +123,7 @@ def test_another_model_is_refused_by_name():
         held_state(copy.deepcopy(model), optimizer).wanted(smaller)
     other = dict(stored)
     other["model/0.bias"] = whole_part("model/0.bias", torch.zeros(8, dtype=torch.float64)).piece
-    with pytest.raises(RefusedError, match=r"model/0\.bias is F64 \[8\] there, F32 \[8\] here"):
+    with pytest.raises(RefusedError, match=r"model/0\.bias is F64 \[8\] there, but F32 \[8\] in this job"):
         held_state(model, optimizer).wanted(other)
     frozen = {**stored, "optimizer/2.bias/momentum_buffer": stored["model/2.bias"]}
     with pytest.raises(RefusedError, match=r"it has momentum_buffer of 2\.bias"):

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from muster.jobs.checkpoint import commit
 from muster.jobs.checkpoint.pieces import whole
-from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.read import CheckpointReader
 from muster.jobs.checkpoint.shard import write_shard
-from muster.jobs.tensors.parts import DTYPES, Part
+from muster.jobs.tensors.parts import DTYPES, TensorPart
 from muster.jobs.train.parallel.layers import parts_of
 from muster.pipe.tensor.slices import TensorSlice
 from support.checkpoints import Saved
@@ -29,12 +29,12 @@ def content(name: str) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + len(name) * 1000
 
 
-def parts(ranks: int, shards: int, *, filled: bool, answering: bool) -> list[list[Part]]:
+def parts(ranks: int, shards: int, *, filled: bool, answering: bool) -> list[list[TensorPart]]:
     """List what each of `ranks` x `shards` has: `shards` flat ranges, unevenly cut, of each rank's parts."""
-    found: list[list[Part]] = []
+    found: list[list[TensorPart]] = []
     for rank in range(ranks):
         for shard in range(shards):
-            mine: list[Part] = []
+            mine: list[TensorPart] = []
             for name, (shape, dimension) in CUTS.items():
                 size = 0 if dimension is None else shape[dimension] // ranks
                 cut = TensorSlice(
@@ -59,7 +59,7 @@ def test_what_some_ranks_wrote_others_read(tmp_path: Path, written, read):
         pieces = [(part.piece, part.tensor.contiguous().numpy().tobytes()) for part in mine]
         write_shard(folder, writer, len(writers), pieces, meta={"step": 1, "losses": [[1, 1.5]]})
     manifest = commit.commit(run, folder, len(writers))
-    with Reader(folder, manifest) as reader:
+    with CheckpointReader(folder, manifest) as reader:
         for mine, wanted in zip(
             parts(*read, filled=False, answering=False), parts(*read, filled=True, answering=False), strict=True
         ):

@@ -17,7 +17,7 @@ from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.measured import Record
-from muster.pipe.schedules.programs import Span
+from muster.pipe.schedules.programs import StepSpan
 from muster.pipe.schedules.tables import schedule
 from muster.pipe.timeline import Offset
 from support.resuming import GPT, attempt
@@ -33,7 +33,7 @@ def test_clocks_are_compared_again_for_they_drift(monkeypatch: pytest.MonkeyPatc
         return [Offset(0.0, 0.0)]
 
     monkeypatch.setattr(timeline, "clock_offsets", clock_offsets)
-    spans = [Span(Action("F", 0, 0), 0.5, 0.75), Span(Action("B", 0, 0), 0.75, 1.0)]
+    spans = [StepSpan(Action("F", 0, 0), 0.5, 0.75), StepSpan(Action("B", 0, 0), 0.75, 1.0)]
     pipeline = SimpleNamespace(spans=spans, schedule=schedule("1f1b", 1, 4))
     engine: Any = SimpleNamespace(pipeline=pipeline, group="pipe", world=World(0, 1, None, CPU))
     recorder = timeline.PipelineRecorder(engine, tmp_path / "timeline.jsonl")

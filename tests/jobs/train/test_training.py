@@ -196,11 +196,11 @@ def test_a_loss_that_is_no_number_is_said_once_and_leaves_the_rows_json(on_ranks
         assert [row.get("skipped") for row in steps[-1:]] == [1.0 if non_finite == "skip" else None]
         assert [row["step"] for row in steps] == list(range(1, lost[-1] + 1))
         assert steps[0]["loss"] is not None
-    warnings = [[line for line in text.splitlines() if "not a number" in line] for text in said]
-    assert warnings == [[f"loss is not a number at step {first_lost(tmp_path)}: {ADVICE}"], []]
+    warnings = [[line for line in text.splitlines() if "loss is not finite" in line] for text in said]
+    assert warnings == [[f"loss is not finite at step {first_lost(tmp_path)}: {ADVICE}"], []]
 
 
-ADVICE = "lower optimizer.lr, or set clip_norm"
+ADVICE = "lower train.optimizer.lr, or set train.clip_norm"
 
 
 def first_lost(folder: Path) -> int:

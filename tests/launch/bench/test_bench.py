@@ -156,7 +156,7 @@ def test_ctrl_c_in_the_second_world_names_what_was_not_measured(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "WHAT: is missing; name a job file, or operations such as all_reduce,broadcast"),
+        ((), 2, "WHAT: is missing; name a job file, operations such as all_reduce,broadcast"),
         (("al_reduce",), 2, "unknown operation 'al_reduce'; did you mean 'all_reduce'? (valid: all, ours, all_reduce"),
         (("all_reduce", "--sizes", "5Q"), 2, "--sizes: not a size: '5Q'"),
         (("all_reduce", "--on", "hand"), 2, "--on hand: muster bench starts its runs itself"),
@@ -166,18 +166,18 @@ def test_ctrl_c_in_the_second_world_names_what_was_not_measured(tmp_path: Path, 
         (
             ("--pairs", "all_reduce"),
             2,
-            "--pairs: sends messages between nodes, and measures no operation; leave all_reduce",
+            "--pairs: measures messages between nodes, not operations; leave all_reduce",
         ),
         (
             ("--pairs", "--wire"),
             2,
-            "--pairs: sends messages between nodes, and measures no operation; leave --wire out",
+            "--pairs: measures messages between nodes, not operations; leave --wire out",
         ),
         (("gone.yaml",), 65, "gone.yaml: no such file"),
         (
             ("jobs/examples/hello.yaml",),
             2,
-            "jobs/examples/hello.yaml: hello measures nothing; start it with muster run",
+            "jobs/examples/hello.yaml: the operation hello measures nothing; start the job with muster run",
         ),
         (("jobs/examples/vgg11.yaml",), 2, "jobs/examples/vgg11.yaml: is a train: job"),
         (("send_recv", "-n", "1"), 78, "command line: bench.operation: send_recv needs 2 ranks, but this job has 1"),
@@ -217,6 +217,39 @@ def test_where_nobody_says_all_hosts_are_measured_or_two_ranks_here(arguments, s
     placements = [world.prepared.context.placement for world in worlds if world.prepared is not None]
     assert [(len(each.nodes), each.world_size // len(each.nodes)) for each in placements] == shape
     assert not list(tmp_path.iterdir())
+
+
+def test_several_backends_are_worlds_of_their_own(tmp_path: Path, capsys) -> None:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    words = ["all_reduce", "-n", "2,3", "--runs", str(tmp_path)]
+    worlds = prepare_worlds(grid_of(parser.parse_args([*words, "--backend", "gloo,nccl"])))
+    assert [each.label for each in worlds] == [
+        f"nodes=1 ranks_per_node={ranks} backend={backend}" for ranks in (2, 3) for backend in ("gloo", "nccl")
+    ]
+    settings = [each.prepared.context.job.settings.backend for each in worlds if each.prepared is not None]
+    assert set(settings) <= {"gloo", "nccl"}
+    for given, said in (("gloo,gloo", "gloo is given twice"), ("gloo,nope", "nope")):
+        assert cli.main(["bench", *words, "--backend", given]) == 2
+        assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ranks
+def test_a_sweep_of_a_benchmark_ends_with_its_numbers(tmp_path: Path, capsys) -> None:
+    job = tmp_path / "bench.yaml"
+    job.write_text(
+        "name: b\nranks_per_node: 2\nbench: {operation: all_reduce, sizes: [1024], launches: 1, block_s: 0.01}\n"
+    )
+    words = ["sweep", str(job), "--grid", "ranks_per_node=1,2", "--runs", str(tmp_path / "runs")]
+    assert cli.main(words) == 0
+    assert "busbw (GB/s)" in capsys.readouterr().out
+    assert cli.main(["status", "sweep-b", "--runs", str(tmp_path / "runs"), "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["measured"]
+    assert [(row["point"], row["measured"]) for row in measured] == [
+        (f"ranks_per_node={ranks}", "all_reduce 1 KB fp32 in") for ranks in (1, 2)
+    ]
+    assert all(row["time_us"] > 0 for row in measured)
 
 
 def test_a_training_job_is_sent_to_muster_run(tmp_path: Path, capsys) -> None:

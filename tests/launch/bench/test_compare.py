@@ -57,7 +57,7 @@ def test_a_gate_that_could_judge_nothing_is_not_passed(tmp_path: Path, capsys) -
     assert cli.main(argv) == 0
     assert cli.main([*argv, "--fail-on", "worse"]) == 1
     captured = capsys.readouterr()
-    assert "no row could be judged, so nothing is known to be good" in captured.err
+    assert "no row could be judged; measure more launches" in captured.err
     assert "no verdict" in captured.out
 
 
@@ -67,7 +67,7 @@ def test_what_is_no_longer_measured_does_not_pass_a_gate(tmp_path: Path, files, 
     argv = ["bench", "compare", files["a"], str(fewer)]
     assert [cli.main([*argv, "--fail-on", word]) for word in ("worse", "any", "better")] == [1, 1, 0]
     captured = capsys.readouterr()
-    assert "--fail-on worse: 1 row that was measured before has no time after" in captured.err
+    assert "--fail-on worse: 1 row that was measured in BEFORE has no time in AFTER" in captured.err
     assert "1 measured before but not after" in captured.out
     assert cli.main(["bench", "compare", str(fewer), files["a"], "--fail-on", "worse"]) == 0  # what is new harms none
 
@@ -149,7 +149,7 @@ def test_a_result_is_shown_again_world_by_world(tmp_path: Path, capsys) -> None:
         "# barrier: no rank leaves before all have arrived",
     ]
     assert lines[-2:] == [
-        "# +- encloses the median with 75% (3 launches: medians of the launches); more --launches "
+        "# +- encloses the median with 75% confidence (3 launches: medians of the launches); more --launches "
         "increase the confidence",
         "# verdict: OK",
     ]
@@ -170,8 +170,8 @@ def test_a_result_that_was_broken_off_is_not_ok_whoever_reads_it(tmp_path: Path,
     write_result(made.model_copy(update={"blocks": [block(world(), first)]}), tmp_path / "cut.json")
     assert cli.main(["bench", "show", str(tmp_path / "cut.json")]) == 1
     assert capsys.readouterr().out.splitlines()[-3:] == [
-        "# +- encloses the median with 96% (1 launch: samples of one launch, which tell nothing about others); "
-        "more --launches increase the confidence",
+        "# +- encloses the median with 96% confidence (1 launch: samples of one launch, which say nothing about others"
+        "); more --launches increase the confidence",
         "# not finished: 1 of 15 blocks; 2 rows never begun",
         "# verdict: UNFINISHED",
     ]
@@ -223,10 +223,10 @@ def test_a_file_that_cannot_be_written_does_not_take_the_report_with_it(tmp_path
     with pytest.raises(RunFolderError) as raised:
         report.of_collectives(result()).deliver(output)
     assert str(raised.value).startswith(f"--out: {tmp_path}/gone/r.json: there is no folder ")
-    assert str(raised.value).endswith("; choose another place; the runs keep the measurements")
+    assert str(raised.value).endswith("; choose another file (the run folders still have the measurements)")
     assert capsys.readouterr().out.splitlines()[-1] == "# verdict: OK"
 
 
 def test_a_full_disk_is_said_of_the_option_that_named_the_file(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"^--output: full: No space left; choose another place"), naming("--output"):
+    with pytest.raises(StorageError, match=r"^--output: full: No space left; choose another file"), naming("--output"):
         raise StorageError("full: No space left; choose another folder with --runs DIR")

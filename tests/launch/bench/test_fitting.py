@@ -31,7 +31,7 @@ def test_every_fit_is_a_row_with_its_held_out_error_and_the_profile_is_written(m
     rows = [line.split() for line in shown.out.splitlines() if line.startswith(OPERATIONS)]
     assert [row[:2] for row in rows] == [[name, f"1x{n}"] for n in (2, 3, 4) for name in OPERATIONS]
     assert "held-out sizes   mean" in shown.out
-    assert "the first and the last size of a curve are never left out" in shown.out
+    assert "the first and the last size of a curve are never held out" in shown.out
     assert "held-out worlds  mean" in shown.out
     assert f"wrote {out}" in shown.err
     known = load(out)
@@ -60,10 +60,10 @@ def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path, capsys) ->
     failed = [each.model_copy(update={"state": "failed", "reason": "x", "latency": None}) for each in good.blocks]
     write_result(good.model_copy(update={"blocks": failed}), tmp_path / "failed.json")
     assert cli.main(["bench", "fit", str(tmp_path / "failed.json"), "-o", str(tmp_path / "p.json")]) == 78
-    assert "no operation was measured without error" in capsys.readouterr().err
+    assert "every measurement failed" in capsys.readouterr().err
     write_result(drawn(OnOneHost, ("all_reduce",), sizes=(1000, 2000)), tmp_path / "few.json")
     assert cli.main(["bench", "fit", str(tmp_path / "few.json"), "-o", str(tmp_path / "p.json")]) == 78
-    assert "3 sizes or more" in capsys.readouterr().err
+    assert "needs at least 3 sizes" in capsys.readouterr().err
     assert not (tmp_path / "p.json").exists()
 
 

@@ -8,6 +8,10 @@ import pytest
 from muster.collectives_bench.cost.modes import WAYS
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.models.shapes import GPT_SHAPES
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.train import TrainSettings
+from muster.launch.bench.loads import load_of
+from muster.launch.bench.own_split import own_split
 from muster.launch.cli import main
 
 JOB = """
@@ -49,6 +53,22 @@ def test_every_mode_has_a_line_and_the_job_s_own_is_marked(capsys, job):
     assert {line.split()[0] for line in lines if "not built yet" in line} == {n for n in WAYS if not WAYS[n].is_built}
 
 
+def test_the_replicas_of_one_rank_divide_its_batch(capsys, tmp_path):
+    path = tmp_path / "replicas.yaml"
+    path.write_text(
+        "name: replicas\ntrain: {model: vgg11, data: digits, mode: data_parallel, replicas: 4}\n", encoding="utf-8"
+    )
+    found = record(capsys, str(path))
+    assert found["data_parallel"]["is_jobs"]
+    assert found["data_parallel"]["memory"]["activations"] * 4 == found["single"]["memory"]["activations"]
+    settings = TrainSettings.model_validate(
+        {"model": "vgg11", "data": "digits", "mode": "data_parallel", "replicas": 4}
+    )
+    job = Job(name="replicas", kind="train", settings=settings)
+    way, load = own_split(settings, load_of(job, ranks=1, backend="gloo"))
+    assert (way.name, load.ranks) == ("data_parallel", 4)
+
+
 def test_records_are_bytes(capsys, job):
     found = record(capsys, job, "--modes", "zero1,zero2,zero3")
     assert found["all"]["parameters"] == PARAMETERS
@@ -82,7 +102,7 @@ def test_zero3_without_a_16_bit_shard_says_why_and_what_a_textbook_counts(capsys
     assert main(["memory", *given]) == 0
     out = capsys.readouterr().out
     assert ours["explained"] in out
-    (marked,) = [line for line in out.splitlines() if "0 parameters: see below" in line]
+    (marked,) = [line for line in out.splitlines() if "0 parameters: see the note below" in line]
     assert marked.split()[:2] == ["zero3", "0"]
     assert record(capsys, job, "--modes", "zero3")["zero3"]["explained"] is None, "fp32 has no second copy"
 
@@ -93,7 +113,7 @@ def test_what_does_not_fit_is_marked(capsys, job):
     assert main(["memory", job, "--memory", "1600M", "--modes", "ddp,zero3"]) == 0
     (marked,) = [line for line in capsys.readouterr().out.splitlines() if "does not fit" in line]
     assert marked.split()[0] == "ddp"
-    assert "does not fit into 1.562 GB, of which nine tenths are used" in marked
+    assert "does not fit into nine tenths of 1.562 GB" in marked
 
 
 def test_a_model_that_cannot_be_cut_has_no_memory(capsys, job):
@@ -107,7 +127,7 @@ def test_a_model_that_cannot_be_cut_has_no_memory(capsys, job):
         (("--modes", "zero4"), 2, "--modes: unknown mode 'zero4'; did you mean 'zero3'?"),
         (("--world", "0"), 2, "--world 0: must be 1 or more"),
         (("--memory", "much"), 2, "--memory much: expected a size such as 80G or 512M"),
-        (("--rank", "0"), 2, "--rank: does not go with a job file; leave it out, or name a run"),
+        (("--rank", "0"), 2, "--rank: does not apply to a job file; leave it out, or name a run"),
         (("--microbatches", "0"), 2, "--microbatches 0: must be 1 or more"),
         (("--set", "train.batch=1"), 65, "train.batch: unknown key; did you mean 'batch_size'?"),
         (("--set", "ranks_per_node=slots"), 2, "ranks_per_node: slots depends on the hosts; give --world N"),

@@ -37,7 +37,7 @@ def test_models_are_timed_shown_written_and_shown_again(tmp_path: Path, capsys) 
     assert any(line.startswith("gpt-nano step fp32: ") and line.endswith(" MB") for line in said)
     assert {f"wrote {out}", f"wrote {tmp_path / 'r.csv'}"} <= set(said)
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("# model-gpt-nano-gpt-2.7b: models alone on cpu · torch 2.")
+    assert lines[0].startswith("# model-gpt-nano-gpt-2.7b: timings of models on cpu · torch 2.")
     rows = [line.split() for line in lines if not line.startswith("#")]
     assert [row[:6] for row in rows[:2]] == [
         ["gpt-nano", "forward", "fp32", "138,048", "2", "16"],
@@ -62,7 +62,7 @@ def test_models_are_timed_shown_written_and_shown_again(tmp_path: Path, capsys) 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ("", 2, "--model: is missing; name one or several of vgg11, "),
+        ("", 2, "--model: is missing; name some of vgg11, "),
         ("--model gpt-smal", 2, "--model: unknown model 'gpt-smal'; did you mean 'gpt-small'?"),
         ("--model vgg11 --pass foward", 2, "--pass: unknown pass 'foward'; did you mean 'forward'?"),
         ("--model vgg11 --precision bf", 2, "--precision: unknown precision 'bf'; did you mean 'bf16'?"),
@@ -71,7 +71,7 @@ def test_models_are_timed_shown_written_and_shown_again(tmp_path: Path, capsys) 
         ("--model vgg11 --batch many", 2, "--batch: must be a whole number, got 'many'"),
         ("--model vgg11 --timeout 0", 2, "--timeout: must be more than 0, got 0"),
         ("--model vgg11 --norm layer", 2, "options: norm is for GPTs, but none is timed"),
-        ("--model gpt-nano --norm batch", 2, "--norm: must be 'rms' or 'layer', got 'batch'"),
+        ("--model gpt-nano --norm batch", 2, "--norm: must be 'rms', 'rms_fused' or 'layer', got 'batch'"),
         ("--model vgg11 --device cuda", 78, "--device: cuda: this machine has no GPU; name a host that has"),
         ("--model vgg11 --device cude", 2, "--device: "),
         ("--model vgg11 --on hand", 2, "--on hand: muster bench starts its runs itself"),
@@ -79,7 +79,7 @@ def test_models_are_timed_shown_written_and_shown_again(tmp_path: Path, capsys) 
         (
             "--model vgg11 --set nodes=2",
             78,
-            "command line: timing: times models alone, on one rank, but this job has 2",
+            "command line: timing: runs on one rank, but this job has 2",
         ),
     ],
 )
@@ -176,10 +176,10 @@ def test_timings_are_compared_by_their_launches(tmp_path: Path, capsys) -> None:
     assert cli.main(["bench", "compare", str(one), str(loaded)]) == 0
     assert "no verdict  foreign load 0% before, 50% after" in capsys.readouterr().out
     assert cli.main(["bench", "show", str(loaded)]) == 0
-    assert "# other processes took up to 50% of the cores during a launch\n" in capsys.readouterr().out
+    assert "# other processes used up to 50% of the cores during a launch\n" in capsys.readouterr().out
     few = [str(launched(tmp_path / f"{name}.jsonl", launches=2)) for name in "de"]
     assert cli.main(["bench", "compare", *few]) == 0
-    assert "2 and 2 launches; 3 are the least" in capsys.readouterr().out
+    assert "2 and 2 launches, expected at least 3" in capsys.readouterr().out
     assert cli.main(["bench", "compare", f"{one},{same}", str(one), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["launches"] == [5, 5]  # launches of one time are the same
     old = write_lines(tmp_path / "old.jsonl", header(settings()), timed(launches=[]))  # of a Muster without launches
@@ -188,7 +188,7 @@ def test_timings_are_compared_by_their_launches(tmp_path: Path, capsys) -> None:
     assert "1 and 5 launches" in captured.out
     assert captured.err == f"muster: warning: {old}: not finished: 4 rows with launches left\n"
     assert cli.main(["bench", "compare", f"{one},{slow}", str(one)]) == 78
-    assert "cannot be combined in one side" in capsys.readouterr().err
+    assert "cannot be combined on one side" in capsys.readouterr().err
 
 
 def test_timings_are_drawn_as_bars(tmp_path: Path, capsys) -> None:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from muster.collectives_bench.plan import cells_of, order_of
-from muster.collectives_bench.records import Cell, Result
+from muster.collectives_bench.records import BenchCell, Result
 from muster.jobs.basics.files import append_line
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.bench import watching as watcher
@@ -35,7 +35,7 @@ def test_it_counts_blocks_and_names_the_cell_that_is_under_way(tmp_path: Path) -
     order = order_of(cells, 0, asked.seed)
     measured = Result(headers=[header(world(), asked)], blocks=[block(world(), cells[i]) for i in order[:3]])
     progress = CollectivesView(run_folder(tmp_path, measured, end=False))
-    assert [type(each).__name__ for each in progress.poll()] == ["Header", "Block", "Block", "Block"]
+    assert [type(each).__name__ for each in progress.poll()] == ["BenchHeader", "Block", "Block", "Block"]
     assert (progress.done, progress.total, progress.launch) == (3, 8, 0)
     assert progress.current == cells[order[3]]
     append_line(progress.run.attempt(0).bench, block(world(), cells[order[3]]).model_dump(mode="json"))
@@ -74,7 +74,7 @@ def test_a_new_attempt_begins_anew(tmp_path: Path) -> None:
 def test_the_table_has_a_line_for_each_way_a_column_for_each_size_and_medians(tmp_path: Path) -> None:
     asked = settings(operation=["all_reduce", "reduce", "barrier"], launches=2)
     measured = result(asked)
-    failed = Cell(operation="reduce", dtype="fp32", asked_bytes=4 << 20, place="in")
+    failed = BenchCell(operation="reduce", dtype="fp32", asked_bytes=4 << 20, place="in")
     blocks = [
         block(world(), failed, each.launch, state="failed") if each.cell == failed else each for each in measured.blocks
     ]

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.launch.bench.state_sizes import BINARY, DECIMAL, Asked, size_in, sizes_of
+from muster.launch.bench.state_sizes import BINARY, DECIMAL, StateSizesRequest, size_in, sizes_of
 from muster.launch.cli import main
 
 GB = 1e9
 
 
 def stages(parameters: str, states: int, bits: str, world: int) -> list[float]:
-    record = sizes_of(Asked(parameters, states, bits, world))
+    record = sizes_of(StateSizesRequest(parameters, states, bits, world))
     return [each["per_rank"] for each in record["stages"]]
 
 
@@ -46,7 +46,7 @@ def test_one_precision_is_the_closed_form_and_formulas_are_arithmetic(p: int, k:
     assert found == pytest.approx(
         [(2 + k) * size_of, (2 + k / w) * size_of, (1 + (1 + k) / w) * size_of, (2 + k) * size_of / w]
     )
-    for each in sizes_of(Asked(str(p), k, str(s), w))["stages"]:
+    for each in sizes_of(StateSizesRequest(str(p), k, str(s), w))["stages"]:
         assert eval(each["formula"].replace("x", "*")) == pytest.approx(each["per_rank"], rel=1e-5)
         assert each["per_rank"] == pytest.approx(each["parameters"] + each["gradients"] + each["optimizer"])
         assert each["all_ranks"] == pytest.approx(each["per_rank"] * w)
@@ -96,12 +96,15 @@ def test_the_table_has_both_units_and_the_formula(capsys: pytest.CaptureFixture[
         (("--parameters", "7b", "--optimizer-states", "2", "--world", "8", "--bits", "0"), "--bits 0: expected"),
         (
             ("--parameters", "7b", "--modes", "ddp"),
-            "--modes: does not go with --parameters; leave it out, or name a job",
+            "--modes: does not apply to --parameters; leave it out, or name a job",
         ),
-        (("--parameters", "7b", "--rank", "0"), "--rank: does not go with --parameters; leave it out, or name a run"),
-        (("job.yaml", "--parameters", "7b"), "--parameters 7b: needs no job and no run; leave job.yaml out"),
-        (("job.yaml", "--bits", "16"), "--bits: does not go with a job file; leave it out, or give --parameters"),
-        (("--bits", "16"), "--bits: does not go with a run; leave it out, or give --parameters"),
+        (("--parameters", "7b", "--rank", "0"), "--rank: does not apply to --parameters; leave it out, or name a run"),
+        (
+            ("job.yaml", "--parameters", "7b"),
+            "--parameters 7b: cannot be combined with a job or a run; leave job.yaml out",
+        ),
+        (("job.yaml", "--bits", "16"), "--bits: does not apply to a job file; leave it out, or add --parameters"),
+        (("--bits", "16"), "--bits: does not apply to a run; leave it out, or add --parameters"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(

@@ -42,7 +42,7 @@ def test_every_mode_has_a_line_with_its_step_and_memory(capsys, job):
     assert predict(*FAST, job, "--forward-ms", "100", "--backward-ms", "300") == 0
     out = capsys.readouterr().out
     assert "job steps: vgg11, 9.23 million parameters, batch 64 on 4 ranks of 4 nodes; profile link of 1gbit" in out
-    assert "compute of a rank: forward 100 ms, backward 300 ms, optimizer 0 (given)" in out
+    assert "compute times of a rank: forward 100 ms, backward 300 ms, optimizer 0 (given)" in out
     lines = {line.split()[0]: line for line in out.splitlines() if line}
     assert {"single", "ddp", "zero3", "zbv", "tensor"} <= set(lines)
     assert "vgg11 has no width to cut" in lines["tensor"]
@@ -63,7 +63,7 @@ def test_a_product_is_named_beside_the_modes_that_are_compared(capsys, job):
 def test_without_compute_times_it_says_what_it_predicts(capsys, job):
     assert predict(*FAST, job) == 0
     out = capsys.readouterr().out
-    assert "compute times are unknown, so only memory and communication, none of it hidden, are predicted" in out
+    assert "compute times are unknown, so only memory and total communication (none hidden) are predicted" in out
     assert "no mode is chosen without compute times" in out
     assert "communication" in out
     found = record(capsys, *FAST, job)
@@ -118,7 +118,7 @@ def test_boundaries_are_those_of_the_job_s_own_pipeline(capsys, job):
     Path(job).write_text(JOB.replace("  model: vgg11\n  data: digits\n  mode: ddp\n", gpt))
     assert predict(*FAST, job, "--modes", "ddp") == 0
     out = capsys.readouterr().out
-    assert "1f1b with P = 2 stages: a forward sends (P - 1) B N_f = 1 x 64 x 393216 = 25.1658e6 bytes," in out
+    assert "1f1b with P = 2 stages: a forward pass sends (P - 1) B N_f = 1 x 64 x 393216 = 25.1658e6 bytes," in out
     assert predict(*FAST, job, "--modes", "ddp", "--set", "nodes=1") == 0
     assert "closed forms" not in capsys.readouterr().out, "a rank alone sends nothing"
 

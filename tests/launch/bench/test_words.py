@@ -54,7 +54,7 @@ def test_options_are_settings_with_the_types_of_the_job_file() -> None:
     ("arguments", "message"),
     [
         ("--sizes 5Q", "--sizes: not a size: '5Q'; write bytes"),
-        ("--sizes 1G:1M", "--sizes: '1G:1M': ends below its beginning"),
+        ("--sizes 1G:1M", "--sizes: '1G:1M': the range ends below its start"),
         ("--sizes 0", "--sizes: size 0: must be from 1 byte to 64G"),
         ("--dtype fp33", "--dtype: must be 'fp32', 'bf16', 'fp16' or 'int32', got 'fp33'; did you mean 'fp32'?"),
         ("--place inn", "--place: must be 'default', 'in', 'out' or 'both', got 'inn'; did you mean 'in'?"),
@@ -85,7 +85,7 @@ def test_a_grid_is_the_product_with_ranks_running_fastest() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-N 0", "--nodes 0: must be a whole number from 1, with commas between several, got '0'"),
+        ("-N 0", "--nodes 0: must be a whole number from 1, or several separated by commas, got '0'"),
         ("-N 1,,2", "got ''"),
         ("-n 1,cores", "--ranks-per-node 1,cores: must be a whole number from 1 or slots"),
         ("-N 2,1,2", "--nodes 2,1,2: 2 is given twice"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
-from muster.launch.check.judges import BAD, GOOD, OF_SITE, UNKNOWN, WARNING, Answer, Cell, Expected
+from muster.launch.check.judges import BAD, GOOD, OF_SITE, UNKNOWN, WARNING, Answer, Expected, NodeProperty
 from muster.launch.check.preflight import NodeRow, exit_code, remarks, rows, titles, without
 from support.messages import hello
 
@@ -63,20 +63,20 @@ def test_healthy_nodes_are_all_good_and_nothing_need_be_said() -> None:
 
 #      what node n3 says instead, the column, its state, part of the words
 WRONG: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"python": "3.12.1"}, "python", WARNING, "n3: runs Python 3.12.1, most nodes 3.11"),
+    ({"python": "3.12.1"}, "python", WARNING, "n3: runs Python 3.12.1, but most nodes run 3.11"),
     ({"python": "3.11.9"}, "python", GOOD, ""),
     ({"torch": None}, "torch", BAD, "has no torch, which the ranks need; run ./setup.sh there"),
-    ({"torch": "2.12.0+cpu"}, "torch", BAD, "has torch 2.12.0+cpu, most nodes 2.11.0+cpu"),
-    ({"torch": "2.11.0+cu126"}, "torch", WARNING, "another build of torch, 2.11.0+cu126"),
+    ({"torch": "2.12.0+cpu"}, "torch", BAD, "has torch 2.12.0+cpu, but most nodes have 2.11.0+cpu"),
+    ({"torch": "2.11.0+cu126"}, "torch", WARNING, "different build of torch (2.11.0+cu126)"),
     (
         {"code": "ffffffffffff"},
         "code",
         BAD,
-        "has other code of Muster in /opt/muster (ffffffffffff, here 0123456789ab); run",
+        "has a different version of Muster in /opt/muster (ffffffffffff, here 0123456789ab); run",
     ),
     ({"commit": "bbbbbbb+"}, "code", GOOD, ""),
     ({"route": None}, "network", BAD, "has no route to the master 10.10.1.1:20000; give an address"),
-    ({"route": ["lo", "127.0.0.1"]}, "network", BAD, "through lo, which the other nodes do not share; give the a"),
+    ({"route": ["lo", "127.0.0.1"]}, "network", BAD, "through lo, which the other nodes cannot reach; give an a"),
     ({"route": ["ib0", "10.10.1.3"]}, "network", GOOD, ""),
     (
         {"connect": "Connection refused"},
@@ -99,15 +99,15 @@ WRONG: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     ({"storage": {"where": "shared", "path": "/tmp", "free_mib": 1023}}, "free", WARNING, "has 1023 MiB free in /tmp"),
     ({"cores": 1}, "cores", WARNING, "has 1 cores for 2 ranks"),
-    ({"cores": 4}, "cores", WARNING, "has 4 cores, most nodes 8: the others will wait for it"),
+    ({"cores": 4}, "cores", WARNING, "has 4 cores, but most nodes have 8: the others will wait for it"),
     ({"cores": 16}, "cores", GOOD, ""),
     (
         {"memory": {"total_mib": 65536, "available_mib": 900}},
         "memory",
         WARNING,
-        "has 900 MiB of memory free, the usual is",
+        "has 900 MiB of memory free, but most nodes have",
     ),
-    ({"gpus": ["H200"]}, "GPUs", BAD, "has GPUs, and most nodes have none"),
+    ({"gpus": ["H200"]}, "GPUs", BAD, "has GPUs, but most nodes have none"),
     ({"limits": {"open_files": 256, "open_files_hard": 512}}, "files", WARNING, "allows 256 open files"),
     ({"limits": {"open_files": -1, "open_files_hard": -1}}, "files", GOOD, ""),
 ]
@@ -152,10 +152,10 @@ def test_a_mark_that_is_not_seen_here_means_that_the_folder_is_not_the_same() ->
     answers = healthy()
     answers[3].marked = False
     found = judged(answers)
-    assert found[3].cells["runs"] == Cell(
+    assert found[3].cells["runs"] == NodeProperty(
         "one way",
         BAD,
-        "reads /shared/runs, but what it writes there is not seen here; is it mounted from another place? choose a "
+        "reads /shared/runs, but its files there are not visible here; is it mounted from another place? choose a "
         "folder with --runs DIR that all share",
     )
 
@@ -167,7 +167,7 @@ def test_a_node_without_an_agent_is_bad_in_one_cell_and_unknown_in_the_others(er
     answers = healthy()
     answers[1] = Answer("n2", error=error)
     found = judged(answers)
-    assert found[1].cells.pop("agent") == Cell("failed", BAD, str(error).removeprefix("n2: "))
+    assert found[1].cells.pop("agent") == NodeProperty("failed", BAD, str(error).removeprefix("n2: "))
     assert {cell.state for cell in found[1].cells.values()} == {UNKNOWN}
     assert exit_code(judged(answers), answers) == code
 
@@ -193,7 +193,7 @@ def test_a_fact_that_could_not_be_found_carries_its_reason() -> None:
     del answers[0].facts["gpus"]
     answers[0].facts["failed"] = {"gpus": "took longer than 4 s"}
     found = judged(answers)
-    assert found[0].cells["GPUs"] == Cell("?", WARNING, "cannot determine its gpus: took longer than 4 s")
+    assert found[0].cells["GPUs"] == NodeProperty("?", WARNING, "cannot determine its gpus: took longer than 4 s")
 
 
 def test_the_same_fault_of_many_nodes_is_one_line() -> None:
@@ -235,7 +235,7 @@ def test_two_names_of_one_machine_are_noticed() -> None:
     answers = healthy()
     answers[2].facts["machine"] = answers[0].facts["machine"]
     assert remarks(judged(answers), WARNING) == [
-        "n3: is the same machine as n1; take one of the two names out of the hosts"
+        "n3: is the same machine as n1; remove one of the two names from the hosts"
     ]
     pretend = Expected(**{**vars(EXPECTED), "remote": False})
     assert remarks(judged(answers, pretend), WARNING) == []
@@ -260,9 +260,9 @@ def test_gpus_of_another_number_or_kind_are_worth_a_word() -> None:
     for answer in answers:
         answer.facts["gpus"] = ["H200"] * 8
     answers[2].facts["gpus"] = ["H200"] * 7
-    assert remarks(judged(answers), WARNING) == ["n3: has 7 x H200, most nodes 8 x H200"]
+    assert remarks(judged(answers), WARNING) == ["n3: has 7 x H200, but most nodes have 8 x H200"]
     answers[2].facts["gpus"] = []
-    assert "has no GPU, and most nodes have; see nvidia-smi there" in remarks(judged(answers), BAD)[0]
+    assert "has no GPU, but most nodes have one; run nvidia-smi there" in remarks(judged(answers), BAD)[0]
 
 
 def test_when_all_nodes_are_bad_there_is_nobody_to_go_on_with() -> None:

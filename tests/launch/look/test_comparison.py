@@ -31,7 +31,7 @@ def test_warm_up_is_found_or_said(tmp_path: Path) -> None:
     run = make_run(tmp_path, "one")
     assert [len(read_measured(run, skip=skip).steps) for skip in (0, 5)] == [30, 25]
     assert read_measured(run, skip_epochs=1).steps[0].number == 11
-    with pytest.raises(NotFoundError, match="30 steps are recorded, none is left to compare; skip fewer"):
+    with pytest.raises(NotFoundError, match="all 30 recorded steps are skipped as warm-up; skip fewer"):
         read_measured(run, skip=30)
 
 
@@ -92,7 +92,7 @@ def test_a_slower_row_is_told_from_an_equal_one(tmp_path: Path) -> None:
 def test_single_runs_have_numbers_and_no_verdict(tmp_path: Path) -> None:
     _, row = compared(groups(tmp_path, {"a": 0.1, "b": 0.2}, 1), "a")
     assert (row.verdict, row.speedup) == ("no verdict", pytest.approx(0.5, rel=0.02))
-    assert row.why == "1 run against 1, 3 of each are the least; sweep --repeat 5 makes more"
+    assert row.why == "1 run against 1, but a verdict needs 3 of each; repeat with muster sweep --repeat 5"
 
 
 def test_efficiency_is_the_speed_up_by_the_ranks(tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_all_forms_have_the_same_numbers(tmp_path: Path, capsys: pytest.CaptureF
         for text in (f"{1e3 * record['median_s']:.2f}", f"{record['speedup']:.2f}"):
             assert text in table
             assert text in markdown
-    assert "warm-up left out, in steps: first 2" in table
+    assert "warm-up steps left out: first 2" in table
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"), [("nope", "fits no row"), ("mode", "fits 2 rows"), (None, ""), ("mode=a", "")]
+    ("asked", "said"), [("nope", "matches no row"), ("mode", "matches 2 rows"), (None, ""), ("mode=a", "")]
 )
 def test_the_baseline_is_one_row(asked: str | None, said: str) -> None:
     labels = ["mode=a", "mode=ab"]

@@ -8,14 +8,14 @@ import pytest
 from muster.jobs.basics.files import append_line
 from muster.launch.look.history import read_history
 from muster.launch.records.runstate import read_state
-from muster.launch.records.verdict import Ending
+from muster.launch.records.verdict import RankEnd
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0
 
 
 def ending(rank, after_s, **fields):
-    row = asdict(Ending(rank, 1, "n2", None, "SIGKILL", T0 + after_s, "own"))
+    row = asdict(RankEnd(rank, 1, "n2", None, "SIGKILL", T0 + after_s, "own"))
     return {**row, **fields}
 
 
@@ -103,14 +103,14 @@ attempt 0, 4 ranks on 2 nodes (n1, n2), ddp, from the beginning, steps 1-52
   then   attempt 1 on 1 node
 attempt 1, 2 ranks on 1 node, ddp, from step-00000040.a000, steps 41-75
   cause  rank 1 failed
-  again  losses of 12 steps done before are the same numbers
+  again  losses of 12 steps done twice are identical
   lost   5 steps and 0.1 s: detect 0.01, stop 0.10
   then   the run is over
 total    2 attempts, 2 failed, 17 steps and 8.3 s lost, 50.0 s in all, effective time ratio 70.0 %
 ended    the same failure at the same step (75) twice: rank 1 failed
 
-next: the program fails there every time, on any machine: correct it first (muster logs {ID} --rank 1)
-then: muster resume {ID} goes on after step 70 (step-00000070.a001)
+next: the program fails at this step every time, on any machine: fix it first (muster logs {ID} --rank 1)
+then: muster resume {ID} continues after step 70 (step-00000070.a001)
 """
     )
 
@@ -123,7 +123,7 @@ def test_the_record_of_why_has_every_number(restarted, muster_json) -> None:
     assert (first["lost_steps"], first["lost_s"]["replay_s"]) == (12, 6.0)
     # 70 steps of half a second count, out of 50 seconds.
     assert history["ettr"] == pytest.approx(0.7)
-    assert told["going_on"].endswith("goes on after step 70 (step-00000070.a001)")
+    assert told["going_on"].endswith("continues after step 70 (step-00000070.a001)")
     assert json.loads(json.dumps(told)) == told
 
 
@@ -172,7 +172,7 @@ def test_an_attempt_whose_supervisor_was_killed_has_no_row_and_is_told_all_the_s
     folder.event("ended", 354.0, attempt=1, code=0, **{"class": "done", "message": "4 ranks ended with 0"})
     _, out, _ = muster("why")
     assert "attempt 0, 4 ranks on 1 node, from the beginning, steps 1-30\n  cause  its supervisor was gone\n" in out
-    assert "  lost   10 steps and 0.6 s: start 0.50, load 0.10\n  then   nobody supervised it for 5 min 01 s\n" in out
+    assert "  lost   10 steps and 0.6 s: start 0.50, load 0.10\n  then   no supervisor for 5 min 01 s\n" in out
     history = read_history(folder.run, read_state(folder.run))
     assert [each.class_name for each in history.attempts] == ["lost", "signal"]
     assert history.attempts[0].idle_s == pytest.approx(332.4 - 31.0)
@@ -187,7 +187,7 @@ def test_an_attempt_that_goes_on_is_told_as_far_as_it_is(make_run, muster) -> No
     steps(folder, 1, 41, 44, begin_s=12.0, each_s=1.0)
     _, out, _ = muster("why")
     assert out.startswith(f"{ID} is starting; attempt 0 failed\n")
-    assert "attempt 1, 4 ranks on 1 node, from the beginning, steps 1-44\n  now    it goes on\n" in out
+    assert "attempt 1, 4 ranks on 1 node, from the beginning, steps 1-44\n  now    running\n" in out
 
 
 def test_a_waiting_queue_is_not_supervised_time(make_run) -> None:

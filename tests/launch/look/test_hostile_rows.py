@@ -126,4 +126,4 @@ def test_a_rank_beyond_its_world_has_no_memory_to_show(make_run: Any, capsys: py
     for row in (first, {"point": "init", "held": {}}):
         append_line(folder.run.attempt(0).memory(7), row)
     assert cli.main(["memory", str(folder.run.path)]) == 72
-    assert "no rank has said what its memory is for" in capsys.readouterr().err
+    assert "no rank has recorded its memory" in capsys.readouterr().err

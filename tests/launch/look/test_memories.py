@@ -79,7 +79,7 @@ def test_on_cpus_what_the_heap_had_in_use_stands_beside_the_peak(run, capsys):
     text = shown(run, capsys)
     assert lines_of(text, 0)["in use"][0] == "100 MB"
     assert lines_of(text, 0)["while made"][0] == "88.06 MB"
-    assert "in use: the most that the heap had handed out" in text
+    assert "in use: peak of the bytes allocated on the heap" in text
     say(run, 0, attempt=1)
     assert "in use" not in shown(run, capsys)
 
@@ -120,7 +120,7 @@ def test_zero3_that_keeps_masters_alone_says_what_a_textbook_counts(run, capsys)
     say(run, 0)
     text = shown(run, capsys)
     assert lines_of(text, 0)["parameters"][1] == "0"
-    assert "A textbook's rank also keeps a shard of 2 P / N bytes: parameters 4.402 MB, all states 35.21 MB" in text
+    assert "In textbooks, a rank also keeps a shard of 2 P / N bytes: parameters 4.402 MB, all states 35.21 MB" in text
     run.job.write_text(JOB)
     assert "textbook" not in shown(run, capsys)
 
@@ -143,7 +143,7 @@ def test_a_gpu_is_what_its_allocator_says(run, capsys):
     text = shown(run, capsys)
     assert lines_of(text, 0)["peak"][0] == "188.1 MB"
     assert lines_of(text, 0)["reserved"][0] == "989.1 MB"
-    assert "what the CUDA allocator had handed out" in text
+    assert "memory allocated by the CUDA allocator" in text
 
 
 def test_before_the_first_step_there_is_what_init_has_made(run, capsys):
@@ -177,7 +177,7 @@ def test_without_a_job_file_there_is_no_formula(run, capsys):
     run.job.unlink()
     text = shown(run, capsys)
     assert lines_of(text, 0)["optimizer"] == ["17.61 MB", "-", "-"]
-    assert "there is no formula to compare with" in text
+    assert "the formula's memory is unknown" in text
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"point": "init"}\n', '{"point": "baseline"}\n{"point": "init"}\n'])
@@ -190,11 +190,11 @@ def test_a_torn_record_is_none(run, text):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 72, "no rank has said what its memory is for; ranks of train: jobs do, once they begin"),
+        ((), 72, "no rank has recorded its memory; ranks of train: jobs do so when they start"),
         (("--attempt", "1"), 72, "attempt 1 of held-"),
         (("--attempt", "-1"), 2, "--attempt: must be at least 0, got -1"),
-        (("--world", "4"), 2, "--world: does not go with a run; leave it out, or name a job"),
-        (("--set", "train.seed=1"), 2, "--set: does not go with a run"),
+        (("--world", "4"), 2, "--world: does not apply to a run; leave it out, or name a job"),
+        (("--set", "train.seed=1"), 2, "--set: does not apply to a run"),
     ],
 )
 def test_what_is_not_there_or_not_meant_is_said(run, capsys, arguments, code, message):
@@ -207,7 +207,7 @@ def test_what_is_not_there_or_not_meant_is_said(run, capsys, arguments, code, me
 def test_a_rank_that_said_nothing_is_named(run, capsys):
     say(run, 0)
     assert cli.main(["memory", str(run.path), "--rank", "0-2"]) == 72
-    assert "nothing is recorded of rank 1-2, only of" in capsys.readouterr().err
+    assert "nothing is recorded for rank 1-2; recorded ranks:" in capsys.readouterr().err
     assert cli.main(["memory", str(run.path), "--rank", "7"]) == 2
 
 

@@ -15,15 +15,15 @@ from PIL import Image
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.measuring.figures import NothingToPlotError
 from muster.launch.cli import main
-from muster.launch.look.comparison import Row, compared
+from muster.launch.look.comparison import RunRow, compared
 from muster.launch.look.plots.draw import draw, inline_svg, page_css, save
-from muster.launch.look.plots.series import Plot, Series, plot_of
+from muster.launch.look.plots.series import Plot, PlotSeries, plot_of
 from muster.launch.look.plots.thin import MOST_POINTS, thinned
 from muster.launch.look.steps import PARTS, Measured, read_measured
 from support.measured_runs import make_run
 
 HOSTILE = r"_$\frac{</title><script>alert(1)</script>&#0;" + "\x1b[31m\u202e" + 60 * "long "
-Made = tuple[Path, list[Row], dict[str, list[Measured]]]
+Made = tuple[Path, list[RunRow], dict[str, list[Measured]]]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,16 @@ def test_scaling_tells_batches_apart(tmp_path: Path) -> None:
     assert [each.label for each in plot.series][:2] == ["ddp, batch 16", "ddp, batch 32"]
 
 
+def test_losses_against_time_begin_with_the_first_step(made: Made) -> None:
+    _, rows, groups = made
+    plot = plot_of("loss_time", rows, groups)
+    for each, row in zip(plot.series, rows, strict=True):
+        first, *_, last = groups[row.label][0].steps
+        assert each.y[-1] == last.loss
+        assert each.x[0] == pytest.approx(first.seconds)
+        assert each.x[-1] == pytest.approx(last.time - first.time + first.seconds)
+
+
 def test_losses_are_a_line_for_each_row_and_long_ones_are_thinned_for_drawing_only(made: Made) -> None:
     _, rows, groups = made
     plot = plot_of("loss", rows, groups)
@@ -122,7 +132,7 @@ def test_losses_are_a_line_for_each_row_and_long_ones_are_thinned_for_drawing_on
     assert plot.series[2].low is None
     spiky = tuple(50.0 if x == 7777 else -50.0 if x == 3333 else x % 7 for x in range(10_000))
     steps = tuple(map(float, range(1, 10_001)))
-    long = Series("long", steps, spiky, tuple(y - 1 for y in spiky), tuple(y + 1 for y in spiky))
+    long = PlotSeries("long", steps, spiky, tuple(y - 1 for y in spiky), tuple(y + 1 for y in spiky))
     short = thinned(long)
     assert len(short.x) == len(short.y) <= MOST_POINTS + 2
     assert (short.x[0], short.x[-1], min(short.y), max(short.y)) == (1.0, 10_000.0, -50.0, 50.0)
@@ -263,7 +273,7 @@ def test_what_cannot_be_plotted_is_one_line(made: Made, tmp_path: Path, capsys: 
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
-    many = Series("many", tuple(f"row {number}" for number in range(300)), tuple(1.0 for _ in range(300)))
+    many = PlotSeries("many", tuple(f"row {number}" for number in range(300)), tuple(1.0 for _ in range(300)))
     with pytest.raises(NothingToPlotError, match="300 bars are too many for a picture"):
         save(Plot("memory", "", "", "", (many,), "bars"), tmp_path / "x.png", "")
 

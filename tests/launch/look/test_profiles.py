@@ -75,7 +75,7 @@ def test_the_slowest_rank_comes_first_and_is_told_more_of(run: RunDir, capsys: p
         "MB",
     ]
     assert "rank 1 on n1, step by step" in text
-    assert "what its threads computed: matmul 100%" in text
+    assert "computing time of its threads by kind: matmul 100%" in text
     assert "flame.svg" in text
     assert "trace.json.gz" not in text  # not among the files that the rank wrote
     assert "rank 0 on n1" in shown(run, capsys, "--rank", "0,2")
@@ -127,7 +127,7 @@ def test_without_a_profile_it_says_how_to_have_one(run: RunDir, capsys, argument
 def test_a_rank_without_a_profile_is_named(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     profiled(run, 0)
     assert cli.main(["profile", str(run.path), "--rank", "0-2"]) == 72
-    assert "nothing is recorded of rank 1-2, only of 0" in capsys.readouterr().err
+    assert "nothing is recorded for rank 1-2; recorded ranks: 0" in capsys.readouterr().err
     assert cli.main(["profile", str(run.path), "--rank", "7"]) == 2
 
 
@@ -166,8 +166,8 @@ def test_modules_and_the_largest_allocations_are_shown(run: RunDir, capsys: pyte
     row = lines[lines.index(title) + 2]
     assert row.split()[:3] == ["2.0", "6", "500.0"]
     assert r"<script>alert(1)</script>\x1b]0;owned\x07" in row
-    change(run, modules_note="kinds of modules are not known: compiled")
-    assert "\nkinds of modules are not known: compiled\n" in shown(run, capsys)
+    change(run, modules_note="module kinds are unknown: compiled")
+    assert "\nmodule kinds are unknown: compiled\n" in shown(run, capsys)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_table_names_failed_properties_and_shows_tracebacks():
     [
         (["--with", "my.py"], "--with: must be FILE.py:NAME"),
         (["--with", "my.py:DDP", "--args", "[1]"], "--args: must be a JSON object"),
-        (["--with", "my.py:DDP", "--args", "{"], "--args: is no JSON"),
+        (["--with", "my.py:DDP", "--args", "{"], "--args: is not valid JSON"),
         (["--with", "my.py:DDP", "--waive", "overlaps"], "no property overlaps; did you mean 'overlap'"),
         (["--waive", "overlap"], "add --with FILE.py:CLASS"),
     ],
@@ -55,4 +55,4 @@ def test_options_that_make_no_sense_are_refused(capsys, words, said):
 def test_one_rank_is_refused(capsys):
     words = ["--with", "my.py:DDP", "--set", "nodes=1"]
     assert main(["verify", "jobs/examples/gpt-nano.yaml", *words]) == exits.REFUSED
-    assert "one rank has nothing to share" in capsys.readouterr().err
+    assert "--with: needs at least two ranks" in capsys.readouterr().err

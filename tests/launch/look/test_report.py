@@ -111,7 +111,7 @@ def test_a_file_that_is_no_report_is_not_replaced(tmp_path: Path, capsys: pytest
     page.write_text("my thesis")
     words = ["report", run.run_id, "--runs", str(tmp_path), "--output", str(page)]
     assert main(words) == 2
-    assert "is not a report of Muster's" in capsys.readouterr().err
+    assert "is not a Muster report" in capsys.readouterr().err
     assert page.read_text() == "my thesis"
     assert main([*words, "--force"]) == 0
     assert main([*words[:-1], str(tmp_path / "page.txt")]) == 2

@@ -64,7 +64,7 @@ def test_of_split_layers_losses_and_outputs_are_within_what_rounding_reaches() -
     near = {"bitwise": False, "ulp": 3, "difference": 2.1e-07, "tolerance": 4.4e-06}
     text = page(record(row(LONG_NAME, "parameter"), row("output on test batch", "output", **near), **{"class": "near"}))
     assert "3 ulp, 2.1e-07" in text
-    assert "class near: the same order; 1 of 2 comparisons bitwise equal, the others within what rounding" in " ".join(
+    assert "class near: the same order; 1 of 2 comparisons bitwise equal, the others within the bound" in " ".join(
         text.split()
     )
 
@@ -75,7 +75,7 @@ def test_what_is_outside_the_class_is_named_and_fails() -> None:
     text = page(record(*rows, **{"pass": False, "differing_ranks": {"norm.weight": [2]}}))
     assert "0.5: not bitwise equal" in " ".join(text.split()).replace("5.0e-01", "0.5")
     assert "FAIL" in text
-    assert "1 of the gradients outside the class: norm.weight" in text
+    assert "1 of the gradients beyond the bound of the class: norm.weight" in text
     assert "rank 2 differs from rank 0 in norm.weight" in text
 
 
@@ -99,5 +99,5 @@ def test_only_training_can_be_verified(tmp_path: Path) -> None:
     job.write_text("command: ['true']\n")
     code, _, err = through_pipes("verify", str(job), "--runs", str(tmp_path / "runs"))
     assert code == 2
-    assert "only a train: job can be verified, this is a command: job" in err
+    assert "is a command: job; only train: jobs can be verified" in err
     assert not (tmp_path / "runs").exists()

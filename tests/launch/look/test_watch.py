@@ -15,11 +15,11 @@ from muster.jobs.basics.files import append_line
 from muster.jobs.hosts.placement import NodePlacement
 from muster.launch.cli import main
 from muster.launch.look.watch import steps as steps_of_ranks
-from muster.launch.look.watch.frame import Choice, Frame, draw
+from muster.launch.look.watch.frame import ViewChoice, WatchFrame, draw
 from muster.launch.look.watch.steps import TAIL_BYTES, RankSteps, slow_ranks
-from muster.launch.look.watch.watched import Watch, Watched
+from muster.launch.look.watch.watched import RunReader, WatchedRun
 from muster.launch.records.progress_file import ProgressFile, read_progress
-from muster.launch.supervision.crew import Node
+from muster.launch.supervision.run_nodes import NodeState
 from support.terminals import HOSTILE, forbidden_in
 
 RANKS, PER_NODE = 1000, 8
@@ -38,7 +38,7 @@ def own(values: list[float]) -> tuple[float, float]:
     return ordered[len(values) // 4], ordered[len(values) // 2]
 
 
-def text_of(frame: Frame) -> str:
+def text_of(frame: WatchFrame) -> str:
     return "\n".join(str(line) for line in frame.lines)
 
 
@@ -69,7 +69,7 @@ def large(make_run: Callable[..., Any]) -> Any:
 
 
 def test_of_1000_ranks_the_nodes_that_matter_stand_first_on_60_columns_and_20_lines(large: Any) -> None:
-    watch = Watch(large.run)
+    watch = RunReader(large.run)
     watched = watch.look(sweep=RANKS)
     assert (watched.step, watched.lost_steps, watched.next_save[0], watched.left_s) == (
         120,
@@ -78,7 +78,7 @@ def test_of_1000_ranks_the_nodes_that_matter_stand_first_on_60_columns_and_20_li
         pytest.approx(38.0, rel=0.02),
     )  # type: ignore[index]
     assert watched.communication == pytest.approx(0.4, abs=0.01)
-    frame = draw(watched, Choice(), 60, 20)
+    frame = draw(watched, ViewChoice(), 60, 20)
     assert len(frame.lines) <= 20
     assert all(cell_len(str(line)) <= 60 for line in frame.lines)
     text = text_of(frame)
@@ -93,18 +93,18 @@ def test_of_1000_ranks_the_nodes_that_matter_stand_first_on_60_columns_and_20_li
     ]
     assert text.splitlines()[-1].startswith("1-10 of 125 nodes")
     # Down to the last node, then beyond it; the ranks that are shown are those that are asked for again.
-    last = draw(watched, Choice(top=1 << 30), 60, 20)
+    last = draw(watched, ViewChoice(top=1 << 30), 60, 20)
     assert str(last.lines[-2]).split()[0] == "124"
     assert str(last.lines[-1]).startswith("116-125 of 125 nodes")
     ranks = draw(watched, replace(last.choice, view="ranks", top=0), 60, 20)
     assert [each.split()[0] for each in text_of(ranks).splitlines()[-11:-8]] == ["700", "72", "73"]
     assert len(ranks.ranks) == 10
     assert 700 in ranks.ranks
-    assert str(draw(watched, Choice(), 120, 20).lines[-2]).split()[-4:] == ["4", "%", "1008", "MB"]
-    chosen = draw(watched, Choice(ranks=frozenset({3, 333})), 200, None)
+    assert str(draw(watched, ViewChoice(), 120, 20).lines[-2]).split()[-4:] == ["4", "%", "1008", "MB"]
+    chosen = draw(watched, ViewChoice(ranks=frozenset({3, 333})), 200, None)
     assert [str(line).split()[0] for line in chosen.lines[-2:]] == ["3", "333"]
     for width, height in ((1, 1), (8, 3), (20, 5), (60, 20), (100, 10), (300, 80)):
-        frame = draw(watched, Choice(), width, height)
+        frame = draw(watched, ViewChoice(), width, height)
         assert len(frame.lines) <= height
         assert all(cell_len(str(line)) <= width for line in frame.lines)
 
@@ -116,7 +116,7 @@ def test_a_failed_run_shows_its_end_and_every_name_is_escaped(make_run: Any, cap
     folder.event("attempt", 6.0, attempt=1, world_size=4).started(1, host=HOSTILE + "\n\tnext line")
     folder.ended(7.0, code=1, name=HOSTILE, message=HOSTILE).step(3, unit=HOSTILE)
     folder.run.progress.write_text('{"time": 1e999, "attempt": "' + "x" * 1000 + '", "nodes": [[[[')
-    frame = draw(Watch(folder.run).look(), Choice(), 100, 30)
+    frame = draw(RunReader(folder.run).look(), ViewChoice(), 100, 30)
     assert forbidden_in(text_of(frame)) == []
     assert not any("\n" in str(line) or "\t" in str(line) for line in frame.lines)
     assert main(["watch", "--runs", str(folder.root)]) == 0
@@ -131,7 +131,7 @@ def test_a_failed_run_shows_its_end_and_every_name_is_escaped(make_run: Any, cap
 
 def test_a_run_that_goes_on_is_followed_from_the_queue_to_its_end(make_run: Any) -> None:
     folder = make_run().submitted()
-    watch = Watch(folder.run)
+    watch = RunReader(folder.run)
 
     def look() -> tuple[str, int | None, str | None, list[str]]:
         watched = watch.look()
@@ -158,7 +158,7 @@ def test_a_run_that_goes_on_is_followed_from_the_queue_to_its_end(make_run: Any)
 
 def test_a_hang_is_what_the_supervisor_calls_one(make_run: Any) -> None:
     folder = make_run().submitted().attempt().started().event("joined", 2.0, attempt=0)
-    watch = Watch(folder.run)
+    watch = RunReader(folder.run)
     assert [each.mark for each in watch.look().ranks] == [""] * 4
     folder.event("hang", 40.0, attempt=0, seconds=31.0, phase="run").exited(2, 41.0, code=1, cause="own", hung=True)
     assert [each.mark for each in watch.look().ranks] == ["hang", "hang", "failed", "hang"]
@@ -180,7 +180,7 @@ def test_the_next_checkpoint_follows_the_job(make_run: Any, policy: str | None, 
     for rank in range(4):
         for number in (9, 10):
             append_line(folder.run.attempt(0).metrics(rank), a_step(number, seconds=1.0, time=time.time() + number))
-    watched = Watch(folder.run).look()
+    watched = RunReader(folder.run).look()
     assert watched.saves == (policy is not None)
     assert watched.lost_steps == 10
     assert (watched.next_save and watched.next_save[0]) == (due if due is None else pytest.approx(due, abs=1))
@@ -241,7 +241,9 @@ def test_progress_is_written_at_most_once_a_second_for_this_user_and_read_back(m
     run.path.chmod(0o700)
     rank = {"phase": "run", "steps": 7, "beats_age_s": 1.5, "state": "T"}
     told: Any = {"sessions": 1, "output_age_s": None, "ranks": {"3": rank, "a name that a node made up": rank}}
-    node = Node(NodePlacement(0, "n0", "", 0, 4), heard=time.monotonic(), progress=told, progress_at=time.monotonic())
+    node = NodeState(
+        NodePlacement(0, "n0", "", 0, 4), heard=time.monotonic(), progress=told, progress_at=time.monotonic()
+    )
     file = ProgressFile(run)
     file.write(2, [node])
     assert run.progress.stat().st_mode & 0o777 == 0o600
@@ -283,4 +285,4 @@ def test_of_malformed_progress_only_what_fits_is_read(make_run: Any) -> None:
     for text in ("", "[]", "{", '{"time": 5}', '{"time": "now", "attempt": 0, "nodes": []}', "\x00" * 50):
         run.progress.write_text(text)
         assert read_progress(run) is None
-    assert isinstance(Watch(run).look(), Watched)
+    assert isinstance(RunReader(run).look(), WatchedRun)

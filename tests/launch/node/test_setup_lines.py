@@ -54,7 +54,7 @@ def test_lines_that_end_the_shell_early_keep_what_they_have_exported(tmp_path: P
 
 @pytest.mark.parametrize("line", ["exec true", "trap - EXIT", "trap 'rm -f x' EXIT"])
 def test_lines_whose_environment_cannot_be_read_are_refused(tmp_path: Path, line: str) -> None:
-    with pytest.raises(RefusedError, match="the environment that they leave cannot be read"):
+    with pytest.raises(RefusedError, match="the environment after them cannot be read"):
         left_by(tmp_path, line)
 
 

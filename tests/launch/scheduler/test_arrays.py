@@ -15,7 +15,7 @@ from muster.launch.records.slurm_job import SlurmJob, output_path
 from muster.launch.scheduler import slurm_follow
 from muster.launch.scheduler.held_signals import listening
 from muster.launch.scheduler.queueing import submit
-from muster.launch.scheduler.slurm_follow import Follower, until_ended
+from muster.launch.scheduler.slurm_follow import RunFollower, until_ended
 from muster.launch.supervision.console import Console
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import Player, ended
@@ -42,8 +42,8 @@ def runs(pair: list[Submission], slurm: FakeSlurm, tmp_path: Path) -> list[RunDi
     return [each.context.run for each in pair]
 
 
-def followers(runs: list[RunDir], trouble: Console | None = None) -> list[Follower]:
-    return [Follower(run, Console(quiet=True), trouble=trouble) for run in runs]
+def followers(runs: list[RunDir], trouble: Console | None = None) -> list[RunFollower]:
+    return [RunFollower(run, Console(quiet=True), trouble=trouble) for run in runs]
 
 
 def test_runs_of_one_shape_are_one_array(runs: list[RunDir], slurm: FakeSlurm, tmp_path: Path) -> None:

@@ -187,7 +187,10 @@ def test_starts_that_only_slurm_has_counted_are_said_and_count(
 ) -> None:
     hopeless = inside(submission, slurm, 50).begin()
     assert "50 starts of job 12 in a row" in hopeless.message
-    assert "Slurm has started job 12 50 times before (SLURM_RESTART_COUNT), with 0 on record" in capsys.readouterr().err
+    assert (
+        "Slurm has started job 12 50 times before (SLURM_RESTART_COUNT), but the run folder has a record of 0"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_job_without_checkpoints_begins_anew_as_often_as_slurm_likes(

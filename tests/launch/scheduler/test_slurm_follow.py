@@ -70,7 +70,7 @@ def test_a_job_that_can_never_start_is_cancelled(run: RunDir, slurm: FakeSlurm) 
     slurm.job("12", reason="PartitionNodeLimit")
     assert slurm_follow.follow(run, Console(quiet=True)) == 78
     assert slurm.calls("scancel") == [["scancel", "12"]]
-    assert "was cancelled, because it would never start: the partition has fewer" in ended(run)["message"]
+    assert "was cancelled, because it would never start: the job requests more nodes than" in ended(run)["message"]
 
 
 def test_an_orphan_is_cancelled(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
@@ -97,7 +97,7 @@ def test_a_job_that_is_stopped_from_outside_and_queued_again_is_followed_on(
     player.play(scene)
     assert slurm_follow.follow(run, Console()) == 0
     said = capsys.readouterr().err
-    assert "Slurm job 12: queued again: its begin time" in said
+    assert "Slurm job 12: queued again: its earliest start" in said
     assert "master 10.0.0.1:4001" in said
 
 
@@ -131,8 +131,8 @@ def test_a_run_is_followed_through_restarts_and_several_requeues(
     said = capsys.readouterr().err
     assert "muster: n2 is gone\nattempt 1 in 0.5 s on 1 node\n" in said
     assert "continuing from step-1\nattempt 1: 4 ranks start" in said
-    assert "saving, then stopping: SIGUSR2\nSlurm job 12: its supervisor has it queued again\n" in said
-    assert said.count("Slurm job 12: queued again: its begin time") == 2
+    assert "saving, then stopping: SIGUSR2\nSlurm job 12: its supervisor requeues it\n" in said
+    assert said.count("Slurm job 12: queued again: its earliest start") == 2
 
 
 def test_ctrl_c_between_two_starts_takes_it_out_of_the_queue(run: RunDir, slurm: FakeSlurm, player: Player) -> None:

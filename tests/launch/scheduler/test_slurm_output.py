@@ -3,13 +3,13 @@
 from typing import Any
 
 from muster.launch.plan.submission import Submission
-from muster.launch.records.verdict import Ending, Stop
+from muster.launch.records.verdict import RankEnd, Stop
 from muster.launch.scheduler.slurm_output import BatchOutput
 
 
-def ending(**fields: Any) -> Ending:
+def ending(**fields: Any) -> RankEnd:
     row = {"rank": 0, "node": 1, "host": "n1", "code": None, "signal": None, "ended": 1.0, "cause": "own"}
-    return Ending(**{**row, **fields})
+    return RankEnd(**{**row, **fields})
 
 
 def test_agents_that_went_all_at_once_went_because_slurm_says_so(submission: Submission) -> None:
@@ -31,7 +31,7 @@ def test_who_ran_out_of_memory_is_named_and_only_in_the_attempt_that_did(submiss
     run = submission.context.run
     output = BatchOutput(run, "12")
     (run.path / "slurm-12.out").write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=12.0.\n")
-    text = "Slurm killed it because it ran out of memory; raise slurm.mem, or put fewer ranks on a node"
+    text = "killed by Slurm because it ran out of memory; raise slurm.mem, or put fewer ranks on a node"
     assert output.cause(ending(signal="SIGKILL")) == Stop(1, f"rank 0 on node 1 (n1): {text}")
     assert output.cause(ending(signal="SIGKILL")) is None  # the next attempt: somebody else's kill -9
     with (run.path / "slurm-12.out").open("a") as file:

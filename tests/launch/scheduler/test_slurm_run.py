@@ -56,7 +56,7 @@ def test_neither_a_profiles_options_nor_an_enclosing_job_reach_the_new_one(
 
 def test_a_refused_run_says_why_and_is_over(submission: Submission, slurm: FakeSlurm) -> None:
     slurm.says(refuses="sbatch: error: invalid partition specified: main")
-    with pytest.raises(RefusedError, match=r"slurm.partition: sbatch says: invalid .* there is main \(4 nodes"):
+    with pytest.raises(RefusedError, match=r"slurm.partition: sbatch says: invalid .* available: main \(4 nodes"):
         queueing.submit([submission])
     run = submission.context.run
     assert not run.slurm.exists()
@@ -96,8 +96,8 @@ def test_while_a_supervisor_renews_its_lease_slurm_is_asked_nothing(
         ({"state": "TIMEOUT", "nodes": "n[1-2]"}, "failed", 124, "it reached its time limit"),
         ({"state": "CANCELLED"}, "stopped", 130, "it was cancelled"),
         ({"state": "RUNNING", "nodes": "n2", "host": "n1"}, "lost", None, "n1, the node of its supervisor, failed"),
-        ({"state": "PENDING", "reason": "BeginTime"}, "starting", None, "Slurm job 12: queued again: its begin time"),
-        ({"state": "RUNNING", "nodes": "n[1-2]", "host": "n1"}, "running?", None, "has not been heard for 30 s"),
+        ({"state": "PENDING", "reason": "BeginTime"}, "starting", None, "Slurm job 12: queued again: its earliest"),
+        ({"state": "RUNNING", "nodes": "n[1-2]", "host": "n1"}, "running?", None, "has been silent for 30 s"),
         ({"forgotten": True}, "lost", None, "Slurm does not know job 12 (any more)"),
         ({"name": "another"}, "lost", None, "Slurm does not know job 12 (any more)"),  # numbers come again
     ],

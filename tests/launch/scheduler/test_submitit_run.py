@@ -102,7 +102,7 @@ def test_cores_are_said_again_to_srun() -> None:
 def test_an_executor_of_another_transport_is_refused(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, job_of("pass"), "--executor", "local")
     assert live.end() == exits.USAGE
-    assert live.err == "muster: --executor local: is for --on submitit; add that, or leave it out\n"
+    assert live.err == "muster: --executor local: applies only to --on submitit; add that, or remove it\n"
 
 
 def test_help_does_not_import_submitit() -> None:

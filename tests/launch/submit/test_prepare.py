@@ -13,10 +13,10 @@ from muster.jobs.basics.errors import JobFileError, RefusedError, UsageError
 from muster.jobs.hosts.placement import Host, Login
 from muster.launch.commands import run as command
 from muster.launch.common.options import given as given_options
-from muster.launch.plan.plan import Machine, shared_environment
+from muster.launch.plan.plan import NodeMachine, shared_environment
 from muster.launch.submit import prepare as module
 from muster.launch.submit.here import warn
-from muster.launch.submit.prepare import Prepared, prepare
+from muster.launch.submit.prepare import PreparedSubmission, prepare
 from muster.launch.submit.request import Request
 
 COMMAND = "command: ['true']\n"
@@ -31,7 +31,7 @@ def parsed(*words: str) -> Request:
     return given_options(parser.parse_args(words), Request)
 
 
-def prepared(path: Path, text: str, *words: str, here: bool = True) -> Prepared:
+def prepared(path: Path, text: str, *words: str, here: bool = True) -> PreparedSubmission:
     path.write_text(text)
     return prepare(parsed(str(path), *words), here=here)
 
@@ -81,14 +81,14 @@ def test_without_a_job_file_the_word_that_is_missing_is_named() -> None:
 @pytest.mark.parametrize(
     ("machine", "nodes", "ranks"),
     [
-        (Machine("box", tuple(range(8))), 2, [4, 4]),
-        (Machine("box", tuple(range(3))), 2, [2, 1]),
-        (Machine("box", (0, 1)), 3, [1, 1, 1]),
-        (Machine("box", tuple(range(64)), ("a", "b", "c", "d")), 2, [2, 2]),
+        (NodeMachine("box", tuple(range(8))), 2, [4, 4]),
+        (NodeMachine("box", tuple(range(3))), 2, [2, 1]),
+        (NodeMachine("box", (0, 1)), 3, [1, 1, 1]),
+        (NodeMachine("box", tuple(range(64)), ("a", "b", "c", "d")), 2, [2, 2]),
     ],
 )
 def test_pretend_nodes_share_the_slots_of_their_machine(
-    job: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine, nodes: int, ranks: list[int]
+    job: Path, monkeypatch: pytest.MonkeyPatch, machine: NodeMachine, nodes: int, ranks: list[int]
 ) -> None:
     monkeypatch.setattr(module, "this_machine", lambda: machine)
     placement = prepared(job, f"nodes: {nodes}\nranks_per_node: slots\n" + COMMAND).context.placement
@@ -98,15 +98,15 @@ def test_pretend_nodes_share_the_slots_of_their_machine(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nodes: 4\nranks_per_node: 100\n", "400 ranks, and this machine has 2 cores: every rank will be slow"),
-        ("threads_per_rank: 500\n", "threads_per_rank: 500, and this machine has 2 cores: the threads will wait"),
+        ("nodes: 4\nranks_per_node: 100\n", "400 ranks, but this machine has 2 cores: every rank will be slow"),
+        ("threads_per_rank: 500\n", "threads_per_rank: 500, but this machine has 2 cores: the threads will wait"),
         ("ranks_per_node: 32\nthreads_per_rank: 2\n", ""),
     ],
 )
 def test_too_much_for_this_machine_is_worth_a_warning(
     job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, said: str
 ) -> None:
-    monkeypatch.setattr(module, "this_machine", lambda: Machine("box", (0, 1)))
+    monkeypatch.setattr(module, "this_machine", lambda: NodeMachine("box", (0, 1)))
     warn.cache_clear()
     for _ in range(2):
         prepared(job, text + COMMAND)
@@ -115,7 +115,7 @@ def test_too_much_for_this_machine_is_worth_a_warning(
     assert printed.count("\n") == bool(said)
 
 
-def with_site(job: Path, site_text: str, *words: str) -> Prepared:
+def with_site(job: Path, site_text: str, *words: str) -> PreparedSubmission:
     site = job.parent / "site.yaml"
     site.write_text(site_text)
     return prepared(job, COMMAND, "--site", str(site), *words)
@@ -124,7 +124,7 @@ def with_site(job: Path, site_text: str, *words: str) -> Prepared:
 def test_the_site_files_interpreter_and_data_folder_are_those_of_the_ranks(job: Path) -> None:
     context = with_site(job, f"interpreter: {sys.executable}\ndata: sets\n").context
     assert context.python == sys.executable
-    values = {each.name: (each.value, each.origin) for each in shared_environment(context, Machine("box", ()), 1)}
+    values = {each.name: (each.value, each.origin) for each in shared_environment(context, NodeMachine("box", ()), 1)}
     assert values["MUSTER_DATA"] == (str(job.parent / "sets"), "site file: data")
 
 
@@ -211,9 +211,9 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
     [
         (["--on", "ssh"], UsageError, "--on ssh: no hosts; give -H FILE"),
         (["--on", "pdsh"], UsageError, "--on pdsh: no hosts; give -H FILE"),
-        (["--on", "local", "-w", "n1"], UsageError, "--on local: hosts are given, but local uses none"),
+        (["--on", "local", "-w", "n1"], UsageError, "--on local: uses no hosts, but hosts are given"),
         (["-w", "n1", "-H", "hosts"], UsageError, "--hosts and --nodelist both name the hosts; keep one of them"),
-        (["--on", "ssh", "-e", "n1"], UsageError, "--include and --exclude choose among hosts, and none are given"),
+        (["--on", "ssh", "-e", "n1"], UsageError, "--include and --exclude choose among hosts, but none are given"),
         (["-w", "n1", "-e", "n1"], UsageError, "no host of n1 is left"),
         (["-w", "n1", "-e", "n2"], UsageError, "--exclude: 'n2' is not one of the hosts; they are n1"),
         (["-H", "no-such-file"], JobFileError, "no-such-file: no such file; expected a hosts file"),
@@ -225,7 +225,7 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         ),
         (["-w", "n1", "--ssh-opt", "Port"], UsageError, "--ssh-opt: must be NAME=VALUE, as for ssh -o, got 'Port'"),
         (["-x", "NO_SUCH_VARIABLE"], UsageError, "-x NO_SUCH_VARIABLE: is not set here; write -x NO_SUCH_VARIABLE="),
-        (["-x", "BYTES=a\udcffb"], UsageError, "-x BYTES: its value is not UTF-8, which job files are; leave it out"),
+        (["-x", "BYTES=a\udcffb"], UsageError, "-x BYTES: its value is not UTF-8, as job files must be; leave it out"),
         (
             ["-x", "A B=1"],
             UsageError,
@@ -235,7 +235,7 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (
             ["--master-addr", "203.0.113.7"],
             UsageError,
-            "--master-addr: 203.0.113.7 is no address of this machine",
+            "--master-addr: 203.0.113.7 is not an address of this machine",
         ),
         (["--login", "eve"], UsageError, "--login: has no effect, because no hosts are named and the job would run on"),
         (["--jump", "gate"], UsageError, "--jump: has no effect, because no hosts are named"),
@@ -315,3 +315,23 @@ def test_an_exported_value_arrives_as_it_is(export, value: str) -> None:
 @pytest.mark.parametrize("value", ["yes", "1e3", "null", "{a: b}", "[1]", "a: b", "# c", "'", '"', "\\n", "é\u2028 %h"])
 def test_an_exported_value_that_looks_like_yaml_arrives_as_it_is(export, value: str) -> None:
     assert export(value) == value
+
+
+@pytest.mark.parametrize(
+    ("split", "batch"),
+    [("mode: ddp", 32), ("parallel: {data: 2, pipe: 2, schedule: 1f1b}", 16), ("parallel: {data: 2, tensor: 2}", 16)],
+)
+def test_a_batch_per_rank_becomes_the_batch_of_the_run_and_stays_it(job: Path, split: str, batch: int) -> None:
+    text = f"train: {{model: gpt-nano, data: synthetic, batch_size_per_rank: 8, steps: 1, {split}}}\n"
+    made = prepared(job, text, "-N", "2", "-n", "2")
+    assert made.context.job.settings.batch_size == batch
+    again = prepared(job, made.loaded.text, "-N", "4" if "ddp" in split else "2")
+    assert again.context.job.settings.batch_size == batch
+    assert "batch_size_per_rank" not in made.loaded.text
+
+
+def test_a_batch_per_rank_is_refused_beside_a_batch(job: Path) -> None:
+    with pytest.raises(JobFileError, match=r"give batch_size .* or batch_size_per_rank, not both"):
+        prepared(
+            job, "train: {model: gpt-nano, data: synthetic, batch_size: 8}\n", "--set", "train.batch_size_per_rank=8"
+        )

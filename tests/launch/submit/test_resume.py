@@ -376,17 +376,17 @@ def test_a_sign_of_life_while_it_is_watched_keeps_the_run_as_it_is(make, muster,
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("train.batch_size=4", "train.batch_size 8, the job has 4"),
-        ("train.seed=3", "train.seed 0, the job has 3"),
-        ("train.precision=fp64", "train.precision fp32, the job has fp64"),
-        ("train.optimizer.name=adamw", "train.optimizer.name sgd, the job has adamw"),
-        ("train.model=gpt-micro", "train.model.name gpt-nano, the job has gpt-micro"),
+        ("train.batch_size=4", "train.batch_size 8, but the job has 4"),
+        ("train.seed=3", "train.seed 0, but the job has 3"),
+        ("train.precision=fp64", "train.precision fp32, but the job has fp64"),
+        ("train.optimizer.name=adamw", "train.optimizer.name sgd, but the job has adamw"),
+        ("train.model=gpt-micro", "train.model.name gpt-nano, but the job has gpt-micro"),
     ],
 )
 def test_what_must_stay_equal_is_refused_before_anything_is_written(stopped, muster, change: str, said: str) -> None:
     before = (stopped.run.job.read_text(), stopped.run.submission.read_text(), stopped.run.events.read_text())
     code, error = muster("--set", change)
-    assert (code, f"step-00000010.a000: it was saved with {said}; give the value" in error) == (78, True), error
+    assert (code, f"step-00000010.a000: it was saved with {said}; set the saved value" in error) == (78, True), error
     assert (stopped.run.job.read_text(), stopped.run.submission.read_text(), stopped.run.events.read_text()) == before
 
 

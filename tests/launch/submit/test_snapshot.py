@@ -19,7 +19,8 @@ from muster.jobs.basics.errors import RefusedError, RunFolderError, StorageError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fingerprint import fingerprint
 from muster.launch.submit import snapshot
-from muster.launch.submit.snapshot import Snapshot, moved_link, take
+from muster.launch.submit.codestore import store_of
+from muster.launch.submit.snapshot import CodeSnapshot, moved_link, take
 from support.worktrees import commit, git, repository, write
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,7 @@ def names(folder: Path) -> set[str]:
 
 def test_muster_s_own_packages_are_copied_whole_and_nothing_else_of_it(run: RunDir, work: Path) -> None:
     taken = take(run, workdir=work, program=False)
-    assert taken == Snapshot(run.code, work)
+    assert taken == CodeSnapshot(run.code, work)
     assert fingerprint(str(taken.code)) == fingerprint()
     assert (taken.code / "muster" / "jobs" / "train" / "data" / "digits").is_dir()
     assert {path.name for path in taken.code.iterdir()} == {"muster", "code.json"}
@@ -57,6 +58,19 @@ def test_muster_s_own_packages_are_copied_whole_and_nothing_else_of_it(run: RunD
         *(str(CODE_ROOT), fingerprint()),
         None,
     )
+
+
+def test_two_runs_have_one_copy_of_our_code_and_each_its_own_of_the_users(run: RunDir, work: Path) -> None:
+    write(work, "train.py")
+    other = RunDir(run.path.parent / "other-run")
+    other.path.mkdir()
+    first, second = (take(each, workdir=work, program=True) for each in (run, other))
+    own = [path for path in (first.code / "muster").rglob("*") if path.is_file()]
+    assert own
+    assert all(path.samefile(second.code / path.relative_to(first.code)) for path in own)
+    assert not (first.workdir / "train.py").samefile(second.workdir / "train.py")
+    shutil.rmtree(run.path)
+    assert fingerprint(str(second.code)) == fingerprint()
 
 
 def test_agents_start_from_the_copy(run: RunDir, work: Path) -> None:
@@ -212,6 +226,7 @@ def test_the_runs_are_linked_not_copied_also_when_they_lie_in_the_working_folder
         assert "a.py" in inside
         assert not [name for name in inside if name.startswith(("runs/", "this-run/"))]
         shutil.rmtree(root / "this-run")
+        shutil.rmtree(store_of(root))
     assert not [name for name in inside if name.startswith("old-run/")]
 
 
@@ -262,8 +277,8 @@ def test_too_much_to_be_code_is_refused_with_where_most_of_it_lies(
     with pytest.raises(RefusedError) as caught:
         take(run, workdir=work, program=True)
     assert str(caught.value) == (
-        f"{work}: 2 files of 3.0 MB, too much for a copy of the code (at most 50 files, 1.0 MB); most of it is in "
-        "sets/train: 1 file of 3.0 MB; make this a git repository and list it in .gitignore, then it is linked; or "
+        f"{work}: 2 files of 3.0 MB, too much to copy as code (at most 50 files, 1.0 MB); most of it is in "
+        "sets/train: 1 file of 3.0 MB; make this a git repository and list it in .gitignore, so that it is linked; or "
         "run without a copy: --no-snapshot"
     )
     assert not run.code.exists()
@@ -312,7 +327,7 @@ def test_a_file_that_cannot_be_read_is_left_out_and_named(
 
     monkeypatch.setattr(Path, "open", refuse)
     taken = take(run, workdir=work, program=True)
-    assert taken.notes == ("secret: left out, cannot be read: Permission denied",)
+    assert taken.notes == ("secret: skipped, because it cannot be read: Permission denied",)
     assert names(taken.workdir) == {"a.py"}
 
 

@@ -12,7 +12,7 @@ from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.jobs.spec.job import CommandSettings, Job, RestartSettings
 from muster.jobs.spec.site import Site
 from muster.launch.plan.plan import Context
-from muster.launch.plan.spares import crew_size, place_crew
+from muster.launch.plan.spares import nodes_with_spares, place_with_spares
 from muster.launch.plan.submission import Route, Submission
 from muster.launch.scheduler.queueing import script
 from muster.launch.scheduler.submitit_order import order
@@ -29,7 +29,7 @@ def hosts(count: int, first: int = 1, slots: int | None = None) -> list[Host]:
 
 
 def test_the_hosts_behind_the_jobs_own_are_spares_with_ranks_they_would_have() -> None:
-    placement, spares = place_crew(job_of(2, 1, ranks_per_node=2), hosts(4))
+    placement, spares = place_with_spares(job_of(2, 1, ranks_per_node=2), hosts(4))
     assert [(node.node_rank, node.host, list(node.rank_range)) for node in placement.nodes] == [
         (0, "n1", [0, 1]),
         (1, "n2", [2, 3]),
@@ -39,16 +39,16 @@ def test_the_hosts_behind_the_jobs_own_are_spares_with_ranks_they_would_have() -
 
 
 def test_without_spares_all_is_as_before() -> None:
-    placement, spares = place_crew(job_of(2, 0), hosts(4))
+    placement, spares = place_with_spares(job_of(2, 0), hosts(4))
     assert (len(placement.nodes), spares) == (2, ())
-    assert crew_size(Job(kind="command", nodes=3, settings=CommandSettings(argv=["true"]))) == 3
+    assert nodes_with_spares(Job(kind="command", nodes=3, settings=CommandSettings(argv=["true"]))) == 3
 
 
 def test_one_node_with_a_spare_does_not_meet_on_loopback() -> None:
     """The spare takes the node's place, and what it then is told must be reachable from there."""
-    placement, _ = place_crew(job_of(1, 1), hosts(2))
+    placement, _ = place_with_spares(job_of(1, 1), hosts(2))
     assert (placement.master_addr, placement.one_host) == ("10.0.0.1", False)
-    placement, _ = place_crew(job_of(1, 1), [Host("n1", ""), Host("n2", "")])
+    placement, _ = place_with_spares(job_of(1, 1), [Host("n1", ""), Host("n2", "")])
     assert (placement.master_addr, placement.one_host) == ("", False)
 
 
@@ -56,12 +56,12 @@ def test_too_few_hosts_are_refused_with_what_to_change() -> None:
     with pytest.raises(
         RefusedError, match=r"needs 3 nodes and 2 spares, got 4 hosts; add hosts, or lower nodes or res"
     ):
-        place_crew(job_of(3, 2), hosts(4))
+        place_with_spares(job_of(3, 2), hosts(4))
 
 
 def test_a_spare_with_too_few_slots_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"host n2: must have at least 2 slots"):
-        place_crew(job_of(1, 1, ranks_per_node=2), [*hosts(1, slots=2), *hosts(1, first=2, slots=1)])
+        place_with_spares(job_of(1, 1, ranks_per_node=2), [*hosts(1, slots=2), *hosts(1, first=2, slots=1)])
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def submission(tmp_path: Path) -> Submission:
     job, given = job_of(2, 1), hosts(3)
     run = RunDir(tmp_path / "demo-20250101T000000.000Z-abc123")
     make_run(run)
-    placement, spares = place_crew(job, given)
+    placement, spares = place_with_spares(job, given)
     context = Context(job, Site(), placement, run, "/srv", "/opt/python", None, code="/opt/muster", spares=spares)
     return Submission(Route("ssh", HostSet(tuple(given), "")), context)
 
@@ -82,7 +82,7 @@ def test_spares_are_in_what_a_supervisor_reads(submission: Submission) -> None:
     submission.write()
     found = Submission.read(submission.context.run).context
     assert found.spares == submission.context.spares
-    assert [node.host for node in found.crew] == ["n1", "n2", "n3"]
+    assert [node.host for node in found.run_nodes] == ["n1", "n2", "n3"]
     record = json.loads(submission.context.run.submission.read_text())
     del record["spares"]  # as earlier versions wrote it
     submission.context.run.submission.write_text(json.dumps(record))

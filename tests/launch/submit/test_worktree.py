@@ -163,7 +163,7 @@ def test_a_crowd_of_ignored_files_beside_one_tracked_is_a_folder_of_data(
     found = survey(work)
     assert set(found.files) == {".gitignore", "few/a.py"}
     assert sorted(found.links) == ["data", "few/1.jpg"]
-    assert found.notes == ["data: taken for data (4 ignored files in it) and linked, not copied"]
+    assert found.notes == ["data: treated as data (4 ignored files in it), so linked, not copied"]
 
 
 def test_a_repository_that_git_does_not_trust_counts_as_a_folder_and_says_so(
@@ -207,7 +207,7 @@ def test_a_folder_that_may_not_be_read_is_left_out_and_named(work: Path, monkeyp
     monkeypatch.setattr(os, "scandir", lambda path: refuse(f"{path}/"))
     found = survey(work)
     assert list(found.files) == ["a.py"]
-    assert found.notes == ["closed: left out, cannot be read: Permission denied"]
+    assert found.notes == ["closed: skipped, because it cannot be read: Permission denied"]
 
 
 def test_a_walk_through_a_whole_disk_is_given_up(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ from muster.launch.records.verdict import Stop
 from muster.launch.supervision import hangs
 from muster.launch.supervision.attempt import Attempt, Send
 from muster.launch.supervision.console import Console
-from muster.launch.supervision.crew import Node
 from muster.launch.supervision.progress import Hang
-from muster.launch.supervision.stacks import Absent
+from muster.launch.supervision.run_nodes import NodeState
+from muster.launch.supervision.stacks import Blamed
 from muster.launch.supervision.story import last_advice
 from muster.launch.wire.codec import ProtocolError, decode, encode
 from muster.launch.wire.messages import (
@@ -51,15 +51,18 @@ STOP = Stop(exits.STOPPED, "stopped by Ctrl-C")
 class Played:
     """An attempt of two nodes with a rank each, whose agents are this test."""
 
-    def __init__(self, folder: Path, *, saving: bool = True, ask: Callable[[bool], None] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, saving: bool = True, ask: Callable[[bool], None] | None = None, **train: Any
+    ) -> None:
         self.run = RunDir(folder / "run-1")
         self.run.attempt(0).path.mkdir(parents=True)
-        settings = TrainSettings.model_validate({"model": "vgg11", "data": "digits", "steps": 100})
-        job = Job(name="demo", nodes=2, kind="train", settings=settings, checkpoint=CheckpointSettings())
+        settings = TrainSettings.model_validate({"model": "vgg11", "data": "digits", "steps": 100, **train})
+        checkpoint = None if train else CheckpointSettings()
+        job = Job(name="demo", nodes=2, kind="train", settings=settings, checkpoint=checkpoint)
         placement = place(job, [Host(f"n{number}", "127.0.0.1") for number in range(2)])
         options = {"saving": saving, "resume": {"checkpoint": "step-00000010.a000", "step": 10}}
         context = Context(job, Site(), placement, self.run, "/srv", "/opt/python", "m:f", options=options)
-        nodes = [Node(place) for place in placement.nodes]
+        nodes = [NodeState(place) for place in placement.nodes]
         for number, node in enumerate(nodes):
             node.hello, node.channel = hello(host=f"n{number}"), Channel()  # type: ignore[assignment]
         self.nodes = nodes
@@ -131,7 +134,7 @@ def test_a_drain_whose_save_fails_says_so_and_keeps_its_code(played: Played) -> 
     played.exited(1, None)
     assert played.attempt.is_stopping
     verdict = played.attempt.verdict()
-    assert (verdict.code, verdict.message) == (exits.REQUEUE, "the time limit is near; nothing more was saved")
+    assert (verdict.code, verdict.message) == (exits.REQUEUE, "the time limit is near; no new checkpoint was saved")
     assert "saved nothing at the end" in last_advice(verdict, played.attempt.story)
     saved = replace(verdict, message="the time limit is near; saved after step 24")
     assert last_advice(saved, played.attempt.story).startswith("it saved its work")
@@ -192,7 +195,7 @@ def test_a_rank_that_ends_with_75_unasked_has_failed(played: Played) -> None:
 def test_a_hang_is_named_by_the_rank_that_is_elsewhere(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("muster.launch.supervision.progress.hang", lambda *_: Hang(31.0, 30.0, "run", 12))
     monkeypatch.setattr(
-        "muster.launch.supervision.stacks.absent", lambda _: Absent((1,), "rank 1 sleeps in data.py:12")
+        "muster.launch.supervision.stacks.absent", lambda _: Blamed((1,), "rank 1 sleeps in data.py:12")
     )
     played.attempt.tick(time.monotonic())
     assert [node for node, _ in played.orders(Dump)] == [0, 1]
@@ -214,7 +217,7 @@ def test_a_hang_is_named_by_the_rank_that_is_elsewhere(played: Played, monkeypat
 
 def test_a_hang_whose_stacks_do_not_come_ends_all_the_same(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("muster.launch.supervision.progress.hang", lambda *_: Hang(31.0, 30.0, "run", 12))
-    monkeypatch.setattr("muster.launch.supervision.stacks.absent", lambda _: Absent((), "no stacks came"))
+    monkeypatch.setattr("muster.launch.supervision.stacks.absent", lambda _: Blamed((), "no stacks came"))
     now = time.monotonic()
     played.attempt.tick(now)
     played.attempt.tick(now + hangs.STACKS_S / 2)
@@ -261,6 +264,46 @@ def test_a_lost_node_is_the_cause_even_if_its_victims_were_heard_first(played: P
     verdict = played.attempt.verdict()
     assert (verdict.code, verdict.message) == (exits.UNREACHABLE, "node 1 (n1): its agent has gone")
     assert [each.rank for each in verdict.victims] == [0]
+
+
+@pytest.fixture
+def asynchronous(tmp_path: Path) -> Played:
+    """An attempt in which rank 1 serves no shard."""
+    return Played(tmp_path, saving=False, mode="asynchronous", servers=1)
+
+
+@pytest.mark.parametrize("how", ["killed", "lost with its node"])
+def test_the_other_ranks_continue_without_a_lost_one_that_serves_no_shard(asynchronous: Played, how: str) -> None:
+    asynchronous.working()
+    if how == "killed":
+        asynchronous.exited(1, None)
+    else:
+        asynchronous.attempt.lose(1, "its agent has gone", exits.UNREACHABLE)
+    assert not asynchronous.attempt.is_stopping
+    assert not asynchronous.attempt.is_over()
+    [warning] = asynchronous.events("warning")
+    assert warning["text"].endswith("; the other ranks continue without it")
+    asynchronous.exited(0, 0)
+    assert asynchronous.attempt.is_over()
+    verdict = asynchronous.attempt.verdict()
+    where = "rank 1 on node 1 (n1)" if how == "killed" else "node 1 (n1)"
+    assert (verdict.code, verdict.message) == (0, f"1 rank ended with 0, without {where}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_asynchronous_attempt_fails_with_a_server_or_by_an_exception(asynchronous: Played, rank: int) -> None:
+    asynchronous.working()
+    if rank == 0:
+        asynchronous.exited(0, None)
+    else:
+        asynchronous.exited(1, 1, kind="ValueError", message="bad")
+    assert asynchronous.attempt.is_stopping
+    assert asynchronous.attempt.verdict().code != 0
+
+
+def test_a_rank_lost_before_the_first_step_fails_the_attempt(asynchronous: Played) -> None:
+    asynchronous.exited(1, None)
+    assert asynchronous.attempt.is_stopping
 
 
 def test_a_node_that_goes_after_a_failure_is_not_its_cause(played: Played) -> None:
@@ -337,7 +380,7 @@ def test_ranks_have_the_whole_grace_of_a_preemption(asked: Played, first: Callab
     assert order.reason == "preempted"
     assert 34.0 < order.grace_s <= 35.0
     verdict = asked.attempt.verdict()
-    assert (verdict.code, verdict.message) == (exits.REQUEUE, "Slurm gives its nodes to another job")
+    assert (verdict.code, verdict.message) == (exits.REQUEUE, "Slurm gives the nodes to another job")
 
 
 def test_a_rank_that_fails_while_the_scheduler_is_asked_waits_for_the_answer(asked: Played) -> None:

@@ -115,19 +115,19 @@ def test_a_malformed_message_costs_its_node(tmp_path: Path, kind: str) -> None:
 # What is well-formed, and not this node's to say, or not now ----------------------------------------------------------
 
 ILL_TIMED: dict[str, tuple[tuple[bytes, ...], str]] = {
-    "a rank of another node ends": ((encode(exited(0, 0)),), "rank 0, which is not its own"),
-    "a rank that there is not ends": ((encode(exited(99, 0)),), "rank 99, which is not its own"),
-    "a rank ends twice": ((encode(exited(2, 0)), encode(exited(2, 0))), "rank 2 ends a second time"),
-    "a report of another node's rank": ((encode(Report(0, 1, {"report": "joined"})),), "rank 1, which is not its own"),
-    "processes of another node": ((encode(Started(0, ((0, 1, 1),), 1.0)),), "rank 0, which is not its own"),
-    "output of another node's rank": ((encode(Log(0, 0, "out", ("forged",))),), "rank 0, which is not its own"),
+    "a rank of another node ends": ((encode(exited(0, 0)),), "rank 0, which it does not run"),
+    "a rank that there is not ends": ((encode(exited(99, 0)),), "rank 99, which it does not run"),
+    "a rank ends twice": ((encode(exited(2, 0)), encode(exited(2, 0))), "rank 2 has ended already"),
+    "a report of another node's rank": ((encode(Report(0, 1, {"report": "joined"})),), "rank 1, which it does not run"),
+    "processes of another node": ((encode(Started(0, ((0, 1, 1),), 1.0)),), "rank 0, which it does not run"),
+    "output of another node's rank": ((encode(Log(0, 0, "out", ("forged",))),), "rank 0, which it does not run"),
     "stacks of another node's rank": (
         (encode(Stacks(0, ({"rank": 0, "state": "S", "lines": ()},))),),
-        "rank 0, which is not its own",
+        "rank 0, which it does not run",
     ),
-    "another port for the store": ((encode(Prepared(0, 4343, "", ())),), "Prepared: it was not asked for"),
-    "the way to the store, once more": ((encode(REACHED),), "Reached: it was not asked for"),
-    "a rank waits that nobody asked to": ((encode(Held(0, 3)),), "Held: it was not asked for"),
+    "another port for the store": ((encode(Prepared(0, 4343, "", ())),), "Prepared: it was not requested"),
+    "the way to the store, once more": ((encode(REACHED),), "Reached: it was not requested"),
+    "a rank waits that nobody asked to": ((encode(Held(0, 3)),), "Held: it was not requested"),
     "a second greeting": ((encode(hello(host="n9")),), "Hello: it has greeted already"),
     "a file elsewhere": ((encode(File(0, "../../passwd", 0, b"x")),), "a file that is not its own: '../../passwd'"),
     "a file of the supervisor's": ((encode(File(0, "events.jsonl", 0, b"x")),), "a file that is not its own"),
@@ -146,14 +146,14 @@ def test_a_message_that_is_not_a_nodes_to_send_costs_that_node(tmp_path: Path, k
 def test_node_0_is_not_believed_either(tmp_path: Path) -> None:
     """The supervisor's own host: whoever holds its key is only this node as well."""
     why = went_on(tmp_path, "started", encode(Prepared(0, 4343, "", ())), odd=0)
-    assert "Prepared: it was not asked for" in why
+    assert "Prepared: it was not requested" in why
 
 
 def test_one_that_misbehaves_while_it_is_stopped_is_not_used_again(tmp_path: Path) -> None:
     lines = {"started": (encode(Broken(0, "a disk", 1)),), "stopping": (encode(exited(0, 0)),)}
     verdict, supervised = live(tmp_path, FakeAgent(0), FakeAgent(1, lambda at: lines.get(at, ())), FakeAgent(2))
     warned = [row["text"] for row in read_lines(supervised.run_dir.events) if row["event"] == "warning"]
-    assert warned == [f"node 1: {PROTOCOL}Exited: it reports about rank 0, which is not its own"]
+    assert warned == [f"node 1: {PROTOCOL}Exited: it reports about rank 0, which it does not run"]
     first, last = rows(supervised)
     assert (verdict.code, first["message"], last["hosts"]) == (exits.DONE, "node 1 (n1): a disk", ["n0", "n2"])
 
@@ -219,16 +219,16 @@ def test_a_node_that_does_not_greet_is_named(tmp_path: Path, kind: str, spares: 
     ("at", "bad", "said"),
     [
         ("greeted", Held(0, 3), "Held: no rank has been started"),
-        ("greeted", Prepared(0, 4343, "", ()), "Prepared: it was not asked for"),
-        ("greeted", REACHED, "Reached: it was not asked for"),
+        ("greeted", Prepared(0, 4343, "", ()), "Prepared: it was not requested"),
+        ("greeted", REACHED, "Reached: it was not requested"),
         ("greeted", exited(2, 1), "Exited: no rank has been started"),
         ("greeted", Started(0, ((2, 1, 1),), 1.0), "Started: no rank has been started"),
         ("greeted", Report(0, 2, {"report": "joined"}), "Report: no rank has been started"),
         ("greeted", Log(0, 2, "out", ("early",)), "Log: no rank has been started"),
         ("greeted", File(0, "metrics.jsonl", 0, b"x"), "File: no rank has been started"),
         ("greeted", hello(), "Hello: it has greeted already"),
-        ("reached", REACHED, "Reached: it was not asked for"),
-        ("reached", Prepared(0, 4343, "", ()), "Prepared: it was not asked for"),
+        ("reached", REACHED, "Reached: it was not requested"),
+        ("reached", Prepared(0, 4343, "", ()), "Prepared: it was not requested"),
     ],
 )
 @pytest.mark.parametrize("spares", [0, 1])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics import exits
 from muster.jobs.spec.failover import RestartSettings
-from muster.launch.records.verdict import Ending, Stop, Verdict, judge
+from muster.launch.records.verdict import RankEnd, Stop, Verdict, judge
 from muster.launch.supervision.recovery import Decision, NodeChoice, Past, blamed, choose, decide, in_vain, largest_part
 
 ALWAYS = RestartSettings(max=100)
@@ -20,7 +20,7 @@ def past(
 ) -> Past:
     """An attempt that ended because a rank of a node failed."""
     message = more.pop("message", "" if signal else f"ValueError: bad value at {step}")
-    ending = Ending(0, node, f"n{node}", None if signal else code, signal, 1.0, "own", message, **more)
+    ending = RankEnd(0, node, f"n{node}", None if signal else code, signal, 1.0, "own", message, **more)
     return Past(judge([ending], None), node, step, committed)
 
 

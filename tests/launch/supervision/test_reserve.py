@@ -10,9 +10,9 @@ import pytest
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
 from muster.jobs.hosts.placement import NodePlacement
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.supervision.crew import Crew
 from muster.launch.supervision.inbox import Inbox
 from muster.launch.supervision.reserve import FENCE_S, ORPHANS_S, REVIVE_S, SETTLE_S, Reserve
+from muster.launch.supervision.run_nodes import RunNodes
 from muster.launch.wire.messages import Reach, Reached
 from support.messages import Channel
 
@@ -33,9 +33,9 @@ class Starts:
 @pytest.fixture
 def played(tmp_path: Path) -> SimpleNamespace:
     """Four nodes; an attempt on two of them, which `wrong` keeps others from joining."""
-    crew, starts = Crew([NodePlacement(f"n{n}", f"10.0.0.{n}", n, n, 1) for n in range(4)]), Starts()
-    crew.missing.clear()
-    for node in crew.nodes:
+    run_nodes, starts = RunNodes([NodePlacement(f"n{n}", f"10.0.0.{n}", n, n, 1) for n in range(4)]), Starts()
+    run_nodes.missing.clear()
+    for node in run_nodes.nodes:
         node.channel = Channel()  # type: ignore[assignment]
     told = SimpleNamespace(wrong=None)
     startup = SimpleNamespace(
@@ -46,8 +46,8 @@ def played(tmp_path: Path) -> SimpleNamespace:
     )
     context = SimpleNamespace(run=RunDir(tmp_path))
     attempt = SimpleNamespace(startup=startup, is_stopping=False, context=context)
-    reserve = Reserve(crew, starts, Inbox(), remote=True)  # type: ignore[arg-type]
-    return SimpleNamespace(crew=crew, starts=starts, reserve=reserve, attempt=attempt, told=told)
+    reserve = Reserve(run_nodes, starts, Inbox(), remote=True)  # type: ignore[arg-type]
+    return SimpleNamespace(run_nodes=run_nodes, starts=starts, reserve=reserve, attempt=attempt, told=told)
 
 
 def tried(played: Any, now: float) -> bool:
@@ -77,8 +77,8 @@ def gaps(played: Any, count: int, begin: float) -> list[float]:
 
 
 def lose(played: Any, now: float, *, silent: bool = False) -> None:
-    played.crew.nodes[LOST].channel = Channel()
-    played.crew.lose(LOST, now, silent=silent)
+    played.run_nodes.nodes[LOST].channel = Channel()
+    played.run_nodes.lose(LOST, now, silent=silent)
 
 
 def test_a_lost_node_is_tried_later_and_later_up_to_16_s(played: Any) -> None:
@@ -88,7 +88,7 @@ def test_a_lost_node_is_tried_later_and_later_up_to_16_s(played: Any) -> None:
 
 def test_the_ranks_of_a_silent_node_must_have_ended_first(played: Any) -> None:
     lose(played, 100.0, silent=True)
-    late_s = played.crew.nodes[1].late_s
+    late_s = played.run_nodes.nodes[1].late_s
     assert gaps(played, 2, 100.0) == [FENCE_S + late_s, 4.0]
 
 
@@ -123,20 +123,20 @@ def answer(played: Any, slot: int, now: float, why: str = "", wrong: MusterError
 def test_an_idle_node_that_reaches_the_master_is_fit_and_one_that_does_not_is_cut_off(played: Any) -> None:
     assert not tried(played, 100.0)
     for slot in (2, 3):
-        assert isinstance(played.crew.nodes[slot].channel.posted[-1], Reach)
+        assert isinstance(played.run_nodes.nodes[slot].channel.posted[-1], Reach)
     answer(played, 2, 100.0)
     answer(played, 3, 100.0, wrong=UnreachableError("n3: cannot reach the master"))
     assert played.reserve.ready(101.0, wanted=2) == []
     assert played.reserve.ready(100.0 + SETTLE_S, wanted=2) == [2]
-    assert played.crew.cuts == {frozenset((3, each)) for each in USED}
-    asked = len(played.crew.nodes[3].channel.posted)
+    assert played.run_nodes.cuts == {frozenset((3, each)) for each in USED}
+    asked = len(played.run_nodes.nodes[3].channel.posted)
     tried(played, 101.0)
-    assert len(played.crew.nodes[3].channel.posted) == asked, "not so soon"
-    played.crew.nodes[3].tried = 0.0
+    assert len(played.run_nodes.nodes[3].channel.posted) == asked, "not so soon"
+    played.run_nodes.nodes[3].tried = 0.0
     tried(played, 102.0)
     answer(played, 3, 102.0)
     assert played.reserve.ready(102.0, wanted=2) == [2, 3]
-    assert played.crew.cuts == set()
+    assert played.run_nodes.cuts == set()
 
 
 def test_what_nobody_asked_for_is_not_believed(played: Any) -> None:

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.jobs.hosts.placement import NodePlacement, Placement
-from muster.launch.supervision.crew import ClockOffset, Node
 from muster.launch.supervision.roster import Roster
+from muster.launch.supervision.run_nodes import ClockOffset, NodeState
 from support.messages import hello
 
 
 def roster(*, meets: bool = True, answered: bool = True, nodes: int = 2) -> Roster:
     placed = tuple(NodePlacement(node, f"n{node}", "127.0.0.1", node * 2, 2) for node in range(nodes))
-    made = Roster(Placement(placed, 2 * nodes, "127.0.0.1"), [Node(each) for each in placed], meets=meets)
+    made = Roster(Placement(placed, 2 * nodes, "127.0.0.1"), [NodeState(each) for each in placed], meets=meets)
     for number, node in enumerate(made.nodes):
         node.hello = hello(host=f"n{number}") if answered or number == 0 else None
     return made
@@ -37,7 +37,7 @@ WITHIN = "within 60 s (start_timeout_s)"
         ),
         (roster(), {0, 1, 2}, set(), True, f"rank 3 on node 1 (n1) did not reach the rendezvous {WITHIN}"),
         (roster(), ALL, {0, 1, 2}, True, ""),  # those that have arrived are given a moment to join
-        (roster(), ALL, {0, 1, 2}, False, f"rank 3 on node 1 (n1) did not meet the others {WITHIN}"),
+        (roster(), ALL, {0, 1, 2}, False, f"rank 3 on node 1 (n1) did not join the others {WITHIN}"),
         # Programs need not meet, but once one waits all should come.
         (roster(meets=False), set(), set(), False, ""),
         (

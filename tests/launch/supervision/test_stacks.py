@@ -53,7 +53,7 @@ def test_a_rank_that_is_elsewhere_than_in_the_collective_is_named_with_its_line(
     found = absent({0: dump(ALL_REDUCE), 1: dump(SLEEPS), 2: dump(ALL_REDUCE)}, no_source)
     assert found.ranks == (1,)
     assert found.text == (
-        "rank 1 did not come to all_reduce (repo/ddp/all_reduce.py:23 _mean), where 2 wait: "
+        "rank 1 did not reach all_reduce (repo/ddp/all_reduce.py:23 _mean), where 2 wait: "
         "it is at home/her/model.py:12 forward"
     )
 
@@ -69,7 +69,7 @@ def test_one_that_stands_still_and_gives_no_stack_is_named_too(state: str) -> No
     found = absent({0: dump(ALL_REDUCE), 1: {"state": state, "lines": []}}, no_source)
     assert (found.ranks, found.text) == (
         (1,),
-        f"rank 1 stands still, stopped by a signal: it gave no stack (process state {state})",
+        f"rank 1 stands still, stopped by a signal: it wrote no stack (process state {state})",
     )
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_cannot_even_write_its_stack_did_not_come() -> None:
     """It waits for a disk."""
     found = absent({0: dump(ALL_REDUCE), 1: {"state": "D", "lines": []}}, no_source)
     assert found.ranks == (1,)
-    assert found.text.endswith("it gave no stack (process state D)")
+    assert found.text.endswith("it wrote no stack (process state D)")
 
 
 def test_threads_beside_the_main_one_do_not_matter() -> None:
@@ -100,14 +100,14 @@ def test_a_call_into_c_is_told_by_the_text_of_its_line() -> None:
     dumps = {0: waits, 1: dump(READS), 2: waits, 3: dump(["/her/a.py:3 f"])}
     assert absent(dumps, source).ranks == (1,)
     assert "item (repo/jobs/train/metrics.py:51 record)" not in absent(dumps, no_source).text
-    assert "did not come to item (jobs/train/metrics.py:51 record), where 2 wait" in absent(dumps, source).text
+    assert "did not reach item (jobs/train/metrics.py:51 record), where 2 wait" in absent(dumps, source).text
 
 
 def test_when_all_wait_those_that_wait_elsewhere_are_named() -> None:
     found = absent({0: dump(ALL_REDUCE), 1: dump(BARRIER), 2: dump(ALL_REDUCE)}, no_source)
     assert found.ranks == (1,)
-    assert found.text.startswith("rank 1 waits elsewhere than the others: it waits in barrier at ")
-    assert "; they: it waits in all_reduce at " in found.text
+    assert found.text.startswith("rank 1 waits in a different place than the others: it waits in barrier at ")
+    assert "; another rank: it waits in all_reduce at " in found.text
     assert found.text.endswith(" after 4 steps")
 
 
@@ -120,8 +120,8 @@ def test_when_all_wait_in_one_place_nobody_is_to_blame() -> None:
     found = absent({0: dump(ALL_REDUCE), 1: dump(ALL_REDUCE)}, no_source)
     assert found.ranks == ()
     assert found.text == (
-        "all 2 ranks say the same: it waits in all_reduce at repo/ddp/all_reduce.py:23 _mean; "
-        "look at the network and at the devices"
+        "all 2 ranks report the same: it waits in all_reduce at repo/ddp/all_reduce.py:23 _mean; "
+        "check the network and the devices"
     )
 
 
@@ -153,7 +153,7 @@ def test_without_any_answer_nothing_is_claimed() -> None:
 def test_of_many_absent_ranks_four_are_described() -> None:
     found = absent({rank: dump(SLEEPS) if rank else dump(ALL_REDUCE) for rank in range(9)}, no_source)
     assert found.ranks == tuple(range(1, 9))
-    assert found.text.count("did not come to") == 4
+    assert found.text.count("did not reach") == 4
     assert found.text.endswith("; and 4 more")
 
 
@@ -189,11 +189,11 @@ def test_of_too_many_lines_the_main_thread_and_the_innermost_calls_are_kept() ->
     assert FRAME.match(few[-1])
 
 
-def test_the_keeper_below_a_rank_is_left_out() -> None:
-    """A rank is a fork of it, and so its stack goes on into the keeper's."""
-    keeper = ["/repo/jobs/node/rank_start.py:47 become", "/repo/jobs/node/rank_parent.py:141 _start"]
-    lines = block(*QUEUE, "/repo/jobs/node/rank_start.py:61 _call", *keeper)
-    assert bounded([*lines, *block(*SLEEPS)]) == [*lines[: -len(keeper)], *block(*SLEEPS)]
+def test_the_rank_parent_below_a_rank_is_left_out() -> None:
+    """A rank is a fork of it, and so its stack goes on into the rank parent's."""
+    rank_parent = ["/repo/jobs/node/rank_start.py:47 become", "/repo/jobs/node/rank_parent.py:141 _start"]
+    lines = block(*QUEUE, "/repo/jobs/node/rank_start.py:61 _call", *rank_parent)
+    assert bounded([*lines, *block(*SLEEPS)]) == [*lines[: -len(rank_parent)], *block(*SLEEPS)]
 
 
 def test_only_source_files_are_read_whatever_a_node_names(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.verdict import Stop
 from muster.launch.supervision.console import Console
-from muster.launch.supervision.crew import Node
 from muster.launch.supervision.roster import Roster
+from muster.launch.supervision.run_nodes import NodeState
 from muster.launch.supervision.startup import Startup
 from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import decode
@@ -43,7 +43,7 @@ class Start:
         hosts = [Host(f"n{number}", each) for number, each in enumerate(addresses)]
         placement = place(job, hosts)
         context = Context(job, Site(), placement, self.run, "/srv/job", "/opt/python", None, remote=remote, **keys)
-        self.roster = Roster(placement, [Node(each) for each in placement.nodes], meets=False)
+        self.roster = Roster(placement, [NodeState(each) for each in placement.nodes], meets=False)
         self.sent: list[tuple[int, wire.ToAgent]] = []
         console = Console()
         log = EventLog(self.run, console.say)
@@ -189,7 +189,7 @@ def test_a_node_that_was_lost_since_it_was_chosen_is_not_waited_for(tmp_path: Pa
     start = Start(tmp_path)
     start.roster.nodes[1].gone = True
     start.hello(1)
-    assert start.hello(0) == Stop(69, "n1: its agent has gone\nto continue without them: --exclude n1")
+    assert start.hello(0) == Stop(69, "n1: lost the connection to its agent\nto continue without them: --exclude n1")
     assert start.orders(wire.Prepare) == []
 
 
@@ -223,7 +223,7 @@ def test_one_that_the_others_could_not_reach_is_refused(tmp_path: Path, address:
     stop = Start(tmp_path, address="").all_answer(address=address).prepared()
     assert stop.code == 78
     assert stop.message == (
-        f"n0: cannot tell at which address the other nodes reach it (found {address or 'none'}); give it with "
+        f"n0: its address for the other nodes is unknown (found {address or 'none'}); set it with "
         "--master-addr, or write address=10.10.1.1 beside the host in the hosts file"
     )
 
@@ -242,7 +242,7 @@ def test_a_network_of_the_users_choice_says_where_they_meet(tmp_path: Path, want
 
 def test_a_network_that_node_0_does_not_have_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
     stop = Start(tmp_path, iface="ib0").all_answer().prepared(ADDRESSES)
-    assert stop == Stop(78, "n0: --iface ib0: no such network here; it has eth0 192.168.0.4, eth1 10.10.2.4")
+    assert stop == Stop(78, "n0: --iface ib0: no such network on this host, which has eth0 192.168.0.4, eth1 10.10.2.4")
 
 
 # What the nodes find --------------------------------------------------------------------------------------------------
@@ -255,25 +255,25 @@ def test_a_network_that_node_0_does_not_have_is_refused_with_those_that_it_has(t
             {"why": "Connection refused"},
             69,
             "n1: cannot reach the master at 10.10.1.1:61000: Connection refused; check the firewall between the nodes, "
-            "or give another network with --master-addr or --iface",
+            "or choose another network with --master-addr or --iface",
         ),
         (
             {"interface": "lo", "address": "127.0.0.1"},
             78,
-            "n1: it reaches the master 10.10.1.1:61000 through lo, which the others do not share; give the address of "
-            "node 0 that they reach with --master-addr",
+            "n1: reaches the master 10.10.1.1:61000 through lo, which other nodes cannot use; choose an address of "
+            "node 0 that all nodes reach with --master-addr",
         ),
         (
             {"interface": "", "address": ""},
             78,
-            "n1: it reaches the master 10.10.1.1:61000 through no interface, which the others do not share; give the "
-            "address of node 0 that they reach with --master-addr",
+            "n1: reaches the master 10.10.1.1:61000 through no interface, which other nodes cannot use; choose an "
+            "address of node 0 that all nodes reach with --master-addr",
         ),
         (
             {"code": "0123456789ab"},
             78,
-            f"n1: has other code of Muster (0123456789ab, here {fingerprint()}); run muster sync, or bring both to one "
-            "commit",
+            f"n1: has a different version of Muster (0123456789ab, here {fingerprint()}); run muster sync, or use the "
+            "same commit on both",
         ),
         (
             {"storage": "none", "run": "", "storage_why": "/runs: cannot write here: Read-only file system"},

@@ -87,13 +87,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             job, Site(), placement, run, "/srv/job", "/opt/python", "muster.jobs.train.main:run_rank", remote=True
         )
         made = Supervisor(context, transport, Console())  # type: ignore[arg-type]
-        for slot, node in enumerate(made.crew.nodes):
+        for slot, node in enumerate(made.run_nodes.nodes):
             node.channel, node.hello, node.gone = Channel(), hello(host=f"n{slot}"), slot == LOST  # type: ignore[assignment]
         # an attempt that has ended: everything of it was stopped
         over = {"is_over": lambda: True, "is_stopping": True, "startup": SimpleNamespace(begun=True, complete=True)}
         story = SimpleNamespace(last_step=lambda nodes: 120, saved_step=None, times={}, has_session=False)
         stopped = {"tick": lambda now, late_s: None, "growing": False, "stop": None, "draining": None}
-        roster = SimpleNamespace(nodes=made.crew.nodes)
+        roster = SimpleNamespace(nodes=made.run_nodes.nodes)
         made.attempt = SimpleNamespace(**over, **stopped, story=story, roster=roster, hangs=SimpleNamespace(hang=None))  # type: ignore[assignment]
         made.succession.begun = True
         made.succession.past.append(Past(Verdict(exits.UNREACHABLE, "silent"), LOST, 120, committed=True))
@@ -111,14 +111,14 @@ def revive(supervisor: Supervisor) -> Any:
         supervisor.inbox.close(0)
 
     asyncio.run(work())
-    return supervisor.crew.nodes[LOST].failure
+    return supervisor.run_nodes.nodes[LOST].failure
 
 
 def test_a_lost_node_that_boots_is_tried_until_its_agent_answers(make: Any) -> None:
     transport = Boots(3, UnreachableError("n3: connection refused"))
     supervisor = make(transport)
     assert revive(supervisor) is None
-    assert (transport.starts, supervisor.crew.nodes[LOST].is_alive) == (3, True)
+    assert (transport.starts, supervisor.run_nodes.nodes[LOST].is_alive) == (3, True)
 
 
 def test_a_lost_node_that_refuses_for_good_is_not_tried_again(make: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_lost_node_that_stays_away_is_unreachable_and_the_last_reason_is_told(
     failure = revive(make(Boots(10**9, UnreachableError("n3: no route to host")), start_timeout_s=0.5))
     assert isinstance(failure, UnreachableError)
     waited = "n3: its agent did not answer within 0.5 s (start_timeout_s)"
-    assert str(failure) == f"{waited}; the last time: n3: no route to host"
+    assert str(failure) == f"{waited}; last error: n3: no route to host"
 
 
 @pytest.mark.parametrize(

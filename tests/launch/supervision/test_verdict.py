@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.launch.records.verdict import Ending, Stop, Verdict, cause_of, judge
+from muster.launch.records.verdict import RankEnd, Stop, Verdict, cause_of, judge
 
 OWN = {"report": "failed", "kind": "ValueError", "message": "bad", "peer": False, "time": 1.0}
 PEER = {**OWN, "kind": "RuntimeError", "message": "connection closed", "peer": True}
 
 
-def ending(rank: int | None, ended: float, cause: str, *, code: int | None = 1, signal: str | None = None) -> Ending:
+def ending(rank: int | None, ended: float, cause: str, *, code: int | None = 1, signal: str | None = None) -> RankEnd:
     node = 0 if rank is None else rank // 2
-    return Ending(rank, node, f"n{node}", code, signal, ended, cause, f"message of {rank}", ["a last line"])
+    return RankEnd(rank, node, f"n{node}", code, signal, ended, cause, f"message of {rank}", ["a last line"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`muster sweep`: what a sweep is made of, one here, and arrays in a box."""
+"""`muster sweep`: what a sweep is made of, and sweeps on this machine."""
 
 import json
 import signal
@@ -16,18 +16,8 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import JobFileError, NotFoundError, RefusedError, RunFolderError, UsageError
 from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.cli import main
-from muster.launch.sweeps.sweep import (
-    Grid,
-    SweepRecord,
-    complaint,
-    exit_code,
-    find_sweep,
-    points_of,
-    read_grid,
-    read_grids,
-    split_values,
-)
-from support.box import BoxUser, ended
+from muster.launch.sweeps.grids import SweptKey, read_grid, read_grids, split_values
+from muster.launch.sweeps.sweep import SweepRecord, complaint, exit_code, find_sweep, points_of
 from support.live import argv, wait_until
 
 pytestmark = pytest.mark.slow
@@ -43,9 +33,7 @@ name: saving
 checkpoint: {every_steps: 10000}
 train: {model: gpt-nano, data: synthetic, batch_size: 4, steps: 100000, log_every: 1}
 """
-cluster = pytest.mark.cluster
 patient = pytest.mark.timeout(180)
-LISTED = "name: array\ngrace_s: 1\n" + argv("import os; print(os.environ['WHAT'])")
 
 # Grids --------------------------------------------------------------------------------------------------------------
 
@@ -64,6 +52,38 @@ def test_every_point_runs_once_before_any_runs_again() -> None:
     assert [point.label for point in points] == ["train.mode=flat", "train.mode=ddp"] * 2
     assert [point.name for point in points][1:] == ["vgg-mode-ddp", "vgg-mode-flat-again-1", "vgg-mode-ddp-again-1"]
     assert [point.name for point in points_of(read_grids([], 3), "vgg", 3)] == ["vgg", "vgg-again-1", "vgg-again-2"]
+
+
+def test_zipped_keys_go_in_pairs_and_combine_with_grids() -> None:
+    axes = read_grids(["train.mode=flat,ddp"], 1, [["nodes=1,2,2", "train.batch_size=64,64,128"]])
+    assert [point.label for point in points_of(axes, "vgg")] == [
+        f"train.mode={mode} nodes={nodes} train.batch_size={batch}"
+        for mode in ("flat", "ddp")
+        for nodes, batch in ((1, 64), (2, 64), (2, 128))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("zips", "said"),
+    [
+        ([["a=1,2", "b=1"]], "--zip a=1,2 b=1: needs equally many values for each key: a has 2, b has 1"),
+        ([["a=1,1", "b=2,2"]], "--zip a=1,1 b=2,2: has the same values twice; every point would run twice"),
+        ([["a=1", "a=2"]], "--zip a=2: a already has values; give all of them in one option"),
+        ([["nodes"]], "--zip nodes: must be of the form KEY=VALUE,VALUE"),
+    ],
+)
+def test_a_bad_zip_is_one_message(zips: list[list[str]], said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_grids([], 1, zips)
+    assert str(refused.value).startswith(said)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_error_of_a_zipped_value_names_the_option() -> None:
+    axes = read_grids([], 1, [["a=1,2", "b=x,y"]])
+    points = points_of(axes, "job")
+    bad = [(point, JobFileError(f"--set {point.overrides[0]}: a: unknown key")) for point in points]
+    assert str(complaint(bad, axes, 2)) == "--zip a=1,2: a: unknown key"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +126,7 @@ def test_any_text_is_split_without_losing_a_letter(text: str) -> None:
 )
 @example([("a", ["0", "0"]), ("a", [":", "2"])], "0")  # a number at the end that is another point's value
 def test_names_are_names_of_runs_and_differ(grids: list[tuple[str, list[str]]], base: str) -> None:
-    points = points_of([Grid(key, tuple(values)) for key, values in grids], base)
+    points = points_of([SweptKey(key, tuple(values)) for key, values in grids], base)
     names = [point.name for point in points]
     assert len(set(names)) == len(names)
     assert all(len(name) <= 64 and set(name) <= set("-._") | set(map(chr, range(128))) for name in names)
@@ -143,10 +163,10 @@ def test_all_bad_grids_are_told_at_once() -> None:
 
 
 def test_a_sweep_has_grids_and_an_end() -> None:
-    with pytest.raises(UsageError, match="none is given"):
+    with pytest.raises(UsageError, match="--grid: is missing"):
         read_grids([])
     numbers = ",".join(map(str, range(40)))
-    with pytest.raises(UsageError, match="make 1600 runs, at most 1000"):
+    with pytest.raises(UsageError, match="make 1600 runs, more than the limit of 1000"):
         read_grids([f"a={numbers}", f"b={numbers}"])
 
 
@@ -173,7 +193,7 @@ def test_the_first_failure_is_the_exit_code() -> None:
 
 
 def test_a_record_reads_back_and_is_found_by_a_part_of_its_name(tmp_path: Path) -> None:
-    points = tuple(points_of([Grid("nodes", ("1", "2"))], "vgg"))
+    points = tuple(points_of([SweptKey("nodes", ("1", "2"))], "vgg"))
     record = SweepRecord("vgg", "/job.yaml", "local", 1.5, points, ("run-a", "run-b"))
     for name in ("sweep-vgg-1", "sweep-vgg-2"):
         (tmp_path / name).mkdir()
@@ -279,7 +299,7 @@ def test_a_sweep_over_a_key_that_no_point_reads_is_refused(sweep: Sweep, tmp_pat
     assert (code, err) == (
         exits.BAD_JOB,
         f"muster: --grid train.layerwise={values}: train.layerwise: has no effect in mode ddp; it is for mode zero3 "
-        "and pipelines; remove it\n",
+        "and pipelines other than terapipe; remove it\n",
     )
     assert not (tmp_path / "runs").exists()
 
@@ -302,13 +322,89 @@ def test_a_sweep_over_modes_may_have_a_key_that_one_of_them_reads(sweep: Sweep) 
         (["--grid", "nodes=1", "--limit", "0"], exits.USAGE, "--limit: must be at least 1"),
         (["--grid", "nodes=1", "--limit", "2"], exits.USAGE, "--limit 2: is for Slurm arrays only"),
         (["--grid", "nodes=1", "--on", "hand"], exits.USAGE, "--on hand: a sweep starts its runs itself"),
-        ([], exits.USAGE, "--grid: none is given"),
+        ([], exits.USAGE, "--grid: is missing"),
     ],
 )
 def test_what_is_wrong_is_one_message(sweep: Sweep, words: list[str], code: int, said: str) -> None:
     ended, _, err = sweep(NANO, *words)
     assert (ended, err.count("\n")) == (code, 1)
     assert err.startswith(f"muster: {said}")
+
+
+def test_a_dry_run_shows_the_points_and_makes_nothing(sweep: Sweep, tmp_path: Path) -> None:
+    words = ("--zip", "nodes=1,2", "train.batch_size=4,8", "--dry-run")
+    code, out, err = sweep(NANO, *words, "--json")
+    assert code == 0, err
+    assert [(row["point"], row["nodes"], row["ranks"]) for row in rows(out)] == [
+        *(("nodes=1 train.batch_size=4", 1, 1), ("nodes=2 train.batch_size=8", 2, 2)),
+    ]
+    assert "nano-nodes-2-batch_size-8" in sweep(NANO, *words)[1]
+    assert sweep(NANO, "--grid", "train.mdoe=a", "--dry-run")[0] == exits.BAD_JOB
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.ranks
+@patient
+def test_a_stopped_sweep_resumes_with_the_points_that_are_not_finished(
+    sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = "name: gate\ngrace_s: 1\n" + argv(
+        "import os, time; print('begun', flush=True); "
+        f"time.sleep(1000 * (os.environ['A'] == 'slow' and not os.path.exists('{tmp_path}/open')))"
+    )
+    runs = tmp_path / "runs"
+    (tmp_path / "job.yaml").write_text(text)
+    words = [str(tmp_path / "job.yaml"), "--grid", "env.A=quick,slow,last", "--runs", str(runs), "--json"]
+    with subprocess.Popen([sys.executable, "-m", "muster", "sweep", *words], stdout=subprocess.PIPE) as process:
+        wait_until(lambda: runs.is_dir() and len(list_runs(runs)) == 2, "the second run")
+        wait_until(
+            lambda: any("slow" in run.run_id and run.attempt(0).out(0).exists() for run in list_runs(runs)), "it"
+        )
+        capfd.readouterr()
+        assert main(["resume", "sweep-gate", "--runs", str(runs)]) == exits.REFUSED
+        assert main(["rm", "sweep-gate", "--runs", str(runs)]) == exits.REFUSED
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    capfd.readouterr()
+    assert main(["why", "sweep-gate", "--runs", str(runs)]) == 0
+    assert ": 1 done, 1 stopped, 1 not run\n" in capfd.readouterr().out
+    (tmp_path / "job.yaml").write_text("the sweep has its own copy")
+    (tmp_path / "open").touch()
+    assert main(["resume", "sweep-gate", "--runs", str(runs), "-N", "2"]) == exits.USAGE
+    assert main(["resume", "sweep-gate", "--runs", str(runs)]) == 0
+    capfd.readouterr()
+    assert main(["status", "sweep-gate", "--runs", str(runs), "--json"]) == 0
+    assert [row["state"] for row in rows(capfd.readouterr().out)] == ["done"] * 3
+    assert {run.run_id.split("-2")[0]: run.attempt_numbers() for run in list_runs(runs)} == {
+        "gate-A-quick": [0],
+        "gate-A-slow": [0, 1],
+        "gate-A-last": [0],
+    }
+    assert main(["resume", "sweep-gate", "--runs", str(runs)]) == 0
+    assert "every point is done or failed" in capfd.readouterr().err
+    assert main(["rm", "sweep-gate", "--runs", str(runs)]) == 0
+    assert not list_runs(runs)
+
+
+@pytest.mark.ranks
+@patient
+def test_a_training_that_saves_nothing_is_replaced_by_a_new_run_when_its_sweep_resumes(
+    sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    text = NANO.replace("steps: 2", "steps: 300")
+    with two_points(tmp_path, text, "--set", "train.log_every=1") as process:
+        wait_for_first(runs, lambda run: run.metrics)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    first = list_runs(runs)[0].run_id
+    assert main(["resume", "sweep-nano", "--runs", str(runs)]) == 0
+    capfd.readouterr()
+    assert main(["status", "sweep-nano", "--runs", str(runs), "--json"]) == 0
+    table = rows(capfd.readouterr().out)
+    assert [(row["state"], row["step"]) for row in table] == [("done", 300), ("done", 300)]
+    assert first not in {row["run_id"] for row in table}
+    assert len(list_runs(runs)) == 3
 
 
 def two_points(folder: Path, text: str, *words: str) -> "subprocess.Popen[str]":
@@ -352,7 +448,7 @@ def test_muster_stop_ends_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[
         out, _ = process.communicate(timeout=60)
     assert process.returncode == exits.STOPPED
     assert [row["state"] for row in rows(out)] == ["stopped", "not run"]
-    assert ": stopped 1 run; no other one begins\n" in capsys.readouterr().out
+    assert ": stopped 1 run; no further run starts\n" in capsys.readouterr().out
     assert main(["stop", str(find_sweep(runs, "sleep")), "--json", "--runs", str(runs)]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["stopped"], [run["was_over"] for run in again["runs"]]) == (0, [True])
@@ -367,81 +463,8 @@ def test_a_sweep_that_is_refused_leaves_nothing(sweep: Sweep, tmp_path: Path) ->
         file.truncate(100 << 20)
     code, out, err = sweep(f"workdir: {work}\n" + EXIT, "--grid", "nodes=1,2", "--on", "slurm")
     assert (code, out) == (exits.REFUSED, "")
-    assert "too much for a copy of the code" in err
+    assert "too much to copy as code" in err
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 # In a box -----------------------------------------------------------------------------------------------------------
-
-ON = [["--on", "slurm"], ["--on", "submitit", "--executor", "slurm"]]
-BOTH = pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
-# Past the submission, which is tested for both, the jobs are followed and stopped in the same way.
-SLURM = pytest.mark.parametrize("on", [ON[0], pytest.param(ON[1], marks=pytest.mark.soak)], ids=["slurm", "submitit"])
-
-
-def sweep_of(user: BoxUser, text: str, *words: str) -> subprocess.Popen[str]:
-    return user.start("sweep", text, "--json", *words)
-
-
-def queue(user: BoxUser) -> list[str]:
-    """The jobs of sweeps that wait or run, elements of arrays each for itself."""
-    return [line for line in user.queued("--array", "--format=%i %j %T") if " sweep-" in line]
-
-
-@cluster
-@patient
-@BOTH
-def test_points_of_one_shape_are_one_array(user: BoxUser, on: list[str]) -> None:
-    code, out, err = ended(sweep_of(user, LISTED, "--grid", "env.WHAT=a,b", "--grid", "nodes=1,2", "--limit", "1", *on))
-    assert code == 0, err
-    assert [line for line in err.splitlines() if line.endswith("2 of 4 points")] != []
-    table = rows(out)
-    assert {(row["state"], row["code"]) for row in table} == {("done", 0)}
-    ids = [json.loads((user.runs / row["run_id"] / "slurm.json").read_text())["job_id"] for row in table]
-    arrays = [each.partition("_")[0] for each in ids]
-    assert arrays[0] == arrays[2] != arrays[1] == arrays[3]
-    assert [each.partition("_")[2] for each in ids] == ["0", "0", "1", "1"]
-    first = [(user.runs / row["run_id"] / "attempt-000" / "rank-00000.out").read_text() for row in table]
-    assert first == ["a\n", "a\n", "b\n", "b\n"]
-
-
-@cluster
-@patient
-@SLURM
-def test_each_points_own_code_comes_back_from_an_array(user: BoxUser, on: list[str]) -> None:
-    code, out, err = ended(sweep_of(user, EXIT, "--grid", "env.CODE='0','7','9'", *on))
-    assert code == 7, err
-    assert [row["code"] for row in rows(out)] == [0, 7, 9]
-
-
-@cluster
-@patient
-@pytest.mark.parametrize(
-    ("on", "how"),
-    [(ON[0], "Ctrl-C"), pytest.param(ON[1], "Ctrl-C", marks=pytest.mark.soak), (ON[0], "stop"), (ON[1], "stop")],
-    ids=["slurm, Ctrl-C", "submitit, Ctrl-C", "slurm, stop", "submitit, stop"],
-)
-def test_the_end_of_a_sweep_stops_what_runs_and_cancels_what_waits(user: BoxUser, on: list[str], how: str) -> None:
-    process = sweep_of(user, SLEEP, "--grid", "env.WHAT=a,b,c", "--limit", "1", *on)
-    wait_until(lambda: list(user.runs.glob("*/attempt-000/rank-00000.out")), "the first point's rank")
-    if how == "Ctrl-C":
-        process.send_signal(signal.SIGINT)
-    else:
-        code, out, err = user.call("stop", "sweep-sleep")
-        assert (code, ": stopped 3 runs; no other one begins\n" in out) == (0, True), err
-    code, out, err = ended(process)
-    assert code == exits.STOPPED, err
-    assert {row["state"] for row in rows(out)} == {"stopped"}
-    wait_until(lambda: not queue(user), "an empty queue")
-
-
-@cluster
-@patient
-@BOTH
-def test_a_shape_that_is_refused_ends_its_points_only(user: BoxUser, on: list[str]) -> None:
-    code, out, err = ended(
-        sweep_of(user, LISTED, "--set", "env.WHAT=x", "--grid", "slurm.partition=nowhere,batch", *on)
-    )
-    assert code == exits.REFUSED, err
-    assert [row["code"] for row in rows(out)] == [exits.REFUSED, 0]
-    assert "muster: slurm.partition: sbatch says: " in err

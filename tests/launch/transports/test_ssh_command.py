@@ -342,7 +342,7 @@ REAL: list[tuple[Callable[[Client, Sshd, Path], MusterError], type[MusterError],
     (
         lambda c, s, f: c(options=no_host_key(s, f)),
         UnreachableError,
-        ["its host key is not known here; look at it once with: ssh -p {port} 127.0.0.1"],
+        ["its host key is not known here; check and accept it with: ssh -p {port} 127.0.0.1"],
     ),
     (
         lambda c, s, f: c(options=another_host_key(s, f)),
@@ -352,7 +352,7 @@ REAL: list[tuple[Callable[[Client, Sshd, Path], MusterError], type[MusterError],
     (
         lambda c, s, f: c("/no/such/python", "-I", "/srv/boot.py"),
         RefusedError,
-        ["the interpreter is not there: ", "/no/such/python", "; correct interpreter in the site file"],
+        ["the interpreter is not there: ", "/no/such/python", "; correct `interpreter` in the site file"],
     ),
     (lambda c, s, f: c(a_text(f), "-I"), RefusedError, ["the interpreter cannot be run: "]),
     (

@@ -264,7 +264,7 @@ async def test_one_whose_first_message_is_no_hello_is_refused(carrier) -> None:
 @pytest.mark.parametrize(
     ("chatter", "said"),
     [
-        (b"y\n" * CHATTER_LINES, "it printed no hello"),
+        (b"y\n" * CHATTER_LINES, "it sent no hello"),
         (b"Welcome to n01!\n", "the connection ended"),
         (b"", "the connection ended"),
     ],

@@ -108,12 +108,12 @@ def fails(line: bytes | dict[str, Any], kinds: dict[str, type] = KINDS) -> str:
         (b'{"message": {"Held": 1}}', "expected one of Hello, "),
         (b'{"message": "held"}', "got 'held'"),
         (b'{"message": "__init__"}', "got '__init__'"),
-        (b'{"message": "Loaded"}', "got 'Loaded'"),  # an event of the supervisor's own
+        (b'{"message": "CheckpointChosen"}', "got 'CheckpointChosen'"),  # an event of the supervisor's own
         (b'{"message": "Tick"}', "got 'Tick'"),
         (b'{"message": "StopRequest", "by": "me"}', "got 'StopRequest'"),
         (b'{"message": "Failed", "slot": 0, "error": "no"}', "got 'Failed'"),
         (b'{"message": "Refused", "error": "no"}', "got 'Refused'"),
-        (b'{"message": "Gone", "slot": 0}', "got 'Gone'"),
+        (b'{"message": "NodeChannelClosed", "slot": 0}', "got 'NodeChannelClosed'"),
         (b'{"message": "__class__"}', "got '__class__'"),
         (b'{"message": "\\u001b]0;title\\u0007"}', r"got '\x1b]0;title\x07'"),
         (b'{"message": "\\ud800"}', r"got '\ud800'"),

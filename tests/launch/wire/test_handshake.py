@@ -238,8 +238,8 @@ def dialling(start_agent, listening) -> Started:
 
 def said_of(port: int, what: str) -> str:
     return (
-        f"muster agent on {socket.gethostname()}: the program that answers at {LOOPBACK}:{port} {what}, so it was not "
-        "obeyed; paste the lines of one muster cmd, and let no other program use that port\n"
+        f"muster agent on {socket.gethostname()}: the program that answers at {LOOPBACK}:{port} {what}, so this "
+        "agent ends; paste the lines of one muster cmd, and let no other program use that port\n"
     )
 
 

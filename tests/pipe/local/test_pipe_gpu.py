@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from muster.pipe import Pipe
 from muster.pipe.local.across import Streams
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(2)
 
 DEVICES = ["cuda:0", "cuda:1"]
 PATIENCE_S = 20.0

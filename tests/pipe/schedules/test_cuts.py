@@ -103,9 +103,9 @@ def test_by_hand_takes_the_first_layers_of_stages_with_or_without_the_first_stag
 @pytest.mark.parametrize(
     ("bounds", "layers", "stages", "said"),
     [
-        ([2], 7, 3, "cuts [2]: make 2 stages of 7 layers, not 3; expected the first layers"),
-        ([], 7, 3, "cuts []: make 1 stage of 7 layers, not 3"),
-        ([2, 4, 6], 7, 3, "cuts [2, 4, 6]: make 4 stages of 7 layers, not 3"),
+        ([2], 7, 3, "cuts [2] make 2 stages of 7 layers, not 3; expected the first layers"),
+        ([], 7, 3, "cuts [] make 1 stage of 7 layers, not 3"),
+        ([2, 4, 6], 7, 3, "cuts [2, 4, 6] make 4 stages of 7 layers, not 3"),
         ([5, 2], 7, 3, "cuts [5, 2]: 2 is not greater than 5"),
         ([2, 2], 7, 3, "cuts [2, 2]: 2 is not greater than 2"),
         ([-1, 2], 7, 3, "cuts [-1, 2]: -1 is not greater than 0"),
@@ -115,7 +115,7 @@ def test_by_hand_takes_the_first_layers_of_stages_with_or_without_the_first_stag
             3,
             "cuts [2, 7]: there is no layer 7, only 7 layers; expected the first layers of stages 1 to 2, increasing",
         ),
-        ([3], 7, 1, "cuts [3]: make 2 stages of 7 layers, not 1; expected none for one stage"),
+        ([3], 7, 1, "cuts [3] make 2 stages of 7 layers, not 1; expected none for one stage"),
         ([1, 2], 2, 3, "3 stages of 2 layers: a stage needs at least one layer; use at most 2"),
     ],
 )
@@ -135,5 +135,5 @@ def test_more_stages_than_layers_are_refused_with_both_numbers() -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_that_are_none_are_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match=rf"layer 1 weighs {weight}; expected a finite number of 0 or more"):
+    with pytest.raises(ValueError, match=rf"layer 1 has weight {weight}; expected a finite number of 0 or more"):
         balanced([1.0, weight], 2)

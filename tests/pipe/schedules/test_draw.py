@@ -74,7 +74,7 @@ def test_stages_of_one_rank_are_told_apart() -> None:
     assert text([two]) == "rank 0  F0 f0 i0 w0---"
     assert legend([two]) == (
         "F forward, I gradient of inputs, W gradient of weights, . idle, number: micro-batch, "
-        "small letters: the rank's second stage"
+        "lower case: the rank's second stage"
     )
     three = [*two, Bar("F", 4, 10, 5, 6, 2)]
     assert text([three]) == "rank 0  F0.0- F3.0- I3.0- W3.0------- F4.10"
@@ -90,7 +90,7 @@ def test_a_number_that_does_not_fit_is_left_out_and_not_cut() -> None:
 def test_idle_time_shows_messages_under_way_and_work_hides_them() -> None:
     bars = [Bar("F", 0, 0, 0, 2), Bar("send", 1, 0, 1, 3), Bar("receive", 0, 0, 4, 5), Bar("B", 0, 0, 5, 6)]
     assert text([bars]) == "rank 0  F0--- ~~~...~~~B0"
-    assert "~ idle, a message under way" in legend([bars])
+    assert "~ idle, a message in transit" in legend([bars])
 
 
 def test_colours_are_codes_around_the_same_text() -> None:

@@ -141,7 +141,7 @@ def test_handling_messages_costs_a_rank_what_its_sends_took_and_waits_for_what_w
 def test_records_that_lack_an_action_are_refused_by_its_name():
     plan = schedule("zb1p", 2, 3)
     records = [each for each in recorded(plan) if (each.kind, each.stage) != ("W", 1)]
-    with pytest.raises(ValueError, match=r"none of W1; expected every action of 'zb1p'"):
+    with pytest.raises(ValueError, match=r"records lack W1; expected every action of 'zb1p'"):
         mean_costs([records], plan)
 
 

@@ -187,30 +187,30 @@ def test_a_program_without_one_of_its_steps_or_with_one_twice_is_refused(
 def test_a_schedule_cut_short_is_refused() -> None:
     table = schedule("1f1b", 2, 2)
     short = reordered(table, 1, "F1.0 B1.0 F1.1")
-    with pytest.raises(ScheduleError, match=r"^schedule 1f1b: rank 1 never does B1\.1$"):
+    with pytest.raises(ScheduleError, match=r"^schedule 1f1b: rank 1 never runs B1\.1$"):
         with_messages(short)
     whole = with_messages(table)
-    with pytest.raises(ScheduleError, match="rank 1 does 3 actions, not 4 as in its schedule"):
+    with pytest.raises(ScheduleError, match="rank 1 runs 3 actions, not 4 as in its schedule"):
         check(changed(whole, 1, lambda row: row.__delitem__(slice(-2, None))))
-    with pytest.raises(ScheduleError, match=r"rank 1 never does B1\.1"):
+    with pytest.raises(ScheduleError, match=r"rank 1 never runs B1\.1"):
         check(replace(whole, schedule=short))
-    with pytest.raises(ScheduleError, match="steps of 1 ranks, wanted 2"):
+    with pytest.raises(ScheduleError, match="has 1 ranks, expected 2"):
         check(replace(whole, steps=whole.steps[:1]))
 
 
 @pytest.mark.parametrize(
     ("name", "order", "message"),
     [
-        ("gpipe", "F0.1 F0.0 B0.0 B0.1", r"rank 0 does F0\.1 before F0\.0 \(places 0 and 1\); swap them"),
-        ("gpipe", "F0.0 F0.1 B0.1 B0.0", r"rank 0 does B0\.1 before B0\.0"),
-        ("gpipe", "F0.0 B0.1 F0.1 B0.0", r"rank 0 does B0\.1 before B0\.0"),
-        ("gpipe", "F0.0 F0.0 B0.0 B0.1", r"F0\.0 is done 2 times, expected once"),
-        ("gpipe", "F0.0 F0.1 B0.0 I0.1", r"rank 0 never does I0\.0"),
-        ("gpipe", "F0.0 F0.1 B0.0 B0.1 F1.1", r"F1\.1 is done 2 times, expected once"),
-        ("gpipe", "F0.0 F0.1 B0.0 B0.1 F0.2", r"rank 0 does F0\.2, but there are 2 stages and 2 micro-batches"),
-        ("zb1p", "F0.0 F0.1 I0.0 I0.1 W0.1 W0.0", r"rank 0 does W0\.1 before W0\.0 \(places 4 and 5\)"),
-        ("zb1p", "F0.0 F0.1 I0.0 W0.0 W0.1 I0.1", r"rank 0 does W0\.1 before I0\.1 \(places 4 and 5\)"),
-        ("zb1p", "F0.0 F0.1 I0.0 W0.0 I0.1 W0.1 B0.0", r"stage 0 does B0\.0 but also splits its backward"),
+        ("gpipe", "F0.1 F0.0 B0.0 B0.1", r"rank 0 runs F0\.1 before F0\.0 \(places 0 and 1\); swap them"),
+        ("gpipe", "F0.0 F0.1 B0.1 B0.0", r"rank 0 runs B0\.1 before B0\.0"),
+        ("gpipe", "F0.0 B0.1 F0.1 B0.0", r"rank 0 runs B0\.1 before B0\.0"),
+        ("gpipe", "F0.0 F0.0 B0.0 B0.1", r"F0\.0 occurs 2 times, expected once"),
+        ("gpipe", "F0.0 F0.1 B0.0 I0.1", r"rank 0 never runs I0\.0"),
+        ("gpipe", "F0.0 F0.1 B0.0 B0.1 F1.1", r"F1\.1 occurs 2 times, expected once"),
+        ("gpipe", "F0.0 F0.1 B0.0 B0.1 F0.2", r"rank 0 runs F0\.2, but there are 2 stages and 2 micro-batches"),
+        ("zb1p", "F0.0 F0.1 I0.0 I0.1 W0.1 W0.0", r"rank 0 runs W0\.1 before W0\.0 \(places 4 and 5\)"),
+        ("zb1p", "F0.0 F0.1 I0.0 W0.0 W0.1 I0.1", r"rank 0 runs W0\.1 before I0\.1 \(places 4 and 5\)"),
+        ("zb1p", "F0.0 F0.1 I0.0 W0.0 I0.1 W0.1 B0.0", r"stage 0 runs B0\.0, but splits its other backwards"),
     ],
 )
 def test_orders_that_give_wrong_gradients_are_refused(name: str, order: str, message: str) -> None:
@@ -220,7 +220,7 @@ def test_orders_that_give_wrong_gradients_are_refused(name: str, order: str, mes
 
 def test_an_action_on_another_rank_than_its_stage_is_refused() -> None:
     table = schedule("gpipe", 2, 1)
-    with pytest.raises(ScheduleError, match=r"rank 0 does F1\.0, but rank 1 holds that stage"):
+    with pytest.raises(ScheduleError, match=r"rank 0 runs F1\.0, but rank 1 has that stage"):
         with_messages(replace(table, actions=(table.actions[1], table.actions[0])))
 
 
@@ -258,17 +258,17 @@ def test_a_deadlock_of_sends_that_wait_is_refused_with_where_ranks_stand() -> No
 @pytest.mark.parametrize(
     ("rank", "change", "message"),
     [
-        (1, lambda row: row.pop(0), r"rank 1 lacks <a1\.0 \(rank 0\), must precede F1\.0 \(place 0\)"),
-        (0, lambda row: row.pop(1), r"rank 0 lacks >a1\.0 \(rank 1\), must follow F0\.0 \(place 0\)"),
-        (0, lambda row: row.insert(0, row.pop(1)), r"rank 0 has >a1\.0 \(rank 1\) at place 0, must follow F0\.0"),
-        (1, lambda row: row.insert(1, row.pop(0)), r"rank 1 has <a1\.0 \(rank 0\) at place 1, must precede F1\.0"),
+        (1, lambda row: row.pop(0), r"rank 1 lacks <a1\.0 \(rank 0\); it must precede F1\.0 \(place 0\)"),
+        (0, lambda row: row.pop(1), r"rank 0 lacks >a1\.0 \(rank 1\); it must follow F0\.0 \(place 0\)"),
+        (0, lambda row: row.insert(0, row.pop(1)), r"rank 0 has >a1\.0 \(rank 1\) at place 0; it must follow F0\.0"),
+        (1, lambda row: row.insert(1, row.pop(0)), r"rank 1 has <a1\.0 \(rank 0\) at place 1; it must precede F1\.0"),
         (
             1,
             lambda row: row.insert(3, Send("gradient", 0, 0, 2)),
             r"rank 1 has >g0\.0 \(rank 2\) at place 3, which no action",
         ),
         (0, lambda row: row.insert(1, row[1]), r"rank 0 has >a1\.0 twice, at places 1 and 2"),
-        (0, lambda row: row.pop(0), r"rank 0 does F0\.1, not F0\.0 as in its schedule"),
+        (0, lambda row: row.pop(0), r"rank 0 runs F0\.1, not F0\.0 as in its schedule"),
     ],
 )
 def test_messages_that_are_missing_or_at_a_wrong_place_are_refused(

@@ -146,7 +146,10 @@ def test_no_costs_make_zero_bubble_schedules_wrong_or_let_them_hold_more(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f1", 2, 2), "schedule '1f1' is unknown; expected one of: model, gpipe, 1f1b, interleaved, zb1p, zbv"),
+        (
+            ("1f1", 2, 2),
+            "schedule '1f1' is unknown; expected one of: model, gpipe, 1f1b, interleaved, zb1p, zbv, terapipe",
+        ),
         (("1f1b", 0, 2), "schedule 1f1b: ranks must be at least 1, got 0"),
         (("gpipe", 2, 0), "schedule gpipe: microbatches must be at least 1, got 0"),
     ],
@@ -163,5 +166,5 @@ def test_chunks_and_costs_that_do_not_fit_are_refused_with_numbers() -> None:
         schedule("zbv", 2, 2, costs=Costs(forward=(1.0, 1.0, 1.0)))
     with pytest.raises(ValueError, match="costs: message has 2 numbers, expected 1, one for each of the cuts"):
         schedule("zb1p", 2, 2, costs=Costs(message=(1.0, 1.0)))
-    with pytest.raises(ValueError, match="costs: weight_gradient must be seconds of 0 or more, got nan"):
+    with pytest.raises(ValueError, match="costs: weight_gradient must be finite seconds of 0 or more, got nan"):
         Costs(weight_gradient=float("nan"))

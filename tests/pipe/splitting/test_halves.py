@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from muster.jobs.models.shapes import GptShape, VggShape
-from muster.jobs.train.models.gpt import Block, build_gpt
+from muster.jobs.train.models.gpt import TransformerBlock, build_gpt
 from muster.jobs.train.models.vgg import build_vgg
 from muster.pipe.splitting.halves import WeightQueue
 
@@ -98,7 +98,7 @@ def compared(
 def blocks(width: int, *, bias: bool = True, count: int = 3) -> nn.Sequential:
     torch.manual_seed(0)
     shape = GptShape("test", width, 4 * width, count, width // 32, bias=bias, norm="layer")
-    return nn.Sequential(*(Block(shape) for _ in range(count)))
+    return nn.Sequential(*(TransformerBlock(shape) for _ in range(count)))
 
 
 @pytest.mark.parametrize("width", [128, 256])

@@ -123,7 +123,7 @@ def said_twice(world: World) -> list[str]:
 
 
 def test_a_gradient_that_is_ready_is_so_once(on_ranks):
-    message = "0.weight: its gradient was said to be ready before in this synchronization"
+    message = "0.weight: its gradient was already reported as ready in this synchronization"
     assert on_ranks(2, said_twice) == [[message]] * 2
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.jobs.models.shapes import GptShape
-from muster.jobs.train.models.gpt import Block
+from muster.jobs.train.models.gpt import TransformerBlock
 from muster.pipe.splitting.halves import WeightQueue
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ WIDTH, TOKENS = 256, 128
 def blocks(dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(0)
     shape = GptShape("test", WIDTH, 4 * WIDTH, 2, 4, bias=True, norm="layer")
-    return nn.Sequential(Block(shape), Block(shape)).to("cuda", dtype)
+    return nn.Sequential(TransformerBlock(shape), TransformerBlock(shape)).to("cuda", dtype)
 
 
 def gradients(module: nn.Module, queue: WeightQueue | None, dtype: torch.dtype, *, autocast: bool) -> list[Tensor]:

@@ -62,16 +62,17 @@ def refused(world: World) -> dict[str, str]:
 
 
 WANTED = {
-    "heads": "block1.attention: 4 heads cannot be split over 3 ranks: 1 would be left; 6 could be",
-    "d_ff": "block1.mlp.up: 32 outputs cannot be split over 3 ranks: 2 would be left; 33 could be; "
-    "block1.mlp.down: 32 inputs cannot be split over 3 ranks: 2 would be left; 33 could be",
-    "vocabulary": "embed.token: 256 tokens of its vocabulary cannot be split over 3 ranks: 1 would be left; "
-    "258 could be; head: 256 tokens of its vocabulary cannot be split over 3 ranks: 1 would be left; 258 could be",
+    "heads": "block1.attention: 4 heads cannot be split evenly over 3 ranks; use a multiple of 3, such as 6",
+    "d_ff": "block1.mlp.up: 32 outputs cannot be split evenly over 3 ranks; use a multiple of 3, such as 33; "
+    "block1.mlp.down: 32 inputs cannot be split evenly over 3 ranks; use a multiple of 3, such as 33",
+    "vocabulary": "embed.token: 256 tokens of its vocabulary cannot be split evenly over 3 ranks; use a multiple of 3, "
+    "such as 258; head: 256 tokens of its vocabulary cannot be split evenly over 3 ranks; use a multiple of 3, such as "
+    "258",
     "nowhere": "plan: 'block*.mlp.gate' matches no module; the model has embed, block1, norm, head",
-    "shared": "embed.token.weight and head.weight are one parameter, split along dimension 0 there and whole here; "
+    "shared": "embed.token.weight (split along dimension 0) and head.weight (whole) are one parameter; "
     "plan both in the same way",
-    "shared otherwise": "embed.token.weight and head.weight are one parameter, split along dimension 0 there and "
-    "split along dimension 1 here; plan both in the same way",
+    "shared otherwise": "embed.token.weight (split along dimension 0) and head.weight (split along dimension 1) are "
+    "one parameter; plan both in the same way",
     "kind": "0: is a Conv2d, expected Linear",
     "subclass": "0: is a NonDynamicallyQuantizableLinear, expected Linear",
     "two rows": "block1.mlp.up: rows 'block1.mlp.up' and 'block*.mlp.up' both match it; keep one row per module",
@@ -79,7 +80,7 @@ WANTED = {
     "no heads": "block1.attention: Attention has no queries, keys; use names that it has",
     "no linear": "0: is a ReLU, expected Linear",
     "no row": "plan: 'head' has a str; expected a rule such as Column()",
-    "grouped": ": 2 heads (pairs) cannot be split over 3 ranks: 2 would be left; 3 could be",
+    "grouped": ": 2 heads (pairs) cannot be split evenly over 3 ranks; use a multiple of 3, such as 3",
     "padding": "0: padding_idx is not supported with a split vocabulary",
 }
 
@@ -117,7 +118,7 @@ def test_inputs_that_do_not_fit_are_refused_with_numbers(on_ranks):
             "token": "token 24 is outside the vocabulary of 24; expected 0 to 23",
             "whole": "target 24 is outside the vocabulary of 24; expected 0 to 23",
             "target": "target 24 is outside the vocabulary of 24; expected 0 to 23",
-            "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 of them; expected this rank's 12, "
+            "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 classes; expected this rank's 12, "
             "or all",
         }
 
@@ -143,7 +144,7 @@ def beyond(world: World) -> list[str]:
     ask(SplitCrossEntropy(Region(world.group), 24)(logits, torch.tensor([0, 23])), logits)
     outside = dist.new_group([0])
     if world.rank == 1:
-        with pytest.raises(ValueError, match="rank 1 is not in the process group given"):
+        with pytest.raises(ValueError, match="rank 1 is not in the given process group"):
             parallelize(nn.Sequential(nn.Linear(2, 2)), {"0": Column()}, outside)
     return found
 

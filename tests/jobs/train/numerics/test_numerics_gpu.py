@@ -12,7 +12,7 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.engine import Engine, build_engine
 from muster.jobs.train.models.gpt import build_gpt
-from muster.jobs.train.models.stack import Stack, plain_loss
+from muster.jobs.train.models.stack import LayerStack, plain_loss
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.loss import chunked_loss
@@ -37,7 +37,7 @@ def _deterministic() -> Iterator[None]:
     torch.backends.cudnn.deterministic = False
 
 
-def model_of(kind: str) -> Stack:
+def model_of(kind: str) -> LayerStack:
     return build_gpt(GPT, seed=1) if kind == "gpt" else build_vgg(VGG, seed=1)
 
 

@@ -16,7 +16,7 @@ from muster.jobs.train.data import open_data
 from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.models.gpt import build_gpt
-from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.stack import LayerStack
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics import Numerics, pieces
 from muster.jobs.train.numerics.pieces import cut, require_compiler
@@ -29,7 +29,7 @@ GPT = GptShape("tiny", d_model=16, d_ff=32, layers=3, heads=2, context=8, vocabu
 VGG = VggShape("vgg-tiny", (8, POOL, 8, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 
 
-def model_of(kind: str) -> Stack:
+def model_of(kind: str) -> LayerStack:
     return build_gpt(GPT, seed=1) if kind == "gpt" else build_vgg(VGG, seed=1)
 
 
@@ -41,7 +41,7 @@ def batch_of(kind: str) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 3, 32, 32, generator=generator), torch.randint(10, (4,), generator=generator)
 
 
-def trained(kind: str, numerics: Numerics) -> tuple[Stack, float, int]:
+def trained(kind: str, numerics: Numerics) -> tuple[LayerStack, float, int]:
     """Forward and backward once; return the model with its gradients, the loss, and the bytes kept in between."""
     model, kept = numerics.place(model_of(kind)), 0
     inputs, targets = batch_of(kind)
@@ -58,7 +58,7 @@ def trained(kind: str, numerics: Numerics) -> tuple[Stack, float, int]:
     return model, float(loss.detach()), kept
 
 
-def same(one: Stack, other: Stack) -> list[str]:
+def same(one: LayerStack, other: LayerStack) -> list[str]:
     """Name the parameters whose gradients differ, and the buffers that do."""
     other_parameters, other_buffers = dict(other.named_parameters()), dict(other.named_buffers())
     return [

@@ -65,7 +65,7 @@ def test_without_warm_up_the_first_step_counts():
             BUILT,
             Ended("died", 1.0, message="was killed by SIGKILL"),
             "memory",
-            "which the kernel does when memory runs out",
+            "probably by the kernel because memory ran out",
         ),
         (BUILT, Ended("died", 1.0, message="was killed by SIGABRT; last words: std::bad_alloc"), "memory", "bad_alloc"),
         (BUILT, Ended("died", 1.0, message="was killed by SIGSEGV"), "failed", "was killed by SIGSEGV"),

@@ -15,8 +15,8 @@ from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.timing.settings import Case, TimingSettings
 from muster.jobs.train.timing import memory, work
-from muster.jobs.train.timing.launch_manager import LaunchManager
-from muster.jobs.train.timing.work import Task
+from muster.jobs.train.timing.launch_manager import ModelTimer
+from muster.jobs.train.timing.work import TimingTask
 from muster.jobs.world.world import World
 from support.timings import settings
 
@@ -27,20 +27,20 @@ MB = 2**20
 OWN = Path(CODE_ROOT, "muster/jobs/examples/own")
 
 
-def stand_still(task: Task) -> Any:
+def stand_still(task: TimingTask) -> Any:
     """Build no step for gpt-nano, in place of `work.build_step`."""
     while task.case.model == "gpt-nano":
         time.sleep(0.05)
     return lambda: None
 
 
-def devour(task: Task) -> Any:
+def devour(task: TimingTask) -> Any:
     """Build a step that takes 32 MB more with each call, in place of `work.build_step`."""
     held: list[torch.Tensor] = []
     return lambda: held.append(torch.ones(8 * MB))
 
 
-def raises(task: Task) -> Any:
+def raises(task: TimingTask) -> Any:
     raise ValueError("a mistake of the model's own")
 
 
@@ -62,7 +62,7 @@ def conduct(world: World, folder: str, asked: dict[str, Any], fault: str = "", a
         memory.allowed_bytes = lambda share: allowed
     path = Path(folder) / "bench.jsonl"
     wanted = TimingSettings.model_validate(asked)
-    LaunchManager(wanted, CPU, RowLog(path, patient=False, say=print), name="test").run()
+    ModelTimer(wanted, CPU, RowLog(path, patient=False, say=print), name="test").run()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -122,7 +122,7 @@ def test_a_row_whose_time_is_over_is_given_up_and_the_next_one_goes_on(on_ranks,
     [
         ("raise", "failed", "ValueError: a mistake of the model's own"),
         ("abort", "failed", "was killed by SIGABRT"),
-        ("kill", "memory", "was killed by SIGKILL, which the kernel does when memory runs out"),
+        ("kill", "memory", "was killed by SIGKILL, probably by the kernel because memory ran out"),
     ],
 )
 def test_a_row_whose_process_fails_says_why(on_ranks, tmp_path, fault, state, reason):
@@ -150,11 +150,11 @@ def step_and_engine(world: World, precision: str) -> list[bool]:
     from muster.jobs.train.profiling.clock import clock_for
 
     asked = TimingSettings.model_validate({"model": ["gpt-nano"], **TINY})
-    task = Task(asked, Case("gpt-nano", "step", precision), CPU, 1 << 40)  # type: ignore[arg-type]
+    task = TimingTask(asked, Case("gpt-nano", "step", precision), CPU, 1 << 40)  # type: ignore[arg-type]
     made: list[torch.nn.Module] = []
     build = work.build
 
-    def building(task: Task) -> Any:
+    def building(task: TimingTask) -> Any:
         made.append((found := build(task))[0])
         return found
 

@@ -11,11 +11,11 @@ import torch
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.timing.settings import TimingSettings
 from muster.jobs.train.timing import work
-from muster.jobs.train.timing.launch_manager import LaunchManager
+from muster.jobs.train.timing.launch_manager import ModelTimer
 from muster.jobs.world.world import World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks, pytest.mark.timeout(300)]
-SMALL = {"batch": 4, "context": 64, "vocabulary": 1000, "warmup": 1, "steps": 3}
+SMALL = {"batch": 4, "context": 64, "vocabulary": 1000, "warmup": 1, "steps": 3, "launches": 1}
 
 
 def conduct(world: World, folder: str, asked: dict[str, Any], fraction: float = 1.0) -> list[Any]:
@@ -30,7 +30,7 @@ def conduct(world: World, folder: str, asked: dict[str, Any], fraction: float = 
     work.claim = claiming
     path = Path(folder) / "bench.jsonl"
     wanted = TimingSettings.model_validate({**SMALL, **asked})
-    LaunchManager(wanted, torch.device("cuda", 0), RowLog(path, patient=False, say=print), name="test").run()
+    ModelTimer(wanted, torch.device("cuda", 0), RowLog(path, patient=False, say=print), name="test").run()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -1,0 +1,151 @@
+"""Asynchronous SGD with parameter servers, as an optimizer.
+
+    optimizer = AsynchronousOptimizer(model.parameters(), torch.optim.SGD, group, lr=0.1)
+    loss.backward()
+    optimizer.step()          # pushes the gradients, pulls the new parameters; waits for no other worker
+    ...
+    optimizer.finish()        # serves the other workers until they have finished, too
+
+A step divides the gradient by the number of workers. Plain SGD therefore moves as far in one step of every worker as in
+one synchronous step with the mean of their gradients, apart from staleness. Sources: Dean et al. 2012, Li et al. 2014.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from muster.ddp.asynchronous.server import LEAVE, PULL, PUSH, TAG, ParameterServer
+from muster.ddp.asynchronous.shards import bounds
+
+
+class AsynchronousOptimizer(torch.optim.Optimizer):
+    """Update parameters on servers. Ranks 0 to `servers` - 1 of the group serve one shard each (default: all ranks).
+
+    The constructor is a collective of `group`, a gloo group: it sets the parameters to rank 0's. They become views of
+    one flat tensor. `kind` is a class of element-wise optimizers, and `options` are its keyword arguments. A parameter
+    without a gradient counts as having gradient 0. CUDA tensors travel through pinned host memory.
+
+    The loss of a rank that serves no shard leaves all other ranks working.
+
+    Attributes:
+        staleness: for each server, the staleness of the last gradient (see `ParameterServer`).
+        server: this rank's server, or None.
+
+    Raises:
+        ValueError: if the parameters have several dtypes or devices, or `servers` is not from 1 to the number of ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        kind: Callable[..., torch.optim.Optimizer],
+        group: dist.ProcessGroup,
+        *,
+        servers: int | None = None,
+        **options: Any,
+    ) -> None:
+        trained = [each for each in parameters if each.requires_grad]
+        self.group, self.rank, self.workers = group, dist.get_rank(group), dist.get_world_size(group)
+        count = self.workers if servers is None else servers
+        if not 1 <= count <= self.workers:
+            raise ValueError(f"servers must be from 1 to the number of ranks, {self.workers}, got {servers}")
+        if len({(each.dtype, each.device) for each in trained}) != 1:
+            raise ValueError("parameters must have one dtype and be on one device, and at least one must be trainable")
+        super().__init__(trained, {"lr": options["lr"], "fused": False})
+        self._values = torch.cat([each.detach().reshape(-1) for each in trained])
+        self._gradient = torch.zeros_like(self._values)
+        sizes = [each.numel() for each in trained]
+        self._slots = [slot.view_as(p) for slot, p in zip(torch.split(self._gradient, sizes), trained, strict=True)]
+        for parameter, slot in zip(trained, torch.split(self._values, sizes), strict=True):
+            parameter.data = slot.view_as(parameter)
+        self._host = [self._values, self._gradient]  # the same in host memory
+        if self._values.is_cuda:
+            self._host = [torch.empty_like(each, device="cpu", pin_memory=True) for each in self._host]
+            self._host[0].copy_(self._values)
+        dist.broadcast(self._host[0], group=group, group_src=0)
+        self._to_device()
+        self.bounds = [(start, stop) for start, stop in bounds(len(self._values), count) if start < stop]
+        self.staleness = [0] * len(self.bounds)
+        self.on_wait: Callable[[bool], None] = lambda begins: None  # with True before, False after a step communicates
+        self.server: ParameterServer | None = None
+        if self.rank < len(self.bounds):
+            start, stop = self.bounds[self.rank]
+            shard = nn.Parameter(self._values[start:stop].clone())
+            others = [each for each in range(self.workers) if each != self.rank]
+            self.server = ParameterServer(shard, kind([shard], **options), group, others)
+            served = self.server.optimizer.state  # may be empty until the first step
+            self.state[shard] = {"values": shard.data, "gradient": shard.grad, "served": served}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Push the gradients to all servers, and pull the parameters that result.
+
+        Raises:
+            RuntimeError: if a server is lost.
+        """
+        for group in self.param_groups:
+            for slot, parameter in zip(self._slots, group["params"], strict=True):
+                slot.zero_() if parameter.grad is None else slot.copy_(parameter.grad)
+        if self.workers > 1:
+            self._gradient.div_(self.workers)
+        if self._values.is_cuda:
+            self._host[1].copy_(self._gradient)
+        self.on_wait(True)
+        self.staleness = self._exchange(PUSH)
+        self.on_wait(False)
+
+    def pull(self) -> None:
+        """Pull the newest parameters from all servers."""
+        self._exchange(PULL)
+
+    def finish(self) -> None:
+        """Leave all servers, and serve this rank's shard until every other worker has left or is lost.
+
+        Raises:
+            RuntimeError: if an update of this rank's shard failed.
+        """
+        for server in range(len(self.bounds)):
+            if server != self.rank:
+                dist.send(self._request(LEAVE), group=self.group, group_dst=server, tag=TAG)
+        if self.server is not None:
+            self.server.join()
+
+    def _request(self, what: float) -> Tensor:
+        return torch.tensor([what, self.param_groups[0]["lr"]], dtype=torch.float64)
+
+    def _exchange(self, what: float) -> list[int]:
+        """Send a request to all servers, and receive all replies; return the staleness that each server reports."""
+        values, gradient = self._host
+        request, sending = self._request(what), []
+        remote = [each for each in range(len(self.bounds)) if each != self.rank]
+        for server in remote:
+            start, stop = self.bounds[server]
+            sending.append(dist.isend(request, group=self.group, group_dst=server, tag=TAG))
+            if what == PUSH:
+                sending.append(dist.isend(gradient[start:stop], group=self.group, group_dst=server, tag=TAG))
+        found = [0] * len(self.bounds)
+        if self.server is not None:
+            start, stop = self.bounds[self.rank]
+            if what == PUSH:
+                lr = self.param_groups[0]["lr"]
+                found[self.rank] = self.server.push(self.rank, gradient[start:stop], lr, values[start:stop])
+            else:
+                self.server.pull(self.rank, values[start:stop])
+        reply = torch.empty(2, dtype=torch.float64)
+        for server in remote:
+            start, stop = self.bounds[server]
+            dist.recv(reply, group=self.group, group_src=server, tag=TAG + 1)
+            dist.recv(values[start:stop], group=self.group, group_src=server, tag=TAG + 1)
+            found[server] = int(reply[0])
+        for work in sending:
+            if work is not None:
+                work.wait()
+        self._to_device()
+        return found
+
+    def _to_device(self) -> None:
+        if self._values.is_cuda:
+            self._values.copy_(self._host[0])

@@ -1,0 +1,125 @@
+"""A parameter server: the thread-safe owner of one shard, which applies gradients in the order of their arrival.
+
+    worker 1   ── gradient ──→ │                       │ ── shard, version 7 ──→
+    worker 2   ── gradient ──→ │ one at a time: step,  │ ── shard, version 8 ──→
+    own worker ── gradient ──→ │ version + 1           │ ── shard, version 9 ──→
+
+One thread per remote worker waits for its requests, so a slow or lost worker delays no other.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock, Thread
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PUSH: Final = 1.0  # a gradient follows; the reply is the shard after its update
+PULL: Final = 2.0  # the reply is the shard
+LEAVE: Final = 3.0  # the worker's last request; without a reply
+TAG: Final = 7101
+
+
+class ParameterServer:
+    """Serve a shard to the ranks of a gloo group until all of them have left or are lost.
+
+    `optimizer` steps `shard`, a flat tensor on any device. Its `.grad` is replaced. The *staleness* of a gradient is
+    the number of updates that the shard has received since the worker pulled the values for which it was computed.
+    """
+
+    def __init__(
+        self, shard: Tensor, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, workers: Iterable[int]
+    ) -> None:
+        self.shard = shard
+        self.optimizer = optimizer
+        self.group = group
+        self.version = 0  # number of updates
+        self.lost: list[int] = []  # workers whose connection has closed, in this order
+        self._pulled: dict[int, int] = {}  # for each worker: the version that it has
+        self._failure: Exception | None = None
+        self._lock = Lock()
+        self._stream = torch.cuda.Stream(shard.device) if shard.is_cuda else None  # type: ignore[no-untyped-call]
+        shard.grad = torch.zeros_like(shard)
+        if shard.is_cuda:  # the stream above must not begin before the shard and its state are written
+            torch.cuda.synchronize(shard.device)
+        self._threads = [Thread(target=self._serve, args=(each,), daemon=True) for each in workers]
+        for thread in self._threads:
+            thread.start()
+
+    def push(self, worker: int, gradient: Tensor, lr: float, into: Tensor) -> int:
+        """Apply a worker's gradient, copy the shard into `into`, and return the gradient's staleness.
+
+        Both tensors are in host memory, with the shard's shape.
+
+        Raises:
+            RuntimeError: if an earlier update failed.
+        """
+        with self._lock, self._beside():
+            self._check()
+            staleness = self.version - self._pulled.get(worker, 0)
+            assert self.shard.grad is not None
+            self.shard.grad.copy_(gradient)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            try:
+                self.optimizer.step()
+            except Exception as error:
+                self._failure = error
+                raise
+            self.version += 1
+            self._copy(worker, into)
+            return staleness
+
+    def pull(self, worker: int, into: Tensor) -> None:
+        """Copy the shard into `into`, a tensor in host memory."""
+        with self._lock, self._beside():
+            self._check()
+            self._copy(worker, into)
+
+    def join(self) -> None:
+        """Wait until every remote worker has left or is lost.
+
+        Raises:
+            RuntimeError: if an update failed.
+        """
+        for thread in self._threads:
+            thread.join()
+        self._check()
+
+    def _copy(self, worker: int, into: Tensor) -> None:
+        into.copy_(self.shard.detach())
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._pulled[worker] = self.version
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"a parameter server's update failed: {self._failure}") from self._failure
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """Return a context for work that must not wait for the kernels of this rank's own worker."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _serve(self, worker: int) -> None:
+        if self.shard.is_cuda:
+            torch.cuda.set_device(self.shard.device)  # of this thread
+        request = torch.empty(2, dtype=torch.float64)  # [what, learning rate]
+        reply = torch.zeros(2, dtype=torch.float64)  # [staleness, unused]
+        room = torch.empty(self.shard.shape, dtype=self.shard.dtype, pin_memory=self.shard.is_cuda)
+        try:
+            while True:
+                dist.recv(request, group=self.group, group_src=worker, tag=TAG)
+                what, lr = request.tolist()
+                if what == LEAVE:
+                    return
+                if what == PUSH:
+                    dist.recv(room, group=self.group, group_src=worker, tag=TAG)
+                    reply[0] = self.push(worker, room, lr, room)
+                else:
+                    self.pull(worker, room)
+                dist.send(reply, group=self.group, group_dst=worker, tag=TAG + 1)
+                dist.send(room, group=self.group, group_dst=worker, tag=TAG + 1)
+        except RuntimeError:  # gloo: the connection is closed
+            self.lost.append(worker)

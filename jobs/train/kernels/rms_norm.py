@@ -1,0 +1,95 @@
+"""RMSNorm (Zhang and Sennrich 2019) in three ways: plain PyTorch, a derived backward, and fused Triton kernels.
+
+    r = (mean x^2 + eps)^(-1/2)        one number per row; rows are all but the last dimension
+    y = x r g                          g: one weight per column
+
+The backward, from dy = dL/dy. Each element of a row acts directly and through r. Since dr/dx_j = -r^3 x_j / n for
+rows of n elements,
+
+    dg_i = sum over rows of dy_i x_i r
+    dx_j = r dy_j g_j - x_j r^3 mean(dy g x)
+
+The code computes the last line as r (dy g - x r mean(dy g x r)), because r^3 leaves the range of float32 for large x.
+All three compute in float32 at least, and round once at the end. `RMSNorm` of torch is the reference of the tests.
+"""
+
+import os
+import warnings
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST: Final = 1 << 16  # elements of a row that the kernels hold at once
+_warned: Final = set[str]()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalize each row of x (..., n) by its root mean square, and scale it by the weight (n,)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    r = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()  # (..., 1)
+    return (wide * r * weight).to(x.dtype)
+
+
+class DerivedRmsNorm(torch.autograd.Function):
+    """RMSNorm with the backward derived above; it keeps x and g, and computes r again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm(x, weight, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), (of_y,) = ctx.saved_tensors, gradients
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide, dy = x.to(dtype), of_y.to(dtype)
+        r = (wide.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+        normal, scaled = wide * r, dy * weight
+        of_x = r * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+        return of_x.to(x.dtype), (dy * normal).flatten(0, -2).sum(0).to(weight.dtype), None
+
+
+class FusedRmsNorm(nn.RMSNorm):
+    """`nn.RMSNorm` over the last dimension that runs as one Triton kernel forward and one backward, where that works.
+
+    Elsewhere it is `nn.RMSNorm`, with one warning that says why. Rows that are not contiguous are copied first.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x (..., n)."""
+        assert self.weight is not None
+        assert self.eps is not None
+        why = why_not_fused(x)
+        if not why:
+            from muster.jobs.train.kernels.rms_norm_triton import FusedRmsNormFunction
+
+            return cast(Tensor, FusedRmsNormFunction.apply(x, self.weight, self.eps))  # type: ignore[no-untyped-call]
+        if why not in _warned:
+            _warned.add(why)
+            warnings.warn(f"rms_fused runs as torch's RMSNorm: {why}", stacklevel=2)
+        return super().forward(x)
+
+
+def why_not_fused(x: Tensor) -> str:
+    """Return why the kernels cannot normalize x, or "" if they can."""
+    if not has_triton():
+        return "triton is not installed"
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"Triton's kernels need a GPU, x is on {x.device.type}"
+    if x.dtype not in DTYPES:
+        return f"the kernels compute in float32, x is {x.dtype}"
+    if x.shape[-1] > WIDEST:
+        return f"rows have {x.shape[-1]} elements, the kernels hold at most {WIDEST}"
+    return ""
+
+
+@cache
+def has_triton() -> bool:
+    """Return True if Triton is installed."""
+    return find_spec("triton") is not None

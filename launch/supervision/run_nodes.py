@@ -1,0 +1,209 @@
+"""The agents of a run, from the first hello to the last bye. They outlive attempts.
+
+A node's slot is its index here. When its agent is lost, another agent can be started for it.
+
+An agent that is silent for SILENT_S is lost. Three delays do not count as silence:
+
+    the supervisor's own tick came late    that time does not count
+    the agent's own checks came late       it gets that much more time, at most SILENT_S (SILENT_S before it reports)
+    all nodes fall silent at once          TOGETHER_S do not count: something that they share failed or is overloaded
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Final
+
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.hosts.placement import NodePlacement
+from muster.launch.common.lateness import OwnLateness
+from muster.launch.wire.channel import Channel, ChannelClosed
+from muster.launch.wire.codec import ProtocolError
+from muster.launch.wire.messages import Beat, Heartbeat, Hello, Reached, ToAgent
+from muster.launch.wire.records import Progress
+
+TICK_S: Final = 0.25
+SILENT_S: Final = 5.0
+TOGETHER_S: Final = 5.0  # after this time, remote agents have ended their ranks by themselves (LEASE_S)
+BEAT_S: Final = 1.0
+
+
+@dataclass
+class ClockOffset:
+    """A node's clock minus ours, from the exchange with the shortest travel time (NTP, RFC 5905, section 8)."""
+
+    seconds: float = 0.0
+    travel_s: float = math.inf
+
+    def note(self, *, sent: float, heard: float, answered: float, received: float) -> None:
+        """Update from one exchange: `sent` and `received` by our clock, `heard` and `answered` by the node's."""
+        travel_s = (received - sent) - (answered - heard)
+        if travel_s < self.travel_s:
+            self.seconds, self.travel_s = ((heard - sent) + (answered - received)) / 2, travel_s
+
+
+@dataclass
+class NodeState:
+    """The state of one node, as the supervisor knows it."""
+
+    place: NodePlacement  # the host, and the number of its ranks
+    channel: Channel | None = None
+    hello: Hello | None = None
+    reached: Reached | None = None
+    heard: float = 0.0  # monotonic seconds
+    clock: ClockOffset = field(default_factory=ClockOffset)
+    failure: MusterError | None = None  # why its agent could not be started
+    gone: bool = False
+    lost_at: float = 0.0  # monotonic seconds, when `gone` was set
+    silent: bool = False  # `gone` because of silence: its ranks may live until its lease expires
+    late_s: float = SILENT_S  # how late its agent's own checks have recently been
+    progress: Progress | None = None  # the newest progress record from its agent
+    progress_at: float = 0.0
+    losses: int = 0  # how often it was lost or cut off from other nodes
+    tries: int = 0  # failed tries to use it since its last loss
+    tried: float = 0.0  # monotonic seconds, of the last loss or try
+    given_up: bool = False  # it will not be tried again
+
+    @property
+    def host(self) -> str:
+        """The host's name, as its agent reports it."""
+        return self.hello.host if self.hello is not None else self.place.host
+
+    @property
+    def is_alive(self) -> bool:
+        """True when messages can be sent to its agent."""
+        return self.channel is not None and not self.gone
+
+    @property
+    def settled(self) -> bool:
+        """True when its agent has greeted, or could not be started."""
+        return self.hello is not None or self.failure is not None
+
+    def beat(self, message: Heartbeat, received: float, attempt: int) -> None:
+        """Record the answer to a beat. Ignore the progress in it if it is about another attempt."""
+        self.clock.note(sent=message.sent, heard=message.heard, answered=message.time, received=received)
+        self.late_s = min(SILENT_S, message.late_s)
+        if message.progress is not None and message.attempt == attempt:
+            self.progress, self.progress_at = message.progress, time.monotonic()
+
+    def count_loss(self, now: float) -> None:
+        """Count a loss. Each loss lengthens the wait before the node is tried again."""
+        self.losses, self.tries, self.tried = self.losses + 1, 0, now
+
+    def forget_agent(self) -> None:
+        """Reset the node's state, ready for a new agent."""
+        self.channel = self.hello = self.reached = self.failure = None
+        self.gone = self.silent = False
+        self.progress, self.late_s = None, SILENT_S
+
+
+class RunNodes:
+    """All nodes of a run, by slot."""
+
+    def __init__(self, places: Sequence[NodePlacement]) -> None:
+        self.nodes = [NodeState(place) for place in places]
+        # slots that have neither answered nor failed; no messages are sent until this set is empty
+        self.missing = set(range(len(self.nodes)))
+        self.beaten = 0.0
+        self.own = OwnLateness(TICK_S)
+        self.together_s = 0.0  # for how long all nodes have been silent
+        self.broken: list[int] = []  # slots whose channel turned out to be closed when sending
+        self.cuts: set[frozenset[int]] = set()  # pairs of slots that could not reach each other when last tried
+
+    def hosts(self, slots: Sequence[int]) -> list[str]:
+        """Return the hosts of some slots."""
+        return [self.nodes[slot].place.host for slot in slots]
+
+    def alive(self) -> list[int]:
+        """List the slots whose agents can be sent messages."""
+        return [slot for slot, node in enumerate(self.nodes) if node.is_alive]
+
+    def send(self, slot: int, message: ToAgent) -> None:
+        """Send without waiting, so that a node that does not read cannot block messages to the others."""
+        channel = self.nodes[slot].channel
+        if channel is None:
+            return
+        try:
+            channel.post(message)
+        except ChannelClosed:
+            self.broken.append(slot)
+
+    def answered(self, slot: int) -> None:
+        """Record that an agent has greeted, or will never greet."""
+        if slot in self.missing:
+            self.missing.discard(slot)
+            if not self.missing:  # messages are sent from now on
+                for node in self.nodes:
+                    node.heard = time.monotonic()
+
+    def greeted(self, slot: int, hello: Hello, channel: Channel) -> bool:
+        """Accept a node's agent; return False for a second agent, or for an agent of a node that was given up.
+
+        Raises:
+            ProtocolError: if this same agent has greeted before.
+        """
+        node = self.nodes[slot]
+        if channel is node.channel:
+            raise ProtocolError("it has greeted already")
+        if node.settled:
+            channel.close()
+            return False
+        node.hello, node.channel, node.heard = hello, channel, time.monotonic()
+        return True
+
+    def heard(self, slot: int, via: Channel) -> bool:
+        """Record a sign of life; return False if it comes from an earlier agent of the node."""
+        node = self.nodes[slot]
+        if via is not node.channel:
+            return False
+        node.heard = time.monotonic()
+        return True
+
+    def tick(self, now: float) -> float:
+        """Send every agent a beat each second, and subtract delays from the agents' silence.
+
+        Returns the seconds for which the supervisor itself did not run (Ctrl-Z, a sleeping laptop, a loaded machine).
+        """
+        late_s = self.own.look(now)
+        silences = [now - late_s - self.nodes[slot].heard for slot in self.alive()]
+        if len(silences) > 1 and min(silences) > SILENT_S / 2:
+            self.together_s += TICK_S
+        else:
+            self.together_s = 0.0
+        uncounted_s = late_s + TICK_S * (0.0 < self.together_s <= TOGETHER_S)
+        for node in self.nodes:
+            node.heard = min(now, node.heard + uncounted_s)
+        if not self.missing and now - self.beaten >= BEAT_S:
+            self.beaten = now
+            for slot in self.alive():
+                self.send(slot, Beat(time.time()))
+        return late_s
+
+    def silent(self, now: float) -> list[int]:
+        """Mark nodes that have been silent for too long as lost; return their slots."""
+        if self.missing:
+            return []
+        found = [slot for slot in self.alive() if now - self.nodes[slot].heard > SILENT_S + self.nodes[slot].late_s]
+        for slot in found:
+            self.lose(slot, now, silent=True)
+        return found
+
+    def lose(self, slot: int, now: float, *, silent: bool = False) -> None:
+        """Mark a node's agent as lost."""
+        node = self.nodes[slot]
+        node.gone, node.lost_at, node.silent = True, now, silent
+        node.count_loss(now)
+        if node.channel is not None:
+            node.channel.abort()  # an agent that is still alive then knows that it was given up
+
+    def note_ways(self, joined: Sequence[int], cut_off: Sequence[int]) -> None:
+        """Record which slots reached the master (`joined`, which includes its own) and which did not (`cut_off`)."""
+        if self.cuts:
+            self.cuts -= {frozenset(pair) for pair in combinations(joined, 2)}
+        for slot in cut_off:
+            new = {frozenset((slot, each)) for each in joined} - self.cuts
+            if new:
+                self.cuts |= new
+                self.nodes[slot].count_loss(time.monotonic())

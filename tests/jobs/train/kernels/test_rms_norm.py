@@ -1,0 +1,75 @@
+"""RMSNorm in its three ways: values, derivatives, and what the fused one does where it cannot run."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from muster.jobs.spec.load import EXAMPLES
+from muster.jobs.train.kernels import rms_norm as ways
+from muster.jobs.train.kernels.rms_norm import DerivedRmsNorm, FusedRmsNorm, rms_norm
+
+CHECKS = Path(__file__).parent / "rms_norm_checks.py"
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 10), (0, 4)])
+def test_the_plain_one_is_torchs(shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape, dtype=torch.float64), torch.randn(shape[-1], dtype=torch.float64)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, shape[-1:], weight, 1e-5), rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (2, 3, 5), (1, 1)])
+def test_the_derived_backward_is_right(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(shape[-1], dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda *both: DerivedRmsNorm.apply(*both, 1e-5), (x, weight))
+
+
+def test_the_kernels_are_right_in_the_interpreter() -> None:
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(CHECKS), "cpu"], env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout) == (0, "61 cases\n"), done.stderr
+
+
+def test_the_example_that_teaches_triton_is_right() -> None:
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    argv = [sys.executable, str(EXAMPLES / "kernels/weighted_sum.py")]
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_the_kernels_are_right_on_a_gpu() -> None:
+    done = subprocess.run([sys.executable, str(CHECKS), "cuda"], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "61 cases\n"), done.stderr
+
+
+def test_without_a_gpu_the_fused_one_is_torchs_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "_warned", set())
+    module, x = FusedRmsNorm(8, eps=1e-5), torch.randn(3, 8)
+    with pytest.warns(UserWarning, match="rms_fused runs as torch's RMSNorm: Triton's kernels need a GPU, x is on cpu"):
+        first = module(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(module(x), first)
+    assert torch.equal(first, torch.nn.functional.rms_norm(x, (8,), module.weight, 1e-5))
+
+
+def test_what_the_kernels_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert ways.why_not_fused(torch.ones(2, 3)) == ""
+    assert ways.why_not_fused(torch.ones(2, 3, dtype=torch.float64)) == (
+        "the kernels compute in float32, x is torch.float64"
+    )
+    assert "rows have 65537 elements" in ways.why_not_fused(torch.ones(1, 65537))
+    monkeypatch.setattr(ways, "has_triton", lambda: False)
+    assert ways.why_not_fused(torch.ones(2, 3)) == "triton is not installed"
