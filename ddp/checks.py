@@ -24,8 +24,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 LENGTH_BYTES: Final = 8
-NAMED_AT_MOST: Final = 8  # maximum number of parameters in a message
-OVERLAPS: Final = 1  # torch's code for a tensor with elements that share memory
+NAMED_AT_MOST: Final = 8  # parameters that one message lists
+OVERLAPS: Final = 1  # torch returns this if elements of a tensor share memory
 
 
 # Maps modules and parameters to the wrapper that averages their gradients, without keeping either alive. This is not an

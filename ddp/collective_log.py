@@ -64,7 +64,7 @@ class CollectiveLog:
         return close
 
     def call_after(self, works: Sequence[dist.Work | None], finished: Callable[[], None]) -> None:
-        """Call `finished` (from `open`) when all works have ended: on the backend's thread, or in CUDA on a stream."""
+        """Call `finished` (from `open`) when all works have ended, on the backend's thread or, on CUDA, on a stream."""
         if finished is _nothing:
             return
         if self._beside is not None:

@@ -213,8 +213,8 @@ class Pipeline:
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Run the model in evaluation mode; return the outputs of the whole batch on every rank.
 
-        The batch is cut as in `step`, and outputs have the bits of a loop over these micro-batches: a product over the
-        whole batch may round differently. Raises the same errors as `step`.
+        The batch is cut as in `step`, so outputs equal those of a loop over the micro-batches bit for bit. One forward
+        over the whole batch may round differently. Raises the same errors as `step`.
         """
         return self._guarded(lambda: self._evaluate(inputs))
 

@@ -219,7 +219,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def follow_shard(self) -> None:
-        """Copy the elements of the shard that were written to since the last rounding into the master."""
+        """Copy into the master the elements of the shard that the user has changed since it was last rounded."""
         if self.has_masters() and (self._shard is not None or self._lent is not None):
             rounded = self.stepped.to(self.dtype)
             torch.where(rounded == self.shard, self.stepped, self.shard.float(), out=self.stepped)

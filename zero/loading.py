@@ -173,8 +173,8 @@ def _joined(
         ):
             names = [segment.flat_parameter.names[tensor] for tensor in (segment.slices[0].tensor, at.tensor)]
             raise ValueError(
-                f"{names[0]} and {names[1]} are stepped together, but had separate steps before the save, because "
-                "one of them had no gradient in some; build the wrapper with find_unused_parameters=True"
+                f"{names[0]} and {names[1]} now share one step count, but the checkpoint has one for each, "
+                "because one of them had no gradient in some steps; build the wrapper with find_unused_parameters=True"
             )
     return {key: value if value.dim() == 0 else _side_by_side(segment, key, slices) for key, value in first.items()}
 

@@ -70,8 +70,8 @@ class LinkScatter(Scatter):
         self.scale = 1.0 if self._averages else 1.0 / self.ranks
 
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
-        # Pack on the stream that computed the gradients. So gradients can be freed at once, and the message after the
-        # wait: the allocator does not reuse memory that the other stream still reads.
+        # Pack on the stream that computed the gradients, so that they can be freed at once. The message is kept until
+        # the wait, because the other stream reads it.
         message = bucket.pack(self.scale)
         parts = bucket.flat_parameter.parts(message)
         mine = parts[bucket.flat_parameter.rank]

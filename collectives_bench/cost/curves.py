@@ -1,4 +1,4 @@
-"""Curves of time by size for one operation in one world: a line, or points around it. Pure.
+"""Fit time against message size for one operation in one world, as a line or as points around a line. Pure.
 
     line      alpha + S beta: least squares of relative errors, alpha and beta >= 0, with Huber's weights
     points    the line, multiplied by the measured points' ratio to it; interpolated in log size, made monotone

@@ -183,7 +183,9 @@ def prepare(cell: BenchCell, nbytes: int, group: dist.ProcessGroup, device: torc
     count, rest = divmod(nbytes, ITEMSIZES[cell.dtype])
     ranks = dist.get_world_size(group)
     assert rest == 0, f"{nbytes} bytes are not a multiple of the size of {cell.dtype}"
-    assert count % (ranks if OPERATIONS[cell.operation].chunked else 1) == 0, f"{nbytes} bytes are not {ranks} chunks"
+    assert count % (ranks if OPERATIONS[cell.operation].chunked else 1) == 0, (
+        f"{nbytes} bytes cannot be split into {ranks} equal chunks"
+    )
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     return CALLS[cell.operation](Setup(cell, count, group, device))

@@ -54,7 +54,7 @@ def lines(rows: "Sequence[BenchRow]") -> list[str]:
 
 
 def memory(rows: "Sequence[BenchRow]") -> list[str]:
-    """Return lines with the memory of calls beyond our buffers, for each operation at its largest size, if known."""
+    """Format the memory that calls allocate beyond our buffers, if known: per operation, at its largest size."""
     largest: dict[tuple[WorldRecord, str, str, str], BenchRow] = {}
     for row in rows:
         if row.hidden_bytes is not None and row.nbytes:

@@ -16,7 +16,7 @@ Value = dict[tuple[int, int], float]
 
 
 def lines(pairs: Sequence[Pair]) -> list[str]:
-    """Return both matrices of one world, its hosts and its failed pairs; an empty list without pairs."""
+    """Format both matrices of one world, its hosts and its failed pairs. Without pairs, return an empty list."""
     if not pairs:
         return []
     hosts = dict(

@@ -101,7 +101,7 @@ def render(profile: "Profile") -> str:
 def text(errors: "Errors | None") -> str:
     """Format errors as one line with mean, median, maximum, and the shares within 10 % and 20 %."""
     if errors is None:
-        return "none: needs three worlds, or four sizes of an operation"
+        return "not estimated: this needs three worlds, or four sizes of an operation"
     return (
         f"mean {errors.mean:.1%}, median {errors.median:.1%}, max {errors.largest:.1%}, within 10 %: "
         f"{errors.within_10:.0%}, within 20 %: {errors.within_20:.0%}, of {errors.points} points"

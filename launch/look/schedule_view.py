@@ -150,7 +150,7 @@ def drawing(record: dict[str, Any], made: Schedule, outcome: Simulated) -> str:
             f"{made.name}: {record['what']}; {sizes(made)}",
             f"makespan   {outcome.makespan_s:.6g}",
             f"bubble     {bubbles(record)}",
-            f"in flight  {_numbers(record['peak_in_flight'])} micro-batches at most, by rank",
+            f"in flight  at most {_numbers(record['peak_in_flight'])} micro-batches, by rank",
         ]
     )
 

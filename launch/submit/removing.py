@@ -70,7 +70,8 @@ def check_over(run: RunDir) -> None:
             waits = (found := job.ask()) is not None and found.phase == "pending"
         except MusterError as error:
             raise RefusedError(
-                f"{run.run_id}: Slurm may start it again, and cannot be asked: {error}; to remove it, {stop} first"
+                f"{run.run_id}: Slurm might restart this run, and its queue cannot be read: {error}; "
+                f"to remove the run, {stop} first"
             ) from error
         if waits:
             raise RefusedError(f"{run.run_id}: waits in Slurm's queue, so it was not removed; stop it first: {stop}")

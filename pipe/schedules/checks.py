@@ -91,8 +91,12 @@ def _check_messages(program: Program) -> None:
             same = next(
                 (place for place, pair in enumerate(zip(actions, row, strict=False)) if pair[0] != pair[1]), None
             )
-            found = f"{len(actions)} actions, not {len(row)}" if same is None else f"{actions[same]}, not {row[same]}"
-            raise ScheduleError(f"{where} runs {found} as in its schedule")
+            found = (
+                f"{len(actions)} actions, expected {len(row)}"
+                if same is None
+                else f"{actions[same]}, expected {row[same]}"
+            )
+            raise ScheduleError(f"{where} differs from its schedule: it runs {found}")
         position: dict[Step, int] = {}
         for place, step in enumerate(steps):
             if step in position:

@@ -58,8 +58,8 @@ def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Co
 def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
     """Order zbv. A rank may hold 2 * ranks activations, each until its W. Stages are half as large as in zb1p.
 
-    The order for F = I = W is tried for other costs, too. For F = I = W itself, orders for `TYPICAL` are tried, too:
-    many orders are equally short there, but some of them get much longer if costs change a little.
+    For other costs than F = I = W, the order for F = I = W is a candidate, too. For F = I = W, orders for `TYPICAL`
+    are candidates: many orders are equally short at F = I = W, but some get much longer if costs change a little.
     """
     tried = (
         Rules(2 * ranks, first="F", alternate=True, through=2),

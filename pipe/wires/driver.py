@@ -30,7 +30,7 @@ def _checked(answer: Any) -> Any:
     """
     error, *values = answer
     if int(error) != 0:
-        raise RuntimeError(f"error of the CUDA driver: {getattr(error, 'name', error)}")
+        raise RuntimeError(f"CUDA driver error: {getattr(error, 'name', error)}")
     return values[0] if values else None
 
 

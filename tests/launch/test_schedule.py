@@ -34,7 +34,7 @@ F forward, B backward, . idle, number: micro-batch
 1f1b: one forward, one backward in turn; memory for as many micro-batches as stages; 2 ranks, 3 micro-batches
 makespan   12
 bubble     25.0 % simulated, 25.0 % by (p - 1) / (m + p - 1)
-in flight  2 1 micro-batches at most, by rank
+in flight  at most 2 1 micro-batches, by rank
 """,
         "",
     )

@@ -1,4 +1,4 @@
-"""Print the types of a module's parameters, outputs, loss and gradients under autocast.
+"""Run a module under autocast, and print the dtypes of its parameters, outputs, loss and gradients.
 
     python jobs/examples/course/autocast_types.py [FILE.py:NAME] [--input 4,5] [--dtype float16] [--device cuda]
 

@@ -190,7 +190,7 @@ def test_a_schedule_cut_short_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"^schedule 1f1b: rank 1 never runs B1\.1$"):
         with_messages(short)
     whole = with_messages(table)
-    with pytest.raises(ScheduleError, match="rank 1 runs 3 actions, not 4 as in its schedule"):
+    with pytest.raises(ScheduleError, match="rank 1 differs from its schedule: it runs 3 actions, expected 4"):
         check(changed(whole, 1, lambda row: row.__delitem__(slice(-2, None))))
     with pytest.raises(ScheduleError, match=r"rank 1 never runs B1\.1"):
         check(replace(whole, schedule=short))
@@ -268,7 +268,7 @@ def test_a_deadlock_of_sends_that_wait_is_refused_with_where_ranks_stand() -> No
             r"rank 1 has >g0\.0 \(rank 2\) at place 3, which no action",
         ),
         (0, lambda row: row.insert(1, row[1]), r"rank 0 has >a1\.0 twice, at places 1 and 2"),
-        (0, lambda row: row.pop(0), r"rank 0 runs F0\.1, not F0\.0 as in its schedule"),
+        (0, lambda row: row.pop(0), r"rank 0 differs from its schedule: it runs F0\.1, expected F0\.0"),
     ],
 )
 def test_messages_that_are_missing_or_at_a_wrong_place_are_refused(
