@@ -80,7 +80,7 @@ class AfterBackward(DataParallel):
         self._stats, self._watch = Stats(sum(used) * self.collectives_each, sent), watch
 
     def stats(self) -> Stats:
-        """Return statistics of the last synchronization. All of it counts as waiting, because the backward was over."""
+        """Return statistics of the last synchronization. All its time counts as waiting."""
         waited = 0.0 if self._watch is None else self._watch.seconds
         return Stats(self._stats.collectives, self._stats.bytes, waited)
 
@@ -103,7 +103,7 @@ class AfterBackward(DataParallel):
     def _used(self, trainable: list[tuple[str, nn.Parameter]]) -> list[bool]:
         """Return which parameters got a gradient on some rank.
 
-        Communicates only at the first synchronization, or always with `find_unused_parameters`.
+        Communicates at the first synchronization only, or at every one with `find_unused_parameters`.
         """
         if self._judged and not self.find_unused_parameters:
             return [True] * len(trainable)

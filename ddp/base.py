@@ -267,7 +267,7 @@ def trainable_parameters(module: nn.Module) -> list[TrainableParameter]:
     names and duplicates.
     """
     modules, parameters = [module], list[nn.Parameter | None]()
-    for each in modules:  # grows
+    for each in modules:  # grows within the loop
         modules += [child for child in each._modules.values() if child is not None]
         parameters += each._parameters.values()
     return [

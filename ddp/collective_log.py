@@ -7,8 +7,8 @@
 There is one log per process, because collectives are launched in many places and by several threads. While the log is
 off, a launch costs one comparison. The recording program chooses the marks: clock readings or CUDA events.
 
-A ring or exchange has one entry, not one per message. Gathers and sums in shared memory are logged while a rank reads,
-because nothing is sent.
+A ring or exchange has one entry, not one per message. Gathers and sums in shared memory send nothing: their
+entries show when this rank waits for the data and reads it.
 """
 
 from collections.abc import Callable, Sequence

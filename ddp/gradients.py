@@ -38,7 +38,7 @@ class Slot:
         self.earlier = False  # True: an earlier virtual shard has a gradient
 
     def holds(self, gradient: Tensor) -> bool:
-        """Return whether a gradient is the slot's view and still in the bucket. Setting its `.data` moves it out."""
+        """Return whether a gradient is the slot's view and still in the bucket. Setting `.data` moves it out."""
         return gradient is self.view and gradient.data_ptr() == self.address
 
 

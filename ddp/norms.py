@@ -39,11 +39,11 @@ EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 @torch.no_grad()
 def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None, *, reduce: bool) -> Tensor:
-    """Return the 2-norm of all elements on all ranks, a float64 scalar. Its bits do not depend on their distribution.
+    """Return the 2-norm of all elements on all ranks, a float64 scalar.
 
-    With `reduce` this is a collective, which ranks without elements must also call. Without it, this process must have
-    all elements. The result is NaN if any element is NaN, else infinite if any element is infinite. All tensors must be
-    on one device.
+    Its bits do not depend on how the elements are distributed over ranks and tensors. With `reduce` this is a
+    collective, which ranks without elements must also call. Without it, this process must have all elements. The result
+    is NaN if any element is NaN, else infinite if any element is infinite. All tensors must be on one device.
     """
     device = _device(tensors, group, reduce)
     whole = [each for each in tensors if each.numel()]
@@ -52,7 +52,7 @@ def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     magnitude, is_nan = largest.unbind()
     finite = magnitude.isfinite()
-    # The largest is in [2^(biased - 1023), 2^(biased - 1022)). If biased >= 16, float64 has both powers used below.
+    # The largest is in [2^(biased - 1023), 2^(biased - 1022)). If biased >= 16, float64 has both powers below.
     biased = (torch.where(finite, magnitude, 0.0).view(torch.int64) >> MANTISSA_BITS).clamp_(min=LARGEST_BITS)
     digits = _digits(whole, _power_of_two(LARGEST_BITS + BIAS - 1 - biased))
     if reduce:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 SIZES: Final = (0.7, 0.2, 0.1)
-ROUNDING: Final = 1e-9  # of a sum of sizes
+ROUNDING: Final = 1e-9  # tolerated error of a sum of sizes
 
 
 class Partition:
@@ -27,7 +27,7 @@ class DataPartitioner:
     """Parts of a data set that do not overlap. Rank i trains on `DataPartitioner(data, [1 / ranks] * ranks).use(i)`."""
 
     def __init__(self, data: Any, sizes: Sequence[float] = SIZES, seed: int = 1234) -> None:
-        """Shuffle the indices of `data`, which has a length, and cut them into shares `sizes` of it.
+        """Shuffle the indices of `data`, and cut them into parts, each with its share of the samples in `sizes`.
 
         Raises:
             ValueError: as for `partitions`.

@@ -20,7 +20,7 @@ class Stats:
 
 
 class Wait:
-    """The time between two marks, on the host's clock or, without blocking the host, on a CUDA stream."""
+    """A stopwatch, on the host's clock or, without blocking the host, on a CUDA stream. It starts when created."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_stream = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -29,12 +29,12 @@ class Wait:
         self._end = self._start
 
     def stop(self) -> None:
-        """Set the second mark."""
+        """Record the end of the measured time."""
         self._end = self._mark()
 
     @property
     def seconds(self) -> float:
-        """Seconds between the marks. On CUDA this waits for the second mark."""
+        """Seconds from the start to `stop`. On CUDA this waits until the stream has reached `stop`."""
         if not self._counts:
             return 0.0
         if isinstance(self._start, float) or isinstance(self._end, float):

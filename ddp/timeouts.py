@@ -30,7 +30,7 @@ from muster.ddp.checks import ranks_in_words
 
 Answer = TypeVar("Answer")
 LATER_S: Final = 5.0  # how long a rank that timed out waits for the reports of ranks that time out later
-LOST_S: Final = 1.0  # the same after a lost connection: if a timeout closed it, the other rank reports at once
+LOST_S: Final = 1.0  # after a lost connection; shorter, because a rank that closed it after a timeout reports at once
 STORE_S: Final = 2.0  # additional time for the store to answer
 POLL_S: Final = 0.05
 

@@ -124,7 +124,7 @@ class _Disguise:
         self._own = [(parameter, type(parameter)) for parameter in parameters]
 
     def begin(self) -> None:
-        """Switch to the other class."""
+        """Set the temporary class, `kind`."""
         for parameter, _ in self._own:
             parameter.__class__ = self.kind
 
@@ -190,7 +190,7 @@ def _refusal(args: Any, keywords: Any) -> str:
 def _all_of(kind: type[nn.Parameter], args: Any, keywords: Any) -> list[Any]:
     """List the parameters of a class among arguments, including those in lists."""
     given, found = [*args, *(keywords or {}).values()], []
-    for each in given:  # grows
+    for each in given:  # grows within the loop
         if isinstance(each, kind):
             found.append(each)
         elif isinstance(each, (list, tuple)):

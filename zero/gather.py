@@ -116,7 +116,7 @@ class SharedMemoryGather(Gather):
         self._read = self._peers.meeting()
 
     def start(self, flat_parameter: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
-        """Copy a parameter's shards, in stage 3 during the wait, else at once. Broadcast other tensors (gradients)."""
+        """Copy the shards, in stage 3 during the wait, else at once. Tensors not in shared memory are broadcast."""
         shards = self._shards.get(id(flat_parameter))
         if shards is None or shard is not flat_parameter.shard:
             return self._others.start(flat_parameter, shard, out)

@@ -275,7 +275,7 @@ class Layerwise(Sharded):
         """Do nothing, because each backward has already reduced its gradients."""
 
     def stats(self) -> Stats:
-        """Return statistics of the last backward's reductions. All of it counts as waiting: nothing overlaps."""
+        """Return statistics of the last backward's reductions. All their time counts as waiting: nothing overlaps."""
         sent = (
             sum(flat_parameter.full_bytes for flat_parameter in self.flat_parameters if flat_parameter.trains)
             if self._waits

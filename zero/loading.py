@@ -53,7 +53,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
 
 
 class Kinds:
-    """The states per parameter that an optimizer with a group's loaded settings creates, found by a trial step."""
+    """The states that an optimizer with a group's loaded settings creates for each parameter, found by a trial step."""
 
     def __init__(self, optimizer: "ShardedOptimizer", groups: Sequence[Mapping[str, Any]]) -> None:
         self.settings = [
@@ -64,7 +64,7 @@ class Kinds:
         self._known: dict[object, dict[str, Tensor]] = {}
 
     def of(self, place: int, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of a one-element parameter, by key. States with one number per parameter are scalars."""
+        """Return the states of a one-element parameter, by key. A state with one number per parameter is a scalar."""
         dtype = torch.float32 if self._optimizer.masters and parameter.itemsize == 2 else parameter.dtype
         case = (place, dtype, parameter.device)
         if case not in self._known:

@@ -59,8 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     writes into its groups, such as a step counter, must be the same on all ranks. Such values are saved, and appear in
     `param_groups` after the step. Hooks registered on this optimizer run once per step, outside the inner step.
 
-    Without a wrapper, `torch.amp.GradScaler` works; with one, use `zero.scaling.ShardedGradScaler`. In both cases
-    either all ranks step, or none.
+    Without a wrapper, `torch.amp.GradScaler` works; with one, use `zero.scaling.ShardedGradScaler`. In both cases,
+    either all ranks step or none does.
 
     Raises:
         ValueError: If the optimizer needs whole tensors, two parameters share memory, this rank is not in the group, or

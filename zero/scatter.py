@@ -192,7 +192,7 @@ def scatter_for(
 
 
 def _as_parameter(bucket: Gradients, mine: Tensor) -> Tensor:
-    """Return this rank's part of the mean. Kept gradients are cast back to the dtype of the parameters."""
+    """Return this rank's part of the mean. `KeptGradients` need it in the dtype of the parameters."""
     if isinstance(bucket, KeptGradients) and mine.dtype != bucket.flat_parameter.dtype:
         own = bucket.flat_parameter.parts(bucket.flat)[bucket.flat_parameter.rank]
         return own.copy_(mine)

@@ -65,7 +65,7 @@ class Source(ABC):
 
     @abstractmethod
     def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that this rank must scale to clip all gradients. `shards` are the parts that it steps."""
+        """Return the tensors that this rank must scale to clip all gradients. `shards` are those that it steps."""
 
     @abstractmethod
     def spread(self) -> None:
@@ -91,7 +91,7 @@ class Alone(Source):
         self._steps = 0
 
     def flat_parameters(self, parameters: Named) -> list[FlatParameters]:
-        """Move the parameters into new flat tensors. Each one frees old memory before the next is allocated."""
+        """Move the parameters into new flat tensors. The old memory of one is freed before the next is allocated."""
         if not parameters:
             return []
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)

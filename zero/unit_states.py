@@ -362,7 +362,7 @@ class UnitStates(Residency):
                 "parameters that this needs are freed; keep them whole with stage=2"
             )
         self._enter_backward()
-        if self._over.get(id(unit_state)) is runs:  # already begun, because an output is also an input
+        if self._over.get(id(unit_state)) is runs:  # this output is also an input, whose gradient is complete last
             return
         with as_it_is():
             for place in range(end, len(runs)):

@@ -173,7 +173,7 @@ class AlwaysWhole(Residency):
                     self._waiting(*waited)
 
     def _adopt(self) -> None:
-        """Copy values that were loaded into the module, without the wrapper, into shards and masters."""
+        """Copy values that were loaded into the module directly, not through the wrapper, into shards and masters."""
         for flat_parameter in self.flat_parameters:
             flat_parameter.adopt()
 

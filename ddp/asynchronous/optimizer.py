@@ -28,7 +28,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
     one flat tensor. `kind` is a class of element-wise optimizers, and `options` are its keyword arguments. A parameter
     without a gradient counts as having gradient 0. CUDA tensors travel through pinned host memory.
 
-    The loss of a rank that serves no shard leaves all other ranks working.
+    If a rank that serves no shard is lost, all other ranks continue to work.
 
     Attributes:
         staleness: for each server, the staleness of the last gradient (see `ParameterServer`).
@@ -61,7 +61,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         self._slots = [slot.view_as(p) for slot, p in zip(torch.split(self._gradient, sizes), trained, strict=True)]
         for parameter, slot in zip(trained, torch.split(self._values, sizes), strict=True):
             parameter.data = slot.view_as(parameter)
-        self._host = [self._values, self._gradient]  # the same in host memory
+        self._host = [self._values, self._gradient]  # in host memory
         if self._values.is_cuda:
             self._host = [torch.empty_like(each, device="cpu", pin_memory=True) for each in self._host]
             self._host[0].copy_(self._values)

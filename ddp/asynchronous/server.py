@@ -37,7 +37,7 @@ class ParameterServer:
         self.group = group
         self.version = 0  # number of updates
         self.lost: list[int] = []  # workers whose connection has closed, in this order
-        self._pulled: dict[int, int] = {}  # for each worker: the version that it has
+        self._pulled: dict[int, int] = {}  # the version that each worker pulled last
         self._failure: Exception | None = None
         self._lock = Lock()
         self._stream = torch.cuda.Stream(shard.device) if shard.is_cuda else None  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ class ParameterServer:
     def _serve(self, worker: int) -> None:
         if self.shard.is_cuda:
             torch.cuda.set_device(self.shard.device)  # of this thread
-        request = torch.empty(2, dtype=torch.float64)  # [what, learning rate]
+        request = torch.empty(2, dtype=torch.float64)  # [PUSH, PULL or LEAVE; learning rate]
         reply = torch.zeros(2, dtype=torch.float64)  # [staleness, unused]
         room = torch.empty(self.shard.shape, dtype=self.shard.dtype, pin_memory=self.shard.is_cuda)
         try:

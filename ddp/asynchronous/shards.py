@@ -1,7 +1,8 @@
 """Shards of parameters over servers, and the bytes that a step sends. Pure.
 
-All W ranks are workers. Ranks 0 to S - 1 also serve one shard each of P parameters of b bytes. In a step, a worker
-sends its gradient to the servers, and they send it the new parameters. A rank sends nothing to itself.
+All W ranks are workers. The model has P parameters of b bytes each. Ranks 0 to S - 1 also serve one shard each, of p
+parameters. In a step, a worker sends its gradient to the servers, and they send it the new parameters. A rank sends
+nothing to itself.
 
     rank < S     (P - p) b + (W - 1) p b      the gradient of other shards; its own p elements to W - 1 workers
     rank >= S    P b

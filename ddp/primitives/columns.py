@@ -46,7 +46,7 @@ def columns_of(parts: list[Tensor], share: int = 1) -> Iterator[tuple[list[Tenso
     """
     longest, like = max(part.numel() for part in parts), parts[0]
     least, _ = SEGMENT_BYTES[like.device.type]
-    worth = min(UNDER_WAY, longest * like.element_size() // least)  # two pieces, if the tensor is long enough
+    worth = min(UNDER_WAY, longest * like.element_size() // least)  # at least two pieces if the tensor is long enough
     pieces = max(-(-longest // longest_message(like, share)), worth, 1)
     for where in slices(longest, max(-(-longest // pieces), 1)):
         yield [part[where] for part in parts], where

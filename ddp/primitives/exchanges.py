@@ -72,7 +72,7 @@ def _ordered_column(peers: Peers, column: list[Tensor], out: Tensor) -> Column:
     yield from _pairs_column(peers, column, parts)
     total = parts[0]
     for other, part in enumerate(parts[1:], start=1):
-        # Never write to `own`, which belongs to the caller. If `total` is `own`, then `part` was received.
+        # Never write to `own`, which belongs to the caller. If `total` is `own`, write to `part` instead.
         total = torch.add(total, part, out=out if other == size - 1 else part if total is own else total)
     if size == 1:
         copy(own, out)
