@@ -30,8 +30,9 @@ class ParameterRange:
     """Elements [start, stop) of a parameter, flattened row by row, or of its optimizer state under `key`.
 
     `tensor` contains these elements, and may be filled in place. A state with one number per parameter, such as a step
-    count, has the shape (), and every rank with a part of the parameter has a copy. `answers` marks the copy to save, on
-    the rank with the first element. If `lent`, the tensor is a rounded master, and outdated after the next step.
+    count, has the shape (), and every rank with a part of the parameter has a copy. `answers` marks the copy to save,
+    which is that of the rank with the first element. If `lent`, the tensor is a rounded master, outdated after the next
+    step.
     """
 
     name: str
