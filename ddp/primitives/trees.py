@@ -1,4 +1,7 @@
-"""Binomial trees of ceil(log2 n) rounds. Each doubles the ranks that have the data, or halves the partial sums."""
+"""Binomial trees of ceil(log2 n) rounds.
+
+Each round doubles the number of ranks that have the data, or halves the number of partial sums.
+"""
 
 import torch
 from torch import Tensor
