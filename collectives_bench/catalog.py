@@ -75,7 +75,7 @@ LIBRARY: Final[dict[str, Operation]] = {
 
 
 def _ours(name: str, twin: str, phrase: str, **more: Any) -> Operation:
-    """Return the entry of Muster's own implementation of a library operation, in its default place."""
+    """Return the entry of Muster's own implementation of a library operation, with only its default place."""
     twins = LIBRARY[twin]
     return replace(twins, name=name, phrase=phrase, places=twins.places[:1], ours=True, **more)
 

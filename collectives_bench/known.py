@@ -39,7 +39,7 @@ def deviation(operation: str, wire: WireBytes, *, within: float = 0.01) -> str:
     ratio = wire.sent_bytes / wire.best_bytes
     text = f"{operation} moves {ratio:.2f} x the best algorithm's bytes"
     if abs(wire.sent_bytes - wire.known_bytes) <= within * wire.known_bytes:
-        return f"{text}, as in its source{WHY.get(operation, '')}"
+        return f"{text}, as its source code predicts{WHY.get(operation, '')}"
     return f"{text}; {wire.known_bytes / wire.best_bytes:.2f} x was expected"
 
 

@@ -31,7 +31,7 @@ def _sizes(operation: Operation, asked: list[int], ranks: int, dtype: str) -> li
 
 
 def places_of(operation: Operation, wanted: str) -> tuple[Place, ...]:
-    """Return the places of an operation's result to measure. A place that it lacks is replaced by its default."""
+    """Return the places of the result to measure. If the operation lacks the wanted place, use its default place."""
     if wanted == "both":
         return operation.places
     found = tuple(place for place in operation.places if place == wanted)

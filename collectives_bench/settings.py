@@ -70,7 +70,7 @@ class BenchSettings(Strict):
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.8, description="share of a host's free memory that buffers may fill"
     )
-    seed: int = Field(0, description="of the data that is sent")
+    seed: int = Field(0, description="seed of the random order of the measurements")
 
     @field_validator("dtypes", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The entry point of an agent, of which each node runs one: greet the supervisor, then import the rest and serve.
+"""The entry point of the agent that runs on each node: greet the supervisor, then import the rest and serve.
 
 It is started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours.
 All of the user's data arrives over the channel, none on the command line. The channel uses the agent's standard input
@@ -6,9 +6,8 @@ and output or, with --connect, a TCP connection that the agent dials. Over TCP, 
 this node's key (launch/wire/handshake.py), and ignore all other data until then. Then `launch/node/serve.py` takes
 over.
 
-When one machine starts 64 agents, the last one says hello only after the start-up times of all have added up. So the
-code before the hello imports only modules that Python itself has loaded: json costs 5 ms, socket 4 ms, all of this code
-1 ms. The other imports (40 ms) wait for the supervisor's first message, which follows when every agent has said hello.
+If one machine starts 64 agents, their start-up times add up before the last one says hello. So the code before the
+hello imports only modules that Python itself has loaded: json costs 5 ms, socket 4 ms, all of this code 1 ms. The other imports (40 ms) wait for the supervisor's first message, which follows when every agent has said hello.
 """
 
 import os
@@ -29,7 +28,12 @@ UNREACHABLE, REFUSED, STOPPED = 69, 78, 130
 LONGEST_SECRET = 256
 WORD_S = 600.0  # wait for the supervisor's first message, sent when the slowest node has said hello or failed
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
-PASSED_ON = ("PATH", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # a plan for this node depends on these
+PASSED_ON = (
+    "PATH",
+    "PYTHONPATH",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+)  # the plan for this node depends on these variables
 
 TYPE_CHECKING = False  # importing typing costs 5 ms
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
-"""Shapes of the tensors that cross the cuts of a model, and costs of its layers, by which `balanced` cuts it.
+"""Shapes of the tensors that cross a model's cuts, and costs of its layers, from which `balanced` finds the cuts.
 
     boundary_sizes(vgg16, (32, 3, 32, 32), 2)      [((32, 256, 8, 8), (32, 256, 8, 8))]
     weights_of(vgg16, "flops", (32, 3, 32, 32))    one number per layer, for `pipe.schedules.cuts.balanced`
 
-Shapes and operations are found with a dummy forward on PyTorch's meta device, whose tensors have a shape and a type but
+Shapes and operation counts come from a dummy forward on PyTorch's meta device, whose tensors have a shape and a type but
 no memory. The parameters, buffers, gradients and random state of the real layers do not change.
 """
 
@@ -73,7 +73,9 @@ def weights_of(layers: nn.Sequential, by: By, input_size: Sequence[int] | None =
     if by == "parameters":
         return [float(sum(each.numel() for each in layer.parameters())) for layer in layers]
     if input_size is None:
-        raise ValueError(f"weights by {by}: need input_size, the shape of a micro-batch, such as (32, 3, 32, 32)")
+        raise ValueError(
+            f"weights by {by} require input_size: pass the shape of a micro-batch, such as (32, 3, 32, 32)"
+        )
     if by == "flops":
         return _flops(layers, input_size)
     return layer_seconds(layers, _sample(layers, input_size))
@@ -112,7 +114,7 @@ def _forward(layer: nn.Module, x: Tensor) -> Tensor:
         for named in (layer.named_parameters(), layer.named_buffers())
         for name, each in named
     }
-    with META:  # for layers that create tensors of their own, such as positions
+    with META:  # so that layers create new tensors, such as positions, on the meta device
         y = functional_call(layer, stand_ins, (x,))
     if not isinstance(y, Tensor):
         raise TypeError(f"it returns a {type(y).__name__}; only a tensor can be passed from layer to layer")

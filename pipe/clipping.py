@@ -10,16 +10,16 @@ from muster.pipe.wires.connections import Connections
 
 
 def clip(module: nn.Module, tied: Container[str], connections: Connections | None, max_norm: float) -> Tensor:
-    """Clip in place; return the norm before, a float64 scalar. A collective of the pipeline's ranks.
+    """Clip in place; return the norm before clipping, a float64 scalar. A collective of the pipeline's ranks.
 
-    `tied`: names of parameters that an earlier rank also has, which do not count here, but are scaled.
+    `tied` names the parameters that an earlier rank also has. That rank counts them; this one only scales them.
 
     Raises:
         ValueError: If a gradient is sparse.
     """
     named = [(name, each.grad) for name, each in module.named_parameters() if each.grad is not None]
     if sparse := [name for name, grad in named if grad.is_sparse]:
-        raise ValueError(f"{sparse[0]}: its gradient is sparse, so it has no norm here; make it dense before clipping")
+        raise ValueError(f"{sparse[0]} has a sparse gradient, which cannot be clipped; make it dense first")
     counted = [grad for name, grad in named if name not in tied]
     group = None if connections is None else connections.given
     norm = reproducible_norm(counted, group, reduce=connections is not None)

@@ -19,7 +19,7 @@ class Position(NamedTuple):
 
 
 class FailureGuard:
-    """A runner of operations that need all ranks. A failure closes the connections and ends all later operations."""
+    """A runner of operations that need all ranks. A failure closes the connections, and later operations are refused."""
 
     def __init__(self, connections: Connections | None) -> None:
         self._connections = connections

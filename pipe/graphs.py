@@ -9,7 +9,7 @@ A graph repeats the recorded kernels on the recorded addresses. So gradients sta
 a `.grad` is None when a step begins, it becomes the recorded tensor again, filled with zeros. A replay calls no hooks
 of modules or parameters, so parameters with hooks are refused. Everything is recorded again if a weight has moved or
 its `requires_grad` has changed, or if layers have switched mode (training, evaluation, autocast). A micro-batch of a
-new form runs eagerly and is recorded before the next step. If the user seeds layers, all run eagerly, because a graph
+new form runs eagerly and is recorded before the next step. If the user seeds layers, all layers run eagerly, because a graph
 would repeat the recorded seed.
 
 Unlike with `torch.cuda.make_graphed_callables`, a micro-batch's backward need not directly follow its forward.
@@ -104,7 +104,7 @@ class Graphs:
         return GraphedPass(self, stage, microbatch)
 
     def take(self, form: GraphForm) -> "_Slot | None":
-        """Take a free slot of a form; None if there is none."""
+        """Take a free slot for a form; return None if there is none."""
         self._in_flight[form] += 1
         self._most[form] = max(self._most[form], self._in_flight[form])
         free = self._free.get(form)
@@ -153,7 +153,7 @@ class Graphs:
             else:
                 own = each.grad if place is None or place is each.grad else place.copy_(each.grad)
             each.grad = self._gaining[each] = own
-        if empty:  # fill with -0.0, because its sum with any first gradient, even -0.0, is that gradient
+        if empty:  # fill with -0.0: adding a first gradient to it gives exactly that gradient, even -0.0
             torch._foreach_zero_(empty)
             torch._foreach_neg_(empty)
 

@@ -9,7 +9,7 @@ buffers unchanged (`pipe/buffers.py`). All three passes add to `.grad` exactly t
 process. The tensor passed to the next stage is detached, so its memory is free once it has been sent, unless an
 operation saved it for the backward.
 
-A weight shared by several layers of a stage gets one gradient per micro-batch with all three. With LayerwisePass, hooks
+In all three, a weight shared by several layers of a stage gets one gradient per micro-batch. With LayerwisePass, hooks
 on such a weight (`Tensor.register_hook`) see each layer's share, and parameters outside the layers get no gradient.
 
 Batch norms normalize each micro-batch by its own statistics, and update their running statistics after each.
@@ -199,7 +199,7 @@ class GradientSums:
         self._partial: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Add the contribution of one layer, or None if the layer has none."""
+        """Add one layer's contribution, which is None if the layer has none."""
         place = id(parameter)
         self._uses[place] -= 1
         if place in self._partial:
@@ -234,7 +234,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """Add two gradients; torch needs the sparse one as second operand."""
+    """Add two gradients. If one is sparse, torch requires it as the second operand."""
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 

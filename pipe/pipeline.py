@@ -58,7 +58,7 @@ class Pipeline:
     """This rank's stages of a layered model, and the training step that all ranks of a group run together.
 
     Building a pipeline is a collective. Every rank passes the whole model and the same settings; `module` then
-    contains its own layers. A weight on several ranks gets the first rank's values; other weights are not synchronized.
+    contains this rank's layers. A weight on several ranks gets the first rank's values; other weights are not synchronized.
     `loss` maps the model's output and the targets of a micro-batch to their mean loss. `cuts` lists the first layer of
     each stage (`pipe.schedules.cuts`); by default the layers are divided evenly.
 
@@ -70,7 +70,7 @@ class Pipeline:
     A layer that overwrites its input gets a copy if that is the output of another stage; the first forward detects such
     layers. The layers are used as passed, not copied. A buffer shared by several ranks is not synchronized. Batch
     norms normalize each micro-batch separately and update their running statistics after each. Without `hooks.seeds`,
-    layers draw other random numbers than in the loop. Gradients may be sparse (embeddings), but those of weights on
+    layers draw different random numbers than in the loop. Gradients may be sparse (embeddings), but those of weights on
     several ranks become dense. A tensor at a cut with gaps or overlaps in its memory, such as an expanded one, arrives
     as a dense copy, for which 16-bit kernels may round differently.
 
@@ -204,7 +204,7 @@ class Pipeline:
         Raises:
             TypeError: If inputs or targets are not tensors.
             ValueError: If the batch is empty, the numbers of inputs and targets differ, ranks pass different shapes,
-                inputs require a gradient, or an activation has another layout than for earlier inputs of this shape.
+                inputs require a gradient, or the layout of an activation differs from earlier inputs of this shape.
             StageFailedError: If another rank's stage failed.
             Exception: The error of a stage of this rank, unchanged.
         """

@@ -31,7 +31,7 @@ from muster.pipe.wires.connections import Connections
 
 
 class StageLayers(nn.Module):
-    """A container of layers under their names in the whole model, which may contain dots. It cannot be called."""
+    """A container of layers, each under its name in the whole model. Names may contain dots. It cannot be called."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class StageLayers(nn.Module):
         for name, layer in layers:
             *above, last = name.split(".")
             place: nn.Module = self
-            for each in above:  # a layer nested in a module of the whole model
+            for each in above:  # create the parent modules in a dotted name
                 if each not in place._modules:
                     place.add_module(each, nn.Module())
                 place = place.get_submodule(each)
@@ -62,7 +62,9 @@ class StageLayers(nn.Module):
 
     def _require_new(self, name: str) -> None:
         if name in self.__dict__.get("_modules", ()):
-            raise AttributeError(f"layer {name!r} of a pipeline cannot be replaced; do so before building the Pipeline")
+            raise AttributeError(
+                f"layer {name!r} of a pipeline cannot be replaced; replace it before building the Pipeline"
+            )
 
 
 def check_model(
@@ -123,7 +125,7 @@ class RowOperation(NamedTuple):
 
 
 class RankOperations(NamedTuple):
-    """A rank's operations, its incoming messages in order, and the largest backlog from each rank to another."""
+    """A rank's operations, its incoming messages in order, and the largest backlog (`backlogs`) between ranks."""
 
     operations: tuple[RowOperation, ...]
     receives: tuple[Receive, ...]

@@ -42,7 +42,7 @@ class TiedWeight:
         """Check that the layers still hold this parameter.
 
         Raises:
-            ValueError: If a layer now holds another parameter instead.
+            ValueError: If a layer now holds a different parameter.
         """
         if any(home._parameters.get(name) is not self.parameter for home, name in self.homes):
             raise ValueError(

@@ -24,7 +24,7 @@ from muster.pipe.schedules.actions import Schedule
 from muster.pipe.stage import Stage
 
 _TOKENS = -2  # dimension of tensors (..., tokens, width)
-Offered = list[tuple[Tensor, ...]]  # one entry per call of `with_earlier_tokens` in a forward: detached leaves
+Offered = list[tuple[Tensor, ...]]  # detached tensors from each call of `with_earlier_tokens` in a forward
 
 
 def first_token() -> int:
@@ -66,7 +66,7 @@ class SlicedPass(WholeGraphPass):
             self._earlier = []  # the graph keeps the tensors that the backward needs
 
     def extend(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Prepend the tensors of earlier slices, and offer these to later ones."""
+        """Prepend the tensors of earlier slices to this slice's own, which later slices will read in turn."""
         call = len(self._own)
         leaves = tuple(each.detach().requires_grad_(each.requires_grad) for each in tensors)
         self._own.append(leaves)
@@ -102,13 +102,13 @@ class SlicedPasses:
         ] = {}  # by stage: for each slice of the current micro-batch, tensors for later slices
 
     def make(self, stage: Stage, microbatch: int) -> SlicedPass:
-        """Return the pass of slice `microbatch % slices`. Slices of a micro-batch are made in order."""
+        """Return the pass of slice `microbatch % slices`. Call it for the slices of a micro-batch in order."""
         index = microbatch % len(self._begins)
         if index == 0:
             self._slices[stage.number] = []
         slices = self._slices[stage.number]
         if index == len(self._begins) - 1:
-            del self._slices[stage.number]  # so that the tensors are freed after the passes
+            del self._slices[stage.number]  # so that only the passes keep the tensors alive
         return SlicedPass(stage, microbatch, self._begins[index], slices)
 
 

@@ -6,8 +6,8 @@
 
 A bucket is sent when its last gradient is ready and fewer than c collectives are running:
 start_i = max(ready_i, end_{i - c}). gloo's process group has c = 2 threads, NCCL one stream. Collectives that run at
-the same time share the link. On simulated nodes, two at the same time took 0.97 to 1.01 of the time of two in sequence,
-for 2 MB or more.
+the same time share the link. On simulated nodes, two collectives of 2 MB or more took 0.97 to 1.01 times as long at the
+same time as in sequence.
 
 Small buckets pay the latency often, and large ones wait long for their last gradient.
 """
@@ -27,7 +27,7 @@ OWN_ALONE: Final = 4 * MB  # mode bucketed on CPUs: a gradient of this size or m
 SWEEP: Final = tuple(count * MB for count in (1, 2, 4, 8, 16, 25, 32, 64))
 GLOO_THREADS: Final = 2
 GLOO_HOST_S: Final = (
-    100e-6  # an async call on two busy cores (median 20 us, p90 157, mean 234), whose thread occupies a core
+    100e-6  # cost of an async call, whose thread occupies one of two busy cores (median 20 us, p90 157, mean 234)
 )
 NCCL_STREAMS: Final = 1
 NCCL_HOST_S: Final = 20e-6
@@ -127,7 +127,7 @@ def as_ours(
 
 
 def _dealt(gradients: Sequence[PredictedBucket], cap: int, first: int, alone: int | None) -> list[list[int]]:
-    """Assign gradients, by index, to buckets. Gradients of `alone` bytes or more get their own."""
+    """Assign gradients, by index, to buckets. Each gradient of `alone` bytes or more gets its own bucket."""
     closed, open_, filled = list[list[int]](), list[int](), 0
     for place, each in enumerate(gradients):
         if alone is not None and each.nbytes >= alone:
@@ -142,7 +142,7 @@ def _dealt(gradients: Sequence[PredictedBucket], cap: int, first: int, alone: in
 
 
 def _launched(gradients: Sequence[PredictedBucket], dealt: Sequence[Sequence[int]]) -> list[PredictedBucket]:
-    """Order buckets by their last gradients. Each waits for all its gradients and for the buckets before it."""
+    """Order buckets by their last gradients. Each bucket waits for all its gradients and for the buckets before it."""
     buckets, ready_s = list[PredictedBucket](), 0.0
     for places in sorted(dealt, key=lambda places: places[-1]):
         ready_s = max(ready_s, *(gradients[place].ready_s for place in places))

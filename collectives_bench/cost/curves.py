@@ -6,9 +6,9 @@
 Errors are *relative*, because with absolute errors the largest size would dominate the fit. Huber's weights (1964) are
 iterated, so that one bad size does not distort the rest. Points are used because protocols change with size; NCCL's
 `tuning.cc` also corrects its line by a table of sizes. Each curve uses the kind with the smaller mean error on sizes
-left out one at a time (`heldout.py`), which is a line if times scatter. Piecewise lines and smoothed points were tried
-and do not predict better. A curve stores the measurements, from which its points are recomputed. This module does not
-import numpy, so that `muster predict` starts quickly.
+left out one at a time (`heldout.py`); if times scatter, that is usually the line. Piecewise lines and smoothed points
+were tried and do not predict better. A curve stores the measurements, from which its points are recomputed. This module
+does not import numpy, so that `muster predict` starts quickly.
 """
 
 import math
@@ -34,7 +34,7 @@ LEAST_SIZES: Final = 3  # two sizes define a line, and a third shows its error
 HUBER: Final = 1.345  # gives 95 % efficiency for normal errors
 ITERATIONS: Final = 12
 SETTLED: Final = 1e-3  # largest change of a weight at the end of the iteration
-WORDS: Final[dict[Kind, str]] = {"line": "on a line through all sizes", "points": "raised to be monotone"}
+WORDS: Final[dict[Kind, str]] = {"line": "on a line through all sizes", "points": "averaged with neighbouring sizes"}
 FLOOR: Final = 0.01  # relative error below which fits are equally good, because measurements are no better
 
 
@@ -140,8 +140,8 @@ class Curve(Key):
     def how(self, nbytes: float) -> str:
         """Describe the basis of the prediction.
 
-        Even measured sizes are predicted from the curve. It predicts left-out launches at least as well as the median
-        of the other launches does, and it has no jumps.
+        Even measured sizes are predicted from the curve. The curve predicts left-out launches at least as well as the
+        median of the other launches does, and it has no jumps.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
@@ -194,7 +194,7 @@ def _solve(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tup
 
 
 def monotone(points: Sequence[tuple[int, float]]) -> Points:
-    """Make times monotone in size, by averaging neighbours that fall, in log time (Ayer and others, 1955)."""
+    """Average the log times of neighbouring sizes until no time falls with size (Ayer and others, 1955)."""
     pools: list[tuple[float, list[int]]] = []  # mean of log time, sizes
     for size, took in points:
         pools.append((math.log(took), [size]))

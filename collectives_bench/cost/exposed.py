@@ -223,7 +223,7 @@ def _servers(load: RankLoad, compute: Compute, times: Times) -> float:
 
 
 def _pipe(schedule: TurnOrder) -> Exposed:
-    """Return the cost of a pipeline's messages: those in the ramps, and any time beyond that of a micro-batch."""
+    """Count the messages while a pipeline fills and drains, and any message time beyond a micro-batch's computation."""
 
     def exposed(load: RankLoad, compute: Compute, times: Times) -> float:
         stages = cut(load.model, schedule, load.ranks)

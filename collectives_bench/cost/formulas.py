@@ -35,7 +35,7 @@ class Cost:
     link_bytes: float = 0.0  # sent through the busiest link in sequence, one way
     rank_bytes: float = 0.0  # sent plus received by the busiest rank, whose core works for both directions
     host_messages: float = 0.0  # sent by the ranks of the busiest host
-    host_bytes: float = 0.0  # half of the bytes that those ranks send and receive; on one host, all sent bytes
+    host_bytes: float = 0.0  # (sent + received) / 2 by the ranks of the busiest host; with one host, all bytes sent
     reduced_bytes: float = 0.0  # summed by the busiest rank
     copied_bytes: float = 0.0  # copied by the busiest rank, except the copies for sending
     host_reduced: float = 0.0  # bytes summed by all ranks of the busiest host
@@ -99,15 +99,16 @@ def tree_broadcast(size: float, n: int, k: int) -> Cost:
 def gloo_broadcast(size: float, n: int, k: int) -> Cost:
     """Return the counts of a tree in which every rank sends to all its children at the same time.
 
-    So the child with most work gets its data last. The time is S beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2
-    for n = 2^d. Rounds in sequence would take d.
+    These sends share the rank's link, so the child with the most work also waits until all of them end. The time is
+    S beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2 for n = 2^d. If rounds ran in sequence, the factor would
+    be d.
     """
     times = _at_once(0, n)
     return Cost(times, times * size, times * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def _at_once(rank: int, n: int) -> int:
-    """Count the buffers that pass links in sequence below a rank, whose children are rank + 2^i with 2^i > rank."""
+    """Count the buffer transfers in sequence below a rank. The children of rank r are r + 2^i with 2^i > r."""
     children = [rank + 2**i for i in range(rank.bit_length(), n.bit_length()) if rank + 2**i < n]
     return len(children) + max((_at_once(child, n) for child in children), default=0)
 
@@ -137,7 +138,7 @@ def pairwise(size: float, n: int, k: int) -> Cost:
     return Cost(n - 1, link, 2 * (n - 1) / n * size, (n - 1) * near, near * (n - 1) / n * size)
 
 
-# The textbook algorithm of each operation. The tables below contain the libraries' differences.
+# The textbook algorithm of each operation. LIBRARIES lists the operations for which a library uses another one.
 TEXTBOOK: Final[dict[str, Algorithm]] = {
     "all_reduce": ring_all_reduce,
     "all_gather": ring_all_gather,

@@ -1,7 +1,7 @@
 """The model's error on data left out of the fit: single sizes and whole worlds. Pure, but uses numpy.
 
-A left-out size is not used to choose between line and points, either. The first and the last size of a curve are never
-left out, because the curve would have to extrapolate, which a profile reports anyway.
+For the reported errors, a left-out size also plays no part in the choice between line and points. The first and the
+last size of a curve are never left out, because the curve would have to extrapolate, which a profile reports anyway.
 """
 
 import math
@@ -17,7 +17,7 @@ Samples = tuple[tuple[int, tuple[float, ...]], ...]  # (bytes, each launch's med
 
 DRAWS: Final = 24  # number of times that launches are drawn with replacement
 COVERAGE: Final = 0.90
-SHRINK: Final = 4.0  # weight of all curves' spread against a curve's own spread, as a number of sizes
+SHRINK: Final = 4.0  # the common spread of all curves weighs as much as this number of a curve's own sizes
 LEAST_SPREAD: Final = 0.01
 SIMPLER: Final = 1.02  # points are chosen only if the line's error is larger by this factor
 ROUNDING: Final = 1e-9  # errors below this are rounding errors of times that lie exactly on a line

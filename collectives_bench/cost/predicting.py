@@ -42,7 +42,7 @@ def nearest_type(curves: list[Curve], dtype: str | None) -> Curve:
 
 
 def unusual(curve: Curve) -> tuple[bool, ...]:
-    """Return a sort key that puts gloo on the CPU, the usual place and blocking calls first."""
+    """Return a sort key that puts gloo on the CPU, the operation's default place and blocking calls first."""
     usual = OPERATIONS[curve.operation].places[0]
     return curve.backend == "gloo" and curve.device != "cpu", curve.place != usual, curve.call != "sync"
 
@@ -112,7 +112,7 @@ def _by_world(curves: list[Curve]) -> list[list[Curve]]:
 
 
 def _between(away: dict[tuple[int, int], float], asked: Exchange) -> float:
-    """Return log(measured / formula) for a world, interpolated from other worlds' values, with keys (ranks, nodes)."""
+    """Interpolate log(measured / formula) for a world. `away` maps other worlds, as (ranks, nodes), to their values."""
     alike = [
         world for world in away if world[0] * asked.nodes == world[1] * asked.ranks or asked.nodes == world[1] == 1
     ]

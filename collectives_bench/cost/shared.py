@@ -73,7 +73,7 @@ class _FitModel:
         return np.asarray(x[0] + np.maximum(links, hosts * (1 + x[7] * self.crowd)))
 
     def shares(self, x: Array) -> Array:
-        """Return the largest share of each constant in any modelled time; for crowding, relative to the host's part."""
+        """Return the largest share of each constant in any modelled time. Crowding's is a share of the host's part."""
         columns = (np.ones_like(self.link), self.steps, self.link, self.reduced, self.copied, self.messages, self.host)
         times = self.times(x)
         found = [float((column * x[i] / times).max()) for i, column in enumerate(columns)]

@@ -149,8 +149,8 @@ def _compute_s(way: Way, load: RankLoad, compute: Compute) -> tuple[float, float
         whole_s = load.ranks * passes
         slowest_s = whole_s * max(stage.flops for stage in stages) / sum(stage.flops for stage in stages)
         # The slowest stage never waits, and hides the work of the other stages except while the pipeline fills and
-        # drains. With equal stages, a rank would idle for that share of its time: for GPipe and 1F1B the step takes
-        # (m - 1) / m of the slowest stage's work and 1 / m of all stages' work.
+        # drains. For GPipe and 1F1B, the step takes (m - 1) / m of the slowest stage's work plus 1 / m of all stages'
+        # work. With equal stages, this gives the idle share of the schedule.
         shown = idle / (1 - idle) / (load.ranks - 1) if load.ranks > 1 else 0.0
         seconds = slowest_s + (whole_s - slowest_s) * shown
         update = compute.optimizer_s * max(stage.elements for stage in stages) / load.model.elements

@@ -41,7 +41,7 @@ def cores_of(headers: Sequence[BenchHeader]) -> int:
 
 
 def usual(known: Iterable[Known]) -> list[Known]:
-    """Return one curve of single calls per operation, world, dtype, backend and device: the most usual place's."""
+    """Return one curve of single calls per operation, world, dtype, backend and device: the most usual one's."""
     found: dict[tuple[object, ...], Known] = {}
     for each in sorted(known, key=lambda each: unusual(each.curve)):
         curve = each.curve

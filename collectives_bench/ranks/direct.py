@@ -90,8 +90,8 @@ def task_of(settings: BenchSettings, args: argparse.Namespace) -> BenchTask:
     """Detect this process's rank and network interface; return its task.
 
     Raises:
-        RefusedError: if a launcher's variables contradict each other, more ranks are needed than there are, or the
-            output file exists already.
+        RefusedError: if a launcher's variables contradict each other, an operation needs more ranks than there are,
+            or the output file exists already.
     """
     env = detect(os.environ, Flags()).env
     out = Path(args.out).absolute()

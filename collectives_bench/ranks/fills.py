@@ -57,7 +57,7 @@ class Pattern:
         rest.copy_(tile[: rest.numel()])
 
     def wrong(self, buffer: Tensor, wanted: Tensor) -> int:
-        """Count the elements of a flat buffer that differ from a repeated tile with the same start."""
+        """Count the elements of a flat buffer that differ from `wanted`, a tile repeated from the buffer's start."""
         rows, rest = _rows(buffer, wanted)
         at_once = max(COMPARED // max(wanted.numel(), 1), 1)
         parts = [rows[first : first + at_once] for first in range(0, len(rows), at_once)]

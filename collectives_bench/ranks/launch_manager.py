@@ -35,7 +35,7 @@ from muster.jobs.world.forked import Forked
 POLL_S: Final = 0.2
 VICTIM_S: Final = 1.0  # time for a worker to notice that another one has failed
 CAUSE_S: Final = 0.3  # the same time, if the cause of the failure is known
-STALL_MARGIN_S: Final = 1.0  # added to timeout_s, when every wait in a group has failed
+STALL_MARGIN_S: Final = 1.0  # added to timeout_s, after which every wait in a group has failed
 ENDINGS_S: Final = 20.0
 NEXT_ORDER_S: Final = 600.0  # wait for the next order: long, because the leader may wait for a slow disk
 LEAVE_S: Final = 2.0  # time for other ranks to report that they leave; shorter than most grace periods
@@ -111,7 +111,7 @@ class LaunchManager:
             for key in keys:
                 self._wait(key, deadline)
             return [WorkerEnd(**self.bench_ranks.hear(key, ENDINGS_S)) for key in keys]
-        except StartTimeoutError as error:  # not only a worker but a rank is gone, so measuring cannot continue
+        except StartTimeoutError as error:  # a whole rank is gone, not only its worker, so measuring cannot continue
             missing: list[int] = []
             with suppress(StartTimeoutError):  # the store may be gone, too
                 missing = [rank for rank, key in enumerate(keys) if not self.bench_ranks.has_been_said(key)]
@@ -194,7 +194,7 @@ class LaunchManager:
                     self._write_rest(self.writer, missing, "its process has ended, or hangs")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("SIGTERM is not blocked")
+        raise AssertionError("SIGTERM did not end this process, so it must be blocked")
 
     def _missing(self) -> list[int]:
         """List the ranks that are not leaving and have not reported their worker's ending."""

@@ -3,7 +3,7 @@
     group     the process group that is measured
     control   a second group (gloo), for barriers and the exchange of times
 
-The worker sends these messages to its launch manager. Only rank 0's contain results.
+The worker sends these messages to its launch manager. Only rank 0's messages contain results.
 
 {"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}; for pairs {"meet": two nodes or null} and, after each
 round, {"pairs": [Pair, with all its samples so far]}.
@@ -118,7 +118,7 @@ class LaunchRank:
         return self.history.add(time.perf_counter(), [load.Reading(*each) for each in told])
 
     def play(self, cell: BenchCell) -> Block:
-        """Measure one cell; return its block. It is the same on every rank, except that rank 0 adds some facts."""
+        """Measure one cell; return its block. All ranks call this together; only rank 0's block is reported."""
         nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, self.size, cell.dtype)
         if reason := operations.unsupported(cell, self.bench_ranks.world.backend, self.device):
             return self.block(cell, nbytes, state="unsupported", reason=reason)
@@ -184,7 +184,7 @@ class LaunchRank:
         return largest if largest >= 0 else None
 
     def _count_the_wire(self, cell: BenchCell, nbytes: int, call: Call) -> WireBytes | None:
-        """Count the bytes that interfaces send, once per job. NVLink traffic is not counted."""
+        """Count the bytes that interfaces send, in the first launch and only with gloo; else return None."""
         if not self.settings.wire or self.order.launch != 0 or self.bench_ranks.world.backend != "gloo":
             return None
 
@@ -252,7 +252,7 @@ def play_cells(stage: LaunchRank, cells: Sequence[BenchCell], tell: Tell, page: 
 
 
 def play_all_pairs(stage: LaunchRank, tell: Tell) -> None:
-    """Measure every pair of nodes, as one cell for the launch managers. Rank 0 reports results after each round."""
+    """Measure every pair of nodes; all pairs count as one cell. Rank 0 reports results after each round."""
     (index,) = stage.order.cells
     tell({"enter": index})
     pair_tests = PairTests(stage.bench_ranks, stage.settings, stage.group, stage.control_group)

@@ -26,12 +26,12 @@ Share = Callable[[int, int], float]  # (S, ranks) -> bytes
 
 
 def _two_segments(nbytes: int, ranks: int) -> float:
-    """Return two segments of a chunk: one is sent while the other is summed (gloo/allreduce.cc, gloo/reduce.cc)."""
+    """Return the bytes of two segments: one is sent while the other is summed (gloo/allreduce.cc, gloo/reduce.cc)."""
     return 2 * min(nbytes / (2 * ranks), SEGMENT)
 
 
 def _columns(nbytes: int, ranks: int) -> float:
-    """Return the size of two columns in transfer, with two messages each (ddp/primitives)."""
+    """Return the bytes of two columns being sent, each with two messages (ddp/primitives/columns.py)."""
     return 2.0 * min(UNDER_WAY * SEGMENT_BYTES["cpu"][1], nbytes / ranks)
 
 

@@ -7,8 +7,8 @@
 
 The first message of each direction is not counted, because it warms up and uses the burst that a shaped link allows
 after a pause. The sender measures the time, so no clocks are compared. All ranks wait for each other between rounds, so
-that no wait is longer than a round. They also exchange their times there, so that a failing node loses only its current
-round.
+that no wait is longer than a round. They also exchange their times between rounds, so that a failing node loses only
+its current round.
 """
 
 import time
@@ -113,7 +113,7 @@ def pair_record(bench_ranks: BenchRanks, launch: int, pair: Link, nbytes: int, *
 
 @dataclass
 class _PairRank:
-    """The rank that measures for its node. Its times are in microseconds, by the node at the other end."""
+    """The rank that measures for its node. Its times, in microseconds, are stored by the other node of the pair."""
 
     settings: BenchSettings
     group: dist.ProcessGroup
@@ -190,7 +190,7 @@ def _measured(here: _PairRank, pair: Link | None) -> list[dict[str, Any] | None]
     """Return a rank's measurements with its partner of this round: latency and transfers."""
     found = []
     for measured in (here.latency_us, here.sent_us):
-        samples = [each for node in pair or () for each in measured.get(node, ())]  # a rank that rests has none
+        samples = [each for node in pair or () for each in measured.get(node, ())]  # none if this rank rests
         found.append(SampleTimes.of([round(each, DIGITS) for each in samples]).model_dump() if samples else None)
     return found
 

@@ -56,12 +56,12 @@ class WireCounter:
         self._begin = self._read()
 
     def sent(self) -> float:
-        """Return the payload bytes since `start`, without TCP retransmissions over a card."""
+        """Return the payload bytes since `start`. If a network card is counted, retransmissions are subtracted."""
         sent, packets, again = (now - then for now, then in zip(self._read(), self._begin, strict=True))
         return max(0.0, float(sent - packets * self.header_bytes - again * self._segment))
 
     def sent_again(self) -> int:
-        """Return the number of retransmitted segments since `start` that `sent` includes, which are on loopback."""
+        """Return the number of retransmitted segments that `sent` includes: 0 unless only loopback is counted."""
         return 0 if self._segment else self._read()[-1] - self._begin[-1]
 
     def _read(self) -> tuple[int, int, int]:
@@ -107,7 +107,7 @@ def audit(
     calls = calls_of(known)
     idle = min(_window(run, 0, counter, control) for _ in range(2)).payload
     windows = [_window(run, calls, counter, control) for _ in range(2)]
-    # The sums are the same on every rank, so all ranks decide alike. Without payload, everything is noise.
+    # The sums are the same on every rank, so all ranks decide alike. If no payload is expected, two windows are enough.
     most = 0 if not known else MOST_WINDOWS if known <= LARGE else MOST_LARGE_WINDOWS
     while len(windows) < most and not _agree(windows, idle):
         windows.append(_window(run, calls, counter, control))

@@ -95,7 +95,7 @@ def congestion_control(result: Result, rows: Sequence[BenchRow]) -> Iterator[Fin
         yield Finding(
             f"TCP's congestion control differs between hosts: {', '.join(names)}",
             _names(hosts),
-            "the setting applies to the data that a host sends, so some links may be slower; not measured here",
+            "it applies to the data that each host sends, so some links may be slower; not measured here",
             f"set the same on all: sysctl -w net.ipv4.tcp_congestion_control={min(names, key=_is_bbr)}",
         )
     elif slow:
@@ -209,7 +209,8 @@ def packets(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
         yield Finding(
             f"the mtu is {fast[0].mtu} on a link of {fast[0].speed_mbit} Mbit/s",
             f"on {_names(fast)}",
-            f"headers take {share:.1%} of the link, by arithmetic, and the CPU has six times as many packets",
+            f"compared with an mtu of 9000, headers take another {share:.1%} of the link (calculated), and the CPU "
+            "handles six times as many packets",
             "if the switches allow it, on all hosts: ip link set DEVICE mtu 9000",
             factor=1 + share,
         )
@@ -234,7 +235,7 @@ def stall_at_start(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding
         seconds = median(gloo)
         yield Finding(
             f"init_process_group took {seconds:.1f} s",
-            f"in {len(gloo)} of {counted(len(result.headers), 'run')}; 0.04 s is usual, a name server's time-out 5 s",
+            f"in {len(gloo)} of {counted(len(result.headers), 'run')}; 0.04 s is usual; name servers time out in 5 s",
             f"{seconds:.1f} s at every start, measured here; the rows do not include it",
             "c10d looks up names for IPv4 addresses in IPv6 form, which /etc/hosts does not contain: set RES_OPTIONS="
             "'timeout:1 attempts:1' in the job's env:, or these options in /etc/resolv.conf",

@@ -107,7 +107,7 @@ def _row(blocks: Sequence[Block]) -> BenchRow:
 
 
 def _worst(blocks: Sequence[Block]) -> tuple[State, str]:
-    """Return the worst state and its earliest reason, with the number of its launches if it is not that of all."""
+    """Return the worst state and its earliest reason. If only some launches had it, the reason says how many."""
     state = max((block.state for block in blocks), key=STATES.index)
     if state == "ok":
         return state, ""

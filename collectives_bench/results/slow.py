@@ -236,7 +236,7 @@ def _two(seen: Mapping[Link, _Seen], hosts: Mapping[int, str], noise: float) -> 
     slower, faster, ends = (there, back, (one, other)) if there.mid > back.mid else (back, there, (other, one))
     if slower.mid - faster.mid >= THRESHOLD and slower.low > faster.high:
         ratio = math.exp(slower.mid - faster.mid)
-        way = f"{hosts[ends[0]]} → {hosts[ends[1]]} takes {ratio:.2f} x the time of the way back"
+        way = f"{hosts[ends[0]]} → {hosts[ends[1]]} takes {ratio:.2f} x as long as the opposite direction"
         text = f"{way}: the first sends slowly or the second receives slowly; {text}"
     return Findings((), noise, text)
 

@@ -94,7 +94,7 @@ def _fitting(headers: Sequence[BenchHeader], crowded: WorldRecord) -> list[World
 def _cost_of_crowd(
     rows: Sequence[BenchRow], fits: WorldRecord, crowded: WorldRecord
 ) -> tuple[BenchCell, float, float] | None:
-    """Return the largest small all_reduce (or else any operation) measured in both worlds, with both times."""
+    """Return the largest cell up to SMALL_BYTES that both worlds measured, preferably all_reduce, with both times."""
     times = {(row.world, row.cell): row.p50_us for row in rows if row.p50_us and row.nbytes <= SMALL_BYTES}
     both = [cell for world, cell in times if world == fits and (crowded, cell) in times]
     if not both:
@@ -148,7 +148,7 @@ def steal(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
         yield Finding(
             "the physical machine gave its cores to other virtual machines (steal)",
             f"{len(stolen)} of {counted(len(result.blocks), 'block')}, up to {most:.0%}",
-            f"up to {1 / (1 - min(most, 0.99)):.2f}x, by arithmetic",
+            f"up to {1 / (1 - min(most, 0.99)):.2f}x, calculated from the share",
             "use a dedicated machine, or measure at another time",
             factor=1 / (1 - min(most, 0.99)),
         )
@@ -165,8 +165,8 @@ def late_rank(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
             factor = median([_cost_of_late(result.blocks, row) for row in named])
             yield Finding(
                 f"rank {rank} is late{_where(result, world, rank)}",
-                f"last in every launch of {len(named)} of {len(able)} rows",
-                f"it takes {factor:.2f}x as long as the rank before it, measured here",
+                f"in {len(named)} of {len(able)} rows, it is last in every launch",
+                f"it takes {factor:.2f}x as long as the second-slowest rank, measured here",
                 "check for other processes on its host, its cores' clock rate and its link",
                 factor=factor,
                 measured=True,
@@ -174,7 +174,7 @@ def late_rank(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
 
 
 def _cost_of_late(blocks: Sequence[Block], row: BenchRow) -> float:
-    """Return the ratio of the last rank's time to the second last rank's."""
+    """Return the ratio of the slowest rank's time to the second-slowest rank's."""
     ordered = [
         sorted(block.lateness)
         for block in blocks

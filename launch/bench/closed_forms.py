@@ -64,7 +64,7 @@ def of_job(
             load.recipe.gradient,
             host_s,
         )
-    except RefusedError:  # the profile has no all-reduce; the rows of the modes say so
+    except RefusedError:  # the profile has no all-reduce, as the rows of the modes report
         pass
     return {
         "ring": ring(profile, "all_reduce", gradients, load.ranks, seconds),
@@ -83,7 +83,7 @@ def _boundaries(settings: "TrainSettings", load: "RankLoad", ways: "Sequence[Way
     if settings.is_pipeline:
         try:
             way, load = own_split(settings, load)
-        except RefusedError:  # the job's cut does not fit this number of layers or ranks
+        except RefusedError:  # the job's split does not fit this number of layers or ranks
             return None
     if way is None or way.schedule is None:
         return None

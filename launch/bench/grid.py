@@ -22,19 +22,19 @@ NODES_AWAY: Final = 2  # default nodes of a queued job without a job file, if no
 class BenchGrid:
     """The operations or job to measure, the settings that override the job file's, and the worlds."""
 
-    what: str  # a job file or operations; empty: pairs
+    what: str  # a job file or operations; "": measure pairs of nodes
     variants: list[dict[str, Any]]  # the settings; several if several backends are measured
     worlds: list[tuple[int | None, int | str | None]]  # nodes and ranks per node; None if not given
-    request: Request  # without nodes and ranks
+    request: Request  # its nodes and ranks per node are not used
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the first variant. Others differ in the backend only."""
+        """The settings of the first variant; the others differ only in the backend."""
         return self.variants[0]
 
     @property
     def is_pairs(self) -> bool:
-        """True when messages between every two nodes are measured."""
+        """True when messages between every pair of nodes are measured."""
         return "pairs" in self.settings
 
 

@@ -57,7 +57,7 @@ class CollectivesView(View):
 
     @property
     def launch(self) -> int:
-        """The current launch, from 0: the newest with a record or, if that launch is complete, the next one."""
+        """The number of the current launch, from 0: the newest that has a record, or the next if that one is complete."""
         if not self.cells:
             return max((pair.launch for pair in self.pairs), default=0)
         newest = max(self._done, default=0)

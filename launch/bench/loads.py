@@ -66,7 +66,7 @@ def load_of(
     settings = fixed_batch(job, ranks).settings
     assert isinstance(settings, TrainSettings)
     if settings.sync == "data_parallel":
-        ranks = max(ranks, settings.replicas)  # devices of the one rank
+        ranks = max(ranks, settings.replicas)  # data_parallel: one rank drives several devices
     if microbatches is None:
         of_split = None if settings.parallel is None else settings.parallel.microbatches
         microbatches = of_split or settings.microbatches or (FILL * ranks if settings.is_pipeline else MICROBATCHES)

@@ -38,7 +38,7 @@ def _each_of(what: str, valid: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 AGAIN: Final = ("activation_checkpointing", "activation_checkpointing")
-OF_JOB: Final = {  # field of TimingSettings: the key of the train: section with its default
+OF_JOB: Final = {  # {field of TimingSettings: the key of train: that gives its default}
     "batch": "batch_size",
     "precision": "precision",
     "compile": "compile",

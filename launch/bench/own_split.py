@@ -26,7 +26,7 @@ def own_split(settings: "TrainSettings", load: "RankLoad") -> "tuple[Way, RankLo
     from muster.collectives_bench.cost.modes import WAYS
 
     way = WAYS[settings.mode_name]
-    if settings.sync == "data_parallel":  # the load's ranks are devices of one rank
+    if settings.sync == "data_parallel":  # one rank drives all devices, which the load counts as ranks
         return way, load
     parallel = settings.split(load.ranks)
     if way.family not in ("pipe", "tensor"):
@@ -91,7 +91,7 @@ def _weight(by: str, parts: "Sequence[ModelOperation]") -> float:
 def _multiplies(part: "ModelOperation") -> bool:
     from muster.jobs.models.counted import CountedPart
 
-    if isinstance(part, CountedPart):  # its `flops` counts only such operations
+    if isinstance(part, CountedPart):  # its `flops` counts only products and convolutions
         return True
     matrix = any(len(tensor.shape) > 1 for tensor in part.tensors) and part.name != "embed"
     return matrix or part.repeats > 1

@@ -27,7 +27,7 @@ class BenchReport:
 
     whole: BaseModel
     lines: Callable[[], list[str]]
-    rows: "Callable[[], Sequence[MeasuredRow]]"  # runs of the same world or model are joined
+    rows: "Callable[[], Sequence[MeasuredRow]]"  # with runs of the same world or model joined
     missing: str  # requested but unmeasured parts; empty if there are none
     is_bad: bool
     write: Write

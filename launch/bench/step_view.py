@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.steps import ModePrediction, Ranking
     from muster.jobs.spec.job import Job
 
-STANDARD_ERROR: Final = 0.10  # of a profile without a measured error
+STANDARD_ERROR: Final = 0.10  # relative error assumed if the profile has no measured one
 
 
 def predict(asked: Wanted) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from muster.launch.records.verdict import RankEnd, judge, lost_too
 from muster.launch.sweeps.sweep import named_sweep
 
 LAST_LINES: Final = 20
-TOOK_ALONG: Final = {  # phrases by cause of a victim: for one rank, for several, and for the link to the first failure
+TOOK_ALONG: Final = {  # {cause of a victim: (verb for one rank, for several, link to the first failure)}
     "peer": ("lost its connection", "lost their connection", " to it"),
     "stopped": ("was stopped", "were stopped", " because of it"),
     "own": ("failed", "failed", " after it"),

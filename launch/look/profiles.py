@@ -150,7 +150,7 @@ def read_flame(profile: RankProfile, *, device: bool = False) -> tuple[FlameFram
     try:
         rows = read_json(paths.cuda_flame_data if device else paths.flame_data)["frames"]
         frames: list[FlameFrame] = []
-        ends: list[float] = []  # by depth: the start of the next frame
+        ends: list[float] = []  # at index d: where the next frame of depth d starts
         for depth, name, kind, us, calls in rows[:MOST_FRAMES]:
             read = (below(len(ends) or 1)(depth), text(name), text(kind), real(us), number(calls, least=0))
             if None in read or us < 0.0 or (depth == 0) != (not frames):

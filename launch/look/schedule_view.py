@@ -24,7 +24,7 @@ CHUNKS: Final = 2  # default number of stages per rank
 SLICES: Final = 4  # default number of slices per sequence
 MOST_ACTIONS: Final = 300_000  # per step; simulating this many takes half a minute or more
 COLUMNS: Final = ("schedule", "stages>", "makespan>", "bubble>", "formula>", "in flight, by rank", "what it does")
-FORMULAS: Final = {  # ranks p, micro-batches m, chunks v, slices s; if F, I and W take equal times, messages no time
+FORMULAS: Final = {  # p ranks, m micro-batches, v chunks, s slices; assumes F = I = W and instant messages
     "model": "(p - 1) / p",
     "gpipe": "(p - 1) / (m + p - 1)",
     "1f1b": "(p - 1) / (m + p - 1)",

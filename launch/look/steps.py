@@ -117,7 +117,7 @@ def _steps(
     run: RunDir, combined: Callable[[RunDir, Sequence[Table]], tuple[Table, int]]
 ) -> tuple[list[MeasuredStep], int, str]:
     """Return all steps in order, the ranks of the newest attempt, and the unit of the rate."""
-    newest: dict[int, tuple[Table, int]] = {}  # by step: its row over all ranks, and their number
+    newest: dict[int, tuple[Table, int]] = {}  # {step: (its row combined over all ranks, number of ranks)}
     for attempt in run.attempt_numbers():
         paths = sorted(run.attempt(attempt).path.glob("metrics-*.jsonl"))
         table, ranks = combined(run, [_with_units(read_rank(path)) for path in paths])
@@ -135,8 +135,8 @@ def _in_step(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
 def _asynchronous(run: RunDir, tables: Sequence[Table]) -> tuple[Table, int]:
     """Combine the rows of ranks that are never in the same step.
 
-    The run's rows have the times between two completed steps. Ranks never wait for each other, so over the whole run,
-    the mean time of a part is the mean time of a step; the parts of all steps are set to the means over all rows.
+    A row of the run has the time between two completed steps, to which parts of several ranks' steps belong. So the
+    parts of every step are set to their means over all rows of all ranks, times the number of ranks.
     """
     table = _with_units(read_rank(run.metrics))
     parts = [each for each in SUMS if each != COLUMN["rate"]]

@@ -288,7 +288,7 @@ class NodeAttempt:
             await asyncio.sleep(FOLLOW_S)
 
     async def deliver(self) -> None:
-        """If this node does not share the supervisor's run folder, send the new data of its own one."""
+        """If this node does not share the supervisor's run folder, send the new data in its own folder."""
         if self._courier is None:
             return
         async with self._sending:

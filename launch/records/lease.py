@@ -2,7 +2,8 @@
 
 Such a reader cannot see the supervisor's process, and a run without a last row may still be in progress. So the
 supervisor renews a small file every RENEW_S, with the time of its own clock. If the time is at most STALE_S ago, the
-supervisor is alive; if it is more than DEAD_S ago, the supervisor is gone. In between, the clocks may differ.
+supervisor is alive; if it is more than DEAD_S ago, the supervisor is gone. In between, the lease alone cannot decide,
+because the clocks of the hosts may differ.
 """
 
 import json

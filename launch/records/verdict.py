@@ -170,5 +170,5 @@ def lost_too(victims: Sequence[RankEnd]) -> str:
 
 
 def _is_again(ending: RankEnd, first: RankEnd) -> bool:
-    """Return whether this ending is of the rank that is already the first failure."""
+    """Return whether this ending belongs to the rank that is already the first failure."""
     return ending.rank is not None and ending.rank == first.rank

@@ -39,7 +39,7 @@ class OwnJob:
     submission: Submission
     settings: SlurmSettings
     job: str  # the job's id for scontrol
-    restarts: int | None  # Slurm's count of earlier starts; None if there is none
+    restarts: int | None  # Slurm's count of earlier starts; None if Slurm does not report one
     output: BatchOutput
     environ: Mapping[str, str]
 

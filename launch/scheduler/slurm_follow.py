@@ -200,7 +200,7 @@ class RunFollower:
         return False
 
     def _wait_anew(self) -> None:
-        """Treat the last row as that of an earlier start."""
+        """Ignore the last row, which belongs to an earlier start, and wait for the next start."""
         self.ended, self.begun, self.requeued = None, False, True
 
     # The run folder -------------------------------------------------------------------------------------------------

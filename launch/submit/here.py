@@ -54,7 +54,7 @@ def warn(text: str) -> None:
 def check_program(context: Context) -> None:
     """Check that the interpreter and the script of a `command:` job are on this machine.
 
-    If the command begins with any other program, only the rank looks for it.
+    If the command begins with any other program, that program is not checked here.
 
     Raises:
         RefusedError: if the interpreter or script is missing or cannot be run.

@@ -13,7 +13,7 @@ UNITS: Final = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 @dataclass(frozen=True)
 class PruneRule:
-    """The options of `muster prune`. A run must satisfy every one that is given.
+    """The options of `muster prune`. A run must satisfy all options that are given.
 
     `states`: it is in one of these states. `older_s`: it ended more than this many seconds ago. `keep`: the number of
     newest runs to keep among the runs that satisfy the other two.
@@ -25,7 +25,7 @@ class PruneRule:
 
 
 def chosen(states: Sequence[RunState], rule: PruneRule, now: float) -> list[RunState]:
-    """Return the runs to remove, oldest first. Runs that are not over, or may not be, are never among them."""
+    """Return the runs to remove, oldest first. A run that may still be in progress is never chosen."""
     over = [state for state in states if state.is_over and state.state in rule.states]
     old = [state for state in over if now - end_of(state) > rule.older_s]
     old.sort(key=end_of)

@@ -263,7 +263,7 @@ def _meeting(before: Placement, now: Placement) -> Placement:
     return now.meeting_at(before.master_addr) if same and before.master_addr else now
 
 
-# Written back -------------------------------------------------------------------------------------------------------
+# Writing back -------------------------------------------------------------------------------------------------------
 
 
 def write(prepared: PreparedSubmission, changes: Sequence[str]) -> Submission:

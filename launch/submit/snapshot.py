@@ -53,7 +53,7 @@ class CodeSnapshot:
 def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ()) -> CodeSnapshot:
     """Copy Muster's code and, if `program`, the code in the user's working folder into a run folder.
 
-    `argv`: the program's command. Every word with the full path of a file in the working folder adds a note.
+    `argv`: the program's command. Every word that is the absolute path of a file in the working folder adds a note.
 
     Raises:
         RefusedError: if the working folder is too large to be only code.
@@ -86,7 +86,7 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
 
 
 def other_runs(run: RunDir, workdir: Path) -> list[Path]:
-    """List the folders of runs, which are not copied: the folder of all runs or, if that is `workdir`, each run's."""
+    """List the folders of runs, which are not copied: each run's if `workdir` contains them directly, else their parent."""
     root = run.path.parent
     if os.path.realpath(root) != os.path.realpath(workdir):
         return [root]
@@ -94,7 +94,7 @@ def other_runs(run: RunDir, workdir: Path) -> list[Path]:
 
 
 def beside_the_copy(argv: Sequence[str], work: Survey) -> list[str]:
-    """Return a warning for each word with the full path of code in the working folder: later edits affect the run."""
+    """Return a warning for each word that is the absolute path of code: the run would see later edits of that file."""
     found = []
     for word in argv:
         name = os.path.relpath(word, work.folder) if word.startswith("/") else ""

@@ -215,7 +215,7 @@ class Attempt:
     def _is_tolerated(self, ending: RankEnd, lost: Collection[int]) -> bool:
         """Return whether the other ranks continue without the lost ones.
 
-        They do not after an exception, which would hit them, too, or SIGTERM, which asks for an end.
+        They stop after an exception, which they would raise, too, and after SIGTERM, which asks the run to end.
         """
         by_machine = ending.rank is None or ending.signal not in (None, "SIGTERM")
         begun = self.story.first_step is not None and not self.is_stopping
@@ -229,7 +229,7 @@ class Attempt:
         self.log.event("exited", attempt=self.number, **asdict(ending))
         if ending.cause in ("own", "peer"):
             self.story.failed(ending)
-            # growing is not a requested end, so the failure counts
+            # a drain that makes the run grow does not excuse a failure
             why = None if self.growing else self.draining
             reason, grace_s = f"{ending.where()} has failed", self.job.grace_s
             by_term = ending.exit_code == exits.SIGNAL_BASE + SIGTERM  # the SIGTERM may be the scheduler's

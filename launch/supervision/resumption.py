@@ -12,7 +12,7 @@ TRAIN = "train"
 
 
 def saves(context: Context) -> bool:
-    """Return whether the job may make checkpoints. A user's program may, because it can open a session."""
+    """Return whether the job may make checkpoints; True for a user's program, because it can open a session."""
     return context.entry is None or (context.job.kind == TRAIN and context.job.checkpoint is not None)
 
 

@@ -59,7 +59,7 @@ class Succession:
             never_met = verdict.code == exits.TIMEOUT and "start_s" not in story.times and attempt.hangs.hang is None
             outage = never_met or verdict.code == exits.UNREACHABLE
         elif first.cause == "peer" or self.run_nodes.nodes[slots[first.node]].gone:
-            # a rank that only lost its connection is a victim; a lost node is avoided already
+            # blame nobody: a rank that only lost its connection is a victim, and a lost node is avoided anyway
             outage = True
         else:
             blame = slots[first.node]

@@ -92,7 +92,7 @@ class Supervisor:
         self.inbox.listen_for_signals(self.run_dir)
         try:
             verdict = await self._attempts()
-        except (RunFolderError, StorageError) as error:  # the run folder has failed, but the last row may still fit
+        except (RunFolderError, StorageError) as error:  # the last row may still be writable
             verdict = Verdict(error.exit_code, str(error))
         finally:
             await self._farewell()

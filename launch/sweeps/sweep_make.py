@@ -73,7 +73,7 @@ def prepare_points(request: Request, grids: list[Axis], limit: int | None, repea
 
 
 def refuse_unread(tried: list[PreparedSubmission | MusterError]) -> list[PreparedSubmission | MusterError]:
-    """Return `tried`, or errors for all points if a key that no point reads differs from its default in some point."""
+    """Return `tried`; if a key that no point reads is not at its default in some point, replace all points by errors."""
     loaded = [each.loaded for each in tried if not isinstance(each, MusterError)]
     common = set.intersection(*(set(each.unread) for each in loaded)) if loaded else set()
     refused = [key for key in common if any(key not in each.idle for each in loaded)]

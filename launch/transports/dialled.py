@@ -42,7 +42,7 @@ class Starter:
     argv: Callable[[str, int | None], list[str]]
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the environment of this process
     replaces: Mapping[str, str] | None = None  # used instead of this process's environment, if set
-    prefix: str = ""  # the start of its messages about a node
+    prefix: str = ""  # removed from the start of its messages about a node
     names: Mapping[str, int] = field(default_factory=dict)  # {node name in its messages: node}, preferred names first
     explain: Callable[[str, int, Sequence[str]], MusterError] | None = None
     passes_on: Callable[[str], bool] = lambda line: False  # selects lines of its standard error to print

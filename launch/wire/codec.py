@@ -1,4 +1,4 @@
-"""Typed messages as JSON lines. Each message class declares its fields and their bounds; all others are refused.
+"""Typed messages as JSON lines. Each message class declares its fields and their bounds; other fields are refused.
 
 A message is a frozen dataclass; a record inside one is a TypedDict. Supported field types: bool, int, float, str, bytes
 (base64), None, Literal, unions, `tuple[T, ...]`, `tuple[A, B]`, `dict[str, T]`, TypedDict, and Any for JSON that is

@@ -50,8 +50,8 @@ def split_module(module: nn.Sequential, cuts: Sequence[int] | None = None) -> li
     """Cut a sequence into stages of consecutive layers, which keep their names.
 
     `cuts` lists the first layer of each stage. Without it, the sequence is cut where the device of its layers changes.
-    A layer without parameters and buffers belongs to the device of the layer before it. Such layers at the beginning
-    belong to the device of the first layer that has some.
+    A layer without parameters and buffers belongs to the device of the layer before it. If the sequence begins with
+    such layers, they belong to the device of the first layer that has parameters or buffers.
 
     Raises:
         ValueError: If a layer is on several devices, or the cuts are invalid.
@@ -68,7 +68,7 @@ def split_module(module: nn.Sequential, cuts: Sequence[int] | None = None) -> li
 class Pipe(nn.Module):
     """Run an `nn.Sequential` as a pipeline over the devices of this process.
 
-    Each entry of `devices` has one stage and one thread; a device may occur more than once. Stages are cut evenly by
+    Each entry of `devices` gets one stage and one thread; a device may occur more than once. Stages are cut evenly by
     layer count, at `cuts` (the first layers of the stages), or by `balance` (the number of layers of each). Layers are
     moved to their devices. Without `devices` the layers stay where they are, and are cut where their devices change.
 
@@ -85,8 +85,8 @@ class Pipe(nn.Module):
     it. Dropout draws a mask for each micro-batch. Random numbers are drawn in the order of ticks, then stages: stages
     that share a generator (all on CPUs, or all on one GPU) take turns (`turns.py`), so the same seed gives the same
     masks. Gradients are those of one forward per micro-batch and one backward through all. Threads inherit the caller's
-    autograd modes, autocast, default device, current streams and context variables, but not its modes of tensor
-    subclasses or saved-tensor hooks. `torch.func` and tracing are refused. Compile the layers, not the pipe. Layers are
+    autograd modes, autocast, default device, current streams and context variables, but not its torch function and
+    dispatch modes or saved-tensor hooks. `torch.func` and tracing are refused. Compile the layers, not the pipe. Layers are
     called one by one, without the sequence's own forward and hooks. Micro-batches are views of the batch: if autograd
     needs the input of a layer, no layer may write to the batch in place.
 

@@ -107,7 +107,7 @@ class StageTask:
     def answer(self, streams: Streams) -> StageResult:
         """Run the task and return its result."""
         try:
-            # A context runs in only one thread at a time, and stages run concurrently.
+            # Stages run concurrently, but a context can be active in only one thread, so each task uses a copy.
             return self.call.modes.context.copy().run(self._run, streams)
         except BaseException as error:  # passed to the caller, so that this thread continues
             return StageResult(self.stage, self.microbatch, error=error)
@@ -171,7 +171,7 @@ class Workers:
         self._end: Callable[[], object] = _nothing
 
     def inboxes(self) -> "list[SimpleQueue[StageTask | None]]":
-        """Return the task queue of every stage. Every task put into a queue is answered."""
+        """Return the task queue of every stage. A worker answers every task put into its queue."""
         with self._starting:  # several threads may use one pipe
             # After a fork none of the parent's threads are alive.
             if not self.threads or not all(each.is_alive() for each in self.threads):

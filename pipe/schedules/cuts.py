@@ -64,7 +64,7 @@ def balanced(weights: Sequence[float], stages: int) -> Cuts:
     until = (0, *accumulate(_whole(weights)))  # until[i]: total weight of the layers before i
     limit = _least_bottleneck(until, stages)
     layers, nothing_fits = len(weights), None
-    # least[i]: sum of squares of the best cut of layers i and up into these stages; first[i]: its first stage's end.
+    # For layers i and up in the last stages, least[i] is the smallest sum of squares. first[i] is the first stage's end.
     least: list[int | None] = [nothing_fits] * layers + [0]
     ends: list[list[int]] = []
     for remaining in range(stages):
@@ -124,7 +124,7 @@ def lengths(cuts: Cuts, layers: int) -> tuple[int, ...]:
 
 
 def _neighbours(cuts: Cuts, layers: int) -> list[Cuts]:
-    """List the cuts that result from moving a run of adjacent cuts by one layer."""
+    """List the alternatives to `cuts` in which one run of adjacent cuts is moved by one layer."""
     found = []
     for first in range(1, len(cuts)):
         for last in range(first + 1, len(cuts) + 1):
@@ -138,7 +138,7 @@ def _neighbours(cuts: Cuts, layers: int) -> list[Cuts]:
 def _least_bottleneck(until: Sequence[int], stages: int) -> int:
     """Return the smallest possible weight of the heaviest stage."""
     layers = len(until) - 1
-    least = [until[layers] - until[start] for start in range(layers)]  # with one stage for all layers from `start` on
+    least = [until[layers] - until[start] for start in range(layers)]  # if one stage has all layers from `start` on
     for remaining in range(1, stages):
         now = least.copy()
         for start in range(layers - remaining):

@@ -13,10 +13,10 @@ from muster.pipe.schedules.draw import PHRASES, Bar, Rows, extent, gaps
 
 WIDTH: Final = 1000
 MARGIN: Final = 20
-HEAD: Final = 24  # height of a line of the title
+HEAD: Final = 24  # height of one title line
 ROW: Final = 34
-CELL: Final = 24  # the part of a row for actions
-LANE: Final = 6  # the part below it for messages
+CELL: Final = 24  # height of the cells for actions
+LANE: Final = 6  # height of the lane for messages, below the cells
 GAP: Final = 8  # between two items of the legend
 LETTER: Final = 6.6  # width of a digit, in pixels at 11 px
 TICKS: Final = 10
@@ -41,7 +41,7 @@ STYLE: Final = (
 def svg(rows: Rows, *, title: str, subtitle: str = "", unit: str = "s", names: Sequence[str] = ()) -> str:
     """Draw rows as the text of an SVG file.
 
-    Every bar with a duration is a `rect` of class `cell`, every idle interval of a rank one of class `idle`. `unit`
+    Every bar with a duration is a `rect` of class `cell`, every idle interval of a rank is one of class `idle`. `unit`
     is the unit of the axis: `s` or `ms` for bars in seconds, or empty for times without a unit. `names` are the row
     labels (default: `rank 0` and so on).
     """
@@ -96,7 +96,7 @@ def _tip(each: Bar, head: str, begin_s: float, unit: str) -> str:
 
 
 def _legend(rows: Rows, y: float) -> list[str]:
-    """Draw a square and a phrase for every kind that occurs."""
+    """Draw a coloured square and a label for every kind that occurs."""
     kinds = {each.kind for row in rows for each in row}
     shown = [(kind, phrase) for kind, phrase in PHRASES.items() if kind in kinds]
     if {"send", "receive"} & kinds:

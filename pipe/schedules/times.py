@@ -19,7 +19,7 @@ class ActionTimes:
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """List an action's inputs: F needs the previous stage's F, W its I, a backward its F and the next stage's one."""
+    """List an action's inputs. F needs the previous stage's F, W its I, B and I their F and the next stage's B or I."""
     stage, index = action.stage, action.microbatch
     if action.kind == "F":
         return (Action("F", stage - 1, index),) if stage else ()

@@ -69,7 +69,7 @@ class CaptureHook:
         self.unpack: Callable[[Any], Tensor] | None = None
         self.x: Any = x
         if hooks := _saving_hooks(True):
-            with torch.no_grad():  # activation checkpointing and offloading replace the saved tensor
+            with torch.no_grad():  # activation checkpointing and offloading keep something else instead of x
                 self.x, self.unpack = hooks[0](x.detach()), hooks[1]
 
     def __call__(self, gradient: Tensor) -> None:
@@ -93,7 +93,7 @@ class CaptureHook:
 
 
 class _Hooks(dict[int, Callable[[Tensor], Any]]):
-    """A tensor's table of hooks. Handles of other hooks hold weak references to it."""
+    """A tensor's table of hooks, a dict with support for weak references, which handles of other hooks hold."""
 
     __slots__ = ("__weakref__",)
 

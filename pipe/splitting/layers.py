@@ -132,8 +132,8 @@ class _SplitLinear(_Split):
         flat, shape = x.flatten(0, -2), (*x.shape[:-1], len(weight))  # (rows, features)
         if x.is_contiguous():
             return self._captured(functional.linear, flat, weight, bias).view(shape)
-        # torch flattens such an input only if the weight requires a gradient. Ours is detached, so the input is
-        # flattened here, to get the same bits.
+        # F.linear flattens such an input only if the weight requires a gradient. This weight is detached, so the input
+        # is flattened here, to get the same bits.
         y = self._captured(functional.linear, flat, weight, None).view(shape)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -166,7 +166,7 @@ def _is_due(weight: Tensor) -> bool:
 
 def _in_autocast(x: Tensor) -> Tensor:
     """Cast an input as autocast would, so that the cast tensor is kept for the weight gradients."""
-    if not torch._C._is_any_autocast_enabled():  # ten times faster than asking for a device type
+    if not torch._C._is_any_autocast_enabled():  # ten times faster than the query for one device type
         return x
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:

@@ -2,7 +2,8 @@
 
     loss of a row = log sum exp(logit - m) - (logit of the target - m)      m: the row's largest logit
 
-Each row sends three numbers: its maximum, then the sum and the target's logit together. The gradient sends nothing.
+Ranks exchange three numbers per row: its maximum, then the sum and the target's logit together. The backward sends
+nothing.
 """
 
 from typing import Any, Final

@@ -75,7 +75,7 @@ def columns(layers: Sequence[ColumnLinear], x: Tensor) -> tuple[Tensor, ...]:
 
 
 def later_of(layer: ColumnLinear | RowLinear, x: Tensor) -> Later | None:
-    """Return the queue that computes a layer's weight gradients later; None if its backward does."""
+    """Return the queue that computes a layer's weight gradients later; None if its backward computes them."""
     learns = layer.weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
     if layer.weight_queue is None or not learns:
         return None
@@ -151,7 +151,7 @@ class _Columns(torch.autograd.Function):
 def _weight_gradients(
     inputs: Tensor, side: Sequence[Tensor], weights: Sequence[Tensor], wants: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of weights, then of biases. `side` has the outputs' gradients, joined or one per layer."""
+    """Return the gradients of weights, then of biases. `side`: those of the outputs, joined or one per layer."""
     count = len(weights)
     rows = [_rows(each) for each in side]
     of_weights: Sequence[Tensor | None] = [None] * count

@@ -11,7 +11,7 @@
     }
 
 The parts of a pattern between dots are matched one by one, so `*` does not cross a dot. Modules without a rule compute
-the same on every rank. Every rule is checked before any is applied, so a model that cannot be split sends nothing.
+the same on every rank. Every rule is checked before any is applied, so nothing is sent if a model cannot be split.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ class Rule:
         yield from ()
 
     def cuts(self, module: nn.Module) -> Iterator[tuple[str, int]]:
-        """Yield the parameters of a module that are split, each with its dimension."""
+        """Yield the names of the parameters to split, each with the dimension to split."""
         yield from ()
 
     def apply(self, module: nn.Module, region: Region) -> None:
@@ -100,7 +100,9 @@ class Vocabulary(Rule):
         yield from _of_type(module, nn.Embedding, nn.Linear)
         if isinstance(module, nn.Embedding):
             for extra in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-                if getattr(module, extra) is not None and getattr(module, extra) is not False:  # 0 is an index
+                if (
+                    getattr(module, extra) is not None and getattr(module, extra) is not False
+                ):  # a padding_idx of 0 is set
                     yield f"{extra} is not supported with a split vocabulary"
             yield from _divides(module.num_embeddings, "tokens of its vocabulary", ranks)
         elif isinstance(module, nn.Linear):

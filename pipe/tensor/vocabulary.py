@@ -1,6 +1,7 @@
 """Embedding and head with a vocabulary split over ranks: each rank has the rows of some tokens.
 
-For the embedding, each rank looks up its own tokens, and the results are summed; all ranks but one add zeros. The head
+For the embedding, each rank looks up its own tokens, and the results are summed; for each token, all ranks but one add
+zeros. The head
 is a column layer whose outputs are logits. In training the logits stay split, for `SplitCrossEntropy`.
 """
 

@@ -163,8 +163,8 @@ class Channels:
     def send(self, step: Send, tensor: Tensor | None, *, learns: bool) -> None:
         """Begin to send an activation to the next stage, or a gradient to the previous one.
 
-        `tensor` is None if there is no gradient. The first message of a form tells the receiver whether gradients will
-        come. If gradients will come, a missing one is sent as zeros.
+        `tensor` is None if there is no gradient. If that is so for the first gradient of a form, a header tells the
+        receiver that none will follow. If the first gradient was sent, later missing ones are sent as zeros.
 
         Raises:
             ValueError: If the layout differs from earlier messages of this form.
@@ -193,7 +193,7 @@ class Channels:
         self._send(step, tensor, self._wire)
 
     def forget_sent_gradients(self) -> None:
-        """Wait until gradients have been sent, and release them. This is short, because their receives are posted."""
+        """Wait until gradients have been sent, and release them. The wait is short, because their receives are posted."""
         for (_, what, _), going in self._going.items():
             if what == "gradient":
                 self._settle(going, 0)
@@ -232,7 +232,7 @@ class Channels:
         return None if activation is None else activation.learns
 
     def _ask_for(self, queue: _Queue, layout: TensorLayout | None) -> None:
-        """Post the receive of a peer's next message. If `layout` is None, nothing will be sent."""
+        """Post the receive of a peer's next message. A `layout` of None means that the peer will not send it."""
         step = queue.unasked.popleft()
         if layout is None or layout == NOTHING:
             queue.asked.append(Arrival(step, None, False, None))
@@ -293,5 +293,5 @@ def _apart(step: Send, layout: TensorLayout, known: TensorLayout) -> str:
         )
     return (
         f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage} is {layout.in_words()}, "
-        f"but earlier ones for equally many samples were {known.in_words()}; {why}"
+        f"but earlier ones for the same number of samples were {known.in_words()}; {why}"
     )

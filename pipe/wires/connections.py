@@ -1,6 +1,7 @@
 """The pipeline's own process groups and wires, separate from the user's messages, and small exchanges over them."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from muster.pipe.wires.channels import (
     TensorLayout,
     layout_of,
 )
-from muster.pipe.wires.failures import Board
+from muster.pipe.wires.failures import Board, LostError
 from muster.pipe.wires.nccl import NcclWire
 from muster.pipe.wires.peers import peers_of
 from muster.pipe.wires.wire import GlooWire, Message, Wire, own_group
@@ -57,7 +58,8 @@ class Connections:
         else:
             message, number = self._coming.pop() if self._coming else self._next(number, source)
             message.wait()
-            self._coming.append(self._next(number, source))
+            with suppress(LostError):  # the source may have ended after its last step; if not, the next step fails here
+                self._coming.append(self._next(number, source))
         return number
 
     def _next(self, like: Tensor, source: int) -> tuple[Message, Tensor]:
@@ -88,7 +90,7 @@ class Connections:
                 )
 
     def agree(self) -> None:
-        """Check that no rank has failed. Waits of a GPU do not show failures, so GPU ranks also exchange gloo messages.
+        """Check that no rank has failed. A wait on a GPU stream reveals no failure, so GPU ranks also use gloo.
 
         Raises:
             LostError: If a rank has failed.
@@ -127,7 +129,7 @@ class Connections:
 def connect(process_group: dist.ProcessGroup | None, device: torch.device, peers: Iterable[int]) -> Connections | None:
     """Create the pipeline's groups and wires. A collective of the group's ranks. Return None for one rank.
 
-    `peers` are the ranks with which activations, gradients or tied weights are exchanged.
+    `peers` are the ranks that this one exchanges activations, gradients or tied weights with.
 
     Raises:
         ValueError: If layers are on a GPU, but the group has no NCCL.

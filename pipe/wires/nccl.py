@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from muster.ddp.means import beside
 from muster.pipe.wires.wire import Mark, WorkMessage, flat
 
-CTAS: Final = 4  # thread blocks per message: while it waits, they occupy as many multiprocessors
+CTAS: Final = 4  # thread blocks per message; each occupies a multiprocessor while the message waits
 
 
 class NcclWire:

@@ -67,7 +67,7 @@ def wire_of(sent: float, best: float, known: float) -> WireBytes:
 def test_deviations_are_named():
     assert deviation("all_reduce", wire_of(6.03, 6, 6)) == ""
     assert deviation("reduce_scatter", wire_of(6.01, 3, 6)) == (
-        "reduce_scatter moves 2.00 x the best algorithm's bytes, as in its source: it is "
+        "reduce_scatter moves 2.00 x the best algorithm's bytes, as its source code predicts: it is "
         "implemented as an all_reduce of all data"
     )
     assert deviation("all_gather", wire_of(6, 3, 3)) == (

@@ -177,8 +177,8 @@ def test_what_cannot_be_measured_is_said_in_one_line() -> None:
         (lambda: boundary_sizes(linear, (2, 4), [5]), r"cuts \[5\]: there is no layer 5, only 2 layers"),
         (lambda: boundary_sizes(nn.Sequential(Pair(), Pair()), (2, 4), 2), r"layer '0' .* it returns a tuple; only a"),
         (lambda: weights_of(linear, "size"), r"weights by 'size': expected one of count, parameters, flops, profile"),
-        (lambda: weights_of(linear, "flops"), r"weights by flops: need input_size"),
-        (lambda: weights_of(linear, "profile"), r"weights by profile: need input_size"),
+        (lambda: weights_of(linear, "flops"), r"weights by flops require input_size"),
+        (lambda: weights_of(linear, "profile"), r"weights by profile require input_size"),
         (lambda: weights_of(linear, "flops", (2, 4)), r"layer '1' failed on"),
     ]
     for attempt, said in cases:

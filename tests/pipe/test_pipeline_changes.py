@@ -126,7 +126,7 @@ def test_a_copy_of_split_stages_is_a_plain_model_with_their_weights():
 
 def test_what_stages_would_not_notice_is_refused():
     pipeline = piped(model())
-    with pytest.raises(AttributeError, match="layer '1' of a pipeline cannot be replaced; do so before"):
+    with pytest.raises(AttributeError, match="layer '1' of a pipeline cannot be replaced; replace it before"):
         pipeline.module.add_module("1", nn.Identity())
     pipeline.module.to("meta")
     with pytest.raises(ValueError, match="layers are on meta, but the pipeline was built for cpu; move them before"):
@@ -211,7 +211,7 @@ def test_changes_that_ranks_must_make_together_are_refused_with_one_message(on_r
     wanted = [
         "' is trainable in stages [0] but frozen in stages [1]; freeze it on all ranks that share it, or on",
         "' of several stages was replaced after the pipeline was built, as by load_state_dict(assign=True)",
-        "(3, 4) of torch.float64, but earlier ones for equally many samples were (3, 4) of torch.float32; ",
+        "(3, 4) of torch.float64, but earlier ones for the same number of samples were (3, 4) of torch.float32; ",
         "rank 0 failed: ValueError: 3 inputs but 9 targets",  # without a stage: none has run yet
     ]
     for rank, said in enumerate(on_ranks(2, refused, deadline_s=PROMPT_S)):

@@ -83,7 +83,7 @@ FAILURES = [
         5,
         0,
         "ValueError: the activation of micro-batch 0 for stage 1 is (2, 2) of torch.float32, but earlier ones "
-        "for equally many samples were (2, 4) of torch.float32; shapes and types must depend on the inputs only",
+        "for the same number of samples were (2, 4) of torch.float32; shapes and types must depend on the inputs only",
         None,
     ),
     ("model", "tuple", 1, 1, "TypeError: stage 1: layer '1' returned a tuple; one tensor crosses a cut", None),

@@ -42,10 +42,8 @@ def _bars(axes: "Axes", plot: Plot) -> dict[str, Any]:
 
     handles, places, stacked = dict[str, Any](), places_of(plot), plot.style == "stacked"
     unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
-    taken, height = (
-        dict.fromkeys(places, 0.0),
-        0.8 / beside(plot),
-    )  # per name: the end of its stack, or its number of bars
+    taken = dict.fromkeys(places, 0.0)  # per name: the end of its stack so far, or the number of its bars so far
+    height = 0.8 / beside(plot)
     for number, series in enumerate(plot.series):
         names, values = [str(x) for x in series.x], [scale * value for value in series.y]
         y = [places[name] + (0.0 if stacked else height * (taken[name] + 0.5) - 0.4) for name in names]

@@ -146,7 +146,7 @@ def _loss(rows: Sequence[RunRow], groups: Groups) -> Plot:
 
 
 def _loss_time(rows: Sequence[RunRow], groups: Groups) -> Plot:
-    """Return the losses against the time since the first plotted step; repeats are separate in time, so show one."""
+    """Return the losses against the time since the first plotted step; show one run per row, since repeats differ in time."""
     series = []
     rows, note = _with(rows, lambda row: any(True for _ in losses_of(groups[row.label][0])), "no loss recorded")
     for row in rows:
@@ -204,8 +204,8 @@ def _first(rows: Sequence[RunRow], mode: str) -> int:
 def _lines(rows: Sequence[RunRow]) -> dict[str, list[RunRow]]:
     """Group rows into lines so that each line has every number of ranks at most once.
 
-    A line has one mode or, if rows of a mode have the same number of ranks, one mode and one batch size (global, or per
-    rank).
+    Each mode is a line. If that puts two rows with the same number of ranks on one line, each combination of mode and
+    global batch size is a line, or else each combination of mode and batch size per rank.
 
     Raises:
         NothingToPlotError: if no grouping works.

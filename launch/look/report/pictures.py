@@ -33,7 +33,7 @@ class Styles:
         """Replace the `style` attributes of a picture by classes, and shorten the numbers in its paths."""
         root = ElementTree.fromstring(svg)
         for each in root.iter():
-            if path := each.get("d"):  # the paths of hatches are long
+            if path := each.get("d"):  # hatches make paths long, so round their coordinates
                 each.set("d", LONG.sub(lambda found: f"{float(found[0]):.1f}", " ".join(path.split())))
             if style := each.attrib.pop("style", None):
                 name = self.names.setdefault(style, f"s{len(self.names)}")

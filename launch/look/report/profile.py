@@ -16,7 +16,7 @@ from muster.launch.look.report.tables import Table, table
 MOST_RANKS: Final = 8
 MOST_LISTED: Final = 30  # frames in the table
 MOST_KINDS: Final = 7  # with a color of their own
-NARROWEST: Final = 5e-4  # of a flame graph's width
+NARROWEST: Final = 5e-4  # narrower frames are omitted, as a fraction of the flame graph's width
 MOST_FRAMES: Final = 800
 DEEPEST: Final = 100
 MB: Final = 1 << 20

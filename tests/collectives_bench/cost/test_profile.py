@@ -53,7 +53,7 @@ def test_points_that_fall_with_size_are_pooled_and_the_prediction_says_so() -> N
     falling = [(MB, 2e-3), (4 * MB, 6e-3), (16 * MB, 5e-3)]
     found = profile(curve(points=falling)).predict("all_reduce", 4 * MB, ranks=2)
     assert found.seconds == pytest.approx((6e-3 * 5e-3) ** 0.5)
-    assert found.how == "raised to be monotone; measured here 6 ms"
+    assert found.how == "averaged with neighbouring sizes; measured here 6 ms"
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ NAMED: dict[str, tuple[list[BenchHeader], list[Block], list[str], float | None, 
     "a small mtu": (
         [between(speed_mbit=25_000)],
         [],
-        ["mtu is 1500 on a link of 25000 Mbit/s", "headers take 3.6% of the link"],
+        ["mtu is 1500 on a link of 25000 Mbit/s", "headers take another 3.6% of the link"],
         1.036,
         False,
     ),

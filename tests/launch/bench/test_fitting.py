@@ -44,7 +44,7 @@ def test_two_results_of_different_worlds_make_one_profile(tmp_path: Path, capsys
     paths = [str(tmp_path / f"{ranks}.json") for ranks in (2, 3)]
     assert cli.main(["bench", "fit", *paths, "-o", str(tmp_path / "p.json")]) == 0
     assert load(tmp_path / "p.json").constants[0].worlds == [2, 3]
-    assert "held-out worlds  none" in capsys.readouterr().out
+    assert "held-out worlds  not estimated" in capsys.readouterr().out
 
 
 def test_json_is_the_errors_and_constants_as_data(measured: Path, capsys) -> None:
@@ -76,4 +76,4 @@ def test_times_have_the_unit_that_suits_them(time_s: float, written: str) -> Non
 
 
 def test_nothing_held_out_is_said() -> None:
-    assert text(None).startswith("none")
+    assert text(None).startswith("not estimated")
