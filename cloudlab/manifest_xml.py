@@ -60,7 +60,7 @@ def parse(text: str, name: str) -> tuple[list[XmlNode], list[Lan]]:
     if twice:
         raise JobFileError(f"{name}: has two nodes named {twice[0]}; {WHERE}")
     if not any(node.logins for node in nodes):
-        # A request has no logins. Its type does not identify it, because the Manifest tab also says type="request".
+        # A request has no logins. Its type is no evidence, because the Manifest tab shows manifests as "request", too.
         kind = (
             "a manifest of nodes that are not ready" if root.get("type") == "manifest" else "a request, not a manifest"
         )

@@ -7,7 +7,8 @@ this node's key (launch/wire/handshake.py), and ignore all other data until then
 over.
 
 If one machine starts 64 agents, their start-up times add up before the last one says hello. So the code before the
-hello imports only modules that Python itself has loaded: json costs 5 ms, socket 4 ms, all of this code 1 ms. The other imports (40 ms) wait for the supervisor's first message, which follows when every agent has said hello.
+hello imports only modules that Python itself has loaded: json costs 5 ms, socket 4 ms, all of this code 1 ms. The other
+imports (40 ms) wait for the supervisor's first message, which follows when every agent has said hello.
 """
 
 import os
@@ -28,12 +29,8 @@ UNREACHABLE, REFUSED, STOPPED = 69, 78, 130
 LONGEST_SECRET = 256
 WORD_S = 600.0  # wait for the supervisor's first message, sent when the slowest node has said hello or failed
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
-PASSED_ON = (
-    "PATH",
-    "PYTHONPATH",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-)  # the plan for this node depends on these variables
+# the plan for this node depends on these variables
+PASSED_ON = ("PATH", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 TYPE_CHECKING = False  # importing typing costs 5 ms
 if TYPE_CHECKING:

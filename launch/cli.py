@@ -42,7 +42,7 @@ GROUPS = (
             ("watch", "show a run in progress: step, rate, next checkpoint, and every node and rank"),
             ("compare", "show where the time of a step went in several runs, and which of them is faster"),
             ("plot", "draw one picture of several runs, or print its numbers"),
-            ("report", "write one HTML page: comparison, plots, attempts, memory, profiles; it needs no network"),
+            ("report", "write one self-contained HTML page: comparison, plots, attempts, memory, profiles"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces are"),
             ("timeline", "draw what the ranks did in a step: computing, communicating, waiting"),
@@ -205,7 +205,7 @@ def _help() -> str:
         lines.append(f"{group}:")
         lines += [f"  {name:{width}}  {phrase}" for name, phrase in commands]
         lines.append("")
-    lines.append("muster COMMAND --help shows its options and examples; muster help hosts shows those about hosts.")
+    lines.append("muster COMMAND --help shows its options and examples; muster help hosts shows the options for hosts.")
     return "\n".join(lines)
 
 

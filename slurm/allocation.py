@@ -105,7 +105,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _cpus(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
-    """Return the cores of each node. If only this node's number is known, use it for all nodes."""
+    """Return the number of cores of each node. If it is known only for this node, assume the same for all nodes."""
     if "SLURM_JOB_CPUS_PER_NODE" in environ:
         cpus = tasks_per_node(environ["SLURM_JOB_CPUS_PER_NODE"])
         if len(cpus) == nodes:

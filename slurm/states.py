@@ -185,7 +185,7 @@ def waiting(job: JobState) -> str:
 
 
 def is_hopeless(job: JobState) -> bool:
-    """Return True if Slurm's reason means that a waiting job will never start. Repaired nodes may change that."""
+    """Return True if Slurm's reason means that a waiting job will never start, unless nodes are repaired."""
     row = _reason_row(job)
     return job.phase == "pending" and row is not None and row.never
 
@@ -194,7 +194,7 @@ def is_orphan(job: JobState) -> bool:
     """Return True if a job continues without the node of its batch script.
 
     With --no-kill Slurm removes a failed node from the job and continues, even if the supervisor ran on that node. The
-    other nodes would stay allocated in vain until the time limit.
+    other nodes would stay allocated, unused, until the time limit.
     """
     # Jobs in COMPLETING are excluded, because Slurm then lists only the nodes that are not done yet.
     running = job.state in ("RUNNING", "SUSPENDED") and job.batch_host and job.nodes

@@ -117,7 +117,7 @@ class SubmititTask:
         write_json(run.stop, request)
         try:
             if not _has_ended(self._pidfd, self.drain_s):
-                return exits.REQUEUE  # the supervisor ends with this process
+                return exits.REQUEUE  # when this process ends, so does the supervisor
         finally:
             run.stop.unlink(missing_ok=True)  # otherwise the next attempt would stop too
         ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)

@@ -7,7 +7,8 @@ process 1 ends, too. So an interrupted `muster box up` leaves no unknown process
 
     python -I ROOT/launch/boot.py cloudlab.box.init PLAN [LOCK]
 
-LOCK is an open descriptor that holds the box's lock until process 1 gets "go" or ends. `muster box down` waits for it.
+LOCK is an open descriptor that holds the box's lock until process 1 gets "go" or ends. `muster box down` waits for
+that lock.
 """
 
 import json

@@ -135,7 +135,7 @@ def await_listening(state: BoxState, nodes: Iterable[str], port: int, timeout_s:
         if not wait_until(answers, deadline - time.monotonic()):
             service = "sshd" if port == SSH_PORT else "slurmctld"
             raise RefusedError(
-                f"{node}: {service} does not listen after {timeout_s:.0f} s{_log_end(state, node, service)}"
+                f"{node}: {service} is not listening after {timeout_s:.0f} s{_log_end(state, node, service)}"
             )
 
 
@@ -247,7 +247,7 @@ def _answer(starting: Starting) -> None:
 
 
 def _forget(starting: Starting) -> None:
-    """Close this side of the pipes. A node that has received "go" stays alive, any other node ends."""
+    """Close this side of the pipes. A node that has received "go" stays alive; any other node ends."""
     for pipe in (starting.process.stdin, starting.process.stdout):
         assert pipe is not None
         pipe.close()

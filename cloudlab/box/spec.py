@@ -177,12 +177,12 @@ def check_name(name: str) -> str:
 
 
 def bridge_alias(name: str) -> str:
-    """Return the alias of a box's bridge, which finds the bridge if the box's number is unknown."""
+    """Return the alias of a box's bridge, by which the bridge is found if the box's number is unknown."""
     return f"muster-box-{name}"
 
 
 def netns_pattern(name: str) -> re.Pattern[str]:
-    """Return the pattern of a box's network namespaces, which finds them if the box's size is unknown."""
+    """Return a pattern that matches a box's network namespaces, to find them if the box's size is unknown."""
     return re.compile(rf"muster-{re.escape(name)}-(?:node\d+|{HEAD})")
 
 
@@ -213,7 +213,7 @@ def parse_clocks(texts: list[str]) -> dict[str, str]:
     """Parse clock offsets such as `node2=+180s`.
 
     Raises:
-        UsageError: if an offset has another form.
+        UsageError: if a text is not of the form NODE=OFFSET.
     """
     clocks = {}
     for text in texts:

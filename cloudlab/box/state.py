@@ -109,8 +109,7 @@ def root_lock() -> Iterator[None]:
 def locked_folder(folder: Path) -> Iterator[int | None]:
     """Hold the lock of a folder. Yield its descriptor, or None if the folder is gone once the lock is held.
 
-    Meanwhile new files are readable but not writable for others, whatever root's umask is, because jobs of other users
-    and the user who called sudo read them.
+    Meanwhile the umask is 022, because jobs of other users and the user who called sudo read the new files.
 
     Raises:
         RefusedError: if another command holds the lock for too long.

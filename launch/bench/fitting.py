@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     choices.check_output("--output", args.output, (".json",))
     measured = results.read(args.results, args.runs).whole
     if not isinstance(measured, Result):
-        raise UsageError("a timing of models has nothing to fit; name results of collectives")
+        raise UsageError("timings of models cannot be fitted; name results of collectives")
     profile = fit(measured, name=Path(args.output).stem)
     with naming("--output"):
         save(profile, Path(args.output))

@@ -57,7 +57,7 @@ class CollectivesView(View):
 
     @property
     def launch(self) -> int:
-        """The number of the current launch, from 0: the newest that has a record, or the next if that one is complete."""
+        """The current launch, counted from 0: the newest that has a record, or the next if that one is complete."""
         if not self.cells:
             return max((pair.launch for pair in self.pairs), default=0)
         newest = max(self._done, default=0)

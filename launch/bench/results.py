@@ -26,7 +26,7 @@ def of_paths(paths: Sequence[Path], unmeasured: Sequence[str] = ()) -> BenchRepo
     timings = [path for path in paths if is_timing(path)]
     if timings and len(timings) < len(paths):
         other = next(path for path in paths if path not in timings)
-        raise UsageError(f"{timings[0]}: is a timing of models, and {other} is not; name results of one kind")
+        raise UsageError(f"{timings[0]}: is a timing of models, but {other} is not; name results of one kind")
     return of_models(read_timings(paths)) if timings else of_collectives(read_result(paths), unmeasured)
 
 

@@ -86,7 +86,7 @@ def _verdict(record: dict[str, Any]) -> list[str]:
     able = record["ranking_built"]
     if able is None or able["best"] == ranking["best"]:
         return [_winner(ranking, "best")]
-    return [_winner(ranking, "best"), _winner(able, "best that is built")]
+    return [_winner(ranking, "best"), _winner(able, "best of the modes that are built")]
 
 
 def _winner(ranking: dict[str, Any], what: str) -> str:

@@ -91,7 +91,7 @@ def operations(word: str) -> list[str]:
         if not name:
             raise UsageError(f"{word}: a name is empty; separate operations by single commas")
         if name == HELLO:
-            raise UsageError("hello: measures nothing; muster run jobs/examples/hello.yaml starts it")
+            raise UsageError("hello: it measures nothing; start it with: muster run jobs/examples/hello.yaml")
         if name not in valid:
             raise UsageError(unknown("operation", name, valid))
     return names

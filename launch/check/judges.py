@@ -182,7 +182,9 @@ def _master(node: int, answer: Answer, expected: Expected, usual: Usual) -> Node
     if not why:
         return NodeProperty("ok")
     if nobody:
-        return NodeProperty("no", WARNING, f"cannot reach the master at {expected.master}: {why}; no other node can")
+        return NodeProperty(
+            "no", WARNING, f"cannot reach the master at {expected.master}: {why}; nor can any other node"
+        )
     firewall = "open the firewall between the nodes, or give another network: --iface or --master-addr"
     return NodeProperty("no", BAD, f"cannot reach the master at {expected.master}: {why}; {firewall}")
 

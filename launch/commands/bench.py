@@ -33,7 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = EPILOG
     parser.add_argument(
-        "what", metavar="WHAT", nargs="*", help="a job file, or operations: all_reduce,broadcast, or all, or ours"
+        "what",
+        metavar="WHAT",
+        nargs="*",
+        help="a job file, or operations such as all_reduce,broadcast; all: the library's; ours: Muster's own",
     )
     add_choices(parser)
     add_measuring(parser, plot="busbw and time against size")

@@ -24,7 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "muster data cifar10"
     parser.add_argument("name", choices=tuple(PREPARERS), help="the data set")
     parser.add_argument("--url", help="cifar10: URL of the archive (default: the official one)")
-    parser.add_argument("--archive", metavar="FILE", help="cifar10: a copy of the archive on this machine, for --url")
+    parser.add_argument(
+        "--archive", metavar="FILE", help="cifar10: a copy of the archive on this machine, instead of --url"
+    )
     parser.add_argument("--md5", help="cifar10: MD5 checksum of the archive (default: of the official one)")
     parser.add_argument("--site", metavar="FILE", help="the site file; its key data names the folder")
     add_json(parser)

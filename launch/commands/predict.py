@@ -34,7 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--latency", metavar="TIME", help="latency of a message over --link, such as 50us (default: 0)")
     exchange = parser.add_argument_group("an exchange")
     exchange.add_argument(
-        "--op", metavar="NAMES", help="operations of muster bench, separated by commas; or all; or ours"
+        "--op",
+        metavar="NAMES",
+        help="operations of muster bench, separated by commas; all: the library's; ours: Muster's own",
     )
     exchange.add_argument(
         "--bytes", metavar="SIZES", help="such as 36.9MB, 512K:1G or 20e9; separate several by commas"
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         for flag, value in (("--op", args.op), ("--bytes", args.bytes), ("--world", args.world)):
             if value is not None:
                 raise UsageError(
-                    f"{flag} {value}: is for exchanges and cannot be combined with the job {args.job}; leave one out"
+                    f"{flag} {value}: is for exchanges, so it cannot be combined with the job {args.job}; leave one out"
                 )
         return _steps(args)
     records = predictions(args)

@@ -48,7 +48,7 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
         word = left.pop(0)
         if word == "--":
             if job or not left:
-                found = f"the job {job} is given, too" if job else "no program follows"
+                found = f"a job is given as well ({job})" if job else "no program follows"
                 raise UsageError(f"--: {found}; write muster ... -- PROGRAM ARGUMENTS, or muster ... JOB.yaml")
             return ours, left
         if not word.startswith("-") and not job:

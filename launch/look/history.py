@@ -139,9 +139,8 @@ def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list
             submitted = 0.0
             told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))
         elif event == "attempt_ended" and attempt is not None and attempt not in told and spans and not submitted:
-            told[attempt] = _Told(
-                row, len(spans) - 1, ahead.get(attempt, {})
-            )  # without an `attempt` row: some node never connected
+            # no `attempt` row, because some node never connected
+            told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))
         if submitted or attempt not in told or (event == "ended" and not told[attempt].judged):
             continue  # skip rows of a queued run, and a lost run's last row, which another process wrote
         spans[told[attempt].span][1] = told[attempt].last_time = now

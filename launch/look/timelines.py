@@ -148,9 +148,7 @@ def step_of(row: Mapping[str, Any]) -> Recorded | DataStep | None:
 def recorded_of(row: Mapping[str, Any]) -> Recorded | None:
     """Read an untrusted row of a pipeline; return None if it is not a valid step."""
     try:
-        ranks = tuple(
-            dict.fromkeys(map(int, row["rank_of"]))
-        )  # in pipeline order, because the first stages are in that order
+        ranks = tuple(dict.fromkeys(map(int, row["rank_of"])))  # in the order of the pipeline's first stages
         place_of = {rank: place for place, rank in enumerate(ranks)}
         records = tuple(_record(place_of[rank], *more) for rank, *more in row["records"])
         chunks, microbatches, slices = int(row["chunks"]), int(row["microbatches"]), int(row.get("slices", 1))

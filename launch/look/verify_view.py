@@ -89,7 +89,7 @@ def verdict(record: Mapping[str, Any]) -> Text:
         drift = max((row["drift"] or 0.0) for row in rows)
         text.append(
             f", the others within {BOUNDS[record['class']]}. "
-            f"Independent training in one process ends up to {drift:.1e} away."
+            f"Independent training in one process differs by up to {drift:.1e}."
         )
     for fault in faults(record):
         text.append(f"\n      {fault}", style="red")

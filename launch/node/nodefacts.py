@@ -43,7 +43,7 @@ from importlib import metadata
 torch = [each.version for each in metadata.distributions(name="torch")] or [None]
 version = "{}.{}.{}".format(*sys.version_info[:3])
 print(json.dumps({"python": version, "executable": sys.executable, "torch": torch[0]}))
-"""  # the job's Python runs this, so it must work in any version
+"""  # the job's Python runs this, so it must work in any Python version
 
 Probe = Callable[[], Any]
 EVERYTHING: Final = Inspect()

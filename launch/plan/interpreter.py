@@ -56,7 +56,7 @@ def choose(job: Job, site: Site, own: str, environ: Mapping[str, str] = os.envir
     python, why = active(environ) or (own, "Muster's own: no virtual or conda environment is active here")
     folder = str(Path(python).parent)
     if "PATH" in {**site.env, **job.env}:
-        return Interpreter((), "", "the first on PATH, which env in the job or site file sets")
+        return Interpreter((), "", "the first on the PATH that env: in the job or site file sets")
     if site.setup or job.setup:
         return Interpreter((), folder, f"the first on PATH after the setup lines; before them, {python} ({why})")
     return Interpreter((python,), folder, why)

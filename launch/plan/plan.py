@@ -307,7 +307,7 @@ def _rank_environment(
         file = run.attempt(context.attempt).stop(env.node_rank)
         values.append(EnvValue(STOP_FILE, str(file), "written before SIGTERM: the reason, and the deadline"))
         values.append(EnvValue(FILES, str(run.files), "for the program's own files, the same in all attempts"))
-        values.append(EnvValue(SESSION, session_text(context), "what muster.session() reads"))
+        values.append(EnvValue(SESSION, session_text(context), "read by muster.session()"))
     if divided and machine.gpus:
         values.append(EnvValue("CUDA_VISIBLE_DEVICES", ",".join(machine.gpus), "pretend nodes divide the GPUs"))
     return tuple(values)

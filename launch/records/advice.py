@@ -127,8 +127,8 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"(?i)NVIDIA driver on your system is too old|no kernel image is available|CUDA driver version is insuff",
     ),
     Advice(
-        "a port is in use, maybe by ranks of an older run: muster list shows them, muster stop RUN ends one; "
-        "otherwise start again: a new attempt uses a new port",
+        "a port is in use: find older runs with muster list, and end them with muster stop RUN; "
+        "if there are none, start again, because a new attempt uses a new port",
         said=r"(?i)address already in use|EADDRINUSE",
     ),
     Advice(
@@ -136,9 +136,7 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"(?i)loss (?:is|became|went) (?:nan|inf|not finite)|non-finite loss|"
         r"(?:weights|loss or gradients) are not finite",
     ),
-    Advice(
-        "make the file readable on every node: the path must be the same there", said=r"FileNotFoundError|No such file"
-    ),
+    Advice("make the file readable under the same path on every node", said=r"FileNotFoundError|No such file"),
     Advice("give the user that runs the ranks access to it, on every node", said=r"PermissionError|Permission denied"),
     # Muster stopped restarting the run.
     Advice(

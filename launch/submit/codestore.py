@@ -45,7 +45,7 @@ def share(root: Path, paths: Iterable[Path]) -> None:
         for path in paths:
             _share_one(store, path)
     except OSError:
-        return  # only space is lost
+        return  # the run keeps its own copies, which only take more space
 
 
 def collect(root: Path) -> int:

@@ -118,7 +118,9 @@ def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool
                 f"--master-addr: {address} is not an address of this machine, where the job runs; leave it out"
             )
         if placement.one_host and len(placement.nodes) > 1 and route.transport not in ("local", "hand"):
-            raise UsageError(f"--master-addr: {address} means each node itself; give one of node 0 that all reach")
+            raise UsageError(
+                f"--master-addr: {address} is the node itself on every node; give an address of node 0 that all reach"
+            )
     python = interpreter_of(site, here=route.is_here)
     context = Context(
         job=job,

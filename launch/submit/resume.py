@@ -100,7 +100,7 @@ def watch_lease(run: RunDir, say: Say) -> None:
         RefusedError: if the lease has been renewed.
     """
     seen = read_json(run.lease)
-    say(f"watching for {lease.STALE_S:g} s whether its supervisor on {seen.get('host')} gives a sign of life")
+    say(f"waiting {lease.STALE_S:g} s for a sign of life from its supervisor on {seen.get('host')}")
     deadline = time.monotonic() + lease.STALE_S
     while time.monotonic() < deadline:
         if read_json(run.lease) != seen:

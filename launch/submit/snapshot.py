@@ -86,7 +86,7 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
 
 
 def other_runs(run: RunDir, workdir: Path) -> list[Path]:
-    """List the folders of runs, which are not copied: each run's if `workdir` contains them directly, else their parent."""
+    """List the folders of runs, which are not copied: their parent or, if that is `workdir`, the folder of each run."""
     root = run.path.parent
     if os.path.realpath(root) != os.path.realpath(workdir):
         return [root]

@@ -143,7 +143,7 @@ def complaint(bad: Sequence[tuple[SweepPoint, MusterError]], axes: Sequence[Axis
     of_points: dict[str, list[SweepPoint]] = {}
     for point, error in bad:
         for line in str(error).splitlines():
-            # Only an invalid value fails by itself; an invalid combination of values fails in some points only.
+            # An invalid value fails in every point that has it; an invalid combination fails only in some of them.
             alone = point.overrides if isinstance(error, JobFileError) else ()
             override = next((each for each in alone if line.startswith(f"--set {each}: ")), None)
             if override is None:

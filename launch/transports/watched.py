@@ -70,7 +70,7 @@ class NodeProcesses:
         await asyncio.gather(*(entry.child.end(0.0) for entry in ours), *(entry.watch for entry in ours))
 
     async def close(self, wait_s: Callable[[int], float]) -> None:
-        """Wait up to `wait_s(node)` seconds for each process to end, then end it. Afterwards, cancel the watching tasks."""
+        """Wait up to `wait_s(node)` seconds for each process to end, then end it; cancel the watching tasks."""
         await asyncio.gather(*(entry.child.end(wait_s(entry.node)) for entry in self._entries))
         for entry in self._entries:
             entry.watch.cancel()

@@ -103,7 +103,7 @@ def test_a_program_becomes_a_job_named_after_its_script(line: str, name: str, ar
         ),
         ([f"{'x' * 300}.py"], 78, "x.py: no such file"),
         (["--"], 2, "--: no program follows"),
-        (["job.yaml", "--", "prog"], 2, "--: the job job.yaml is given, too"),
+        (["job.yaml", "--", "prog"], 2, "--: a job is given as well (job.yaml)"),
         (["--", ""], 65, "command line: command: the first item is the program to run, and it is empty"),
         (["-N", "300", "train.py"], 78, "--set nodes=300: nodes: must be at most 256 on one machine"),
         (["--set", "python=no/python", "train.py"], 78, "--set python=no/python: python: {folder}/no/python: no such"),

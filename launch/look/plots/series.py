@@ -16,7 +16,7 @@ from muster.launch.look.comparison import RunRow, scaled
 from muster.launch.look.steps import PARTS, Measured, losses_of
 
 KINDS: Final = ("split_time", "throughput", "scaling", "loss", "loss_time", "memory", "timeline")
-INTERVAL: Final = "with the 95 % interval, or the range of few repeats"
+INTERVAL: Final = "with the 95 % interval or, for few repeats, their range"
 Groups = Mapping[str, Sequence[Measured]]
 
 
@@ -146,7 +146,7 @@ def _loss(rows: Sequence[RunRow], groups: Groups) -> Plot:
 
 
 def _loss_time(rows: Sequence[RunRow], groups: Groups) -> Plot:
-    """Return the losses against the time since the first plotted step; show one run per row, since repeats differ in time."""
+    """Return the losses against the time since the first plotted step, for the first run of each row."""
     series = []
     rows, note = _with(rows, lambda row: any(True for _ in losses_of(groups[row.label][0])), "no loss recorded")
     for row in rows:

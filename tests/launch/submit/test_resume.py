@@ -345,7 +345,7 @@ def test_a_lease_that_may_be_old_is_watched(make, muster, supervised, monkeypatc
     write_json(folder.run.lease, written(60.0))
     code, err = muster()
     assert (code, len(supervised)) == (42, 1)
-    assert "watching for 1 s whether its supervisor on elsewhere gives a sign of life" in err
+    assert "waiting 1 s for a sign of life from its supervisor on elsewhere" in err
 
 
 def test_a_sign_of_life_while_it_is_watched_keeps_the_run_as_it_is(make, muster, supervised, monkeypatch) -> None:
