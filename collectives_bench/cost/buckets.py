@@ -6,8 +6,8 @@
 
 A bucket is sent when its last gradient is ready and fewer than c collectives are running:
 start_i = max(ready_i, end_{i - c}). gloo's process group has c = 2 threads, NCCL one stream. Collectives that run at
-the same time share the link. On simulated nodes, two collectives of 2 MB or more took 0.97 to 1.01 times as long at the
-same time as in sequence.
+the same time share the link. On simulated nodes, two concurrent collectives of 2 MB or more took 0.97 to 1.01 times as
+long as two in sequence.
 
 Small buckets pay the latency often, and large ones wait long for their last gradient.
 """

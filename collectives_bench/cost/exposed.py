@@ -215,7 +215,7 @@ def _shares(work: Sequence[int], seconds: float) -> list[float]:
 def _servers(load: RankLoad, compute: Compute, times: Times) -> float:
     """Count a push and a pull by all workers at the same time: each is an all-to-all if every rank serves a shard.
 
-    With fewer servers, each of their links carries more. The result is for a step of every worker.
+    With fewer servers, each of their links carries more. The result is the time while every worker makes one step.
     """
     elements, spread = load.model.trained, load.ranks / load.serving
     pushed, pulled = (round(spread * elements * size) for size in (load.recipe.gradient, load.recipe.parameter))

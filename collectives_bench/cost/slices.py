@@ -103,6 +103,6 @@ def _cut(part: ModelOperation, tensor: TensorShape, ranks: int) -> TensorShape:
 
 
 def _is(part: ModelOperation, names: Sequence[str]) -> bool:
-    """Return True if the last word of a layer's name is in `names`. A batch norm's name has a number at its end."""
+    """Return True if the last word of a layer's name is in `names`. A batch norm's name ends with a number."""
     last = part.name.rpartition(".")[2]
     return last in names or (names == ("norm",) and last.startswith("norm"))

@@ -41,7 +41,7 @@ VARIABLES: Final[dict[str, str]] = {
     "NCCL_DEBUG": "NCCL writes messages while it runs, many at INFO and TRACE",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL first compares the arguments of every call on all ranks",
     "TORCH_NCCL_BLOCKING_WAIT": "calls return to Python only when they have finished",
-    "MALLOC_MMAP_THRESHOLD_": "calls map new memory from this size on; from 32 MB on this doubles an all_gather",
+    "MALLOC_MMAP_THRESHOLD_": "each call maps new memory for sizes above this; from 32 MB on, all_gather takes 2x",
 }
 HARMLESS: Final = {"NCCL_DEBUG": ("", "WARN", "VERSION"), "TORCH_DISTRIBUTED_DEBUG": ("", "OFF", "INFO")}
 
