@@ -3,8 +3,8 @@
     boundary_sizes(vgg16, (32, 3, 32, 32), 2)      [((32, 256, 8, 8), (32, 256, 8, 8))]
     weights_of(vgg16, "flops", (32, 3, 32, 32))    one number per layer, for `pipe.schedules.cuts.balanced`
 
-Shapes and operation counts come from a dummy forward on PyTorch's meta device, whose tensors have a shape and a type but
-no memory. The parameters, buffers, gradients and random state of the real layers do not change.
+Shapes and operation counts come from a dummy forward on PyTorch's meta device, whose tensors have a shape and a type,
+but no memory. The parameters, buffers, gradients and random state of the real layers do not change.
 """
 
 import math

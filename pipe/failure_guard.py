@@ -19,7 +19,7 @@ class Position(NamedTuple):
 
 
 class FailureGuard:
-    """A runner of operations that need all ranks. A failure closes the connections, and later operations are refused."""
+    """A runner of operations that need all ranks. After a failure, it closes the connections and refuses operations."""
 
     def __init__(self, connections: Connections | None) -> None:
         self._connections = connections

@@ -58,7 +58,7 @@ class Pipeline:
     """This rank's stages of a layered model, and the training step that all ranks of a group run together.
 
     Building a pipeline is a collective. Every rank passes the whole model and the same settings; `module` then
-    contains this rank's layers. A weight on several ranks gets the first rank's values; other weights are not synchronized.
+    contains this rank's layers. A weight on several ranks gets the first rank's values; no other is synchronized.
     `loss` maps the model's output and the targets of a micro-batch to their mean loss. `cuts` lists the first layer of
     each stage (`pipe.schedules.cuts`); by default the layers are divided evenly.
 

@@ -180,7 +180,7 @@ def pack(root: Path) -> bytes:
         packages = {name.split("/")[1] for name in names if name.count("/") > 1} | {PACKAGE}
         names += sorted(name for name in survey(root).files if name.partition("/")[0] not in packages)
     packed = io.BytesIO()
-    # GNU's format stores names of any bytes unchanged.
+    # GNU's format stores any bytes in a name unchanged.
     with tarfile.open(fileobj=packed, mode="w:gz", format=tarfile.GNU_FORMAT, compresslevel=6) as archive:
         for name in names:
             try:

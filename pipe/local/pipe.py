@@ -86,9 +86,9 @@ class Pipe(nn.Module):
     that share a generator (all on CPUs, or all on one GPU) take turns (`turns.py`), so the same seed gives the same
     masks. Gradients are those of one forward per micro-batch and one backward through all. Threads inherit the caller's
     autograd modes, autocast, default device, current streams and context variables, but not its torch function and
-    dispatch modes or saved-tensor hooks. `torch.func` and tracing are refused. Compile the layers, not the pipe. Layers are
-    called one by one, without the sequence's own forward and hooks. Micro-batches are views of the batch: if autograd
-    needs the input of a layer, no layer may write to the batch in place.
+    dispatch modes or saved-tensor hooks. `torch.func` and tracing are refused. Compile the layers, not the pipe. Layers
+    are called one by one, without the sequence's own forward and hooks. Micro-batches are views of the batch: if
+    autograd needs the input of a layer, no layer may write to the batch in place.
 
     If a stage raises, the forward raises the same error at once. Other stages finish their current work and start
     nothing more; their results are dropped. Then the pipe can be used again. Several threads may use a pipe

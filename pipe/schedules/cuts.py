@@ -64,7 +64,7 @@ def balanced(weights: Sequence[float], stages: int) -> Cuts:
     until = (0, *accumulate(_whole(weights)))  # until[i]: total weight of the layers before i
     limit = _least_bottleneck(until, stages)
     layers, nothing_fits = len(weights), None
-    # For layers i and up in the last stages, least[i] is the smallest sum of squares. first[i] is the first stage's end.
+    # least[i]: smallest sum of squares for layers i and up in the last stages; first[i]: end of the first of them
     least: list[int | None] = [nothing_fits] * layers + [0]
     ends: list[list[int]] = []
     for remaining in range(stages):

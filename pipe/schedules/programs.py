@@ -60,7 +60,7 @@ class Program:
 
 
 def sent_after(action: Action, rank_of: tuple[int, ...]) -> Send | None:
-    """Return the message that carries an action's result; None if the next stage is on the same rank or does not exist."""
+    """Return the message with the result of an action; None if the next stage is on the same rank or does not exist."""
     what: What = "activation" if action.kind == "F" else "gradient"
     target = action.stage + (1 if action.kind == "F" else -1)
     if action.kind == "W" or not 0 <= target < len(rank_of) or rank_of[target] == rank_of[action.stage]:
@@ -69,7 +69,7 @@ def sent_after(action: Action, rank_of: tuple[int, ...]) -> Send | None:
 
 
 def received_before(action: Action, rank_of: tuple[int, ...]) -> Receive | None:
-    """Return the message that carries an action's input; None if its input is computed on its own rank."""
+    """Return the message with the input of an action; None if its input is computed on its own rank."""
     what: What = "activation" if action.kind == "F" else "gradient"
     source = action.stage + (-1 if action.kind == "F" else 1)
     if action.kind == "W" or not 0 <= source < len(rank_of) or rank_of[source] == rank_of[action.stage]:

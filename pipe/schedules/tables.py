@@ -111,9 +111,9 @@ def _interleaved(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs:
     """Megatron's order (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters").
 
     Micro-batches pass through a rank's chunks in rounds. A round has at least as many micro-batches as there are ranks.
-    So when its last micro-batch has passed a rank, its first one has come around the ring of ranks. With a remainder, rounds
-    are slightly larger, the larger ones first: after a round smaller than the ring, a rank would wait for the first
-    micro-batch.
+    So when its last micro-batch has passed a rank, its first one has come around the ring of ranks. With a remainder,
+    rounds are slightly larger, the larger ones first: after a round smaller than the ring, a rank would wait for the
+    first micro-batch.
     """
     chunks = len(rank_of) // ranks
     if chunks == 1:

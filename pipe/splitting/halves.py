@@ -84,7 +84,7 @@ class WeightQueue:
             RuntimeError: If called within another `collecting` block. A split layer's backward raises outside of one.
         """
         if self._open is not None:
-            raise RuntimeError(f"collecting({key!r}) within another collecting(); leave that block first")
+            raise RuntimeError(f"collecting({key!r}) within another collecting(); close the other block first")
         self._open = self._works.setdefault(key, [])
         try:
             yield

@@ -100,9 +100,7 @@ class Vocabulary(Rule):
         yield from _of_type(module, nn.Embedding, nn.Linear)
         if isinstance(module, nn.Embedding):
             for extra in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
-                if (
-                    getattr(module, extra) is not None and getattr(module, extra) is not False
-                ):  # a padding_idx of 0 is set
+                if getattr(module, extra) is not None and getattr(module, extra) is not False:  # 0 is a padding_idx
                     yield f"{extra} is not supported with a split vocabulary"
             yield from _divides(module.num_embeddings, "tokens of its vocabulary", ranks)
         elif isinstance(module, nn.Linear):

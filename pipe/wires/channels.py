@@ -193,7 +193,7 @@ class Channels:
         self._send(step, tensor, self._wire)
 
     def forget_sent_gradients(self) -> None:
-        """Wait until gradients have been sent, and release them. The wait is short, because their receives are posted."""
+        """Wait until gradients have been sent; release them. The wait is short, because their receives are posted."""
         for (_, what, _), going in self._going.items():
             if what == "gradient":
                 self._settle(going, 0)
