@@ -119,7 +119,8 @@ def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool
             )
         if placement.one_host and len(placement.nodes) > 1 and route.transport not in ("local", "hand"):
             raise UsageError(
-                f"--master-addr: {address} means a different machine on each node; give an address of node 0 that all reach"
+                f"--master-addr: {address} means a different machine on each node; give an address of node 0 that all "
+                "nodes reach"
             )
     python = interpreter_of(site, here=route.is_here)
     context = Context(
