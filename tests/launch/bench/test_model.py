@@ -141,7 +141,7 @@ def test_timings_and_collectives_are_not_taken_for_each_other(tmp_path: Path, ca
     measured.write_lines(other, measured.result(measured.settings(launches=1)))
     for arguments in (("show", timing, other), ("plot", timing, other, "-o", tmp_path / "x.svg")):
         assert cli.main(["bench", *map(str, arguments)]) == 2
-        said = f"muster: {timing}: is a timing of models, and {other} is not; name results of one kind\n"
+        said = f"muster: {timing}: is a timing of models, but {other} is not; name results of one kind\n"
         assert capsys.readouterr().err == said
     assert cli.main(["bench", "fit", str(timing), "-o", str(tmp_path / "p.json")]) == 2
     assert cli.main(["bench", "compare", str(timing), str(other)]) == 78

@@ -103,7 +103,7 @@ def test_operations_are_names_of_the_catalog() -> None:
         operations("al_reduce")
     with pytest.raises(UsageError, match="all_reduce,: a name is empty"):
         operations("all_reduce,")
-    with pytest.raises(UsageError, match="hello: measures nothing"):
+    with pytest.raises(UsageError, match="hello: it measures nothing"):
         operations("hello")
 
 
