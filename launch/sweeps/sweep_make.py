@@ -151,4 +151,4 @@ def preview(elements: Sequence[Element], *, as_json: bool) -> str:
     ]
     if as_json:
         return json.dumps({"points": rows}, indent=2)
-    return screen.table(("point", "nodes>", "ranks>", "name"), [list(row.values()) for row in rows])
+    return screen.table(("point", "name", "nodes>", "ranks>"), [list(row.values()) for row in rows])

@@ -338,7 +338,9 @@ def test_a_dry_run_shows_the_points_and_makes_nothing(sweep: Sweep, tmp_path: Pa
     assert [(row["point"], row["nodes"], row["ranks"]) for row in rows(out)] == [
         *(("nodes=1 train.batch_size=4", 1, 1), ("nodes=2 train.batch_size=8", 2, 2)),
     ]
-    assert "nano-nodes-2-batch_size-8" in sweep(NANO, *words)[1]
+    heading, *points = (line.split() for line in sweep(NANO, *words)[1].splitlines())
+    assert heading == ["point", "name", "nodes", "ranks"]
+    assert points[1][-3:] == ["nano-nodes-2-batch_size-8", "2", "2"]
     assert sweep(NANO, "--grid", "train.mdoe=a", "--dry-run")[0] == exits.BAD_JOB
     assert not (tmp_path / "runs").exists()
 
