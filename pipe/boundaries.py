@@ -27,11 +27,12 @@ META: Final = torch.device("meta")
 def boundary_sizes(
     layers: nn.Sequential, input_size: Sequence[int], stages: int | Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
-    """Return the shapes of the activation and its gradient at every cut, first to last; empty for one stage.
+    """Return the shapes of the activation and its gradient at every cut, first to last. The list is empty for one
+    stage.
 
     For a batch of B samples and P stages that each send N bytes per sample, the forward sends (P - 1) * B * N bytes,
-    whatever the number of layers. The backward sends as many bytes of gradients. Where integers
-    such as token ids cross a cut, the gradient's shape is None.
+    whatever the number of layers. The backward sends as many bytes of gradients. If integers such as token ids cross a
+    cut, the gradient's shape is None.
 
     Args:
         layers: the whole model, on any device. Its inputs are integers if its first parameters belong to an embedding;
@@ -108,7 +109,7 @@ def _entering(layers: nn.Sequential, input_size: Sequence[int]) -> Iterator[Tens
 
 
 def _forward(layer: nn.Module, x: Tensor) -> Tensor:
-    """Run a layer on the meta device, with stand-ins for its parameters and buffers."""
+    """Run a layer on the meta device, with meta copies of its parameters and buffers."""
     stand_ins = {
         name: torch.empty_like(each, device=META).requires_grad_(each.requires_grad)
         for named in (layer.named_parameters(), layer.named_buffers())

@@ -27,8 +27,8 @@ class _Place(NamedTuple):
 class Buffers:
     """The buffers of some layers, and the names of those that forwards write.
 
-    Before the first forward in each mode (training, evaluation), all buffers are copied, to find those that it writes.
-    Buffers of batch norms are always copied, because their kernels write without increasing `_version`.
+    Before the first forward in each mode (training, evaluation), all buffers are copied, to find the buffers that it
+    writes. Buffers of batch norms are always copied, because their kernels write without increasing `_version`.
     """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
@@ -52,7 +52,7 @@ class Buffers:
         return BufferSnapshot(self, places, copies)
 
     def learn(self, written: Callable[[nn.Module, str], bool | None]) -> None:
-        """Record the buffers that the first forward in a mode wrote; check that later ones write no others.
+        """Record the buffers that the first forward in a mode wrote; check that later forwards write no other buffers.
 
         Raises:
             RuntimeError: If a forward wrote a buffer that earlier forwards in its mode did not write.

@@ -10,9 +10,10 @@ from muster.pipe.wires.connections import Connections
 
 
 def clip(module: nn.Module, tied: Container[str], connections: Connections | None, max_norm: float) -> Tensor:
-    """Clip in place; return the norm before clipping, a float64 scalar. A collective of the pipeline's ranks.
+    """Clip in place; return the norm before clipping, a float64 scalar. Every rank of the pipeline must call this.
 
-    `tied` names the parameters that an earlier rank also has. That rank counts them; this one only scales them.
+    `tied` names the parameters that an earlier rank also has. The earlier rank includes them in the norm; this rank
+    only scales them.
 
     Raises:
         ValueError: If a gradient is sparse.

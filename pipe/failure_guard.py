@@ -19,7 +19,10 @@ class Position(NamedTuple):
 
 
 class FailureGuard:
-    """A runner of operations that need all ranks. After a failure, it closes the connections and refuses operations."""
+    """Runner of operations that need all ranks.
+
+    After a failure, it closes the connections and refuses further operations.
+    """
 
     def __init__(self, connections: Connections | None) -> None:
         self._connections = connections
@@ -29,7 +32,7 @@ class FailureGuard:
         """Run `work`. If it fails, `position` returns the position of this rank in the step, or None between steps.
 
         Raises:
-            StageFailedError: If another rank's stage failed, now or before.
+            StageFailedError: If a stage of another rank failed, in this operation or an earlier one.
             Exception: The error of `work` on this rank, unchanged.
         """
         if self._ended is not None:

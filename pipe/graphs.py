@@ -7,7 +7,7 @@
 
 A graph repeats the recorded kernels on the recorded addresses. So gradients stay at the addresses of the recording: if
 a `.grad` is None when a step begins, it becomes the recorded tensor again, filled with zeros. A replay calls no hooks
-of modules or parameters, so parameters with hooks are refused. Everything is recorded again if a weight has moved or
+of modules or parameters, so parameters with hooks raise an error. Everything is recorded again if a weight has moved or
 its `requires_grad` has changed, or if layers have switched mode (training, evaluation, autocast). A micro-batch of a
 new form runs eagerly and is recorded before the next step. If the user seeds layers, all layers run eagerly, because a
 graph would repeat the recorded seed.

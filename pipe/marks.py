@@ -4,8 +4,8 @@
     before = marks.now();  ...;  after = marks.now()
     start_s, end_s = marks.seconds([before, after])               on the clock of time.monotonic()
 
-A GPU runs behind its host, so its marks are events on the current stream. To convert them to seconds, the host records
-one more event, waits for it, and reads its clock. CUDA measures the time between each mark and that event.
+A GPU runs asynchronously to its host, so its marks are events on the current stream. To convert them to seconds, the
+host records one more event, waits for it, and reads its clock. CUDA measures the time between each mark and that event.
 """
 
 import time
@@ -21,7 +21,7 @@ class HostMarks:
     """Marks of a CPU: times of the host's clock."""
 
     def now(self) -> Mark:
-        """Mark this moment."""
+        """Return a mark of the current time."""
         return time.monotonic()
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:

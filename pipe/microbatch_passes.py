@@ -10,7 +10,8 @@ process. The tensor passed to the next stage is detached, so its memory is free 
 operation saved it for the backward.
 
 In all three, a weight shared by several layers of a stage gets one gradient per micro-batch. With LayerwisePass, hooks
-on such a weight (`Tensor.register_hook`) see each layer's share, and parameters outside the layers get no gradient.
+on such a weight (`Tensor.register_hook`) are called with each layer's contribution, and parameters outside the layers
+get no gradient.
 
 Batch norms normalize each micro-batch by its own statistics, and update their running statistics after each.
 """
@@ -51,7 +52,7 @@ class WholeGraphPass:
         return self.through([(self.edge, gradient)])
 
     def through(self, roots: Sequence[tuple[GradientEdge, Tensor]]) -> Tensor | None:
-        """Run the backward from some edges of the recorded graph, each with its gradient."""
+        """Run the backward from edges of the recorded graph, with one gradient per edge."""
         x = self.x
         del self.x, self.edge
         captured: list[Tensor] = []
@@ -72,7 +73,7 @@ class WholeGraphPass:
 
 
 def capture_gradient(x: Tensor, captured: list[Tensor]) -> None:
-    """Append the gradient of a leaf to `captured`, exactly as autograd computed it.
+    """Append the gradient of a leaf to `captured`, with the strides that autograd gave it.
 
     `.grad` could be a copy with other strides, whose sums round differently.
     """
@@ -148,7 +149,7 @@ class LayerwisePass:
             if not output.requires_grad:
                 return None
             of_x = self._layer_backward(index, output, x, gradient, sums)
-            if of_x is None:  # the backward through a whole graph would end here, too
+            if of_x is None:  # a backward through the whole graph would also end here
                 return None
             gradient = of_x
         return gradient
@@ -213,7 +214,7 @@ class GradientSums:
             accumulate(parameter, gradient)
 
     def finish(self) -> None:
-        """Accumulate the sums that are incomplete because the backward ended before the first layer."""
+        """Add the remaining sums to `.grad`; they are incomplete because the backward ended before the first layer."""
         for parameter, gradient in self._partial.values():
             accumulate(parameter, gradient)
 
@@ -234,7 +235,7 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """Add two gradients. If one is sparse, torch requires it as the second operand."""
+    """Add two gradients. A sparse gradient must be torch's second operand."""
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 

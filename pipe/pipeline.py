@@ -58,30 +58,31 @@ class Pipeline:
     """This rank's stages of a layered model, and the training step that all ranks of a group run together.
 
     Building a pipeline is a collective. Every rank passes the whole model and the same settings; `module` then
-    contains this rank's layers. A weight on several ranks gets the first rank's values; no other is synchronized.
-    `loss` maps the model's output and the targets of a micro-batch to their mean loss. `cuts` lists the first layer of
-    each stage (`pipe.schedules.cuts`); by default the layers are divided evenly.
+    contains this rank's layers. A weight on several ranks gets the first rank's values; no other weight is
+    synchronized. `loss` maps the model's output and the targets of a micro-batch to their mean loss. `cuts` lists the
+    first layer of each stage (`pipe.schedules.cuts`); by default the layers are divided evenly.
 
-    `recompute` keeps only the inputs of stages between forward and backward. `layerwise` keeps the inputs of layers;
-    the backward recomputes one layer at a time. A second forward reads the buffer values of the first
+    `recompute` keeps only the inputs of stages between forward and backward. `layerwise` keeps only the inputs of
+    layers, and its backward recomputes one layer at a time. A second forward reads the buffer values of the first
     (`pipe/buffers.py`). `exact` gives the bits of the loop even if the schedule splits backwards or stages share a
     weight. `cuda_graphs` records forwards and backwards and replays them (`pipe/graphs.py`).
 
-    A layer that overwrites its input gets a copy if that is the output of another stage; the first forward detects such
-    layers. The layers are used as passed, not copied. A buffer shared by several ranks is not synchronized. Batch
-    norms normalize each micro-batch separately and update their running statistics after each. Without `hooks.seeds`,
-    layers draw different random numbers than in the loop. Gradients may be sparse (embeddings), but those of weights on
-    several ranks become dense. A tensor at a cut with gaps or overlaps in its memory, such as an expanded one, arrives
-    as a dense copy, for which 16-bit kernels may round differently.
+    A layer that overwrites its input gets a copy of it if the input is the output of another stage. The first forward
+    detects such layers. The layers are used as passed, not copied. A buffer shared by several ranks is not
+    synchronized. Batch norms normalize each micro-batch separately and update their running statistics after each.
+    Without `hooks.seeds`, layers draw different random numbers than in the loop. Gradients may be sparse (embeddings),
+    but those of weights on several ranks become dense. If the elements of a tensor at a cut have gaps or overlap in
+    memory, as after `expand`, the next stage gets a dense copy. 16-bit kernels may round differently for the copy.
 
-    Between steps, weights may be loaded, replaced or frozen; before the first step, they may also be cast. All ranks
-    must do the same. A weight shared by several stages cannot be replaced: copy new values into it. `module.compile()`
+    Weights may be loaded, replaced or frozen between steps, and also cast before the first step. All ranks must make
+    the same changes. A weight shared by several stages cannot be replaced: copy new values into it. `module.compile()`
     compiles the layers in place. A deep copy of `module`, for example to average weights, has plain layers, whatever
     the schedule.
 
-    A rank ends its step when it needs nothing more from the others. If another rank then fails, this rank raises in its
-    next step: raising at once would require waiting for the slowest rank in every step. Over NCCL, a rank whose host
-    is waiting for its GPU within a layer fails only when NCCL times out.
+    A rank ends its step when it needs no more messages from other ranks. If another rank then fails, this rank raises
+    in its
+    next step: raising at once would require waiting for the slowest rank in every step. With NCCL, if a layer makes the
+    host wait for the GPU when another rank fails, this rank fails only when NCCL times out.
 
     Raises:
         TypeError: If the model is not an `nn.Sequential`.
@@ -167,7 +168,7 @@ class Pipeline:
     def spans(self) -> list[StepSpan]:
         """The spans of this rank in the last step, in order, by `time.monotonic()`. Reading them waits for a GPU.
 
-        They are actions, sends, and waits for messages. On a GPU they are measured on the compute stream: a wait
+        The spans are actions, sends, and waits for messages. On a GPU they are measured on the compute stream: a wait
         is time in which that stream was idle.
         """
         if self._spans is None:
@@ -196,7 +197,7 @@ class Pipeline:
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of a batch; return its mean loss, a float64 scalar, the same on every rank.
 
-        Every rank passes tensors of the same shapes, with samples in the first dimension. Only the first stage reads
+        Every rank passes tensors of the same shapes; the first dimension counts samples. Only the first stage reads
         inputs, only the last one targets. The batch is cut into the schedule's number of micro-batches, or one per
         sample if there are fewer. Their lengths differ by at most one, longer parts first. Gradients are added to
         `.grad`.
@@ -221,9 +222,9 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages so that their 2-norm over all ranks is at most `max_norm`; return the norm.
 
-        A collective of the pipeline's ranks, to be called after `step`, and after gradients were averaged with other
-        pipelines. A weight on several ranks counts once. As in `torch.nn.utils.clip_grad_norm_`, gradients of an
-        infinite or NaN norm become zero or NaN. The bits of the norm do not depend on the cuts.
+        Every rank of the pipeline must call this after `step`, and after gradients were averaged with other pipelines.
+        A weight on several ranks counts once. As in `torch.nn.utils.clip_grad_norm_`, gradients of an infinite or NaN
+        norm become zero or NaN. The bits of the norm do not depend on the cuts.
 
         Raises:
             ValueError: If `max_norm` is not a positive number, or a gradient is sparse.

@@ -56,7 +56,7 @@ class StageLayers(nn.Module):
         super().add_module(name, module)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse to replace a layer by assignment, too."""
+        """Refuse to replace a layer by assignment."""
         self._require_new(name)
         super().__setattr__(name, value)
 
@@ -104,7 +104,7 @@ def device_of(*modules: nn.Module) -> torch.device:
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode; afterwards restore the mode of each submodule."""
+    """Put a module into evaluation mode within the block; afterwards restore the mode of each submodule."""
     modes = [(each, each.training) for each in module.modules()]
     module.eval()
     try:
@@ -135,7 +135,8 @@ class RankOperations(NamedTuple):
 def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: bool = False) -> RankOperations:
     """Return the row of a rank for `microbatches` micro-batches, at most as many as the schedule has.
 
-    As in `Schedule.microbatches`, each slice counts as a micro-batch. An evaluation may count whole sequences instead.
+    As in `Schedule.microbatches`, each slice counts as a micro-batch. In an evaluation, `microbatches` may count whole
+    sequences instead.
 
     Raises:
         ScheduleError: If the row is incomplete, repeats an action, or has an impossible order.
@@ -404,8 +405,8 @@ def cut_batch(
 
     Raises:
         TypeError: If inputs or targets are not tensors.
-        ValueError: If the batch is empty, the numbers of inputs and targets differ, inputs require a gradient, or
-            another rank has a batch of another shape, or the lengths of slices do not add up to those of sequences.
+        ValueError: If the batch is empty, the numbers of inputs and targets differ, inputs require a gradient, the
+        ranks' batches differ in shape, or the lengths of the slices do not add up to the sequence length.
         RuntimeError: If autograd is in inference mode.
     """
     _check(inputs, targets, evaluates=evaluates)
@@ -426,7 +427,7 @@ def cut_batch(
 
 
 def _sliced(parts: Sequence[Tensor], tokens: Sequence[int]) -> Sequence[Tensor]:
-    """Cut every micro-batch (samples, tokens, ...) into slices, if there are any."""
+    """Cut every micro-batch (samples, tokens, ...) into slices, if `tokens` is given."""
     return [each for part in parts for each in torch.split(part, list(tokens), dim=1)] if tokens else parts
 
 
@@ -443,13 +444,13 @@ def _check(inputs: Tensor, targets: Tensor | None, *, evaluates: bool) -> None:
     """Refuse arguments with which a step or an evaluation cannot run."""
     for what, each in (("inputs", inputs), ("targets", inputs if evaluates else targets)):
         if not isinstance(each, Tensor):
-            raise TypeError(f"{what} are a {type(each).__name__}; pass one tensor, with samples in the first dimension")
+            raise TypeError(f"{what}: got a {type(each).__name__}; pass one tensor, with samples in dimension 0")
     if not inputs.dim() or not len(inputs):
         raise ValueError("a batch of 0 samples; pass at least one")
     if targets is not None and len(targets) != len(inputs):
         raise ValueError(f"{len(inputs)} inputs but {len(targets)} targets; pass one target per input")
     if inputs.requires_grad:
-        raise ValueError("inputs require a gradient, but a pipeline does not return it; pass inputs.detach()")
+        raise ValueError("inputs require a gradient, which a pipeline does not return; pass inputs.detach()")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "a pipeline cannot run within torch.inference_mode(); call it outside: evaluate() builds no graph anyway"

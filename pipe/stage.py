@@ -31,7 +31,7 @@ class Stage:
         self._parameters = [part._parameters for layer in self.layers for part in layer.modules()]
         # Layers that overwrite their input get a copy. The first forward detects those without an `inplace` attribute.
         self.overwrites = [any(getattr(part, "inplace", False) for part in layer.modules()) for layer in self.layers]
-        self._met: set[bool] = set()  # values of `training` that a forward has seen
+        self._met: set[bool] = set()  # values of `training` with which a forward has run
         self.buffers = Buffers(layers)
         self.buffers_of = [Buffers([each]) for each in layers]
 
@@ -135,7 +135,10 @@ class MicrobatchPass(Protocol):
     learns: bool  # True if the backward has gradients to compute
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """Run the stage; return its output or loss, detached. `x` is a leaf that is used nowhere else."""
+        """Run the stage; return its output or loss, detached.
+
+        `x` must be a leaf of the autograd graph that is used nowhere else.
+        """
         ...
 
     def backward(self, gradient: Tensor) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Weights shared by several stages, for example of a head on the last stage and the embedding on the first.
+"""Weights shared by several stages, for example by a head on the last stage and the embedding on the first stage.
 
 Each rank has its own copy. Building the pipeline copies the first rank's values to all. In a step, each copy
 accumulates the gradient of its own uses. Then the ranks exchange these gradients, and each adds them in the order of
@@ -8,8 +8,9 @@ ranks. So all copies get the same bits, and the same optimizer keeps them equal.
     ranks         (h0 + h1 + ...) + (e0 + e1 + ...)      the same terms, rounded differently
     `exact`       the loop's order: the gradient of each use in each micro-batch is kept and sent separately
 
-So `exact` needs memory and messages for every gradient of such a weight in a step. The bits equal a loop's if each
-stage uses the weight once and no gradient is sparse. A sparse gradient's duplicate rows are added up first.
+So `exact` needs memory and messages for every gradient of such a weight in a step. The bits equal those of a loop if
+each stage uses the weight once and no gradient is sparse. In a sparse gradient, duplicate rows are added up first, so
+bits may differ.
 """
 
 import weakref
@@ -32,9 +33,9 @@ class TiedWeight:
     """One weight shared by several stages."""
 
     parameter: nn.Parameter
-    name: str  # its name at its first use in the whole model
-    own_name: str  # its name among the layers of this rank
-    homes: tuple[tuple[nn.Module, str], ...]  # modules of this rank that hold it, each with the name it has there
+    name: str  # the weight's name at its first use in the whole model
+    own_name: str  # the weight's name in the layers of this rank
+    homes: tuple[tuple[nn.Module, str], ...]  # modules of this rank that hold the weight, with its name in each
     stages: tuple[int, ...]
     rank_of: tuple[int, ...]  # the rank of every stage of the model
 
@@ -77,7 +78,7 @@ def find_ties(layers: nn.Sequential, lengths: Sequence[int], rank_of: tuple[int,
 
 
 def _homes(layers: nn.Module, names: Sequence[str]) -> tuple[tuple[nn.Module, str], ...]:
-    """Return the modules that hold parameters of these names, each with the last part of the name."""
+    """Return the modules that hold parameters of these names, each with the last part of the parameter's name."""
     parts = [name.rpartition(".") for name in names]
     return tuple((layers.get_submodule(path), name) for path, _, name in parts)
 
@@ -85,7 +86,8 @@ def _homes(layers: nn.Module, names: Sequence[str]) -> tuple[tuple[nn.Module, st
 class Ties:
     """This rank's weights shared by several stages, and the exchange of their gradients with the other ranks.
 
-    `use` returns the stage and micro-batch of the running backward. If it is given, the sums have the bits of a loop.
+    `use` returns the stage and micro-batch of the running backward. If `use` is given, the sums have the same bits as
+    in a loop over micro-batches.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Ties:
         self._kept: list[dict[Use, Tensor]] = [{} for _ in self._ties]
         self._before: list[Tensor | None] = [None] * len(self._ties)
         self._microbatches = 0
-        self._keeps = False  # whether gradients are kept per use
+        self._keeps = False  # True if the gradient of each use is kept
         self._watched: set[int] = set()  # indices of ties whose weight has a gradient hook
 
     def names(self) -> Mapping[str, str]:
@@ -135,7 +137,7 @@ class Ties:
         """Set every copy's gradient to the sum over all uses plus its value at the start of the step. A collective.
 
         Raises:
-            ValueError: If a weight was replaced, or is trainable in some stages only.
+            ValueError: If a weight was replaced, or is trainable in only some stages.
         """
         keeps, self._keeps = self._keeps, False
         for number, tied in enumerate(self._ties):
@@ -156,7 +158,8 @@ class Ties:
                 own.copy_(total)  # in place, because other tensors may share this memory
 
     def _sum_by_uses(self, tied: TiedWeight, number: int, total: Tensor | None) -> Tensor:
-        """Add the gradients of all uses to `total` in a loop's order: by micro-batch, then from the last stage on."""
+        """Add the gradients of all uses to `total` as a loop does: by micro-batch, then from the last stage to the
+        first."""
         nothing = torch.zeros_like(tied.parameter)
         for index in range(self._microbatches):
             mine = [self._kept[number].pop((stage, index), nothing) for stage in self._stages(tied, self._rank)]
@@ -173,7 +176,7 @@ class Ties:
         return total
 
     def _watch(self, number: int) -> None:
-        """Register the hook that keeps gradients per use, unless it is already there."""
+        """Register the hook that keeps the gradient of each use, unless it is already registered."""
         if number not in self._watched:
             assert self._use is not None
             self._watched.add(number)
@@ -198,7 +201,7 @@ class Ties:
         return [stage for stage in tied.stages if tied.rank_of[stage] == rank]
 
     def _agree_on_learning(self, tied: TiedWeight) -> None:
-        """Refuse a weight that is trainable on only some of its ranks: these would wait for the others forever."""
+        """Refuse a weight that is trainable on only some of its ranks, which would wait forever for the others."""
         if self._connections is None or len(tied.ranks) == 1:
             return
         mine = torch.tensor([int(tied.parameter.requires_grad)])

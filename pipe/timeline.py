@@ -4,7 +4,7 @@
     pipeline.step(inputs, targets)
     records = gather(pipeline.spans, group, offsets)                on rank 0: `pipe.schedules.measured.Record`s
 
-Pings measure how far a clock is off, as in the Network Time Protocol. Rank 0 notes when a ping leaves and when its
+Pings measure the offset of a clock, as in the Network Time Protocol. Rank 0 notes when a ping leaves and when its
 answer arrives; the other rank notes its own time in between. Of several pings, the one with the shortest round trip is
 used, because it was delayed least. The error is at most half of that round trip.
 
@@ -32,7 +32,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Offset:
-    """How far a rank's clock is ahead of rank 0's, and the largest possible error of this offset."""
+    """The offset of a rank's clock from rank 0's (positive: ahead), and the largest possible error of the offset."""
 
     offset_s: float
     uncertainty_s: float
@@ -41,7 +41,7 @@ class Offset:
 def clock_offsets(
     process_group: dist.ProcessGroup | None = None, *, pings: int = PINGS, clock: Clock = time.monotonic
 ) -> list[Offset]:
-    """Measure how far every rank's clock is off. A collective that takes about 0.2 ms per ping and rank on gloo.
+    """Measure the offset of every rank's clock. This collective takes about 0.2 ms per ping and rank with gloo.
 
     Return the offsets in the order of the group's ranks. The offsets are valid only on rank 0.
     """
@@ -63,7 +63,7 @@ def clock_offsets(
 def offsets_by_meetings(
     process_group: dist.ProcessGroup | None = None, *, meetings: int = PINGS, clock: Clock = time.monotonic
 ) -> list[Offset]:
-    """Measure how far every rank's clock is off, without pairwise messages. A collective of `meetings` all-reduces.
+    """Measure the offset of every rank's clock without pairwise messages. This collective runs `meetings` all-reduces.
 
     Use this for NCCL, where each pair would need a communicator. If ranks share cores, pings are five times as
     precise. No rank leaves an all-reduce before all have entered it. So rank r's clock is ahead by at least (r enters -
@@ -97,8 +97,8 @@ def gather(
 ) -> list[Record] | None:
     """Gather the spans of all ranks on rank 0. A collective. Other ranks get None.
 
-    `spans` are `Pipeline.spans` of this rank's last step. Times count from the first start of any action, and the
-    records are sorted by start. Without `offsets` (from `clock_offsets`) the clocks are compared now.
+    `spans` are `Pipeline.spans` of this rank's last step. Times are seconds since the first action of any rank began,
+    and the records are sorted by start. Without `offsets` (from `clock_offsets`) the clocks are compared now.
 
     Raises:
         ValueError: If the number of offsets is not the number of ranks.
@@ -127,7 +127,7 @@ def records_of(spans: Iterable[StepSpan], rank: int) -> list[Record]:
 
 
 def on_one_clock(rows: Sequence[Sequence[Record]], offsets: Sequence[Offset]) -> list[Record]:
-    """Convert the ranks' records to the clock of rank 0, counting from the first start of an action; sort by start."""
+    """Convert records to seconds since the first action began, in the clock of rank 0; sort them by start."""
     moved = [
         replace(each, start_s=each.start_s - offset.offset_s, end_s=each.end_s - offset.offset_s)
         for row, offset in zip(rows, offsets, strict=True)

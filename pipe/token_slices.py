@@ -4,8 +4,9 @@
                keys k0    ──▶    reads k0, k1   ──▶   reads k0, k1, k2
     backward   slice 0    ◀──    slice 1        ◀──   slice 2              gradients of k0 add up until slice 0's turn
 
-In a causal model a token depends only on earlier tokens. So the first stage can begin slice 1 while the second stage
-runs slice 0 (Li et al. 2021, "TeraPipe: Token-level pipeline parallelism for training large-scale language models").
+In a causal model, a token depends only on itself and earlier tokens. So the first stage can begin slice 1 while the
+second stage runs slice 0 (Li et al. 2021, "TeraPipe: Token-level pipeline parallelism for training large-scale language
+models").
 
 Layers that combine tokens must support slices: attention calls `with_earlier_tokens` for its keys and values, and
 position embeddings start at `first_token()`. Outside a sliced step `with_earlier_tokens` returns its arguments, and
@@ -99,7 +100,7 @@ class SlicedPasses:
         self._begins = [0, *accumulate(tokens)][:-1]
         self._slices: dict[
             int, list[Offered]
-        ] = {}  # by stage: for each slice of the current micro-batch, tensors for later slices
+        ] = {}  # by stage: for each slice of the current micro-batch, the tensors that later slices read
 
     def make(self, stage: Stage, microbatch: int) -> SlicedPass:
         """Return the pass of slice `microbatch % slices`. Call it for the slices of a micro-batch in order."""
@@ -116,8 +117,8 @@ def check_slices(schedule: Schedule, tokens: Sequence[int], *, others: bool) -> 
     """Check the lengths of slices against a schedule.
 
     Raises:
-        ValueError: If there are not as many lengths as slices, a length is less than 1, or an option that excludes
-            slices is set (`others`).
+        ValueError: If there are not as many lengths as slices, a length is less than 1, or one of `others` is set:
+        options that cannot be combined with slices.
     """
     if len(tokens) != (schedule.slices if schedule.slices > 1 else len(tokens[:1])):
         raise ValueError(

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from muster.pipe.local.nested import mapped, tensors_of
 
-Ready = Mapping[torch.device, torch.cuda.Event]  # by device: after this event, all tensors there are ready
+Ready = Mapping[torch.device, torch.cuda.Event]  # by device: the event after which all tensors on the device are ready
 
 
 @dataclass
 class Streams:
-    """One thread's streams for copies: a pair for every sending device seen so far."""
+    """The copy streams of one thread: a pair of streams for every sending device so far."""
 
     device: torch.device
     pairs: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Streams:
 
 
 class _Across(torch.autograd.Function):
-    """Copy to another GPU over two streams; the gradient returns over the same two."""
+    """Copy to another GPU over two streams; the gradient is copied back over the same two streams."""
 
     @staticmethod
     def forward(

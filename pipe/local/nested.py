@@ -55,7 +55,7 @@ def batch_of(value: Any) -> int:
 
 
 def cut(value: Any, lengths: Sequence[int]) -> list[Any]:
-    """Cut a value into micro-batches with these numbers of samples."""
+    """Cut a value into micro-batches; `lengths` has the number of samples of each."""
     if len(lengths) == 1:
         return [value]
     starts = [0, *accumulate(lengths)]
@@ -84,8 +84,8 @@ def join(values: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         if not first.dim():
             raise ValueError(
-                f"outputs: each of {len(values)} micro-batches returned a tensor without dimensions; expected the "
-                "batch as first dimension; compute the loss from the whole output, or return one number per sample"
+                f"outputs: each of {len(values)} micro-batches returned a tensor without dimensions; expected "
+                "samples as first dimension; compute the loss from the whole output, or return one number per sample"
             )
         return torch.cat(list(values))
     if isinstance(first, (tuple, list, dict)):

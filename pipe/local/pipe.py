@@ -73,27 +73,27 @@ class Pipe(nn.Module):
     moved to their devices. Without `devices` the layers stay where they are, and are cut where their devices change.
 
     A batch is cut into `chunks` micro-batches whose lengths differ by at most one, or into micro-batches of
-    `split_size` samples, the last of which may be shorter. A batch with fewer samples gives fewer micro-batches.
-    Inputs, outputs and values between layers may be tuples, lists and dictionaries of tensors. Every input tensor is
-    cut along its first dimension, and every output tensor joined along it.
+    `split_size` samples, the last of which may be shorter. A batch with fewer samples than `chunks` is cut into fewer
+    micro-batches. Inputs, outputs and values between layers may be tuples, lists and dictionaries of tensors. Every
+    input tensor is cut along its first dimension, and every output tensor joined along it.
 
     With `recompute`, the activations inside stages are not kept: the backward runs a stage's forward again, for every
     micro-batch ("always"), or for all but the last ("except_last"), whose backward begins at once. It uses the random
     numbers, autocast settings and buffer values of the first forward.
 
     A pipe differs from its module as follows. Batch norms normalize each micro-batch, and update their statistics after
-    it. Dropout draws a mask for each micro-batch. Random numbers are drawn in the order of ticks, then stages: stages
-    that share a generator (all on CPUs, or all on one GPU) take turns (`turns.py`), so the same seed gives the same
-    masks. Gradients are those of one forward per micro-batch and one backward through all. Threads inherit the caller's
-    autograd modes, autocast, default device, current streams and context variables, but not its torch function and
-    dispatch modes or saved-tensor hooks. `torch.func` and tracing are refused. Compile the layers, not the pipe. Layers
-    are called one by one, without the sequence's own forward and hooks. Micro-batches are views of the batch: if
-    autograd needs the input of a layer, no layer may write to the batch in place.
+    it. Dropout draws a mask for each micro-batch. Random numbers are drawn in the order of ticks, and within a tick in
+    the order of stages. Stages that share a generator (all on CPUs, or all on one GPU) take turns (`turns.py`), so the
+    same seed gives the same masks. Gradients equal those of one forward per micro-batch and one backward through all of
+    them. Threads inherit the caller's autograd modes, autocast, default device, current streams and context variables,
+    but not its torch function and dispatch modes or saved-tensor hooks. Use within `torch.func` or tracing raises an
+    error. Compile the layers, not the pipe. Layers are called one by one, without the sequence's own forward and hooks.
+    Micro-batches are views of the batch, so no layer may write to the batch in place if autograd needs the layer's input.
 
     If a stage raises, the forward raises the same error at once. Other stages finish their current work and start
     nothing more; their results are dropped. Then the pipe can be used again. Several threads may use a pipe
-    concurrently. Its own threads start with the first forward and end when the pipe is deleted; a copy starts its own.
-    `state_dict` has the module's names, prefixed by `module.`.
+    concurrently. The threads of a pipe start with its first forward and end when the pipe is deleted. A copy of the
+    pipe starts its own threads. `state_dict` has the module's names, prefixed by `module.`.
 
     Raises:
         TypeError: If the module is not an `nn.Sequential`.
@@ -168,7 +168,7 @@ class Pipe(nn.Module):
                             buffers=buffers[stage] if again else None,
                         )
                         inboxes[stage].put(task)
-                        del task  # drop this reference, so that the worker has the only one
+                        del task  # drop this reference, so that the worker holds the only one
                     for _ in wave:
                         answer = call.answers.get()
                         if answer.error is not None:
@@ -179,7 +179,7 @@ class Pipe(nn.Module):
         return join(values)
 
     def close(self) -> None:
-        """End the threads and wait for them. Another forward starts new ones."""
+        """End the threads and wait for them. Another forward starts new threads."""
         self._workers.close()
 
     def _lengths(self, samples: int) -> list[int]:
@@ -207,8 +207,8 @@ class Pipe(nn.Module):
                 home, first = homes.setdefault(id(tensor), (device, name))
                 if home != device:
                     raise ValueError(
-                        f"{first} and {name} are one tensor, on {home} and on {device}; put both layers into one "
-                        "stage or on one device, with other cuts"
+                        f"{first} and {name} are one tensor, but their layers are on {home} and {device}; choose "
+                        "cuts that put both layers into one stage or on one device"
                     )
 
     def _place(self) -> None:
@@ -236,7 +236,7 @@ def _placed(
         found = _cuts_by_device(module)
         return found, tuple(_homes(module)[start] for start in found)
     if isinstance(devices, (str, torch.device)) or not devices:
-        raise ValueError(f"devices: got {devices!r}; expected a list with a device for every stage, at least one")
+        raise ValueError(f"devices: got {devices!r}; expected a list with one device for each stage")
     named = tuple(torch.device(each) for each in devices)
     if missing := [str(each) for each in named if each.type == "cuda" and (each.index or 0) >= _gpus()]:
         raise ValueError(f"devices: {', '.join(missing)}: this process sees {_gpus()} GPUs; use those, or 'cpu'")

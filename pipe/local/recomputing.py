@@ -12,7 +12,10 @@ RECOMPUTE: tuple[Recompute, ...] = ("always", "except_last", "never")
 
 
 def is_recomputed(how: Recompute, microbatch: int, microbatches: int) -> bool:
-    """Return whether a micro-batch is recomputed. The last one need not be: its backward begins at once."""
+    """Return whether a micro-batch is recomputed.
+
+    The last micro-batch need not be recomputed, because its backward begins at once.
+    """
     return how == "always" or (how == "except_last" and microbatch < microbatches - 1)
 
 

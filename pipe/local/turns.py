@@ -4,9 +4,9 @@
               stage 1: dropout  ──┴──►
               stage 2: dropout       ────►   the next wave
 
-On CPUs, all threads draw from one generator; stages on one GPU share that GPU's. If a generator's state changes during
-a wave, a stage of that wave has drawn random numbers. A stage not seen before runs only together with stages that are
-known to draw none.
+On CPUs, all threads draw from one generator. Stages on one GPU share that GPU's generator. If a generator's state
+changes during a wave, a stage of that wave has drawn random numbers. A new stage runs only together with stages that
+are known to draw no random numbers.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ Key = tuple[int, tuple[tuple[type, bool], ...]]  # stage number; type and traini
 
 
 class Turns:
-    """A scheduler of the waves of each tick, with a record of the stages that draw random numbers."""
+    """A scheduler that divides each tick into waves, and records which stages draw random numbers."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         stages = Counter(each for each in devices if each.type == "cuda")
@@ -27,14 +27,17 @@ class Turns:
         self._draws: dict[Key, bool] = {}
 
     def keys(self, stages: Sequence[nn.Module]) -> list[Key]:
-        """Return a key for each stage in its current state."""
+        """Return a key for each stage that changes when its modules or their training modes change."""
         return [
             (number, tuple((type(each), each.training) for each in stage.modules()))
             for number, stage in enumerate(stages)
         ]
 
     def waves(self, keys: Sequence[Key], tick: Iterable[int]) -> Iterator[list[int]]:
-        """Yield groups of a tick's stages that may run together. The caller waits for each group in turn."""
+        """Yield groups of a tick's stages that may run together.
+
+        The caller waits for each group before it takes the next one.
+        """
         draws = {stage: self._draws.get(keys[stage]) for stage in sorted(tick)}
         quiet = [stage for stage, known in draws.items() if known is False]
         turns = [stage for stage, known in draws.items() if known is not False]

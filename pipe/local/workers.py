@@ -1,4 +1,4 @@
-"""Threads that each run one stage, with a queue for their tasks and another for the answers.
+"""Threads that each run one stage, with a queue for tasks and another one for results.
 
 A new thread has PyTorch's defaults, not its caller's settings. Gradient recording, autocast, the default device, and
 the current streams of GPUs are all per thread. So each task carries the settings of its caller (`Modes`).
@@ -75,7 +75,7 @@ class Modes:
 
 @dataclass
 class PipeCall:
-    """One forward of a pipe, with the queue of its answers. After a failure, nobody reads the remaining answers."""
+    """One forward of a pipe, with the queue of its results. After a failure, nobody reads the remaining results."""
 
     modes: Modes
     answers: "SimpleQueue[StageResult]" = field(default_factory=SimpleQueue)
@@ -102,14 +102,14 @@ class StageTask:
     layers: nn.Sequential
     value: Any
     ready: Ready
-    buffers: Buffers | None = None  # of the layers, if the backward recomputes the forward
+    buffers: Buffers | None = None  # the buffers of the layers, if the backward recomputes the forward
 
     def answer(self, streams: Streams) -> StageResult:
         """Run the task and return its result."""
         try:
             # Stages run concurrently, but a context can be active in only one thread, so each task uses a copy.
             return self.call.modes.context.copy().run(self._run, streams)
-        except BaseException as error:  # passed to the caller, so that this thread continues
+        except BaseException as error:  # the caller raises the error; this thread continues
             return StageResult(self.stage, self.microbatch, error=error)
 
     def _run(self, streams: Streams) -> StageResult:
@@ -171,7 +171,7 @@ class Workers:
         self._end: Callable[[], object] = _nothing
 
     def inboxes(self) -> "list[SimpleQueue[StageTask | None]]":
-        """Return the task queue of every stage. A worker answers every task put into its queue."""
+        """Return the task queue of every stage. A worker returns one result for every task in its queue."""
         with self._starting:  # several threads may use one pipe
             # After a fork none of the parent's threads are alive.
             if not self.threads or not all(each.is_alive() for each in self.threads):
@@ -206,7 +206,7 @@ def _nothing() -> None:
 
 
 def _require_plain() -> None:
-    """Raise if a transform or trace is active: it applies to this thread only, and would miss the stages' work."""
+    """Raise an error if a transform or trace is active, because it would not apply to the threads of the stages."""
     what = None
     if torch._C._functorch.peek_interpreter_stack() is not None:
         what = "a transform of torch.func (such as grad, jvp or vmap)"

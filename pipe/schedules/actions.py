@@ -18,7 +18,10 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class ScheduleError(ValueError):
-    """A schedule or program that cannot run, or would give wrong gradients. The message names the place."""
+    """A schedule or program that cannot run, or would give wrong gradients.
+
+    The message names the rank and the action.
+    """
 
 
 @dataclass(frozen=True, order=True)

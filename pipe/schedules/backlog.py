@@ -1,4 +1,4 @@
-"""Bound the number of messages in transit between two ranks, sent but not yet received, when no send ever waits.
+"""Compute how many messages between two ranks can be in transit (sent, but not yet received) if no send ever waits.
 
     rank 0   F0 >a F1 >a F2 >a <g B0 F3 >a <g B1 ...      before its first <g, none of the three >a may be received;
     rank 1   <a F0 B0 >g <a F1 B1 >g ...                  at the fourth >a, g proves that one has been received
@@ -18,8 +18,8 @@ Way = tuple[int, int]  # (source rank, target rank)
 def backlogs(ranks: Sequence[Sequence[Step]]) -> dict[Way, int]:
     """Return the largest number of messages in transit for every pair of ranks, whatever the timing.
 
-    `ranks` lists each rank's steps, of a whole program or of its forwards. A rank knows the progress of others only
-    from the messages it receives; vector clocks track this (Fidge 1988, Mattern 1989).
+    `ranks` lists each rank's steps: all steps of a program, or only its forwards. A rank knows the progress of others
+    only from the messages it receives; vector clocks track this (Fidge 1988, Mattern 1989).
     """
     count = len(ranks)
     received = {
@@ -27,7 +27,7 @@ def backlogs(ranks: Sequence[Sequence[Step]]) -> dict[Way, int]:
         for source in range(count)
         for target in range(count)
     }
-    known = [[0] * count for _ in ranks]  # known[a][b]: steps of rank b that rank a knows to be done
+    known = [[0] * count for _ in ranks]  # [a][b]: completed steps of rank b, as far as rank a knows
     sent: dict[Way, int] = {}
     most: dict[Way, int] = {}
     sender_clocks: dict[Key, list[int]] = {}  # the sender's vector clock, by message

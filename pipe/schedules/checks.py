@@ -69,9 +69,9 @@ def check(program: Program) -> None:
     """Prove that a program ends and gives correct results with any timing, even if sends block.
 
     Raises:
-        ScheduleError: If its actions are not those of a valid schedule; a message is missing, repeated, before its
-            producer, after its consumer, or to a wrong rank; two messages from one rank to another are not received
-            in the order in which they are sent; or the ranks deadlock when every send blocks until it is received.
+        ScheduleError: If the schedule is not valid; a message is missing, repeated, before its producer, after its
+        consumer, or to a wrong rank; messages from one rank to another are received in a different order than sent; or
+        the ranks deadlock when every send blocks until it is received.
     """
     check_actions(program.schedule)
     _check_messages(program)
@@ -80,7 +80,7 @@ def check(program: Program) -> None:
 
 
 def _check_messages(program: Program) -> None:
-    """Check that every rank sends the results of its actions and receives their inputs, once each and in time."""
+    """Check that every rank sends the result and receives the input of each action exactly once, and in time."""
     name, rank_of = program.schedule.name, program.schedule.rank_of
     if len(program.steps) != program.schedule.ranks:
         raise ScheduleError(f"program of {name} has {len(program.steps)} ranks, expected {program.schedule.ranks}")
@@ -138,13 +138,13 @@ def _check_ways(program: Program) -> None:
         for place, (send, receive) in enumerate(zip(sent[source, target], got[source, target], strict=False)):
             if send.key != receive.key:
                 raise ScheduleError(
-                    f"program of {program.schedule.name}: messages cross: number {place} from rank {source} to rank "
+                    f"program of {program.schedule.name}: message {place} from rank {source} to rank "
                     f"{target} is sent as {send} but received as {receive}; sends and receives must have the same order"
                 )
 
 
 def _check_run(program: Program) -> None:
-    """Execute a program whose sends block until they are received, one step of a rank at a time."""
+    """Execute a program one step at a time, with sends that block until they are received."""
     at = [0 for _ in program.steps]
 
     def step_of(rank: int) -> Step | None:

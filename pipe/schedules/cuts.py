@@ -30,7 +30,8 @@ def even(layers: int, stages: int) -> Cuts:
 
 
 def by_hand(bounds: Sequence[int], layers: int, stages: int) -> Cuts:
-    """Check cuts that a user wrote: the first layer of every stage. The first stage's 0 is optional.
+    """Check the cuts that a user wrote, which are the first layers of the stages. The 0 of the first stage may be
+    omitted.
 
     Raises:
         ValueError: If the number of stages is wrong, a stage has no layers, or a layer does not exist.
@@ -54,8 +55,8 @@ def by_hand(bounds: Sequence[int], layers: int, stages: int) -> Cuts:
 def balanced(weights: Sequence[float], stages: int) -> Cuts:
     """Cut so that the heaviest stage is as light as possible, then so that the sum of squared stage weights is minimal.
 
-    Remaining ties go to the cut whose first stage has more layers, then its second, and so on. The result is optimal,
-    by dynamic programming over suffixes of the model (the linear partition problem).
+    Among equally good cuts, choose the one with more layers in the first stage, then in the second stage, and so on.
+    The result is optimal, by dynamic programming over suffixes of the model (the linear partition problem).
 
     Raises:
         ValueError: If there are more stages than layers, or a weight is negative or not finite.
@@ -64,7 +65,8 @@ def balanced(weights: Sequence[float], stages: int) -> Cuts:
     until = (0, *accumulate(_whole(weights)))  # until[i]: total weight of the layers before i
     limit = _least_bottleneck(until, stages)
     layers, nothing_fits = len(weights), None
-    # least[i]: smallest sum of squares for layers i and up in the last stages; first[i]: end of the first of them
+    # least[i]: smallest sum of squares if layers i and up form the last stages; first[i]: end of the first of these
+    # stages
     least: list[int | None] = [nothing_fits] * layers + [0]
     ends: list[list[int]] = []
     for remaining in range(stages):
@@ -95,7 +97,7 @@ def balanced_ranks(weights: Sequence[float], rank_of: Sequence[int]) -> Cuts:
     optimum.
 
     Raises:
-        ValueError: For the same reasons as `balanced`.
+        ValueError: In the same cases as `balanced`.
     """
     stages = len(rank_of)
     cuts = balanced(weights, stages)
@@ -138,7 +140,7 @@ def _neighbours(cuts: Cuts, layers: int) -> list[Cuts]:
 def _least_bottleneck(until: Sequence[int], stages: int) -> int:
     """Return the smallest possible weight of the heaviest stage."""
     layers = len(until) - 1
-    least = [until[layers] - until[start] for start in range(layers)]  # if one stage has all layers from `start` on
+    least = [until[layers] - until[start] for start in range(layers)]  # one stage with all layers from `start` on
     for remaining in range(1, stages):
         now = least.copy()
         for start in range(layers - remaining):

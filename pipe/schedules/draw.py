@@ -106,7 +106,7 @@ def extent(rows: Rows) -> tuple[float, float]:
 
 
 def gaps(row: Iterable[Bar], begin_s: float, end_s: float) -> list[tuple[float, float]]:
-    """List the intervals within an extent in which a rank computes nothing."""
+    """List the intervals between the extent's start and end in which a rank computes nothing."""
     found, at_s = [], begin_s
     for each in sorted((each for each in row if each.computes), key=lambda each: each.start_s):
         if each.start_s > at_s:
@@ -137,7 +137,10 @@ def _scale(rows: Rows, chunks: int, total_s: float, width: int) -> float:
 
 
 def _cell(each: Bar, columns: int, chunks: int) -> str:
-    """Return a cell's label, then a line to its end. If there is room, the last column stays empty."""
+    """Return the text of a cell: its label, then dashes to its end.
+
+    If there is room, the last column of the cell stays empty.
+    """
     said = label(each, chunks)
     if len(said) > columns:
         said = said[:1][:columns]
@@ -146,7 +149,10 @@ def _cell(each: Bar, columns: int, chunks: int) -> str:
 
 
 def _joined(cells: Iterable[tuple[str, str]], colour: bool) -> str:
-    """Join columns, each given with its kind. In colour, adjacent cells of one kind share their escape codes."""
+    """Join columns of text into one line.
+
+    Each column comes with its kind. In colour, adjacent cells of one kind share their escape codes.
+    """
     parts = []
     for kind, columns in groupby(cells, key=lambda cell: cell[1]):
         part = "".join(column for column, _ in columns)

@@ -41,7 +41,7 @@ class Record:
 
     @property
     def action(self) -> Action:
-        """The recorded action. The record of a message has none."""
+        """The recorded action. A message's record has no action."""
         assert self.kind in COMPUTE
         kind: Kind = self.kind  # type: ignore[assignment]
         return Action(kind, self.stage, self.microbatch)
@@ -101,8 +101,8 @@ def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
 
     A message lasts from its producer's end to its consumer's start. A message counts only if the consumer's rank was
     already idle when the producer ended. The median is used because some consumers start late for other reasons. For a
-    cut without such messages, the shortest of the others is used, as an upper bound. The cost of whole backwards is
-    `input_gradient`.
+    cut without such messages, the shortest of the others is used, as an upper bound. `input_gradient` is the cost of a
+    whole backward.
 
     Raises:
         ValueError: If an action was not recorded.
@@ -131,10 +131,10 @@ def _took(records: Iterable[Record]) -> dict[tuple[str, int], list[float]]:
 
 
 def compare(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Compared:
-    """Compare the mean bubble of recorded steps with the bubble of a simulation that has their costs.
+    """Compare the mean bubble of recorded steps with the bubble of a simulation that uses their measured costs.
 
     Raises:
-        ValueError: For the same reasons as `mean_costs`.
+        ValueError: In the same cases as `mean_costs`.
     """
     costs = mean_costs(steps, schedule)
     simulation = simulate(with_messages(schedule), costs)
@@ -167,7 +167,7 @@ def _messages(steps: Sequence[Sequence[Record]], schedule: Schedule) -> tuple[fl
 def _handling(
     steps: Sequence[Sequence[Record]], schedule: Schedule, messages: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the send and take costs of every stage: to hand over its output, and to accept an arrived message."""
+    """Return the seconds that every stage needs to send its output, and to accept a message that has arrived."""
     sends: list[list[float]] = [[] for _ in range(schedule.stages)]
     takes: list[list[float]] = [[] for _ in range(schedule.stages)]
     for records in steps:

@@ -6,8 +6,9 @@
 The order is that of an execution in which every send blocks until it is received, as it may with NCCL. A rank runs
 until it needs a tensor from another rank or has produced one for another; then the two exchange it. So the program is
 itself an execution without a deadlock, even if sends block, and tensors between two ranks arrive in the order in which
-they are sent. A send directly follows its producer. A receive directly precedes its consumer, or is earlier if the
-sender's next steps are needed first. An executor may post the receive there, and wait for it only at the consumer.
+they are sent. A send directly follows its producer. A receive directly precedes its consumer, or comes earlier if the
+sender must first continue. An executor may post the receive at that place, and wait for the message only at the
+consumer.
 """
 
 from collections import deque
@@ -76,7 +77,7 @@ class _Rendezvous:
         return [each for each in needs(action, len(self.rank_of)) if self.rank_of[each.stage] == here]
 
     def _take(self, rank: int, message: Receive) -> bool:
-        """Receive a message if its sender is blocked on it."""
+        """Receive a message if its sender is blocked in the send."""
         offered = self.left[message.peer]
         if not offered or offered[0] != Send(message.what, message.stage, message.microbatch, rank):
             return False
@@ -88,12 +89,12 @@ class _Rendezvous:
         return True
 
     def _offer(self, rank: int) -> None:
-        """Let the receiver of a rank's next send try again."""
+        """Mark the receiver of a rank's next send as able to continue."""
         if self.left[rank] and isinstance(send := self.left[rank][0], Send):
             self.to_try.append(send.peer)
 
     def hoist(self) -> None:
-        """Break a ring of waiting ranks by an early receive, preferring activations, then the oldest micro-batch."""
+        """Break a ring of waiting ranks by an early receive; prefer activations, then the oldest micro-batch."""
         ring = self._ring()
         sends = [(step, rank) for rank in ring if isinstance(step := self.left[rank][0], Send)]
         if not sends:

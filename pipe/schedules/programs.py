@@ -22,19 +22,19 @@ class _Message:
 
     @property
     def key(self) -> Key:
-        """The kind, stage and micro-batch of a message, which are equal at both ends."""
+        """The kind, stage and micro-batch of a message, which are the same at both ends."""
         return self.what, self.stage, self.microbatch
 
 
 class Send(_Message):
-    """A send to rank `peer`: the activation or gradient that its `stage` needs for a micro-batch."""
+    """A send of an activation or gradient of a micro-batch to `stage`, on rank `peer`."""
 
     def __str__(self) -> str:
         return f">{self.what[0]}{self.stage}.{self.microbatch}"
 
 
 class Receive(_Message):
-    """A receive from rank `peer`: the activation or gradient that our `stage` needs for a micro-batch."""
+    """A receive of an activation or gradient of a micro-batch for this rank's `stage`, from rank `peer`."""
 
     def __str__(self) -> str:
         return f"<{self.what[0]}{self.stage}.{self.microbatch}"

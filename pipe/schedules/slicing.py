@@ -39,8 +39,8 @@ def step_seconds(tokens: Sequence[int], stages: int, microbatches: int, seconds:
 def best_slices(length: int, stages: int, microbatches: int, seconds: Callable[[int, int], float]) -> tuple[int, ...]:
     """Return the lengths of the slices with the least `step_seconds`, on a grid of at most 64 cuts per sequence.
 
-    For every possible longest slice, dynamic programming finds the cut with the least sum. At worst
-    this takes O(64^4) additions. Bounds on the sum make it skip most of them.
+    For every possible length of the longest slice, dynamic programming finds the cut with the least sum. At worst this
+    takes O(64^4) additions. Bounds on the sum avoid most of these additions.
 
     Raises:
         ValueError: If the length, the stages or the micro-batches are less than 1.

@@ -41,7 +41,8 @@ STYLE: Final = (
 def svg(rows: Rows, *, title: str, subtitle: str = "", unit: str = "s", names: Sequence[str] = ()) -> str:
     """Draw rows as the text of an SVG file.
 
-    Every bar with a duration is a `rect` of class `cell`; every idle interval of a rank is one of class `idle`. `unit`
+    Every bar with a duration is a `rect` of class `cell`; every idle interval of a rank is a `rect` of class `idle`.
+    `unit`
     is the unit of the axis: `s` or `ms` for bars in seconds, or empty for times without a unit. `names` are the row
     labels (default: `rank 0` and so on).
     """

@@ -11,9 +11,10 @@
 
 p ranks, m micro-batches, v chunks per rank, s slices of a sequence. The idle time of zbv is the delay between the
 starts of its first and last rank: p - 1 forwards of half a stage. Our steps end on all ranks at the same time. The
-paper counts each rank's time from its own first action to its own last one, and so finds no idle time. In every
+paper counts each rank's time from its own first action to its own last one, so its idle time is zero. In every
 schedule, a stage runs its backwards (and its W, if split) in the order of micro-batches, so that sums of gradients have
-the same bits as in a loop over micro-batches. Within a micro-batch, backwards of slices run last to first.
+the same bits as in a loop over micro-batches. Within a micro-batch, the backwards of the slices run from the last slice
+to the first.
 """
 
 from collections.abc import Callable
@@ -50,9 +51,9 @@ def schedule(
 ) -> Schedule:
     """Return the table of a schedule. The same arguments give the same table on every rank.
 
-    `chunks` is the number of stages per rank for `interleaved`; for the others it is fixed. zb1p and zbv are optimized
-    for `costs` (default: one second each); the others ignore them. There may be fewer micro-batches than ranks.
-    `slices` is the number of slices of a sequence for `terapipe`.
+    `chunks` is the number of stages per rank for `interleaved`; the other schedules have a fixed number. zb1p and zbv
+    are optimized for `costs` (default: one second each); the other schedules ignore `costs`. There may be fewer
+    micro-batches than ranks. `slices` is the number of slices of a sequence for `terapipe`.
 
     Raises:
         ValueError: If the name is unknown, ranks, micro-batches, chunks or slices are less than 1, the number of costs
@@ -98,7 +99,7 @@ def _gpipe(_rank_of: tuple[int, ...], ranks: int, microbatches: int, _costs: Cos
 
 
 def _1f1b(_rank_of: tuple[int, ...], ranks: int, microbatches: int, _costs: Costs) -> Orders:
-    """PipeDream-flush (Narayanan et al. 2021): a rank runs one forward in advance for each rank after it."""
+    """Build PipeDream-flush (Narayanan et al. 2021): a rank runs one forward in advance for each rank after it."""
     rows = []
     for stage in range(ranks):
         forwards = [Action("F", stage, index) for index in range(microbatches)]
@@ -108,12 +109,13 @@ def _1f1b(_rank_of: tuple[int, ...], ranks: int, microbatches: int, _costs: Cost
 
 
 def _interleaved(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
-    """Megatron's order (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters").
+    """Build Megatron's interleaved schedule (Narayanan et al. 2021, "Efficient large-scale language model training on
+    GPU clusters").
 
     Micro-batches pass through a rank's chunks in rounds. A round has at least as many micro-batches as there are ranks.
-    So when its last micro-batch has passed a rank, its first one has come around the ring of ranks. With a remainder,
-    rounds are slightly larger, the larger ones first: after a round smaller than the ring, a rank would wait for the
-    first micro-batch.
+    So when the last micro-batch of a round has passed a rank, the first one has come around the ring of ranks. If there
+    is a remainder, some rounds are larger, and these come first: after a round smaller than the ring, a rank would wait
+    for the first micro-batch.
     """
     chunks = len(rank_of) // ranks
     if chunks == 1:
@@ -139,7 +141,7 @@ def _later_first(row: tuple[Action, ...], made: Schedule) -> tuple[Action, ...]:
 
 
 def _alternated(forwards: list[Action], backwards: list[Action], *, ahead: int) -> tuple[Action, ...]:
-    """Return `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Return `ahead` forwards, then forwards and backwards in alternation, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     pairs = zip(forwards[ahead:], backwards, strict=False)
     left = backwards[len(forwards) - ahead :]
@@ -155,7 +157,7 @@ def _bubble_of_one_stage(ranks: int, microbatches: int, _chunks: int) -> float:
 
 
 def _bubble_of_interleaved(ranks: int, microbatches: int, chunks: int) -> float:
-    """With fewer micro-batches than ranks, each chunk but the last is followed by a wait for the first micro-batch."""
+    """With fewer micro-batches than ranks, a rank waits for the first micro-batch after each chunk but the last."""
     idle = ranks - 1 + (chunks - 1) * max(0, ranks - microbatches)
     return idle / (chunks * microbatches + idle)
 
@@ -167,7 +169,7 @@ def _bubble_of_zb1p(ranks: int, microbatches: int, _chunks: int) -> float:
 
 
 def _bubble_of_zbv(ranks: int, microbatches: int, _chunks: int) -> float:
-    """A step takes the longer of two times: a rank's work after its first input, or a trip along the V and back."""
+    """A step takes as long as a rank's work after its first input, or as one micro-batch's way there and back."""
     makespan = max(6 * microbatches + ranks - 1, 4 * ranks + 2 * microbatches - 1)
     return 1 - 6 * microbatches / makespan
 

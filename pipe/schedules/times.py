@@ -12,14 +12,18 @@ Times = tuple[float, float]  # start and end in seconds from the first start on 
 
 @dataclass(frozen=True)
 class ActionTimes:
-    """Times of every action, by rank, and of every message in transit, by the sending rank."""
+    """The times of every action, by rank, and of every message in transit, by sending rank."""
 
     actions: tuple[tuple[Times, ...], ...]
     messages: tuple[tuple[tuple[Send, Times], ...], ...]
 
 
 def needs(action: Action, stages: int) -> tuple[Action, ...]:
-    """List an action's inputs. F needs the previous stage's F, W its I, B and I their F and the next stage's B or I."""
+    """List an action's inputs.
+
+    F needs the previous stage's F. W needs the I of the same stage. B and I need the F of the same stage and the next
+    stage's B or I.
+    """
     stage, index = action.stage, action.microbatch
     if action.kind == "F":
         return (Action("F", stage - 1, index),) if stage else ()

@@ -20,7 +20,7 @@ from muster.pipe.schedules.times import times
 Orders = tuple[tuple[Action, ...], ...]
 
 TYPICAL = Costs(1.0, 1.2, 0.6, 0.2)  # roughly those of GPT blocks on CPUs
-MANY_ACTIONS = 20_000  # beyond this only one order is tried, because choosing would take seconds
+MANY_ACTIONS = 20_000  # for longer schedules only one order is tried, because comparing orders would take seconds
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Rules:
 
     `in_flight` bounds the micro-batches of a rank between their F and their W. `first` is the preferred kind, F or I.
     Between the I or W of two stages, `oldest` prefers the older micro-batch; otherwise the later stage wins. Between
-    the F of two stages, the later stage wins, or with `alternate` the one that did not run last. `through` limits the
-    micro-batches between a rank's two stages once backwards have begun: the number of stages between them divided by
-    `through`, plus 2. Further forwards have lower priority than W. Instead of running W, a rank waits for an input in
-    transit if it will arrive within `patience` times the duration of W.
+    the F of two stages, the later stage wins; with `alternate`, the stage that did not run last wins. `through` limits
+    the micro-batches between a rank's two stages once backwards have begun: the number of stages between them divided
+    by `through`, plus 2. Further forwards have lower priority than W. A rank waits for an input in transit instead of
+    running W if the input will arrive within `patience` times the duration of W.
     """
 
     in_flight: int
@@ -46,8 +46,8 @@ class Rules:
 def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
     """Order zb1p. A rank may hold as many activations as the first rank of 1F1B, each until its W.
 
-    1F1B with its backwards split in place is tried too, so that in simulated time zb1p is never slower than 1F1B, up to
-    `MANY_ACTIONS`.
+    Up to `MANY_ACTIONS`, 1F1B with each W directly after its I is also tried, so that in simulated time zb1p is never
+    slower than 1F1B.
     """
     after = [tuple(range(ranks)), tuple((rank + 1) // 2 for rank in range(ranks)), (0,) * ranks]
     drawn = (_h1(ranks, microbatches, each) for each in after)
@@ -58,7 +58,7 @@ def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Co
 def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
     """Order zbv. A rank may hold 2 * ranks activations, each until its W. Stages are half as large as in zb1p.
 
-    For other costs than F = I = W, the order for F = I = W is a candidate, too. For F = I = W, orders for `TYPICAL`
+    For costs other than F = I = W, the order for F = I = W is also a candidate. For F = I = W, orders for `TYPICAL`
     are candidates: many orders are equally short at F = I = W, but some get much longer if costs change a little.
     """
     tried = (
@@ -78,7 +78,7 @@ def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: C
 def _shortest(
     candidates: Iterable[Orders], rank_of: tuple[int, ...], costs: Costs, then: Costs | None = None
 ) -> Orders:
-    """Choose the order with the shortest step for `costs`. `then` are the costs that break ties.
+    """Choose the order with the shortest step for `costs`. Ties are broken by the costs in `then`.
 
     Stop early at an order with more than `MANY_ACTIONS` actions or, without `then`, at an optimal order.
     """
@@ -179,7 +179,10 @@ class _Listing:
         return None if action.kind == "W" and waits else action
 
     def _may_forward(self, rank: int, chunk: int) -> bool:
-        """Return whether memory allows a forward. One place is reserved for the last stage, to avoid a deadlock."""
+        """Return whether memory allows a forward.
+
+        Memory for one activation is reserved for the last stage, to avoid a deadlock.
+        """
         begun, stages = self.begun, self.chunks[rank]
         stage, last = stages[chunk], stages[-1]
         in_flight = sum(begun["F"][each] - begun["W"][each] for each in stages)

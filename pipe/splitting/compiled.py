@@ -5,8 +5,8 @@
 
 The operation returns dX itself, so the compiler cannot remove it. It keeps copies of x and dY, because compiled code
 reuses the memory of a tensor once its own graph no longer needs it. `place` is the layer's number, as a tensor: layers
-of equal shape share compiled code, which would treat an integer as a constant. If the input needs no gradient, nothing
-calls the operation, so such a layer is not split.
+of equal shape share compiled code, which would treat an integer as a constant. If the input needs no gradient, autograd
+does not call the operation, so such a layer is not split.
 """
 
 import weakref
@@ -32,7 +32,7 @@ class SplitLayer(Protocol):
 
 
 _LAYERS: Final[weakref.WeakValueDictionary[int, SplitLayer]] = weakref.WeakValueDictionary()
-"""Layers by number. Compiled code passes the number, as a tensor, because it cannot pass the layer."""
+"""Layers by number. Compiled code passes the number as a tensor, because it cannot pass the layer itself."""
 
 
 def number(place: SplitLayer) -> Tensor:

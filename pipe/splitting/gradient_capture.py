@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from muster.pipe.splitting.weight_gradients import GradientKind, PendingGradients, PendingQueue
 
-_keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph  # retain_graph of the running backward
+# True if the running backward has retain_graph=True
+_keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph
 _saving_hooks: Final = torch._C._autograd._top_saved_tensors_default_hooks  # set by activation checkpointing
-_OURS: Final = -1  # our key in a tensor's table of hooks; torch's keys count from 0
+_OURS: Final = -1  # Muster's key in a tensor's table of hooks; torch's own keys count from 0
 
 
 class SplitSite:
@@ -57,7 +58,7 @@ class SplitSite:
 
 
 class CaptureHook:
-    """A hook on a layer's output, which passes the layer's input and the output's gradient to the queue."""
+    """A hook on the output of a layer. It passes the layer's input and the gradient of the output to the queue."""
 
     __slots__ = ("bias", "site", "unpack", "version", "weight", "x")
 
@@ -69,11 +70,11 @@ class CaptureHook:
         self.unpack: Callable[[Any], Tensor] | None = None
         self.x: Any = x
         if hooks := _saving_hooks(True):
-            with torch.no_grad():  # activation checkpointing and offloading keep something else instead of x
+            with torch.no_grad():  # activation checkpointing and offloading replace x by another object
                 self.x, self.unpack = hooks[0](x.detach()), hooks[1]
 
     def __call__(self, gradient: Tensor) -> None:
-        """Check that the input is unchanged, and pass it and the output's gradient to the queue."""
+        """Check that the input is unchanged, and pass the input and the output's gradient to the queue."""
         x, site = self.x, self.site
         if gradient.requires_grad:
             raise RuntimeError("a split backward cannot be differentiated; use a plain layer for create_graph=True")
@@ -88,12 +89,12 @@ class CaptureHook:
             )
         if not _keeps_graph():
             self.x = None
-        # `x.data` does not keep the graph alive.
+        # Unlike `x`, `x.data` does not keep the graph alive.
         site.keep(PendingGradients(site.kind, self.weight, self.bias, x.data, gradient))
 
 
 class _Hooks(dict[int, Callable[[Tensor], Any]]):
-    """A tensor's table of hooks, a dict with support for weak references, which handles of other hooks hold."""
+    """A tensor's table of hooks: a dict that supports the weak references held by handles of hooks."""
 
     __slots__ = ("__weakref__",)
 

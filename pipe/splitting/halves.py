@@ -10,9 +10,10 @@
     queue.run(0)                                   # W: weights of linear layers and convolutions
 
 Each layer's backward is split where it computes dX and dW. So no second pass through the graph is needed, and nothing
-is computed twice. `pipe/splitting/layers.py` has the layers, `pipe/splitting/weight_gradients.py` the products for dW.
+is computed twice. The layers are in `pipe/splitting/layers.py`, and the products for dW in
+`pipe/splitting/weight_gradients.py`.
 
-Source: Qi et al. 2024, "Zero bubble pipeline parallelism". Deferring the weight gradients layer by layer is from
+Source: Qi et al. 2024, "Zero bubble pipeline parallelism". The idea to defer weight gradients layer by layer is from
 DeepSeek-AI 2025, "DualPipe".
 """
 
@@ -35,7 +36,7 @@ class WeightQueue:
     Building a queue splits the module's `nn.Linear`, `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` layers, until
     `restore()`, the end of a `with`, or the queue's deletion. State dict, names and parameters do not change. A copy or
     unpickled version of a split layer is a plain layer. A layer whose weight is computed (by a norm, a mask or a
-    parametrization, even one added later) runs as a plain one. A key is any hashable object that identifies one
+    parametrization, even if added later) runs as a plain layer. A key is any hashable object that identifies one
     backward; a pipeline uses (stage, micro-batch).
 
     Between `collecting` and `run`, the queue keeps the inputs of these layers and the gradients of their outputs
@@ -53,7 +54,7 @@ class WeightQueue:
     def __init__(self, module: nn.Module, *, exact: bool = False) -> None:
         self.exact = exact
         self._works: dict[Hashable, list[PendingGradients | Later]] = {}
-        self._open: list[PendingGradients | Later] | None = None  # the pending work of the key being collected
+        self._open: list[PendingGradients | Later] | None = None  # the pending work of the current key
         layers = list(module.modules())
         if taken := [type(each).__name__ for each in layers if is_split(each)]:
             raise ValueError(f"{len(taken)} layers ({taken[0]}, ...) are already split; restore their queue first")
@@ -78,10 +79,12 @@ class WeightQueue:
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
-        """Collect the pending weight gradients of all backwards in the block under a key. Several blocks may share it.
+        """Collect the pending weight gradients of all backwards in the block under a key. Several blocks may share a
+        key.
 
         Raises:
-            RuntimeError: If called within another `collecting` block. A split layer's backward raises outside of one.
+            RuntimeError: If called within another `collecting` block. The backward of a split layer raises this error
+            outside of a `collecting` block.
         """
         if self._open is not None:
             raise RuntimeError(f"collecting({key!r}) within another collecting(); close the other block first")
@@ -104,7 +107,7 @@ class WeightQueue:
 
     @torch.no_grad()
     def run(self, key: Hashable) -> None:
-        """Do the pending work of a key, in the order of its backward, and free its memory.
+        """Do the pending work of a key in the order of its backward, and free the memory.
 
         Raises:
             RuntimeError: If nothing was collected under the key, or it has already run.

@@ -6,8 +6,8 @@
 
 A layer's class is replaced by a subclass with another `forward`. Parameters, state dict and printed form do not change,
 and copies are plain layers. A layer that cannot be split (a computed weight, complex numbers, its own `forward`) keeps
-its class. Other kinds of layers keep theirs, too: their weight gradients are computed together with the gradients of
-inputs.
+its class. Other kinds of layers also keep their class: their weight gradients are computed together with the gradients
+of inputs.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def anchors_of(module: nn.Module) -> list[Tensor]:
 
 
 def restore(module: nn.Module) -> None:
-    """Restore a split layer's class, unless a parametrization has since replaced the split one."""
+    """Restore a split layer's class, unless a parametrization has replaced the split class since then."""
     site = module.__dict__.pop(SITE)
     del module.__dict__[PLACE]
     if type(module) in (_subclass(_SplitLinear, site.original), _subclass(_SplitConvolution, site.original)):
@@ -132,8 +132,8 @@ class _SplitLinear(_Split):
         flat, shape = x.flatten(0, -2), (*x.shape[:-1], len(weight))  # (rows, features)
         if x.is_contiguous():
             return self._captured(functional.linear, flat, weight, bias).view(shape)
-        # F.linear flattens such an input only if the weight requires a gradient. This weight is detached, so the input
-        # is flattened here, to get the same bits.
+        # F.linear flattens an input with more than two dimensions only if the weight requires a gradient. Here the
+        # weight is detached, so the input is flattened explicitly, to get the same bits.
         y = self._captured(functional.linear, flat, weight, None).view(shape)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -160,13 +160,13 @@ class _SplitConvolution(_Split):
 
 
 def _is_due(weight: Tensor) -> bool:
-    """Return whether a weight's gradient is wanted, and the weight is a leaf, not computed from other tensors."""
+    """Return whether a weight requires a gradient and is a leaf, that is, not computed from other tensors."""
     return weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
 
 
 def _in_autocast(x: Tensor) -> Tensor:
     """Cast an input as autocast would, so that the cast tensor is kept for the weight gradients."""
-    if not torch._C._is_any_autocast_enabled():  # ten times faster than the query for one device type
+    if not torch._C._is_any_autocast_enabled():  # ten times faster than torch.is_autocast_enabled(device_type)
         return x
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:

@@ -3,8 +3,8 @@
     linear       y = x W' + b        dW += dY' x (one matrix product that accumulates)  db += sum of dY over rows
     convolution  y = x * W + b       dW, db: torch's own backward of a convolution, restricted to these two
 
-`Sums` adds them to `.grad` as autograd would: the contributions of all uses in one micro-batch form one gradient, and
-then hooks are called. With `exact` the bits are autograd's, too: the uses are added up before they are added to
+`Sums` adds them to `.grad` as autograd would: it sums the contributions of all uses in one micro-batch to one gradient,
+and then calls the hooks. With `exact` the bits are autograd's, too: the uses are added up before they are added to
 `.grad`, and no product accumulates into `.grad` directly, because that would skip one rounding.
 """
 
@@ -26,7 +26,7 @@ class PendingGradients(NamedTuple):
 
     kind: "GradientKind"
     weight: nn.Parameter
-    bias: nn.Parameter | None  # None if the layer has none, or if it is frozen
+    bias: nn.Parameter | None  # None if the layer has no bias, or if the bias is frozen
     x: Tensor
     gradient: Tensor  # gradient of the output; both tensors have the type of the computation
 
@@ -45,9 +45,9 @@ class Sums:
         self.exact = exact
         learning = [each for work in works for each in work[1:3] if each is not None]
         self._uses = Counter(map(id, learning))  # number of uses that have not been added yet, by parameter
-        self._partial: dict[int, Tensor] = {}  # the sum over the uses so far, if it must be complete before it is added
+        self._partial: dict[int, Tensor] = {}  # sums over the uses so far, if only complete ones may be added
         self._ones: Tensor | None = None
-        self._simple = len(self._uses) == len(learning) and not any(  # one use per parameter, and no hooks
+        self._simple = len(self._uses) == len(learning) and not any(  # True if each parameter has one use and no hooks
             each._post_accumulate_grad_hooks or each._backward_hooks for each in learning
         )
 
@@ -83,7 +83,7 @@ class Sums:
         self.added(parameter)
 
     def added(self, parameter: nn.Parameter) -> None:
-        """Note that one use has been added; after the last one, call the parameter's hooks."""
+        """Note that one use has been added; after the last use, call the parameter's hooks."""
         if self._simple:
             return
         place = id(parameter)
@@ -125,7 +125,7 @@ class Linear(GradientKind):
         if bias is None:
             return
         if (held := sums.fused(bias, gradient)) is not None and gradient.dtype in FULL:
-            held.addmv_(turned, sums.ones(gradient))  # this call takes a quarter of the time of a sum and an addition
+            held.addmv_(turned, sums.ones(gradient))  # a quarter of the time of a sum and an addition
             sums.added(bias)
         else:
             sums.add(bias, gradient.sum(0))
@@ -138,7 +138,7 @@ class Linear(GradientKind):
 class Convolution(GradientKind):
     """Gradients of convolutions, from x (batch, channels, ...) and dY (batch, outputs, ...).
 
-    Settings have one number per dimension.
+    Each convolution setting has one number per dimension.
     """
 
     stride: tuple[int, ...]

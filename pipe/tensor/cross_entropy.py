@@ -20,7 +20,7 @@ IGNORED: Final = -100  # as in torch.nn.functional.cross_entropy
 class SplitCrossEntropy:
     """The mean cross-entropy of logits (..., classes of this rank, or all classes) against targets (...).
 
-    Computed in float32 or wider, with the same bits on every rank. Rows with the target -100 do not count.
+    It is computed in float32 or wider, with the same bits on every rank. Rows with the target -100 do not count.
 
     Raises:
         ValueError: If the number of logits is wrong, or (only checked on CPUs) a target is not a class.
@@ -67,7 +67,7 @@ class _SplitLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: Region, logits: Tensor, targets: Tensor, start: int, wide: torch.dtype) -> Tensor:
         largest = region.begin_maximum(logits.amax(-1).to(wide))()
-        shifted = logits - largest[:, None]  # the only copy of the logits, in the wider type
+        shifted = logits - largest[:, None]  # the only copy of the logits; it has the wider type
         own = targets - start
         is_own = (own >= 0) & (own < logits.shape[-1])
         own = own.where(is_own, 0)[:, None]

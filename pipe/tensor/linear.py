@@ -6,10 +6,11 @@
 
 A column layer, an elementwise operation and a row layer need one exchange forward and one backward. With split
 sequences (Korthikanti et al. 2022), the column layer gathers and the row layer scatters in the forward; in the backward
-it is the other way round. These send as many bytes as all-reduces would.
+the column layer scatters and the row layer gathers. Together they send as many bytes as an all-reduce.
 
-In the backward of column layers, dx is sent while the product for dW runs. Layers with the same input share one product
-and one sum, if possible. If a pipeline computes dW later (`pipe/splitting/halves.py`), dx is still sent first.
+In the backward of column layers, dx is sent while the product for dW runs. Layers with the same input share one matrix
+product and one sum over ranks, if possible. If a pipeline computes dW later (`pipe/splitting/halves.py`), dx is still
+sent first.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,13 @@ from muster.pipe.tensor.region import Pending, Region, outside_graph
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer that computes this rank's outputs. Maps (..., in_features) to (..., outputs of this rank).
+    """A linear layer that maps (..., in_features) to (..., outputs of this rank).
 
-    With split sequences, its input is this rank's part, and its outputs belong to the whole sequence.
+    With split sequences, its input is this rank's part of the sequence, and its outputs belong to the whole sequence.
     """
 
     region: Region
-    # The queue that computes its weight gradients later. If None, they are computed in its backward.
+    # The queue that computes the layer's weight gradients later. If None, the backward computes them.
     weight_queue: PendingQueue | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -39,9 +40,10 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer over this rank's inputs. Maps (..., inputs of this rank) to (..., out_features), summed.
+    """A linear layer that maps (..., inputs of this rank) to (..., out_features), summed over the ranks.
 
-    The bias is whole on every rank, and added once. With split sequences, the result is this rank's part.
+    Every rank has the whole bias, which is added once. With split sequences, the result is this rank's part of the
+    sequence.
     """
 
     region: Region
@@ -103,7 +105,7 @@ class JoinedColumns:
 
 
 def autocast_to(x: Tensor, *rest: Tensor | None) -> list[Any]:
-    """Cast tensors as autocast does for a product, if autocast is on."""
+    """If autocast is on, cast tensors as it does for a matrix product."""
     if not torch.is_autocast_enabled(x.device.type):
         return [x, *rest]
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -151,7 +153,10 @@ class _Columns(torch.autograd.Function):
 def _weight_gradients(
     inputs: Tensor, side: Sequence[Tensor], weights: Sequence[Tensor], wants: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Return the gradients of weights, then of biases. `side`: those of the outputs, joined or one per layer."""
+    """Return the gradients of weights, then of biases.
+
+    `side` has the gradients of the outputs, joined or one per layer.
+    """
     count = len(weights)
     rows = [_rows(each) for each in side]
     of_weights: Sequence[Tensor | None] = [None] * count

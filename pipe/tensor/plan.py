@@ -11,7 +11,8 @@
     }
 
 The parts of a pattern between dots are matched one by one, so `*` does not cross a dot. Modules without a rule compute
-the same on every rank. Every rule is checked before any is applied, so nothing is sent if a model cannot be split.
+the same values on every rank. Every rule is checked before any is applied, so nothing is sent if a model cannot be
+split.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,10 +34,10 @@ Cuts = Mapping[str, int | None]  # a module's own parameters and the dimension t
 class Rule:
     """One way to split a module."""
 
-    sequence_only: ClassVar[bool] = False  # True: has no effect unless sequences are split
+    sequence_only: ClassVar[bool] = False  # True: the rule has no effect unless sequences are split
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Yield the reasons why a module cannot be split, with numbers."""
+        """Yield the reasons why a module cannot be split, with the sizes that do not fit."""
         yield from ()
 
     def cuts(self, module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -93,7 +94,7 @@ class Row(Rule):
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """An embedding or a head whose vocabulary is split. Both may share one weight."""
+    """An embedding or a head whose vocabulary is split. An embedding and a head may share one weight."""
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
         """Require a plain embedding or linear layer whose vocabulary is divisible by the number of ranks."""
@@ -111,7 +112,7 @@ class Vocabulary(Rule):
         yield from Column().cuts(module) if isinstance(module, nn.Linear) else iter([("weight", 0)])
 
     def apply(self, module: nn.Module, region: Region) -> None:
-        """Turn the module into a layer with fewer tokens."""
+        """Turn the module into a layer with a smaller vocabulary."""
         if isinstance(module, nn.Embedding):
             whole, own = module.num_embeddings, module.weight.shape[0]
             become(module, VocabularyEmbedding, region=region, vocabulary=whole, num_embeddings=own)
@@ -125,12 +126,13 @@ class _VocabularyColumn(Column):
 
 @dataclass(frozen=True)
 class Heads(Rule):
-    """An attention whose heads are split. `count` names the attribute, or attributes, with the number of heads.
+    """An attention whose heads are split. `count` names the attribute or attributes that hold the number of heads.
 
-    If keys and values have fewer heads than queries, name both numbers; both must be divisible by the number of ranks.
-    `columns` names the linear layers whose outputs belong to the heads. `through` names the method that maps the input
-    to the outputs of all these layers, in that order; it is replaced by one product and one exchange. `dropout` names
-    the attribute with the dropout probability of attention, if there is one: each rank then draws its own masks.
+    If keys and values have fewer heads than queries, name both attributes; both numbers must be divisible by the number
+    of ranks. `columns` names the linear layers whose outputs belong to the heads. `through` names the method that maps
+    the input to the outputs of all these layers, in that order; it is replaced by one product and one exchange.
+    `dropout` names the attribute with the dropout probability of attention, if there is one: each rank then draws its
+    own masks.
     """
 
     count: str | tuple[str, ...] = "heads"
@@ -143,7 +145,7 @@ class Heads(Rule):
         missing = [each for each in self._counts() if not hasattr(module, each)]
         parts = dict(module.named_modules())
         if missing := [*missing, *(each for each in self.columns if each not in parts)]:
-            yield f"{type(module).__name__} has no {', '.join(missing)}; use names that it has"
+            yield f"{type(module).__name__} has no {', '.join(missing)}; name attributes and submodules that it has"
             return
         for count in self._counts():
             yield from _divides(getattr(module, count), "heads" if self.count == count else f"heads ({count})", ranks)
@@ -197,7 +199,7 @@ class SequenceStart(Rule):
 
 
 def become(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-    """Change the class of a module in place, so that references to it, its name and its hooks stay."""
+    """Change the class of a module in place, so that references to the module, its name and its hooks stay valid."""
     module.__class__ = kind
     for name, value in attributes.items():
         setattr(module, name, value)

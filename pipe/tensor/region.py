@@ -4,8 +4,8 @@
     begin_gather         every rank gets the whole sequence                  all-gather
     begin_scatter_sum    every rank gets its part of the sum                 reduce-scatter
 
-Each of these returns a function at once, so that this rank can compute while data is sent. Calling the function waits
-and returns the result. With one rank nothing is sent.
+Each of these methods returns a function at once, so that this rank can compute while data is sent. The returned
+function waits for the result and returns it. With one rank nothing is sent.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Pending = Callable[[], Tensor]
 
 @_disable_dynamo
 def outside_graph(call: Callable[..., Any], *given: Any) -> Any:
-    """Call a function that communicates or draws random numbers. In compiled code, this breaks the graph."""
+    """Call a function that communicates or draws random numbers. In compiled code, the call causes a graph break."""
     return call(*given)
 
 
@@ -48,7 +48,7 @@ class Region:
 
     @property
     def splits_sequence(self) -> bool:
-        """True if activations between split layers are parts of a sequence."""
+        """True if each rank's activations between split layers are a part of the sequence."""
         return self.sequence_dimension is not None
 
     def share(self, size: int) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """Separate random number streams per rank, for dropout of activations that are split over the ranks.
 
-The caller must seed all ranks of a region alike. Where a layer's elements are split, the masks of ranks must differ. So
-one number is drawn from the common stream; together with the rank number, it seeds a separate stream. After the layer,
-the common stream continues where it was. So random numbers depend on the seed alone, and a repeated forward draws the
-same numbers again.
+The caller must seed all ranks of a region alike. If a layer's elements are split, the ranks' masks must differ. So one
+number is drawn from the common stream. Together with the rank number, this number seeds a separate stream. After the
+layer, the common stream continues where it was. So random numbers depend on the seed alone, and a repeated forward
+draws the same numbers again.
 """
 
 from functools import partial

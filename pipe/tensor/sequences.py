@@ -20,7 +20,8 @@ def _part_of(region: Region, module: nn.Module, args: Any, output: Tensor) -> Te
 
 
 class SumGradients:
-    """A hook of a module that works on a part of a sequence: sums the gradients of its parameters over the ranks.
+    """A hook that sums the gradients of a module's parameters over the ranks, if the module works on a part of a
+    sequence.
 
     The sum happens before accumulation, so that hooks on accumulated gradients see the sum. Every forward looks for
     parameters without a hook, such as those of a copied module or newly assigned ones.
@@ -32,7 +33,7 @@ class SumGradients:
         module.register_forward_pre_hook(self)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Register hooks on parameters that have none yet."""
+        """Register hooks on parameters that have no such hook yet."""
         outside_graph(self.watch, module)
 
     def watch(self, module: nn.Module) -> None:

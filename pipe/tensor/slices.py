@@ -1,7 +1,7 @@
 """The slice of a global tensor that a rank holds, and the positions of its elements in the whole. No torch.
 
-A slice is one range along one dimension. Along dimension 0 it is also one range of the whole's row-major elements;
-along dimension 1 it is a range in every row. A part of a slice, as cut by ZeRO, consists of a few boxes,
+A slice is one range along one dimension. A slice along dimension 0 is also one range of the whole tensor's row-major
+elements. A slice along dimension 1 is a range in every row. A part of a slice, as cut by ZeRO, consists of a few boxes,
 however many rows it has:
 
     down (6, 4), this rank columns 2:4         its elements 1 .. 8, flat      in the whole
@@ -24,8 +24,8 @@ Box = tuple[Range, ...]
 class TensorSlice:
     """The range [start, stop) of one dimension of a global shape. `dimension` is None for a whole tensor.
 
-    `answers` is True if this rank contributes the slice where each element must be counted once, as in a checkpoint or
-    a norm. Rank 0 contributes the tensors that every rank has whole.
+    `answers` is True if this rank contributes the slice to a checkpoint or a norm, in which each element must occur
+    once. Rank 0 contributes the tensors that are not split.
     """
 
     name: str
@@ -55,7 +55,7 @@ class TensorSlice:
 
     @property
     def offset(self) -> int | None:
-        """Position of the slice's first element among the whole's row-major elements; None if it is not one range."""
+        """Row-major position of the slice's first element in the whole tensor; None if the slice is not one range."""
         if self.dimension is None:
             return 0
         if math.prod(self.shape[: self.dimension]) > 1:
@@ -89,7 +89,8 @@ class TensorSlice:
 
 
 def _boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
-    """Cut row-major elements [begin, end) of a tensor into boxes: part of a row, whole rows, part of a row."""
+    """Cut row-major elements [begin, end) of a tensor into boxes: part of a row, then whole rows, then part of a
+    row."""
     if begin == end:
         return []
     if not shape:

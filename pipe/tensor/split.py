@@ -20,7 +20,7 @@ Found = list[tuple[str, nn.Module, Rule]]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A split model: its region, and this rank's slice of every parameter under its global name."""
+    """A split model: its region, and this rank's slice of every parameter, by global name."""
 
     module: nn.Module
     region: Region
@@ -44,12 +44,13 @@ def parallelize(
     are on the meta device.
 
     With `sequence_parallel`, activations between split layers are split along `sequence_dimension` of (batch, tokens,
-    ...), whose size must be divisible by the number of ranks. Dimension 0 saves a copy per exchange, but needs a
-    divisible batch. With `partial`, the module is one stage of a model, so rows of the plan may match no module.
+    ...), whose size must be divisible by the number of ranks. With dimension 0, each exchange needs one copy less, but
+    the batch size must be divisible by the number of ranks. With `partial`, the module is one stage of a model, so rows
+    of the plan may match no module.
 
     Raises:
-        ValueError: If this rank is not in the group, a layer cannot be split as planned, a row matches nothing, or a
-            module or parameter is planned in two ways. Nothing has been sent or changed in this case.
+        ValueError: If this rank is not in the group, a layer cannot be split as planned, a row of the plan matches no
+        module, or two rows contradict each other. Nothing has been sent or changed in this case.
     """
     if group is not None:
         require_member(group)
@@ -112,7 +113,9 @@ def _cut_two_ways(module: nn.Module, planned: Sequence[tuple[str, int]]) -> list
             ways = [
                 "whole" if cuts.get(each) is None else f"split along dimension {cuts[each]}" for each in (other, name)
             ]
-            problems.append(f"{other} ({ways[0]}) and {name} ({ways[1]}) are one parameter; plan both in the same way")
+            problems.append(
+                f"{other} ({ways[0]}) and {name} ({ways[1]}) are the same parameter; split both in the same way"
+            )
     return problems
 
 
@@ -124,7 +127,7 @@ def _slice_of(name: str, parameter: Tensor, dimension: int | None, region: Regio
 
 
 def _cut(module: nn.Module, found: Found, slices: Mapping[str, TensorSlice], region: Region) -> None:
-    """Replace whole parameters by this rank's parts. The parts of one module are adjacent in memory if possible."""
+    """Replace whole parameters by this rank's parts. If possible, the parts of one module are adjacent in memory."""
     name_of = {id(each): name for name, each in module.named_parameters()}
     made: dict[int, nn.Parameter] = {}
     for _, part, rule in found:

@@ -1,8 +1,8 @@
 """Embedding and head with a vocabulary split over ranks: each rank has the rows of some tokens.
 
-For the embedding, each rank looks up its own tokens, and the results are summed; for each token, all ranks but one add
-zeros. The head
-is a column layer whose outputs are logits. In training the logits stay split, for `SplitCrossEntropy`.
+For the embedding, each rank looks up its own tokens, and the results are summed over the ranks. For each token, all
+ranks but one add zeros. The head is a column layer whose outputs are logits. In training the logits stay split, for
+`SplitCrossEntropy`.
 """
 
 from typing import Any, cast
@@ -17,10 +17,10 @@ from muster.pipe.tensor.region import Region, outside_graph
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """An embedding of this rank's tokens. Maps tokens (...) to (..., embedding_dim), the same on every rank.
+    """An embedding of this rank's tokens. It maps tokens (...) to (..., embedding_dim), the same on every rank.
 
     Raises:
-        ValueError: If a token is outside the vocabulary. Only checked on CPUs.
+        ValueError: If a token is outside the vocabulary. This is only checked on CPUs.
     """
 
     region: Region
@@ -38,9 +38,9 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class VocabularyLinear(ColumnLinear):
-    """A head with this rank's tokens. Maps (..., in_features) to this rank's logits in training, else to all logits.
+    """A head for this rank's tokens. It maps (..., in_features) to this rank's logits in training, else to all logits.
 
-    `split` returns this rank's logits in evaluation, too.
+    With `split`, it returns only this rank's logits in evaluation, too.
     """
 
     def forward(self, input: Tensor) -> Tensor:

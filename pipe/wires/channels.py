@@ -22,7 +22,7 @@ from muster.pipe.schedules.programs import Receive, Send
 from muster.pipe.wires.failures import LostError
 from muster.pipe.wires.wire import PEERS_TAG, Mark, Message, Wire, dense
 
-AHEAD: Final = 1  # receives posted beyond the awaited one; 0 on GPUs, where each would occupy multiprocessors
+AHEAD: Final = 1  # receives posted beyond the awaited one; 0 on GPUs, where a receive occupies multiprocessors
 OUTSTANDING: Final = 1
 DIMENSIONS: Final = 8  # largest number of dimensions in a header
 DTYPES: Final = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -163,8 +163,9 @@ class Channels:
     def send(self, step: Send, tensor: Tensor | None, *, learns: bool) -> None:
         """Begin to send an activation to the next stage, or a gradient to the previous one.
 
-        `tensor` is None if there is no gradient. If that is so for the first gradient of a form, a header tells the
-        receiver that none will follow. If the first gradient was sent, later missing ones are sent as zeros.
+        `tensor` is None if there is no gradient. If the first gradient of a form is missing, a header tells the
+        receiver that no gradient of this form will follow. If the first gradient was sent, later missing gradients are
+        sent as zeros.
 
         Raises:
             ValueError: If the layout differs from earlier messages of this form.
@@ -193,7 +194,10 @@ class Channels:
         self._send(step, tensor, self._wire)
 
     def forget_sent_gradients(self) -> None:
-        """Wait until gradients have been sent; release them. The wait is short, because their receives are posted."""
+        """Wait until the pending gradients have been sent; then release their memory.
+
+        The wait is short, because their receives are posted.
+        """
         for (_, what, _), going in self._going.items():
             if what == "gradient":
                 self._settle(going, 0)
@@ -223,7 +227,7 @@ class Channels:
             self._ask_for(queue, layout)
 
     def _comes(self, step: Receive) -> bool | None:
-        """Return whether a message will be sent, or None if unknown so far. An unneeded gradient is not sent."""
+        """Return whether a message will be sent, or None if this is not known yet. An unneeded gradient is not sent."""
         if step.what == "activation":
             return True
         activation = self._known.get(("activation", step.stage + 1, self._forms[step.microbatch]))
@@ -232,7 +236,10 @@ class Channels:
         return None if activation is None else activation.learns
 
     def _ask_for(self, queue: _Queue, layout: TensorLayout | None) -> None:
-        """Post the receive of a peer's next message. A `layout` of None means that the peer will not send it."""
+        """Post the receive of a peer's next message.
+
+        A `layout` of None means that the peer will not send this message.
+        """
         step = queue.unasked.popleft()
         if layout is None or layout == NOTHING:
             queue.asked.append(Arrival(step, None, False, None))
@@ -285,7 +292,7 @@ def words(step: Send | Receive) -> str:
 def _apart(step: Send, layout: TensorLayout, known: TensorLayout) -> str:
     """Describe how a tensor's layout differs from earlier ones."""
     if known._replace(strides=layout.strides, learns=layout.learns) == layout:
-        why = "layers before a cut must stay trainable or frozen as in the first step; else build a new Pipeline"
+        why = "keep the layers before a cut trainable or frozen as in the first step, or build a new Pipeline"
     else:
         why = (
             "shapes and types must depend on the inputs only; after a change such as module.to(dtype), "

@@ -58,7 +58,7 @@ class Connections:
         else:
             message, number = self._coming.pop() if self._coming else self._next(number, source)
             message.wait()
-            with suppress(LostError):  # the source may have ended after its last step; if not, the next step fails here
+            with suppress(LostError):  # the source may have ended after its last step
                 self._coming.append(self._next(number, source))
         return number
 
@@ -127,7 +127,8 @@ class Connections:
 
 
 def connect(process_group: dist.ProcessGroup | None, device: torch.device, peers: Iterable[int]) -> Connections | None:
-    """Create the pipeline's groups and wires. A collective of the group's ranks. Return None for one rank.
+    """Create the pipeline's groups and wires. This is a collective of the group's ranks. Return None if the group has
+    only one rank.
 
     `peers` are the ranks that this one exchanges activations, gradients or tied weights with.
 

@@ -62,7 +62,7 @@ def opened(handle: bytes) -> int:
 
 
 def close(address: int) -> None:
-    """Unmap memory that `opened` has mapped."""
+    """Unmap memory that was mapped by `opened`."""
     _checked(_driver().cuIpcCloseMemHandle(address))
 
 
@@ -86,7 +86,10 @@ def copy(target: int, source: int, size_bytes: int, stream: int) -> None:
 
 
 def write(address: int, number: int, stream: int) -> None:
-    """Write 32 bits in the order of the stream. A reader of the number also sees all earlier copies of the stream."""
+    """Write 32 bits in the order of the stream.
+
+    A reader that sees the number also sees the data of all earlier copies in the stream.
+    """
     _checked(_driver().cuStreamWriteValue32(stream, address, number, 0))
 
 

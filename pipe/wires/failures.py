@@ -28,7 +28,7 @@ class StageFailedError(RuntimeError):
 
 
 class LostError(RuntimeError):
-    """Raised if a message cannot be sent or received, through no fault of this rank."""
+    """Raised if a message cannot be sent or received, and this rank is not the cause."""
 
 
 class Board:

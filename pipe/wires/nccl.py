@@ -5,8 +5,9 @@
     incoming   receive    receive       a receive waits for the last use of its buffer, not for later launches
 
 NCCL has no tags, and messages of one communicator wait for each other. With one communicator per direction, no
-direction waits for another, and messages keep their order, which has been proved equal at both ends. The communicators
-are not split off another one, because such a split would be a collective with ranks outside the pipeline.
+direction waits for another. Within a direction messages keep their order, and `checks.py` proves that both ends use the
+same order. The communicators are not created by splitting another one, because a split would be a collective that
+includes ranks outside the pipeline.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from muster.ddp.means import beside
 from muster.pipe.wires.wire import Mark, WorkMessage, flat
 
-CTAS: Final = 4  # thread blocks per message; each occupies a multiprocessor while the message waits
+CTAS: Final = 4  # thread blocks per message; each block occupies a multiprocessor while the message waits
 
 
 class NcclWire:
@@ -78,8 +79,8 @@ class NcclWire:
     def abort(self) -> None:
         """Abort all communicators, which ends kernels that wait for a peer.
 
-        The aborts run concurrently. Each frees memory, which waits for all kernels of the device, including those of
-        communicators that are not aborted yet.
+        The aborts run concurrently. Each abort frees memory, and this waits for all kernels of the device, including
+        those of communicators that are not aborted yet.
         """
         aborting = [Thread(target=way.abort) for way in self._ways.values()]
         for each in aborting:

@@ -7,11 +7,11 @@
 
 A slot lies on the sender's GPU, and the receiver's process maps it (cuIpcOpenMemHandle). The two counters of each
 direction lie in host memory that all ranks map. Streams wait until a counter is high enough (cuStreamWaitValue32). An
-NCCL receive is a kernel that spins while it waits. Posted ahead, it made matrix products on an H200 take 1.7 times as
-long.
+NCCL receive is a kernel that spins while it waits. On an H200, receives posted ahead made matrix products take 1.7
+times as long.
 
-There are as many slots as messages can be in transit (`pipe/schedules/backlog.py`), so no send waits. A rank whose
-host blocks on its whole GPU, to allocate memory or load a kernel, therefore never blocks another rank.
+There are as many slots as messages can be in transit (`pipe/schedules/backlog.py`), so no send waits. So a rank never
+blocks another rank, even if its host waits for its whole GPU to allocate memory or load a kernel.
 """
 
 import time
@@ -32,11 +32,11 @@ from muster.pipe.wires.failures import LostError
 from muster.pipe.wires.wire import PEERS_TAG, Message, Wire
 from muster.zero.shared_memory import CPU, SharedMemoryPeers, shared_memory_peers
 
-LINE: Final = 16  # in 32-bit numbers: counters of different directions share no cache line
-PAGE: Final = 4096 // 4  # in 32-bit numbers: the driver registers whole pages
+LINE: Final = 16  # distance in 32-bit numbers, so that counters of different directions share no cache line
+PAGE: Final = 4096 // 4  # size in 32-bit numbers: one page, because the driver registers whole pages
 ALIGNED: Final = 512  # bytes
 SLOTS: Final = 2  # minimum per direction, also if `expect` was not called
-FREED: Final = 1 << 30  # greater than any message's number, so no stream waits
+FREED: Final = 1 << 30  # greater than the number of any message, so no stream waits any longer
 TRIAL_S: Final = 10.0
 ABORT_S: Final = 2.0
 
@@ -90,7 +90,10 @@ class _Going:
 
 
 class _Coming:
-    """A message to receive. It is copied out of its slot when this rank waits for it, or for a later one."""
+    """A message to receive.
+
+    The message is copied out of its slot when this rank waits for it or for a later message.
+    """
 
     __slots__ = ("_wire", "after", "arrived", "peer", "tensor")
 
@@ -102,7 +105,7 @@ class _Coming:
         """Make the current stream wait for the message.
 
         Raises:
-            LostError: If the peer is lost, or has no memory for its slots.
+            LostError: If the peer is lost, or has no GPU memory for its slots.
         """
         self._wire.take(self)
 
@@ -125,7 +128,7 @@ class PeerWire:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # creates the CUDA context
             at = [self._memory.register(each) for each in self._counters]
-        # A rank's streams wait on its own counters, which count messages sent to it and messages taken from it.
+        # A rank's streams wait on the rank's own counters of messages: sent to this rank, and taken from its slots.
         self._out = {peer: _Way(at[peer] + 4 * LINE * rank, at[rank] + 4 * LINE * (ranks + peer)) for peer in peers}
         self._in = {peer: _Way(at[rank] + 4 * LINE * peer, at[peer] + 4 * LINE * (ranks + rank)) for peer in self._out}
         self._handle_sends: list[Message] = []
@@ -157,7 +160,10 @@ class PeerWire:
         return _Going(stream.record_event(), self._device)
 
     def receive(self, tensor: Tensor, peer: int, tag: int, after: torch.cuda.Event | None = None) -> _Coming:
-        """Prepare to receive after the mark, or after all work launched so far. Messages arrive in the order sent."""
+        """Prepare to receive a message after the mark, or without a mark after all work launched so far.
+
+        Messages arrive in the order sent.
+        """
         coming = _Coming(self, tensor, peer, after or self.mark())
         self._in[peer].asked.append(coming)
         return coming
@@ -223,7 +229,10 @@ def _slot_bytes(tensor: Tensor) -> int:
 
 
 class _DriverMemory:
-    """Driver resources of a wire, released when the wire is garbage-collected, or by the driver at exit."""
+    """The driver resources of a wire.
+
+    They are released when the wire is garbage-collected, or by the driver at exit.
+    """
 
     def __init__(self, device: torch.device, streams: Sequence[torch.cuda.Stream]) -> None:
         self._registered: list[Tensor] = []
@@ -253,7 +262,10 @@ def _give_back(
     allocated: Sequence[int],
     opened: Sequence[int],
 ) -> None:
-    """Release this process's resources. A slot's memory is freed when the process that maps it has closed it, too."""
+    """Release this process's resources.
+
+    The memory of a slot is freed once the process that maps it has also unmapped it.
+    """
     with torch.cuda.device(device):
         for stream in streams:
             stream.synchronize()
@@ -289,9 +301,14 @@ def peers_of(group: dist.ProcessGroup, peers: Iterable[int], device: torch.devic
 
 
 def _agreed(why_not: str, group: dist.ProcessGroup) -> bool:
-    """Return True if no rank has a reason against this wire. Ranks with a reason warn, because NCCL is slower."""
+    """Return True if this wire works on every rank.
+
+    A rank on which it does not work prints a warning with the reason, because NCCL is slower.
+    """
     if why_not:
-        warnings.warn(f"the GPUs of this host will exchange tensors over NCCL: {why_not}", stacklevel=2)
+        warnings.warn(
+            f"the GPUs of this host will exchange tensors over NCCL, which is slower: {why_not}", stacklevel=2
+        )
     return not any(gather_json(why_not, group, CPU).values())
 
 

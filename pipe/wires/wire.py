@@ -18,7 +18,7 @@ from muster.ddp.gradients import is_dense
 from muster.pipe.wires.failures import LostError
 
 NO_TAG: Final = 1  # no message with this tag is ever sent
-PEERS_TAG: Final = 8  # for memory handles in `pipe/wires/peers.py`; other tags: `pipe/wires/channels.py`
+PEERS_TAG: Final = 8  # used for memory handles in `pipe/wires/peers.py`; for other tags see `pipe/wires/channels.py`
 AT_ONCE: Final = timedelta(milliseconds=1)
 
 
@@ -40,7 +40,7 @@ class Message(Protocol):
 class Wire(Protocol):
     """A connection to other ranks of the pipeline's group."""
 
-    ordered: bool  # True: no tags, so messages between two ranks are received in the order in which they are sent
+    ordered: bool  # True: without tags, so messages between two ranks are received in the order in which they are sent
 
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
         """Set the largest number of messages in transit for every pair of ranks; it applies until the next call."""
@@ -63,7 +63,7 @@ class Wire(Protocol):
 
 
 class WorkMessage:
-    """A send or receive of a backend. With a timeout, it waits no longer than that."""
+    """A send or receive of a backend. `wait` lasts at most as long as the timeout, if one is set."""
 
     __slots__ = ("_limit", "_peer", "_work")
 
@@ -111,7 +111,7 @@ class GlooWire:
     def abort(self) -> None:
         """Close all connections of the group, which gloo does when a wait times out.
 
-        A wait for a rank that is already lost closes no other connection, so this waits for every rank.
+        This waits for every rank, because a wait for a rank that is already lost closes no other connection.
         """
         for peer in range(self._group.size()):
             if peer != self._group.rank():
@@ -132,6 +132,6 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def own_group(process_group: dist.ProcessGroup | None, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create another group with the same ranks. A collective of these ranks only."""
+    """Create another group with the same ranks. Only these ranks call it."""
     ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
     return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)  # type: ignore[no-any-return]
