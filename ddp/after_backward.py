@@ -5,10 +5,10 @@
                              mean ─┴─> mean x 3       scatter: the same bytes out of it
 
 The backend chooses the order in which an all-reduce adds, so with three or more ranks the last bits may differ from
-those of one process. With `exact`, every rank sums one part of the gradient in rank order and sends the sum to the
-others. With one shard per rank, this sends as many bytes as an all-reduce. In `GatherScatter` the link of rank 0 is the
-bottleneck, but the order is always that of the ranks. Sums in rank order are bitwise identical to those of one process
-that accumulates over the same shards.
+those of one process. With `exact`, every rank sums one part of the gradient in rank order and sends the sum to all
+other ranks. With one shard per rank, this sends as many bytes as an all-reduce. In `GatherScatter`, the link of rank 0
+is the bottleneck, but gradients are always added in the order of the ranks. Sums in rank order are bitwise identical to
+those of one process that accumulates over the same shards.
 """
 
 from abc import abstractmethod
@@ -27,7 +27,10 @@ from muster.ddp.timeouts import Entered, waiting_for
 
 
 class AfterBackward(DataParallel):
-    """Average one parameter after another, without overlap. Subclasses define how to average one gradient."""
+    """Average the gradients of one parameter after another, without overlap.
+
+    Subclasses define how one gradient is averaged.
+    """
 
     collectives_each = 1  # per parameter
     operation = "all_reduce"
@@ -43,7 +46,7 @@ class AfterBackward(DataParallel):
     def finish_gradient_synchronization(self) -> None:
         """Set every `.grad` to the mean over all shards.
 
-        A gradient that is missing only on this rank counts as zeros. If a parameter has no gradient on any rank, the
+        If a gradient is missing only on this rank, it counts as zeros. If a parameter has no gradient on any rank, the
         first synchronization raises an error; with `find_unused_parameters`, its `.grad` stays None instead.
 
         Raises:
@@ -80,7 +83,7 @@ class AfterBackward(DataParallel):
         self._stats, self._watch = Stats(sum(used) * self.collectives_each, sent), watch
 
     def stats(self) -> Stats:
-        """Return statistics of the last synchronization. All its time counts as waiting."""
+        """Return statistics of the last synchronization. All of its time counts as waiting time."""
         waited = 0.0 if self._watch is None else self._watch.seconds
         return Stats(self._stats.collectives, self._stats.bytes, waited)
 
@@ -103,7 +106,7 @@ class AfterBackward(DataParallel):
     def _used(self, trainable: list[tuple[str, nn.Parameter]]) -> list[bool]:
         """Return which parameters got a gradient on some rank.
 
-        Communicates at the first synchronization only, or at every one with `find_unused_parameters`.
+        This communicates only at the first synchronization, or at every synchronization with `find_unused_parameters`.
         """
         if self._judged and not self.find_unused_parameters:
             return [True] * len(trainable)

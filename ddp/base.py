@@ -11,7 +11,7 @@ Wrappers that communicate during the backward have finished when it returns. For
 `finish_gradient_synchronization` does nothing.
 
 A *virtual shard* is a slice of the batch whose gradient is kept separate, so that gradients can be added in the same
-order on any number of ranks. With n shards per rank, shard s of rank r has the number r * n + s.
+order on any number of ranks. With n shards per rank, shard s of rank r is number r * n + s.
 """
 
 from abc import ABC, abstractmethod
@@ -106,7 +106,7 @@ class DataParallel(nn.Module, ABC):
         return torch.device("cpu") if first is None else first.device
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module. Communicates only if its parameters have changed."""
+        """Call the module. This communicates only if parameters have changed since the last call."""
         if torch.is_grad_enabled():
             self._detect_changes()
             self._share_buffers()
@@ -123,10 +123,10 @@ class DataParallel(nn.Module, ABC):
             self._set_local(before)
 
     def next_shard(self) -> None:
-        """End the current virtual shard: set its gradients aside, and begin the next shard without any.
+        """End the current virtual shard: set its gradients aside, and begin the next shard without gradients.
 
-        Call it between shards, after backwards within `no_sync`, and equally often on every rank. The backwards after
-        the last call form the last shard, and the final one must be outside `no_sync`. To abandon a step, call the
+        Call this between shards, after backwards within `no_sync`, and equally often on every rank. The backwards after
+        the last call form the last shard. The final backward must be outside `no_sync`. To abandon a step, call the
         wrapper's `zero_grad()`, which drops its shards.
 
         Raises:
@@ -145,7 +145,8 @@ class DataParallel(nn.Module, ABC):
         super().zero_grad(set_to_none)
 
     def gradients_are_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Accept complete gradients, so that sending them can begin. Wrappers without overlap ignore the call.
+        """Accept complete gradients, so that the wrapper can begin to send them. Wrappers without overlap ignore the
+        call.
 
         A pipeline runs its micro-batches within `no_sync()`, where gradients accumulate. It calls this method as soon
         as parameters have received their last contribution, within `no_sync()` or later. Nothing may be added to these
@@ -164,7 +165,7 @@ class DataParallel(nn.Module, ABC):
         """Return statistics of the last synchronization. On CUDA, the host waits until it has ended."""
 
     def _close_shard(self) -> None:
-        """Set the current gradients aside as a virtual shard, and begin the next shard without any."""
+        """Set the current gradients aside as a virtual shard, and begin the next shard without gradients."""
 
     def forget_shards(self) -> None:
         """Drop the gradients of virtual shards."""
@@ -195,7 +196,10 @@ class DataParallel(nn.Module, ABC):
             broadcast_together(list(self.module.buffers()), self.process_group)
 
     def _broadcast_new(self) -> None:
-        """Broadcast parameters and buffers that are new since the last call. If there are any, this is a collective."""
+        """Broadcast parameters and buffers that are new since the last call.
+
+        If there are new ones, this is a collective.
+        """
         self._seen_trainable = trainable_parameters(self.module)
         held = [*self.module.parameters(), *self.module.buffers()]
         known = {id(each) for each in self._known}
@@ -207,20 +211,20 @@ class DataParallel(nn.Module, ABC):
         self._known = held
 
     def _changed(self) -> None:
-        """React to a change of the trainable parameters."""
+        """Update the wrapper after a change of the trainable parameters."""
 
     def _set_local(self, local: bool) -> None:
         self._local = local
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """List the trainable parameters with their names, each once."""
+        """List the trainable parameters with their names; list each parameter once."""
         return [(name, each) for name, each in self.module.named_parameters() if each.requires_grad]
 
     def __getstate__(self) -> Any:
         """Refuse copies and pickles, because a wrapper is tied to its process group and its parameters.
 
         Raises:
-            TypeError: Always. The message names alternatives.
+            TypeError: Always. The message says what to do instead.
         """
         kind = type(self).__name__
         raise TypeError(
@@ -247,13 +251,16 @@ class DataParallel(nn.Module, ABC):
 
 
 def _named_as_saved(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Insert "module." into the names of a wrapper's entries, because a larger module saves them without it."""
+    """Insert "module." into the names of a wrapper's entries, because the state dict of a larger module lacks it."""
     for name in [each for each in state_dict if each.startswith(prefix)]:
         state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
 
 class TrainableParameter(NamedTuple):
-    """The id, dtype and device of a trainable parameter. The id is needed because tensors compare elementwise."""
+    """The id, dtype and device of a trainable parameter.
+
+    The id identifies the tensor, because comparing tensors with == compares their elements.
+    """
 
     identity: int
     dtype: torch.dtype
@@ -261,13 +268,13 @@ class TrainableParameter(NamedTuple):
 
 
 def trainable_parameters(module: nn.Module) -> list[TrainableParameter]:
-    """List the trainable parameters. A shared parameter occurs several times.
+    """List the trainable parameters. A shared parameter is listed several times.
 
     Every forward calls this function. `module.parameters()` would take three times as long, because it also tracks
     names and duplicates.
     """
     modules, parameters = [module], list[nn.Parameter | None]()
-    for each in modules:  # grows within the loop
+    for each in modules:  # the list grows within the loop
         modules += [child for child in each._modules.values() if child is not None]
         parameters += each._parameters.values()
     return [
@@ -278,7 +285,7 @@ def trainable_parameters(module: nn.Module) -> list[TrainableParameter]:
 
 
 def broadcast(tensors: list[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors with those of the group's rank 0. Send bytes, because backends do not support all dtypes."""
+    """Overwrite tensors with those of the group's rank 0. They are sent as bytes, because backends lack some dtypes."""
     for tensor in tensors:
         whole = tensor.detach().contiguous()
         dist.broadcast(whole.view(-1).view(torch.uint8), group=process_group, group_src=0)
@@ -297,5 +304,5 @@ def broadcast_together(tensors: list[Tensor], process_group: dist.ProcessGroup |
         dist.broadcast(message, group=process_group, group_src=0)
         parts = torch.split(message, [each.numel() * each.itemsize for each in here])
         for each, part in zip(here, parts, strict=True):
-            # A copy, because a view of another type needs an aligned start.
+            # Copy the bytes, because a view with another dtype needs an aligned start.
             each.copy_(part.clone().view(each.dtype).view(each.shape))

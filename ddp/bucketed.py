@@ -1,4 +1,5 @@
-"""Data parallelism with buckets: three wrappers that differ in the size of their buckets and in when they send them.
+"""Data parallelism with buckets: three wrappers that differ in the size of their buckets and in the time at which they
+send them.
 
     FlatAllReduce    backward ........................ | one all-reduce of everything |
     OverlappedDDP    backward .....|.|...|..|.|....|.|   one per parameter, as it becomes ready
@@ -25,7 +26,7 @@ class _Buckets(Reduced):
     """Average gradients bucket by bucket."""
 
     hooks = True  # False: nothing is sent before the end of the backward
-    bucket_size_mb: float | None = None  # maximum size; None: one bucket per dtype
+    bucket_size_mb: float | None = None  # maximum size of a bucket; None: one bucket per dtype
 
     def _prepare(self) -> None:
         self._reducer = self._build()
@@ -51,7 +52,7 @@ class _Buckets(Reduced):
     def _build(self) -> Reducer[Any] | None:
         trainable = self.trainable()
         if not trainable or (self.ranks == 1 and not self.exact):
-            return None  # the gradients of a single rank are the mean
+            return None  # with a single rank, its gradients are already the mean
         message = self.communication_dtype
         flat = not self.hooks or message is not None
         mean = mean_for(self.process_group, self.device, exact=self.exact, flat=flat)
@@ -97,7 +98,7 @@ class OverlappedDDP(_Buckets):
 class BucketedDDP(_Buckets):
     """Average gradients during the backward, in buckets of at most `bucket_size_mb` MB of 2^20 bytes.
 
-    With None there is one bucket per dtype.
+    If `bucket_size_mb` is None, there is one bucket per dtype.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ this order:
     buckets       [h g] [f e d] [c b a]        h is ready first; [h g] is sent while f is being computed
 
 If there are several buckets, the first one is small, so that communication begins early. All gradients of a bucket have
-the same dtype. Buckets of different dtypes are ordered by when their last gradient is expected.
+the same dtype. Buckets of different dtypes are ordered by the expected time of their last gradient.
 """
 
 import math
@@ -15,14 +15,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-FIRST_BYTES: Final = 2**20  # as in torch's DDP
+FIRST_BYTES: Final = 2**20  # the default of torch's DDP
 MB: Final = 2**20
 ALONE_BYTES: Final = 4 * MB  # on a CPU: a gradient of this size gets a bucket of its own, which needs no copy
 
 
 @dataclass(frozen=True)
 class GradientSize:
-    """The size of one gradient, and its kind (such as its dtype and device), which is the same within a bucket."""
+    """The size of one gradient, and its kind (such as its dtype and device).
+
+    All gradients of a bucket have the same kind.
+    """
 
     elements: int
     itemsize: int
@@ -38,7 +41,7 @@ def require_size(bucket_size_mb: object) -> None:
     """Check a bucket size that a user set.
 
     Raises:
-        ValueError: If it is neither None nor a finite number of MB, 0 or more.
+        ValueError: If the size is neither None nor a finite number of MB that is at least 0.
     """
     is_number = isinstance(bucket_size_mb, int | float) and not isinstance(bucket_size_mb, bool)
     if not (bucket_size_mb is None or (is_number and 0 <= bucket_size_mb < math.inf)):  # type: ignore[operator]
@@ -50,9 +53,9 @@ def plan_buckets(
 ) -> list[tuple[int, ...]]:
     """Assign gradients, in the order of registration, to buckets of at most `bucket_size_mb` MB of 2^20 bytes.
 
-    A gradient above this limit gets its own bucket. With a limit of 0 every gradient gets one; with None there is one
-    bucket per kind. If there are several buckets anyway, a gradient of `alone_bytes` or more also gets its own. Returns
-    the indices in `sizes` for each bucket, in the order of launches.
+    A gradient above this limit gets its own bucket. With a limit of 0, every gradient gets its own bucket; with None,
+    there is one bucket per kind. If there are several buckets anyway, a gradient of at least `alone_bytes` also gets
+    its own. Returns the indices in `sizes` for each bucket, in the order of launches.
     """
     if bucket_size_mb is None:
         return _fill(sizes, limit=None, first=None)

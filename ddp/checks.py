@@ -24,8 +24,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 LENGTH_BYTES: Final = 8
-NAMED_AT_MOST: Final = 8  # parameters that one message lists
-OVERLAPS: Final = 1  # torch returns this if elements of a tensor share memory
+NAMED_AT_MOST: Final = 8  # maximum number of parameters that one message lists
+OVERLAPS: Final = 1  # returned by torch if elements of a tensor share memory
 
 
 # Maps modules and parameters to the wrapper that averages their gradients, without keeping either alive. This is not an
@@ -80,11 +80,12 @@ def require_member(process_group: dist.ProcessGroup | None) -> None:
     """Check that there is a process group and that this rank is in it.
 
     Raises:
-        ValueError: If no process group is initialized, or `process_group` is not one or does not contain this rank.
+        ValueError: If no process group is initialized, or `process_group` is not a process group or does not contain
+        this rank.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("no process group is initialized: call torch.distributed.init_process_group() before wrapping")
-    given: object = process_group  # new_group() returns a number on ranks outside the group
+    given: object = process_group  # on ranks outside the group, new_group() returns a number
     if given == dist.GroupMember.NON_GROUP_MEMBER or (
         isinstance(given, dist.ProcessGroup) and dist.get_rank(given) < 0
     ):
@@ -129,9 +130,9 @@ def require_same_parameters(
 ) -> None:
     """Check that all ranks have the same parameters and buffers in the same order, and the same settings.
 
-    Names, shapes, dtypes, strides and `requires_grad` must agree. A collective: ranks compare digests of 40 bytes
-    first, and exchange descriptions only if the digests differ. `device` is the device from which the group's backend
-    sends, with NCCL the rank's GPU.
+    Names, shapes, dtypes, strides and `requires_grad` must agree. This is a collective. Ranks first compare digests of
+    40 bytes, and exchange descriptions only if the digests differ. `device` is the device from which the group's
+    backend sends. With NCCL, it is the rank's GPU.
 
     Raises:
         ValueError: On every rank, if modules or settings differ. The message shows the first difference.
@@ -151,7 +152,10 @@ def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
 
 
 def difference_of(lines: Sequence[str], process_group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Describe how the ranks' lines differ, or return "". A collective, which sends 40 bytes per rank if they agree."""
+    """Describe how the ranks' lines differ, or return "".
+
+    This is a collective. If the ranks agree, it sends 40 bytes per rank.
+    """
     mine = json.dumps(list(lines)).encode()
     digest = hashlib.sha256(mine).digest() + len(mine).to_bytes(LENGTH_BYTES, "big")
     if len(set(_gather_bytes(digest, process_group, device))) == 1:
@@ -161,7 +165,7 @@ def difference_of(lines: Sequence[str], process_group: dist.ProcessGroup | None,
 
 
 def gather_json(mine: Any, process_group: dist.ProcessGroup | None, device: torch.device) -> dict[int, Any]:
-    """Gather a JSON value from every rank; return them by rank of the whole job. Runs two collectives.
+    """Gather a JSON value from every rank with two collectives; return the values by rank of the whole job.
 
     Values are padded to the same length, because all ranks of an all-gather must send the same number of bytes.
     """
@@ -178,10 +182,11 @@ def require_used(
 ) -> None:
     """Check that each trainable parameter got a gradient on at least one rank.
 
-    A collective: `names` and `used` list all trainable parameters, in the same order on every rank.
+    This is a collective. `names` and `used` list all trainable parameters, in the same order on every rank.
 
     Raises:
-        RuntimeError: On every rank, if a parameter got no gradient. The message names all of them and the remedy.
+        RuntimeError: On every rank, if a parameter got no gradient. The message names these parameters, and says what
+        to do.
     """
     anywhere = used_by_any(used, process_group, device)
     without = [name for name, is_used in zip(names, anywhere, strict=True) if not is_used]
@@ -201,7 +206,7 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def used_by_any(used: Sequence[bool], process_group: dist.ProcessGroup | None, device: torch.device) -> list[bool]:
-    """Return for each flag whether it is set on any rank. Runs one small all-reduce and waits for the result."""
+    """Return for each flag whether it is set on any rank. This runs one small all-reduce and waits for its result."""
     flags = torch.tensor([int(each) for each in used], dtype=torch.int32, device=device)
     if len(flags):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=process_group)
@@ -209,7 +214,8 @@ def used_by_any(used: Sequence[bool], process_group: dist.ProcessGroup | None, d
 
 
 def first_difference(descriptions: dict[int, list[str]], here: int) -> str:
-    """Describe the first entry that differs between ranks, with the ranks of each variant. At least one must differ.
+    """Describe the first entry that differs between ranks, with the ranks of each variant. At least one entry must
+    differ.
 
     Entries are compared by position, so if one is missing on a rank, the following entry is shown in its place.
     """
@@ -229,7 +235,7 @@ def first_difference(descriptions: dict[int, list[str]], here: int) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Format ranks, with ranges: `rank 3`, `ranks 0, 2-5`."""
+    """Format rank numbers, with ranges: `rank 3`, `ranks 0, 2-5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -254,7 +260,10 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _layout(tensor: Tensor) -> str:
-    """Describe strides other than the default. They must agree, because gradients in buckets have the same strides."""
+    """Describe the strides of a tensor if they are not the default ones.
+
+    Strides must agree between ranks, because gradients in buckets have the strides of their parameters.
+    """
     return "" if tensor.is_contiguous() else f" strides {tensor.stride()}"
 
 

@@ -7,8 +7,8 @@
 There is one log per process, because collectives are launched in many places and by several threads. While the log is
 off, a launch costs one comparison. The recording program chooses the marks: clock readings or CUDA events.
 
-A ring or exchange has one entry, not one per message. Gathers and sums in shared memory send nothing: their
-entries show when this rank waits for the data and reads it.
+A ring or exchange has one entry, not one per message. Gathers and sums in shared memory send nothing. Their entries
+show the time in which this rank waits for the data and reads it.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ class CollectiveLog:
     def __init__(self) -> None:
         self._mark: Mark | None = None
         self._collectives: list[Collective] = []
-        self._beside: torch.cuda.Stream | None = None  # waits for NCCL, so that the compute stream need not
+        self._beside: torch.cuda.Stream | None = None  # waits for NCCL, so the compute stream need not
 
     def begin(self, mark: Mark, device: torch.device) -> None:
         """Log collectives from now on. `mark` returns a time, or on CUDA an event recorded in the current stream."""
@@ -51,7 +51,7 @@ class CollectiveLog:
         return found
 
     def open(self, operation: str, size: int) -> Callable[[], None]:
-        """Log the start of a collective. The caller must call the returned function at its end."""
+        """Log the start of a collective. The caller must call the returned function when the collective ends."""
         mark = self._mark
         if mark is None:
             return _nothing

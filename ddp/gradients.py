@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from muster.ddp.buckets import ALONE_BYTES, GradientSize, plan_buckets
 
 Named = Sequence[tuple[str, nn.Parameter]]
-UNSHARED: Final = 2  # number of references to an unshared gradient: `.grad`, and the variable passed to `owners`
+UNSHARED: Final = 2  # references to an unshared gradient: `.grad`, and the variable passed to `owners`
 
 
 class Slot:
@@ -38,7 +38,10 @@ class Slot:
         self.earlier = False  # True: an earlier virtual shard has a gradient
 
     def holds(self, gradient: Tensor) -> bool:
-        """Return whether a gradient is the slot's view and still in the bucket. Setting `.data` moves it out."""
+        """Return whether a gradient is the slot's view and still in the bucket.
+
+        Setting `.data` moves a gradient out of the bucket.
+        """
         return gradient is self.view and gradient.data_ptr() == self.address
 
 
@@ -46,7 +49,7 @@ class Bucket(ABC):
     """A set of gradients that a reducer launches together. They become ready one by one.
 
         take          a gradient is ready: copy it into the bucket; not called if the bucket `wants_batches`
-        fill_missing  the backward is over: fill in gradients that it has not computed
+        fill_missing  the backward is over: fill in gradients that were not computed
         take_all      all gradients are ready, and the bucket `wants_batches`: copy them at once
         close_shard   instead of a launch: set the gradients aside as one virtual shard
         reset         the mean was computed or abandoned: mark all gradients as not ready
@@ -55,7 +58,7 @@ class Bucket(ABC):
     number of ready gradients may differ between ranks, but a bucket has the same parameters on all ranks.
     """
 
-    held = False  # True: not launched before `release`
+    held = False  # True: the bucket is not launched before `release`
     wants_batches = False  # True: `take_all` replaces `take`, and is called when the last gradient is ready
     message_bytes: int
 
@@ -80,7 +83,7 @@ class Bucket(ABC):
         """
 
     def close_shard(self) -> None:
-        """Set the gradients aside as a virtual shard, and begin the next shard without any."""
+        """Set the gradients aside as a virtual shard, and begin the next shard without gradients."""
         without = self.fill_missing(None)
         self.closed.append(self._shard())
         for slot in self.slots:
@@ -142,18 +145,18 @@ class FlatGradients(Bucket):
         return self.flat if self._cast is None else self._cast
 
     def take(self, slot: Slot, scale: Tensor | None) -> None:
-        """Copy a gradient to its part of the flat tensor, multiplied by `scale`, and make `.grad` a view of that part.
+        """Copy a gradient, multiplied by `scale`, to its part of the flat tensor, and make `.grad` a view of that part.
 
         With `alone`, scale the gradient in place instead.
         """
         gradient = slot.parameter.grad
         assert gradient is not None
-        if slot.holds(gradient):  # autograd has accumulated into the view
+        if slot.holds(gradient):  # here autograd has accumulated into the view
             if scale is not None:
                 gradient.mul_(scale)
             return
         refuse_sparse(slot.name, gradient)
-        if gradient.requires_grad:  # from a backward with create_graph; the mean has no graph
+        if gradient.requires_grad:  # the gradient is from a backward with create_graph; the mean has no graph
             gradient = gradient.detach().clone()
         if self.alone:
             self._take_over(slot.parameter, gradient, scale)
@@ -166,14 +169,17 @@ class FlatGradients(Bucket):
         slot.parameter.grad = slot.view
 
     def _mend(self, slot: Slot) -> None:
-        """Create a slot's view again if its `.data` was set."""
+        """Create the view of a slot again if the view's `.data` was set."""
         if slot.view.data_ptr() != slot.address:
             start = (slot.address - self.flat.data_ptr()) // self.flat.element_size()
             part = self.flat[start : start + slot.parameter.numel()]
             slot.view = _shaped_as(slot.parameter, part)
 
     def _take_over(self, parameter: nn.Parameter, gradient: Tensor, scale: Tensor | None) -> None:
-        """Send the gradient itself. Copy it first if it is shared, or its strides differ from its parameter's."""
+        """Use the gradient itself as the message.
+
+        Copy it first if it is shared, or if its strides are not those of its parameter.
+        """
         self.flat = self._nothing
         if gradient.stride() != parameter.stride() or owners(gradient) > UNSHARED:
             gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
@@ -239,7 +245,7 @@ class LooseGradients(Bucket):
         self.message_bytes = sum(parameter.nbytes for _, parameter in named)
 
     def take_all(self, scale: Tensor | None) -> None:
-        """List the gradients to send. Copy those that are shared or not dense."""
+        """List the gradients to send. Gradients that are shared or not dense are copied first."""
         assert scale is None, "NCCL divides gradients that are averaged in place, so they must not be scaled before"
         self.tensors = [_own(slot) for slot in self.slots]
 

@@ -25,7 +25,7 @@ from muster.ddp.collective_log import LOG
 from muster.ddp.gradients import Bucket, FlatGradients, LooseGradients
 from muster.ddp.primitives import chunks_of, exchange, ordered_reduce_scatter, ring_all_gather
 
-Wait = Callable[[], object]  # waits, and raises communication errors; may be called again
+Wait = Callable[[], object]  # waits, and raises communication errors; it may be called again
 Group = dist.ProcessGroup | None
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
@@ -43,7 +43,7 @@ class Mean(ABC, Generic[AnyBucket]):
 
     @abstractmethod
     def start(self, bucket: AnyBucket) -> Wait:
-        """Start to average a complete bucket. After the returned wait, the bucket contains the mean."""
+        """Start to average a complete bucket. When the returned wait has ended, the bucket contains the mean."""
 
 
 class AllReduceMean(Mean[FlatGradients]):
@@ -107,7 +107,7 @@ class StreamMean(Mean[FlatGradients]):
 
 
 class OrderedMean(Mean[FlatGradients]):
-    """Average by sums in a fixed order, while the backward continues."""
+    """Add gradients in a fixed order and divide, while the backward continues."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group)
@@ -128,7 +128,7 @@ class Background:
     def start(self, work: Callable[[], object], operation: str, size: int) -> Wait:
         """Start work that runs after all work started before. On CUDA, the returned wait blocks the current stream.
 
-        The log of collectives records `operation` and `size`, in bytes.
+        The collective log records `operation`, and `size` in bytes.
         """
         if isinstance(self._where, Worker):
             finished = LOG.open(operation, size)
@@ -155,7 +155,7 @@ class Worker:
         weakref.finalize(self, self._tasks.put, None).atexit = False
 
     def start(self, work: Callable[[], object]) -> Wait:
-        """Submit work. The returned wait raises the errors of the work."""
+        """Submit work. The returned wait raises an error of the work, if there was one."""
         done = Future[None]()
         self._tasks.put((done, work))
         return done.result
@@ -184,19 +184,19 @@ def _work(tasks: "queue.SimpleQueue[_Task | None]") -> None:
                 work()
             except BaseException as error:
                 failed = error
-            del task, work  # free their tensors before the wait returns
+            del task, work  # free the task's tensors before the wait returns
             if failed is None:
                 done.set_result(None)
             else:
                 done.set_exception(failed)
-            del done, failed  # do not keep them while waiting for the next task
+            del done, failed  # drop these references while waiting for the next task
 
 
 def beside(device: torch.device) -> torch.cuda.Stream:
     """Return a new stream for communication beside the compute stream.
 
-    Its priority is not raised: with a high priority, NCCL's kernels delayed matrix products that fill the whole GPU,
-    which cost 2 % of a step of GPT medium on two H200.
+    Its priority is not raised. With a high priority, NCCL's kernels delayed matrix products that fill the whole GPU,
+    and a step of GPT medium on two H200 took 2 % longer.
     """
     return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
@@ -206,7 +206,7 @@ def mean_for(
 ) -> Mean[FlatGradients] | Mean[LooseGradients]:
     """Choose an averaging class by device, backend and `exact`, never by measured speed.
 
-    `flat` requests flat tensors, which can be cast, or sent as one message.
+    `flat` requests flat tensors, which can be cast or sent as one message.
     """
     if exact:
         return OrderedMean(group, device)

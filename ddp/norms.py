@@ -27,14 +27,14 @@ from torch import Tensor
 from muster.ddp.checks import device_of
 from muster.ddp.gradients import is_dense
 
-SUM_AT_MOST: Final = 2**20  # number of integers below 2^32 that float64 adds exactly
-IN_CACHE: Final = 2**15  # elements per block on a CPU; few enough to add their squares in float32
+SUM_AT_MOST: Final = 2**20  # this many integers below 2^32 are added exactly by float64
+IN_CACHE: Final = 2**15  # elements per block on a CPU; so few that their squares can be added in float32
 DIGIT_BITS: Final = 32
 DIGIT: Final = 2**DIGIT_BITS
 LARGEST_BITS: Final = 16  # magnitudes are scaled below 2^16, so that squares are below DIGIT
-MANTISSA_BITS: Final = 52  # of float64, which stores the exponent plus BIAS
+MANTISSA_BITS: Final = 52  # float64 stores the exponent plus BIAS
 BIAS: Final = 1023
-EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+EPSILON: Final = 1e-6  # the constant of torch.nn.utils.clip_grad_norm_
 
 
 @torch.no_grad()
@@ -42,8 +42,9 @@ def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
     """Return the 2-norm of all elements on all ranks, a float64 scalar.
 
     Its bits do not depend on how the elements are distributed over ranks and tensors. With `reduce` this is a
-    collective, which ranks without elements must also call. Without it, this process must have all elements. The result
-    is NaN if any element is NaN, else infinite if any element is infinite. All tensors must be on one device.
+    collective, which must also be called by ranks without elements. Without it, this process must have all elements.
+    The result is NaN if any element is NaN, else infinite if any element is infinite. All tensors must be on one
+    device.
     """
     device = _device(tensors, group, reduce)
     whole = [each for each in tensors if each.numel()]
@@ -52,7 +53,8 @@ def reproducible_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     magnitude, is_nan = largest.unbind()
     finite = magnitude.isfinite()
-    # The largest is in [2^(biased - 1023), 2^(biased - 1022)). If biased >= 16, float64 has both powers below.
+    # The largest magnitude is in [2^(biased - 1023), 2^(biased - 1022)). With biased >= 16, float64 can represent both
+    # powers of two below.
     biased = (torch.where(finite, magnitude, 0.0).view(torch.int64) >> MANTISSA_BITS).clamp_(min=LARGEST_BITS)
     digits = _digits(whole, _power_of_two(LARGEST_BITS + BIAS - 1 - biased))
     if reduce:
@@ -83,10 +85,11 @@ def plain_norm(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None
 
 @torch.no_grad()
 def clip_by(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients, whose norm is `norm`, in place so that their norm becomes at most `max_norm`.
+    """Scale gradients in place so that their norm, now `norm`, becomes at most `max_norm`.
 
     As in torch.nn.utils.clip_grad_norm_, an infinite or NaN norm makes gradients NaN or zero. Products are computed in
-    each tensor's dtype (16-bit ones in float32, then rounded), so the bits do not depend on how tensors are split.
+    the dtype of each tensor (for 16-bit types in float32, then rounded), so the bits do not depend on how tensors are
+    split.
     """
     coefficient = (max_norm / (norm + EPSILON)).clamp_(max=1.0)
     if coefficient.device.type == "cpu" and coefficient == 1.0:
@@ -105,7 +108,7 @@ def _device(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, reduce: 
 
 
 def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return [largest magnitude, 1 if there is a NaN else 0]. Any backend can reduce both with a maximum."""
+    """Return [largest magnitude, 1 if there is a NaN else 0], because every backend can reduce both by maximum."""
     if not tensors:
         return torch.zeros(2, dtype=torch.float64, device=device)
     found = torch.stack([each.double() for each in torch._foreach_norm(tensors, float("inf"))]).amax()
@@ -113,7 +116,7 @@ def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _digits(tensors: list[Tensor], scale: Tensor) -> Tensor:
-    """Return the sum of squares of the scaled elements as three int64 digits, which count 2^32, 1 and 2^-32."""
+    """Return the sum of squares of the scaled elements as three int64 digits: multiples of 2^32, 1 and 2^-32."""
     sums = [torch.zeros(2, dtype=torch.float64, device=scale.device)]
     count = min(SUM_AT_MOST if scale.is_cuda else IN_CACHE, sum(each.numel() for each in tensors))
     memory = torch.empty(2, count, dtype=torch.float64, device=scale.device)
@@ -146,7 +149,10 @@ def _blocks(tensors: list[Tensor], memory: Tensor) -> Iterator[Tensor]:
 
 
 def _pieces(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    """Split a tensor's elements, in any order, into views of at most `count` elements. Copy if the tensor has gaps."""
+    """Split a tensor's elements, in any order, into views of at most `count` elements.
+
+    If the tensor has gaps, copy it first.
+    """
     if is_dense(tensor):
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     else:

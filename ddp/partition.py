@@ -1,11 +1,11 @@
-"""Divide a data set at random into parts of given sizes, equally in every process. Torch-free."""
+"""Divide a data set at random into parts of given sizes, in the same way in every process. Torch-free."""
 
 import random
 from collections.abc import Sequence
 from typing import Any, Final
 
 SIZES: Final = (0.7, 0.2, 0.1)
-ROUNDING: Final = 1e-9  # tolerated error of a sum of sizes
+ROUNDING: Final = 1e-9  # tolerated rounding error of a sum of sizes
 
 
 class Partition:
@@ -30,18 +30,18 @@ class DataPartitioner:
         """Shuffle the indices of `data`, and cut them into parts, each with its share of the samples in `sizes`.
 
         Raises:
-            ValueError: as for `partitions`.
+            ValueError: in the same cases as `partitions`.
         """
         self.data = data
         self.partitions = partitions(len(data), sizes, seed)
 
     def use(self, partition: int) -> Partition:
-        """Return a part, counted from 0."""
+        """Return one part. Parts are counted from 0."""
         return Partition(self.data, self.partitions[partition])
 
 
 def partitions(samples: int, sizes: Sequence[float], seed: int) -> list[list[int]]:
-    """Return the indices of each part: those of `range(samples)`, shuffled by `seed` and cut at rounded-down sizes.
+    """Return the indices of each part: shuffle `range(samples)` with `seed`, and cut it at sizes that are rounded down.
 
     If the sizes add up to 1, the last part also has the remaining samples.
 

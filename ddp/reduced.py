@@ -21,7 +21,7 @@ class Reduced(DataParallel):
             self._reducer.local = local
 
     def finish_gradient_synchronization(self) -> None:
-        """Finish the synchronization. With hooks, the backward has already done so, unless it reached no parameter.
+        """Finish the synchronization. With hooks, the backward has already finished it, unless it reached no parameter.
 
         Raises:
             RuntimeError: If a parameter got no gradient on any rank; the message names it.
@@ -32,7 +32,8 @@ class Reduced(DataParallel):
             self._reducer.finish(asked=True)
 
     def gradients_are_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Count these parameters as ready. Each bucket is launched in its turn, when all its parameters are ready.
+        """Mark these parameters as ready. A bucket is launched when all its parameters are ready and all earlier
+        buckets are launched.
 
         Raises:
             RuntimeError: If a parameter was already reported as ready in this synchronization.
@@ -41,7 +42,7 @@ class Reduced(DataParallel):
             self._reducer.complete(parameters)
 
     def launch_last(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on, launch the buckets of these parameters last. All ranks must pass the same parameters.
+        """Launch the buckets of these parameters last from now on. All ranks must pass the same parameters.
 
         Use this for gradients that become ready late, because a bucket delays all buckets launched after it.
         """

@@ -5,7 +5,7 @@
     on the wire      =====   ========  ======|             collectives of all ranks match
     the end                            wait ^              in a callback of autograd, so that users need not call it
 
-Li et al. 2020 (PyTorch Distributed) describe the countdown, and why the order must be fixed.
+Li et al. 2020 (PyTorch Distributed) describe the countdown, and the reason for a fixed order.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from muster.ddp.timeouts import Entered, waiting_for
 
 
 class Reducer(Generic[AnyBucket]):
-    """A manager of one rank's gradient buckets, which launches buckets as they become complete, and waits for them.
+    """A manager of one rank's gradient buckets. It launches buckets as they become complete, and waits for them.
 
     `buckets` are in the order of launches. `named` lists the trainable parameters with their names for messages.
     Without `hooks`, the backward does not report gradients, and `finish` sends all of them.
@@ -52,7 +52,7 @@ class Reducer(Generic[AnyBucket]):
         self.unused: frozenset[str] = frozenset()  # parameters that no rank has used, if `find_unused`
         self._scale = None if mean.scale == 1.0 else torch.tensor(mean.scale, dtype=torch.float64)
         self._hooked = hooks
-        self._owed = False  # True: no synchronization has followed the last forward or gradient yet
+        self._owed = False  # True: a synchronization is due, because a forward or a gradient came after the last one
         self._running = False  # True: from the first gradient of a synchronization to its end
         self._asked = False  # True: autograd will call back at the end of the backward
         self._waits: list[Wait] = []  # one wait per launched bucket
@@ -86,7 +86,7 @@ class Reducer(Generic[AnyBucket]):
 
     @property
     def has_shards(self) -> bool:
-        """True while virtual shards are set aside."""
+        """True if gradients of virtual shards are set aside."""
         return any(bucket.closed for bucket in self.buckets)
 
     def forget_shards(self) -> None:
@@ -99,7 +99,7 @@ class Reducer(Generic[AnyBucket]):
     def finish(self, *, asked: bool = False) -> None:
         """Launch the remaining buckets, and wait for all buckets.
 
-        `asked` means that the user called this, not autograd. In that case, do nothing if no synchronization is due.
+        `asked` is True if the user called this instead of autograd. Then do nothing if no synchronization is due.
         Without hooks, a synchronization is always due.
 
         Raises:
@@ -133,10 +133,10 @@ class Reducer(Generic[AnyBucket]):
                 bucket.number = number
 
     def release(self, buckets: Sequence[AnyBucket], *, are_over: bool = True) -> bool:
-        """Allow `held` buckets to be launched in their turn, when complete. Return False if the caller must retry.
+        """Allow `held` buckets to be launched once they are complete. Return False if the caller must retry.
 
-        `are_over` means that the backward of these parameters should be over, so missing gradients are filled in. If
-        the running backward will still compute one of them, the caller must retry.
+        `are_over` is True if the backward of these parameters should be over, so that missing gradients can be filled
+        in. If the running backward will still compute a missing gradient, the caller must retry.
         """
         if self.local or not self._running:
             return self.local
@@ -157,7 +157,10 @@ class Reducer(Generic[AnyBucket]):
         return Stats(self._sent.collectives, self._sent.bytes, waited)
 
     def ready(self, slot: Slot) -> None:
-        """Record that autograd has computed a parameter's gradient. Launch complete buckets whose turn has come."""
+        """Record that autograd has computed a parameter's gradient.
+
+        Launch the buckets that are complete and next in order.
+        """
         if slot.ready:
             raise RuntimeError(
                 f"{slot.name}: got a second gradient in one synchronization; run every backward but the last in "
@@ -174,7 +177,8 @@ class Reducer(Generic[AnyBucket]):
         self._count(slot)
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record complete gradients that a caller reports instead of a hook. `finish` ends the synchronization.
+        """Record gradients whose completion is reported by a caller instead of a hook. `finish` ends the
+        synchronization.
 
         Raises:
             RuntimeError: If a gradient was already reported in this synchronization.
@@ -230,7 +234,7 @@ class Reducer(Generic[AnyBucket]):
         )
 
     def _give_up(self) -> None:
-        """Wait for the buckets that a failed backward has launched, because other ranks may have launched them, too."""
+        """Wait for the buckets that a failed backward has launched, because other ranks may also have launched them."""
         self.mean.wanted = False
         try:
             for bucket, wait in zip(self.buckets, self._waits, strict=False):
@@ -248,7 +252,7 @@ class Reducer(Generic[AnyBucket]):
     def _judge(self, without: Sequence[str]) -> None:
         """At the first synchronization, refuse parameters that no rank used.
 
-        With `find_unused`, instead clear their `.grad` at every synchronization.
+        With `find_unused`, clear the `.grad` of such parameters at every synchronization instead.
         """
         if not self.find_unused and self._synchronized > 1:
             return

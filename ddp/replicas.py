@@ -5,7 +5,8 @@
     first device    gradients, added in the order of devices <──copy── 1, 2, ...    reduce
 
 This is how torch.nn.DataParallel works. The first device sends and receives every copy and has the only optimizer, and
-one Python interpreter starts the work of all devices. Processes that all-reduce their gradients avoid both limits.
+one Python interpreter starts the work of all devices. Separate processes that all-reduce their gradients avoid both
+limits.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +23,14 @@ T = TypeVar("T")
 class Replicas:
     """A module on the first of several devices, and its copies on the others. A device may occur more than once.
 
-    Modules share the random generator of their device, so a forward that draws random numbers is not reproducible.
+    Modules on one device share its random generator, so a forward that draws random numbers is not reproducible.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         """Copy the module, which must be on the first device, to every other device.
 
         Raises:
-            ValueError: if there is no device, or the module is not on the first one.
+            ValueError: if there is no device, or the module is not on the first device.
         """
         if not devices:
             raise ValueError("Replicas needs at least one device, got none")
@@ -43,7 +44,7 @@ class Replicas:
 
     @torch.no_grad()
     def replicate(self) -> None:
-        """Copy the first module's parameters and buffers to the others."""
+        """Copy the first module's parameters and buffers to the other modules."""
         for copied in self.modules[1:]:
             for mine, source in zip(_tensors(copied), _tensors(self.modules[0]), strict=True):
                 mine.copy_(source, non_blocking=True)
@@ -72,7 +73,8 @@ class Replicas:
     def _call(self, work: Callable[[int, nn.Module], T], index: int) -> T:
         if self.devices[index].type == "cuda":
             torch.cuda.set_device(self.devices[index])
-        # Threads share autocast's cache of casts. The first forward to end would clear it while the others still run.
+        # All threads share autocast's cache of casts. The first forward to end would clear the cache while other
+        # forwards still run.
         torch.set_autocast_cache_enabled(False)
         return work(index, self.modules[index])
 

@@ -20,7 +20,10 @@ class Stats:
 
 
 class Wait:
-    """A stopwatch, on the host's clock or, without blocking the host, on a CUDA stream. It starts when created."""
+    """A stopwatch, on the host's clock or, without blocking the host, on a CUDA stream.
+
+    It starts when it is created.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_stream = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()

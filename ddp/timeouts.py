@@ -1,6 +1,6 @@
 """Error messages for failed collectives. They name the bucket and the ranks that never entered its collective.
 
-Wrappers wait within `waiting_for`. In a successful step, it only reads the clock once per bucket.
+Wrappers wait within `waiting_for`. In a successful step, this only reads the clock once per bucket.
 
     rank 0   ... bucket 2 ─── waits until the group's timeout ────── writes "step 3, 3 buckets entered" ─┐
     rank 1   ... bucket 2 ─── waits, loses its connection to 0 ───── writes the same ────────────────────┤ the group's
@@ -29,9 +29,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from muster.ddp.checks import ranks_in_words
 
 Answer = TypeVar("Answer")
-LATER_S: Final = 5.0  # how long a rank that timed out waits for the reports of ranks that time out later
-LOST_S: Final = 1.0  # after a lost connection; shorter, because a rank that closed it after a timeout reports at once
-STORE_S: Final = 2.0  # additional time for the store to answer
+LATER_S: Final = 5.0  # time for which a rank that timed out waits for the reports of other ranks
+LOST_S: Final = 1.0  # the same after a lost connection; a rank that closed it after a timeout has already reported
+STORE_S: Final = 2.0  # additional time for an answer of the store
 POLL_S: Final = 0.05
 
 TIMED_OUT: Final = re.compile(r"timed ?out|timeout", re.IGNORECASE)
@@ -79,7 +79,7 @@ class waiting_for:
 
 @dataclass(frozen=True)
 class _Report:
-    """A rank's report to the others after a failure."""
+    """A rank's report to the other ranks after a failure."""
 
     step: int
     launched: int
@@ -87,7 +87,7 @@ class _Report:
     timed_out: bool
 
     def has_entered(self, entered: Entered) -> bool:
-        """Return whether that rank has entered this collective."""
+        """Return whether the rank with this report has entered the collective."""
         return (self.step, self.launched) > (entered.step, entered.bucket)
 
 
@@ -100,17 +100,18 @@ def explain(
     the failure yet. It is listed as not entered, even if its backend has already started the bucket.
 
     Raises:
-        CollectiveTimeoutError: If the group's timeout passed here, or on a rank that then closed the connection.
+        CollectiveTimeoutError: If the group's timeout passed on this rank, or on another rank that then closed the
+        connection.
         RuntimeError: If the connection to a rank was lost, or the original error in any other case.
     """
     timed_out = bool(TIMED_OUT.search(str(error)))
     if not timed_out and not LOST.search(str(error)):
         raise error
-    bound = GLOO_BOUND.search(str(error))  # gloo measures from the time when its thread started the collective
+    bound = GLOO_BOUND.search(str(error))  # gloo's timeout starts when its thread starts the collective
     waited_s = int(bound[1]) / 1e3 if bound else waited_s
     mine = _Report(entered.step, entered.launched, waited_s, timed_out)
     group = process_group or dist.group.WORLD
-    assert group is not None  # because this rank has just communicated
+    assert group is not None  # this rank has just communicated, so it has a group
     received = _exchange_reports(mine, entered, group, LATER_S if timed_out else LOST_S)
     reports = {rank: received.get(place) for place, rank in enumerate(dist.get_process_group_ranks(group))}
     who = f"rank {dist.get_rank()}: {_name(entered)}"
@@ -153,7 +154,7 @@ def _exchange_reports(mine: _Report, entered: Entered, group: dist.ProcessGroup,
     received = {group.rank(): mine}
 
     def exchange(store: Store) -> None:
-        """Write, then read into `received` until all ranks have entered or the time is over."""
+        """Write the report, then read reports into `received` until all ranks have entered or the time is over."""
         deadline = time.monotonic() + listen_s
         absent = set(range(group.size())) - {group.rank()}
         store.set(str(group.rank()), json.dumps(asdict(mine)))
@@ -171,7 +172,8 @@ def _exchange_reports(mine: _Report, entered: Entered, group: dist.ProcessGroup,
 
 
 def ask_store(group: dist.ProcessGroup, prefix: str, ask: Callable[[Store], Answer], limit_s: float) -> Answer | None:
-    """Query a group's store on a separate thread. If the store is lost with its rank, its own timeouts take minutes.
+    """Query a group's store on a separate thread. If the rank that hosts the store is lost, the store's own timeouts
+    take minutes.
 
     Returns None if there was no answer in time, or the store is lost.
     """

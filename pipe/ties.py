@@ -158,8 +158,7 @@ class Ties:
                 own.copy_(total)  # in place, because other tensors may share this memory
 
     def _sum_by_uses(self, tied: TiedWeight, number: int, total: Tensor | None) -> Tensor:
-        """Add the gradients of all uses to `total` as a loop does: by micro-batch, then from the last stage to the
-        first."""
+        """Add the gradients of all uses to `total` as a loop does: by micro-batch, then from the last stage back."""
         nothing = torch.zeros_like(tied.parameter)
         for index in range(self._microbatches):
             mine = [self._kept[number].pop((stage, index), nothing) for stage in self._stages(tied, self._rank)]

@@ -1,6 +1,7 @@
 """ZeRO as a library, for any `nn.Module`: optimizer state, gradients and parameters sharded over all ranks.
 
-Rajbhandari et al. 2020 (ZeRO) define the stages. Stage 1 shards optimizer state, 2 also gradients, 3 also parameters.
+Rajbhandari et al. 2020 (ZeRO) define the stages. Stage 1 shards optimizer state, stage 2 also gradients, and stage 3
+also parameters.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,12 +1,13 @@
-"""Placeholder classes for parameters that are not available. Reading metadata works; reading data raises or waits.
+"""Placeholder classes for parameters that are not available. Their metadata can be read. Reading their data raises an
+error or waits.
 
     Absent    its memory is freed (stage 3); reading it would crash the process
     Coming    it is being gathered after a step (stages 1 and 2); reading it would return partial data
     Sent      it is available, but its gradient is sharded (stages 1 and 2)
 
-In these states, the parameter has one of these classes, whose `__torch_function__` PyTorch calls before any operation.
-The parameter stays the same object, also for autograd. PyTorch's gradient clipping would find no gradients and do
-nothing, so Absent and Sent make it raise an error.
+In each of these states, the parameter has the class of that name. PyTorch calls the `__torch_function__` of the class
+before any operation. The parameter stays the same object, also for autograd. PyTorch's gradient clipping would find no
+gradients and do nothing, so Absent and Sent make the clipping raise an error.
 """
 
 import copy
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _Wait = Callable[[], Callable[[], None] | None]
-_WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # how to wait for parameters of class Coming
+_WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # for parameters of class Coming
 _NAMES: Final[MutableMapping[Tensor, str]] = WeakIdKeyDictionary()  # names of absent parameters
 _LOST: Final[MutableMapping[Tensor, bool]] = WeakIdKeyDictionary()  # parameters that can never be gathered again
 _METADATA: Final = (
@@ -39,7 +40,7 @@ _HARMLESS: Final = {
 _GRADIENT: Final = vars(torch._C.TensorBase)["grad"]
 _CLIPPING: Final = "torch.nn.utils.clip_grad"
 
-as_it_is = torch._C.DisableTorchFunctionSubclass  # context for internal access without these checks
+as_it_is = torch._C.DisableTorchFunctionSubclass  # context for internal access, without the checks of these classes
 
 
 class Absent(nn.Parameter):
@@ -81,7 +82,7 @@ class Sent(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient of this rank alone, if a backward has computed one since the last synchronization."""
+        """The gradient from this rank alone, if a backward has computed one since the last synchronization."""
         _refuse_clipping(sys._getframe(1))
         own: Tensor | None = _GRADIENT.__get__(self)
         return own
@@ -97,7 +98,7 @@ class Sent(nn.Parameter):
 
 
 def send(parameters: Sequence[nn.Parameter]) -> None:
-    """Make PyTorch's gradient clipping raise for these parameters, because their gradients are sharded."""
+    """Make PyTorch's gradient clipping raise an error for these parameters, because their gradients are sharded."""
     for parameter in parameters:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = Sent
@@ -146,7 +147,7 @@ class Expect(_Disguise):
 
 
 class Leave(_Disguise):
-    """Parameters that have the class Absent while their memory is freed. `names` are for messages."""
+    """Parameters that have the class Absent while their memory is freed. `names` are used in error messages."""
 
     kind = Absent
 
@@ -177,11 +178,11 @@ def _refusal(args: Any, keywords: Any) -> str:
     name = "a parameter" if absent is None else _NAMES.get(absent, "a parameter")
     if absent is not None and absent in _LOST:
         return (
-            f"{name}: was sharded by a wrapper that was deleted, and its values are lost; call the wrapper's unwrap() "
+            f"{name}: the wrapper that sharded it was deleted, and its values are lost; call the wrapper's unwrap() "
             "before deleting it, or build the module again and load a state dict"
         )
     return (
-        f"{name}: is sharded, and not gathered here; use it within gather_full(), call state_dict() of the "
+        f"{name}: it is sharded and not gathered here; use it within gather_full(), call state_dict() of the "
         "ShardedDataParallel, step the optimizer that its optimizer() returns, or put the module that uses this "
         "parameter into the parameter's unit"
     )
@@ -190,7 +191,7 @@ def _refusal(args: Any, keywords: Any) -> str:
 def _all_of(kind: type[nn.Parameter], args: Any, keywords: Any) -> list[Any]:
     """List the parameters of a class among arguments, including those in lists."""
     given, found = [*args, *(keywords or {}).values()], []
-    for each in given:  # grows within the loop
+    for each in given:  # the list grows within the loop
         if isinstance(each, kind):
             found.append(each)
         elif isinstance(each, (list, tuple)):

@@ -18,10 +18,10 @@ MISTAKES = (ValueError, TypeError, RuntimeError, KeyError, AssertionError)  # ra
 
 @contextmanager
 def together(group: Group) -> Iterator[None]:
-    """Make all ranks fail if one fails within the block. A collective of two small messages.
+    """Make all ranks fail if one fails within the block. This collective sends two small messages.
 
     Raises:
-        ValueError: On the ranks that did not fail, with the number and error of the first failed rank.
+        ValueError: On the ranks that did not fail. The message has the number and the error of the first failed rank.
     """
     error: Exception | None = None
     try:

@@ -1,10 +1,11 @@
-"""Detect parameters that share memory with another tensor. Sharding would move them, but not the other tensor.
+"""Detect parameters that share memory with another tensor. Sharding would move the parameters, but not the other
+tensor.
 
     head.weight = embed.weight             one parameter with two names: allowed
     head.weight.data = embed.weight.data   two parameters in one memory: sharding would separate them
     self.rows = self.weight.data[:4]       a view, kept as an attribute or buffer: it would never be updated
 
-Views of one tensor that have no common element, such as cuDNN's weights, are allowed.
+Views of one tensor that share no element, such as the weights of cuDNN's RNNs, are allowed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -45,7 +46,7 @@ def require_apart(parameters: Named, others: Named = ()) -> None:
         for place, (name, each) in enumerate(of_one):
             for other, tensor in of_one[place + 1 :]:
                 if _bounds(tensor)[0] >= _bounds(each)[1]:
-                    break  # this and all later tensors begin after `each` ends
+                    break  # `other` and all later tensors begin after the end of `each`
                 if _overlap(each, tensor):
                     raise ValueError(
                         f"parameters {name} and {other} share memory, but sharding would separate them; make them "
@@ -82,14 +83,14 @@ def _is_somewhere(tensor: Tensor) -> bool:
 
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:
-    """Return the offset of a tensor's first byte in its storage, and that of the byte after its last."""
+    """Return the offsets of a tensor's first byte and of its end in its storage."""
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 def _overlap(parameter: Tensor, other: Tensor) -> bool:
-    """Return whether a parameter and another tensor of its storage have a byte in common."""
+    """Return whether a parameter and another tensor in the same storage share a byte."""
     (start, stop), (other_start, other_stop) = _bounds(parameter), _bounds(other)
     if stop <= other_start or other_stop <= start:
         return False

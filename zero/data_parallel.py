@@ -43,31 +43,33 @@ STAGES: Final = (1, 2, 3)
 
 
 class ShardedDataParallel(Sharded, Reduced):
-    """Wrap a module so that optimizer state (stage 1), gradients (2) and parameters (3) are sharded.
+    """Wrap a module so that optimizer state (from stage 1), gradients (from stage 2) and parameters (stage 3) are
+    sharded.
 
     The constructor is a collective: it broadcasts parameters and buffers from the group's rank 0. Parameters become
     row-major views of flat tensors, so move and cast the module before wrapping it.
 
     `units` are modules, or tuples of modules that run one after the other, whose parameters are gathered (and in stage
     3 freed) together. All other parameters form the root unit, which is gathered first and kept through the step. By
-    default, the units in stage 3 are the module's children, with lists and sequences replaced by their children. In
-    stages 1 and 2, a forward by default waits for all parameters. Only a unit's own modules may use its parameters,
-    and only while they run. In stage 3, all ranks must run the same units in the same order, because each gather is a
-    collective. On CPUs this order is checked before a step.
+    default, the units in stage 3 are the module's children; lists and sequences are replaced by their children. In
+    stages 1 and 2 there are no units by default, and a forward waits for all parameters. Only a unit's own modules may
+    use its parameters, and only while they run. In stage 3, all ranks must run the same units in the same order,
+    because each gather is a collective. On CPUs, the order is checked before each step.
 
     With `accumulate` "local", whole gradients accumulate on each rank within `no_sync()`. With "sharded", every
     backward is synchronized, so in stages 2 and 3 a rank has at most two buckets of whole gradients.
 
-    With `compute_dtype` (stage 3), bfloat16 or float16, float32 parameters are gathered in that dtype, in which their
-    gradients are computed and averaged. Shards, optimizer states and state dicts stay in float32. Floating tensors
-    among the inputs are cast; buffers are not. Pass `communication_dtype=torch.float32` to average in float32.
+    With `compute_dtype` (stage 3; bfloat16 or float16), float32 parameters are gathered in that dtype, and their
+    gradients are computed and averaged in it. Shards, optimizer states and state dicts stay in float32. Floating
+    tensors among the inputs are cast; buffers are not. Pass `communication_dtype=torch.float32` to average in float32.
 
     After a synchronization no parameter has a `.grad`, because the optimizer has this rank's shard of the mean.
-    `full_gradients()` gathers the shards. To clip, call the optimizer's `clip_grad_norm_`; PyTorch's raises an error.
+    `full_gradients()` gathers the shards. To clip, call the optimizer's `clip_grad_norm_`; PyTorch's function raises an
+    error.
 
     Raises:
         ValueError: As in `DataParallel`; if a stage, unit or setting is invalid; or if a parameter shares memory with
-            another, with a buffer, or with an attribute of a module.
+        another parameter, a buffer, or an attribute of a module.
     """
 
     def __init__(
@@ -121,7 +123,8 @@ class ShardedDataParallel(Sharded, Reduced):
         _refuse_complex(self.trainable())
         rank = dist.get_rank(self.process_group)
         named = list(self.module.named_parameters())
-        # If only masters of 16-bit parameters are stored, other ranks cannot read the parameters in shared memory.
+        # If a rank stores only masters of its 16-bit parameters, other ranks cannot read the parameters in shared
+        # memory.
         rounds = self.stage == 3 and (self.compute_dtype or any(each.itemsize == 2 for _, each in named))
         self.peers = None if rounds else shared_memory_peers(self.process_group, self.device)
         gather = gather_for(self.process_group, self.device, self.peers)
@@ -142,11 +145,11 @@ class ShardedDataParallel(Sharded, Reduced):
                 ]
                 for unit in units
             ]
-            self._seen_trainable = trainable_parameters(self.module)  # their dtype may have changed
+            self._seen_trainable = trainable_parameters(self.module)  # because their dtype may have changed
             self.flat_parameters = [
                 flat_parameter for flat_parameters in of_units for flat_parameter in flat_parameters
             ]
-            keep_freed_memory()  # every step allocates and frees the memory of units
+            keep_freed_memory()  # because every step allocates and frees the memory of units
             for flat_parameter in self.flat_parameters:
                 flat_parameter.split()
             self._settle(gather)
@@ -165,7 +168,7 @@ class ShardedDataParallel(Sharded, Reduced):
         weakref.finalize(self, self.residency.remove).atexit = False
 
     def _settle(self, gather: Gather) -> None:
-        """Move the tensors that other ranks read into shared memory: flat tensors or shards, in stage 1 also gradients.
+        """Move tensors that other ranks read into shared memory: flat tensors or shards, and in stage 1 also gradients.
 
         Do nothing without `peers`.
         """
@@ -211,7 +214,10 @@ class ShardedDataParallel(Sharded, Reduced):
         return [*deal(self.trainable(), self.bucket_size_mb), *by_kind(frozen)]
 
     def _build(self) -> Reducer[Gradients] | None:
-        """Build the reducer. In stage 3 it launches the last unit's buckets first, and the root unit's last."""
+        """Build the reducer.
+
+        In stage 3, it launches the buckets of the last unit first, and those of the root unit last.
+        """
         flat_parameters = [flat_parameter for flat_parameter in self.flat_parameters if flat_parameter.trains]
         if self.stage == 3:
             root = {id(flat_parameter) for flat_parameter in self._root_flat_parameters()}
@@ -282,7 +288,7 @@ class ShardedDataParallel(Sharded, Reduced):
 
 
 def _weakly(wrapper: Sharded) -> Callable[[bool], None]:
-    """Return a function that notifies a wrapper of waits through a weak reference."""
+    """Return a function that notifies a wrapper of waits, and holds only a weak reference to the wrapper."""
     me = weakref.WeakMethod(wrapper._notify_wait)
 
     def notify(waits: bool) -> None:
@@ -308,5 +314,5 @@ def _refuse_complex(named: Named) -> None:
     for name, each in named:
         if each.is_complex():
             raise ValueError(
-                f"{name} is {each.dtype}, but shards are real numbers; use its torch.view_as_real() as the parameter"
+                f"{name} is {each.dtype}, but shards must be real; use its torch.view_as_real() as the parameter"
             )

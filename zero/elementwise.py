@@ -1,6 +1,6 @@
 """Optimizers that can step shards, because they update each element from that element's gradient and state alone.
 
-An optimizer that uses a whole tensor (its norm, rows or products) would compute different values from a part of it.
+Other optimizers use a whole tensor (its norm, rows or products), so their results for a part of it would differ.
 """
 
 from typing import Final
@@ -20,7 +20,7 @@ _ELEMENTWISE: Final = (
     "Rprop",
     "SGD",
 )
-_WHOLE: Final = {  # why these optimizers need whole tensors
+_WHOLE: Final = {  # the reason why each of these optimizers needs whole tensors
     "Adafactor": "it factors the second moment of a matrix into its rows and columns",
     "LBFGS": "it computes products of all gradients, and evaluates the loss again",
     "Muon": "it orthogonalizes the momentum of a whole matrix",
@@ -36,7 +36,7 @@ def require_elementwise(kind: type[torch.optim.Optimizer]) -> None:
 
     Raises:
         ValueError: If the optimizer needs whole tensors, or might need them.
-        TypeError: If it is not an optimizer class.
+        TypeError: If `optimizer_cls` is not an optimizer class.
     """
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
         what = kind.__name__ if isinstance(kind, type) else f"a {type(kind).__name__}"
@@ -50,7 +50,7 @@ def require_elementwise(kind: type[torch.optim.Optimizer]) -> None:
     if own and stepper.__name__ in _WHOLE:
         raise ValueError(
             f"{kind.__name__} cannot step shards: {_WHOLE[stepper.__name__]}; "
-            f"use an element-wise one ({', '.join(_ELEMENTWISE)}), or do not shard its state"
+            f"use an element-wise optimizer ({', '.join(_ELEMENTWISE)}), or do not shard its state"
         )
     raise ValueError(
         f"{kind.__name__} has its own step, which may need whole tensors; "

@@ -8,7 +8,7 @@ In stage 3 the shard has its own memory. The flat tensor's memory is allocated a
 views of it stay valid, including those that autograd has saved for the backward.
 
 16-bit parameters may have a *master*: a float32 copy of the shard, which the optimizer steps instead. Stage 3 keeps
-only the master, and rounds it into the flat tensor before each gather.
+only the master. Before each gather, it rounds the master into the flat tensor.
 """
 
 from collections.abc import Container, Mapping, Sequence
@@ -22,7 +22,7 @@ from muster.ddp.gradients import Named
 from muster.zero.absent import Leave, as_it_is, send, unsend
 from muster.zero.layout import Layout, Slice
 
-ALIGNMENT: Final = 64  # in bytes, as in PyTorch's CPU allocator; NCCL needs 16
+ALIGNMENT: Final = 64  # bytes, as in PyTorch's CPU allocator; NCCL needs only 16
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class ParameterRange:
     """Elements [start, stop) of a parameter, flattened row by row, or of its optimizer state under `key`.
 
     `tensor` contains these elements, and may be filled in place. A state with one number per parameter, such as a step
-    count, has the shape (), and every rank with a part of the parameter has a copy. `answers` marks the copy to save,
-    which is that of the rank with the first element. If `lent`, the tensor is a rounded master, outdated after the next
-    step.
+    count, has the shape (), and every rank with a part of the parameter has a copy. `answers` marks the copy that is
+    saved: that of the rank with the first element. If `lent`, the tensor is a rounded copy of the master, which is
+    outdated after the next step.
     """
 
     name: str
@@ -49,8 +49,8 @@ class FlatParameters:
     """Parameters of one dtype on one device, and this rank's shard of them.
 
     With `dtype`, float32 parameters are cast to that 16-bit dtype for computing, and `split` keeps their values as
-    masters. Either all are trainable or none. They become row-major views of one flat tensor, `full`. `grad` is this
-    rank's shard of the mean gradient, or None.
+    masters. Either all parameters are trainable, or none. The parameters become row-major views of one flat tensor,
+    `full`. `grad` is this rank's shard of the mean gradient, or None.
     """
 
     def __init__(self, named: Named, *, rank: int, ranks: int, dtype: torch.dtype | None = None) -> None:
@@ -58,7 +58,7 @@ class FlatParameters:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.shapes = [parameter.shape for _, parameter in named]
-        self.stored_dtype, self.device = first.dtype, first.device  # of state dicts
+        self.stored_dtype, self.device = first.dtype, first.device  # the dtype in state dicts
         self.dtype = dtype if dtype is not None and first.dtype == torch.float32 else first.dtype
         self.trains = first.requires_grad
         self.rank = rank
@@ -74,15 +74,18 @@ class FlatParameters:
                 view.copy_(parameter)
                 parameter.data = view
         self._shard: Tensor | None = self.full[self.begin : self.end]
-        self._lent: Tensor | None = None  # the rounded master, if the shard itself is not kept
-        self.stepped = self._shard  # the shard or its master, which the optimizer steps
+        self._lent: Tensor | None = None  # a rounded copy of the master, if the shard itself is not kept
+        self.stepped = self._shard  # the tensor that the optimizer steps: the shard or its master
         self.grad: Tensor | None = None
         self.is_split = False  # True: the shard has its own memory
-        self.is_whole = True  # False: the flat tensor has no memory now
+        self.is_whole = True  # False: the flat tensor currently has no memory
 
     @property
     def shard(self) -> Tensor:
-        """This rank's part. If only the master is kept, this is a rounded copy of it, which the next step drops."""
+        """This rank's part.
+
+        If only the master is kept, this is a rounded copy of the master, dropped at the next step.
+        """
         if self._shard is not None:
             return self._shard
         if self._lent is None:
@@ -96,7 +99,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def _unrounded(self) -> Tensor:
-        """Return this rank's part of the parameters in their own dtype."""
+        """Return this rank's part of the parameters in the dtype that they had before casting."""
         whole = torch.zeros(self.layout.length, dtype=self.stored_dtype, device=self.device)
         for parameter, view in zip(self.parameters, self.views_of(whole), strict=True):
             view.copy_(parameter)
@@ -112,7 +115,10 @@ class FlatParameters:
         self.write_back()
 
     def sent(self) -> Tensor:
-        """Return this rank's part for a gather. If only the master is kept, round it into the flat tensor."""
+        """Return this rank's part for a gather.
+
+        If only the master is kept, round the master into the flat tensor first.
+        """
         if self._shard is not None:
             return self._shard
         with torch.no_grad():
@@ -160,11 +166,11 @@ class FlatParameters:
         self._shard = self.stepped = shard.copy_(self.shard)
 
     def take_memory(self) -> None:
-        """Allocate the flat tensor's memory. Its values are undefined until it has been gathered."""
+        """Allocate the flat tensor's memory. The values are undefined until the flat tensor is gathered."""
         self.full.untyped_storage().resize_(self.full_bytes)
 
     def free(self) -> None:
-        """Free the flat tensor's memory. The parameters have no data until it is gathered again."""
+        """Free the flat tensor's memory. The parameters have no data until the flat tensor is gathered again."""
         assert self.is_split
         self.full.untyped_storage().resize_(0)
         self.is_whole = False
@@ -194,7 +200,10 @@ class FlatParameters:
             parameter.data = each
 
     def make_masters(self) -> None:
-        """Create a float32 copy of the shard, which is stepped from now on. In stage 3, keep only this copy."""
+        """Create a float32 copy of the shard, the master, which the optimizer steps from now on.
+
+        In stage 3, keep only this copy.
+        """
         if not self.has_masters():
             self.stepped = self.shard.float()
             if self.is_split:
@@ -206,7 +215,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round the stepped values into the shard."""
+        """Round the stepped master into the shard."""
         self._lent = None
         if self._shard is not None and self.has_masters():
             self._shard.copy_(self.stepped)
@@ -226,7 +235,7 @@ class FlatParameters:
             torch.where(rounded == self.shard, self.stepped, self.shard.float(), out=self.stepped)
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add to the shard's gradient. If it is None, store the given tensor without a copy."""
+        """Add a tensor to the shard's gradient. If the gradient is None, store the tensor itself, not a copy."""
         self.grad = gradient if self.grad is None else self.grad.add_(gradient)
         if not self.is_split:
             send(self.parameters)
@@ -237,7 +246,7 @@ class FlatParameters:
         self.unsend()
 
     def unsend(self) -> None:
-        """Restore the class of the parameters, which `add_gradient` has changed."""
+        """Restore the class of the parameters, which `add_gradient` had changed."""
         if not self.is_split:
             unsend(self.parameters)
 
@@ -258,7 +267,10 @@ class FlatParameters:
         return shard[at.offset : at.offset + at.elements]
 
     def mend(self, storages: Container[int]) -> None:
-        """If a parameter's `.data` was set, copy the values into its view. `storages` are those of all flat tensors."""
+        """If a parameter's `.data` was set, copy the values into its view.
+
+        `storages` lists the storages of all flat tensors.
+        """
         storage = self.full.untyped_storage()._cdata
         with as_it_is():
             for place, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
@@ -276,7 +288,7 @@ class FlatParameters:
             )
         if not self.is_whole:
             raise RuntimeError(
-                f"{self.names[place]}: its data was set while it was sharded; set it within gather_full()"
+                f"{self.names[place]}: its data was set while it was sharded; set the data within gather_full()"
             )
         self.views[place].copy_(parameter)
         parameter.data = self.views[place]

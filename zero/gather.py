@@ -4,8 +4,9 @@
     BroadcastGather   CPUs of one host: a broadcast of each shard, by gloo's threads
     SharedMemoryGather   CPUs of one host with shared memory: copies
 
-All produce the same bits. Between hosts, simultaneous broadcasts with gloo take 2.3 times as long as a ring. Within one
-host no network link limits broadcasts, and they need a third less CPU time than the messages of our ring.
+All of them produce the same bits. Between hosts, simultaneous broadcasts with gloo take 2.3 times as long as a ring.
+Within one host no network link limits broadcasts, and they need a third less CPU time than the messages of Muster's
+ring.
 """
 
 from abc import ABC, abstractmethod
@@ -33,17 +34,20 @@ class Gather(ABC):
         self.ranks = dist.get_world_size(group)
 
     def written(self) -> None:  # noqa: B027 - only shared memory needs it
-        """Record that this rank has written its shards. Must be called before the shards are gathered."""
+        """Record that this rank has written its shards. This must be called before the shards are gathered."""
 
     def meet(self) -> None:  # noqa: B027 - only shared memory needs it: messages synchronize ranks
-        """Wait until no rank reads shards that this rank may write to next. A collective."""
+        """Wait until no rank reads the shards to which this rank may write next. A collective."""
 
     def started(self) -> None:  # noqa: B027 - only shared memory needs it
         """Record that the gathers of all shards have been started, if the shards are parts of the parameters."""
 
     @abstractmethod
     def start(self, flat_parameter: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
-        """Begin to fill `out`, which has the flat tensor's length, with the ranks' shards. Waiting twice is allowed."""
+        """Begin to fill `out`, which has the flat tensor's length, with the ranks' shards.
+
+        The returned function may be called twice.
+        """
 
 
 class LinkGather(Gather):
@@ -94,7 +98,7 @@ class SharedMemoryGather(Gather):
     def __init__(self, group: Group, peers: SharedMemoryPeers) -> None:
         super().__init__(group)
         self._peers = peers
-        self._shards: dict[int, Sequence[Tensor]] = {}  # by id of a flat tensor: the shards of all ranks
+        self._shards: dict[int, Sequence[Tensor]] = {}  # the shards of all ranks, by id of their flat tensor
         self._others = BroadcastGather(group)
         self._written: Wait = at_once
         self._read: Wait = at_once
@@ -116,14 +120,17 @@ class SharedMemoryGather(Gather):
         self._read = self._peers.meeting()
 
     def start(self, flat_parameter: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
-        """Copy the shards, in stage 3 during the wait, else at once. Tensors not in shared memory are broadcast."""
+        """Copy the shards: in stage 3 during the wait, in stages 1 and 2 at once.
+
+        Tensors that are not in shared memory are broadcast.
+        """
         shards = self._shards.get(id(flat_parameter))
         if shards is None or shard is not flat_parameter.shard:
             return self._others.start(flat_parameter, shard, out)
         copied = once(lambda: self._copy(flat_parameter, shards, out))
         if flat_parameter.is_split:
             return copied
-        with suppress(RuntimeError):  # if the barrier times out, the wait tries again and explains the error
+        with suppress(RuntimeError):  # if the barrier times out, the wait repeats it and explains the error
             copied()
 
         def wait() -> None:
@@ -142,7 +149,7 @@ class SharedMemoryGather(Gather):
 
 
 def gather_for(group: Group, device: torch.device, peers: SharedMemoryPeers | None = None) -> Gather:
-    """Choose a gather by device and placement of the ranks, never by measured speed. A collective."""
+    """Choose a gather class by device and by placement of the ranks, never by measured speed. A collective."""
     if peers is not None:
         return SharedMemoryGather(group, peers)
     if device.type != "cuda" and on_one_host(group):
@@ -151,7 +158,7 @@ def gather_for(group: Group, device: torch.device, peers: SharedMemoryPeers | No
 
 
 def on_one_host(group: Group) -> bool:
-    """Return whether all ranks share one loopback interface: the same boot of a host and the same network namespace."""
+    """Return whether all ranks share one loopback interface, that is, one boot of a host and one network namespace."""
     place = [
         Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"),
         Path("/proc/self/ns/net").stat().st_ino,

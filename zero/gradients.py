@@ -4,7 +4,8 @@
     PassingGradients   stages 2, 3  gradients stay where autograd allocated them until the bucket is complete; then they
                                     are packed into a flat tensor, which exists until they have been summed
 
-Both have the layout of the flat parameters, so that their shards match. After a synchronization no parameter has a
+Both have the layout of the flat parameters, so that shards of gradients match shards of parameters. After a
+synchronization no parameter has a
 `.grad`: the mean is in `FlatParameters.grad`, and the next synchronization adds to it.
 """
 
@@ -30,7 +31,7 @@ class KeptGradients(FlatGradients):
         flat: Tensor | None = None,
     ) -> None:
         self.flat_parameter = flat_parameter
-        self.before_writing: Wait = at_once  # waits until no rank reads the flat tensor
+        self.before_writing: Wait = at_once  # wait until no rank reads the flat tensor
         layout = flat_parameter.layout
         alone = flat is None and travels_alone(flat_parameter.parameters) and not layout.gaps
         super().__init__(
@@ -50,7 +51,7 @@ class KeptGradients(FlatGradients):
         ]
 
     def take(self, slot: Slot, scale: Tensor | None) -> None:
-        """Copy a gradient into the flat tensor, after saving a mean that is still there from an earlier backward."""
+        """Copy a gradient into the flat tensor. If a mean from an earlier backward is still there, save it first."""
         self._clear()
         super().take(slot, scale)
 
@@ -63,8 +64,8 @@ class KeptGradients(FlatGradients):
         return _never_used(self, super().fill_missing(scale))
 
     def pack(self, scale: float) -> Tensor:
-        """Return the message: the flat tensor, or its cast. Gradients are already scaled."""
-        for start, stop in self._own_gaps:  # clipping by an infinite or NaN norm sets gaps to NaN, too
+        """Return the message: the flat tensor, or a cast copy of it. The gradients were scaled before."""
+        for start, stop in self._own_gaps:  # clipping by an infinite or NaN norm also sets the gaps to NaN
             self.flat[start:stop].zero_()
         if self.message is not self.flat:
             self.message.copy_(self.flat)
@@ -77,7 +78,10 @@ class KeptGradients(FlatGradients):
             slot.parameter.grad = None
 
     def _clear(self) -> None:
-        """Wait until other ranks have read the flat tensor. If it still contains a mean, move that to other memory."""
+        """Wait until other ranks have read the flat tensor.
+
+        If the flat tensor still contains a mean, move the mean to other memory.
+        """
         self.before_writing()
         mean = self.flat_parameter.grad
         if mean is not None and mean.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
@@ -94,13 +98,13 @@ class PassingGradients(Bucket):
         with as_it_is():
             super().__init__(number, flat_parameter.named)
         self.flat: Tensor | None = None
-        self.held = self._held = held  # True: not launched before `release`
+        self.held = self._held = held  # True: the bucket is not launched before `release`
         self._used: set[str] = set()
         self._type = message or flat_parameter.dtype
         self.message_bytes = flat_parameter.layout.length * self._type.itemsize
 
     def pack(self, scale: float) -> Tensor:
-        """Pack the gradients, multiplied by `scale`, and drop them. Return the message.
+        """Pack the gradients, multiplied by `scale`, into a message, and drop them. Return the message.
 
         The gradient of a bucket with one parameter is sent without a copy, if nothing else refers to it.
         """
@@ -114,7 +118,7 @@ class PassingGradients(Bucket):
             self.flat = torch.empty(
                 self.flat_parameter.layout.length, dtype=self._type, device=self.flat_parameter.device
             )
-            for start, stop in self.flat_parameter.layout.gaps:  # the optimizer and norms read the gaps, too
+            for start, stop in self.flat_parameter.layout.gaps:  # the optimizer and norms also read the gaps
                 self.flat[start:stop].zero_()
             self._copy(scale)
         for slot in self.slots:
@@ -151,7 +155,7 @@ class PassingGradients(Bucket):
             torch.mul(gradient, factor, out=view)
 
     def fill_missing(self, scale: Tensor | None) -> list[str]:
-        """Fill in zeros for parameters without a gradient. Return the names of parameters that never had one."""
+        """Fill in zeros for parameters without a gradient. Return the names of parameters that never had a gradient."""
         with as_it_is():
             without = [slot for slot in self.slots if not slot.ready and slot.parameter.grad is None]
             if self.flat is None:
@@ -177,7 +181,7 @@ Gradients = KeptGradients | PassingGradients
 
 
 def _never_used(bucket: Gradients, without: list[str]) -> list[str]:
-    """Return the names in `without` for which the shard has no gradient from an earlier synchronization either."""
+    """Return the names in `without` for which the shard also has no gradient from an earlier synchronization."""
     if bucket.flat_parameter.grad is None:
         bucket._used = set()
     never = [name for name in without if name not in bucket._used]

@@ -11,12 +11,12 @@
     optimizer.zero_grad()
 
 With P parameters on W ranks, a rank stores P / W parameters, P / W gradients and P / W of each optimizer state. While a
-layer runs, the rank also stores all its parameters, and in the backward two copies of its gradients (as `autograd.grad`
-returns them, and flat). The graph is cut between layers, but each layer's graph is kept from forward to backward with
-its saved activations, as in real stage 3. Layers that work in place also get a copy of their input.
+layer runs, the rank also stores all parameters of the layer, and in the backward two copies of their gradients (one
+from `autograd.grad`, one flat). The autograd graph is cut between layers. As in real stage 3, each layer's graph and
+saved activations are kept from the forward to the backward. A layer that works in place gets a copy of its input.
 
-Per step a rank sends 4 (W - 1) / W P elements: it gathers P twice, and an all-reduce sends twice as much as a
-reduce-scatter. Real stage 3 sends 3 (W - 1) / W P elements.
+Per step a rank sends 4 (W - 1) / W P elements: it gathers P elements twice and all-reduces them once, which sends twice
+as much as a reduce-scatter. Real stage 3 sends 3 (W - 1) / W P elements.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ class Layer:
         self.name = name
         self.module = module
         # Flatten the parameters, pad them to W equal slices, and slice them (`get_local_info` in course exercises).
-        # Each dtype has one flat tensor. `FlatParameters` keeps the shapes (`unsharded_param_shapes` in exercises).
+        # There is one flat tensor per dtype. `FlatParameters` keeps the shapes (`unsharded_param_shapes` in exercises).
         self.flat_parameters = [FlatParameters(each, rank=rank, ranks=ranks) for each in by_kind(parameters)]
         for flat_parameter in self.flat_parameters:
             flat_parameter.split()
@@ -51,7 +51,7 @@ class Layer:
         self.handles = [part.register_forward_pre_hook(self.require_whole) for part in module.modules()]
 
     def require_whole(self, *_: object) -> None:
-        """Refuse to use freed parameters: reading freed memory would crash the process."""
+        """Raise an error if freed parameters are used, because reading freed memory would crash the process."""
         if not all(flat_parameter.is_whole for flat_parameter in self.flat_parameters):
             raise RuntimeError(
                 f"{self.name}: used while its parameters are sharded; call the Layerwise wrapper, or use gather_full()"
@@ -59,7 +59,7 @@ class Layer:
 
 
 class Sliced(Residency):
-    """Parameters that are whole only when needed: those of the running layer, or all within `all_open`."""
+    """Parameters that are whole only when needed: those of the running layer, or within `all_open` all of them."""
 
     def __init__(self, layers: Sequence[Layer], gather: Callable[[Layer], None], free: Callable[[Layer], None]) -> None:
         self.layers = layers
@@ -72,7 +72,7 @@ class Sliced(Residency):
             handle.remove()
 
     def require_all(self, *_: object) -> None:
-        """Refuse to use parameters that are not gathered."""
+        """Raise an error if parameters are used that are not gathered."""
         for layer in self.layers:
             layer.require_whole()
 
@@ -91,7 +91,7 @@ class Sliced(Residency):
                 self.free(layer)
 
     def spread(self, flat_parameters: Sequence[FlatParameters]) -> None:
-        """Invalidate graphs from before a step. The next forward gathers the new parameters."""
+        """Invalidate graphs that were recorded before a step. The next forward gathers the new parameters."""
         for flat_parameter in flat_parameters:
             flat_parameter.outdate()
 
@@ -127,10 +127,10 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class Layerwise(Sharded):
-    """Wrap an `nn.Sequential` whose layers take and return one tensor, and shard all of its state.
+    """Wrap an `nn.Sequential` whose layers take and return one tensor; shard all of its state.
 
-    `loss` maps the last layer, its input and the targets to the loss. Without it, the forward returns the last layer's
-    output, from which any loss may be computed. Every backward reduces gradients, and adds them to the slices.
+    `loss` maps the last layer, its input and the targets to the loss. Without `loss`, the forward returns the last
+    layer's output, from which any loss may be computed. Every backward reduces gradients, and adds them to the slices.
 
     Raises:
         TypeError: If the module is not an `nn.Sequential`.
@@ -151,9 +151,9 @@ class Layerwise(Sharded):
         self.units = [layer.name for layer in self.layers]
         self.gather = gather_for(self.process_group, self.device)
         residency = Sliced(self.layers, self.gather_param_data, self.free)
-        self._kept: list[tuple[Tensor, Tensor]] = []  # for each layer its input (a leaf) and its output with its graph
+        self._kept: list[tuple[Tensor, Tensor]] = []  # by layer: the input (a leaf), and the output with its graph
         self._result: Tensor | None = None  # the output of the last layer, as a leaf
-        self._waits: list[Wait] = []  # for the reductions of the last backward
+        self._waits: list[Wait] = []  # statistics of the last backward's reductions
         residency.handles.append(self.module.register_state_dict_pre_hook(residency.require_all))  # type: ignore[no-untyped-call]
         self.residency = residency
 
@@ -174,7 +174,7 @@ class Layerwise(Sharded):
             self._kept, self._result = [], None
         x, kept = inputs, []
         for layer in self.layers:
-            taken = x.clone() if layer.works_in_place else x  # a leaf must not be overwritten
+            taken = x.clone() if layer.works_in_place else x  # because a leaf must not be overwritten
             self.gather_param_data(layer)
             try:
                 if layer is self.layers[-1] and self.loss is not None and targets is not None:
@@ -193,11 +193,12 @@ class Layerwise(Sharded):
         return x
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients of a loss that the last forward with gradients returned, or that depends on its output.
+        """Compute gradients of a loss. The last forward with gradients returned the loss, or the output from which it
+        was computed.
 
         Raises:
             RuntimeError: If no forward with gradients enabled has run since the last backward, or the loss does not
-            depend on it.
+            depend on that forward.
         """
         if self._result is None or not self._result.requires_grad or not loss.requires_grad:
             raise RuntimeError(
@@ -212,15 +213,15 @@ class Layerwise(Sharded):
             )
         for layer in reversed(self.layers):
             x, output = self._kept.pop()
-            if not output.requires_grad:  # neither this layer nor an earlier one is trainable
+            if not output.requires_grad:  # neither this layer nor an earlier layer is trainable
                 continue
             trainable = [flat_parameter for flat_parameter in layer.flat_parameters if flat_parameter.trains]
             wanted = [
                 *(each for flat_parameter in trainable for each in flat_parameter.parameters),
                 *([x] if x.requires_grad else []),
             ]
-            self.gather_param_data(layer)  # into the same tensors, because the graph has saved views of them
-            # One call per layer differentiates its output with respect to its parameters and its input.
+            self.gather_param_data(layer)  # into the same memory, because the graph has saved views of it
+            # One call per layer computes the gradients of its parameters and of its input.
             gradients = list(torch.autograd.grad(output, wanted, gradient, materialize_grads=True))
             self.free(layer)
             if x.requires_grad:
@@ -275,7 +276,10 @@ class Layerwise(Sharded):
         """Do nothing, because each backward has already reduced its gradients."""
 
     def stats(self) -> Stats:
-        """Return statistics of the last backward's reductions. All their time counts as waiting: nothing overlaps."""
+        """Return statistics of the last backward's reductions.
+
+        All of their time counts as waiting time, because nothing overlaps.
+        """
         sent = (
             sum(flat_parameter.full_bytes for flat_parameter in self.flat_parameters if flat_parameter.trains)
             if self._waits

@@ -73,7 +73,7 @@ class Layout:
 
 
 def runs(slices: Sequence[Slice], kinds: Sequence[object]) -> list[list[Slice]]:
-    """Group adjacent slices whose tensors have the same kind. Slices of kind None are left out.
+    """Group adjacent slices whose tensors have the same kind. Slices of kind None are omitted.
 
     `kinds` has one entry per tensor. Between the slices of a group there are only gaps.
     """

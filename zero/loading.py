@@ -25,7 +25,7 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
     """Load a shard or a whole state. A collective.
 
     Raises:
-        ValueError: If the state does not fit the optimizer on this rank or on another.
+        ValueError: If the state does not fit the optimizer on this rank or on another rank.
     """
     plan: list[tuple[Segment, dict[str, Tensor], dict[str, Tensor]]] = []
     with together(optimizer.group):
@@ -53,7 +53,10 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
 
 
 class Kinds:
-    """The states that an optimizer with a group's loaded settings creates for each parameter, found by a trial step."""
+    """The states that an optimizer with the loaded settings of a group creates for each parameter.
+
+    A trial step finds them.
+    """
 
     def __init__(self, optimizer: "ShardedOptimizer", groups: Sequence[Mapping[str, Any]]) -> None:
         self.settings = [
@@ -64,7 +67,10 @@ class Kinds:
         self._known: dict[object, dict[str, Tensor]] = {}
 
     def of(self, place: int, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of a one-element parameter, by key. A state with one number per parameter is a scalar."""
+        """Return the states of a one-element parameter, by key.
+
+        A state that has one number per parameter is a scalar.
+        """
         dtype = torch.float32 if self._optimizer.masters and parameter.itemsize == 2 else parameter.dtype
         case = (place, dtype, parameter.device)
         if case not in self._known:
@@ -77,7 +83,10 @@ class Kinds:
 
 
 def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[list[Any], dict[int, Entries]]:
-    """Check the groups and their parameters. Return the groups, and the entries by this optimizer's numbering."""
+    """Check the groups and their parameters.
+
+    Return the groups, and the entries by this optimizer's parameter numbers.
+    """
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         raise ValueError(
             "expected an optimizer's state dict with 'state' and 'param_groups'; pass the result of state_dict()"
@@ -85,7 +94,7 @@ def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[l
     groups, state = list(given["param_groups"]), given["state"]
     sizes = [[len(group.get("params", ())) for group in side] for side in (groups, optimizer.param_groups)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f"{MODEL}: its groups have {sizes[0]} parameters, this optimizer's {sizes[1]}")
+        raise ValueError(f"{MODEL}: its groups have {sizes[0]} parameters, but this optimizer has {sizes[1]}")
     for place, group in enumerate(groups):
         if missing := sorted(optimizer.defaults.keys() - group.keys()):
             raise ValueError(

@@ -3,8 +3,8 @@
     gradients (means, however computed) ─► own shard ─► a step of `inner` ─► all-gather ─► whole parameters on every
     rank
 
-Without a wrapper, it works after any synchronization of gradients. With `ShardedDataParallel`, gradients arrive as
-shards, and the parameters are gathered during the next forward.
+Without a wrapper, the optimizer works after any synchronization of gradients. With `ShardedDataParallel`, gradients
+arrive as shards, and the parameters are gathered during the next forward.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,19 +55,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
     With `masters`, 16-bit parameters are stepped in a float32 copy of the shard. Values that the user writes to a
     parameter between steps are kept, and must be the same on all ranks.
 
-    `inner` is the optimizer of this rank's shards. It owns all state, which `state` lists by parameter. Values that it
-    writes into its groups, such as a step counter, must be the same on all ranks. Such values are saved, and appear in
+    `inner` is the optimizer of this rank's shards. It owns all state, which `state` lists by parameter. If it writes
+    values into its groups, such as a step counter, these must be the same on all ranks. They are saved, and appear in
     `param_groups` after the step. Hooks registered on this optimizer run once per step, outside the inner step.
 
     Without a wrapper, `torch.amp.GradScaler` works; with one, use `zero.scaling.ShardedGradScaler`. In both cases,
-    either all ranks step or none does.
+    either all ranks step or no rank steps.
 
     Raises:
         ValueError: If the optimizer needs whole tensors, two parameters share memory, this rank is not in the group, or
             the ranks' parameters differ.
     """
 
-    _step_supports_amp_scaling = True  # so a GradScaler calls `step` on every rank, and `step` decides whether to skip
+    _step_supports_amp_scaling = True  # a GradScaler calls `step` on every rank, which decides whether to skip
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.inner = self.fresh({}, [nn.Parameter(torch.zeros(0))])
             self.inner.param_groups.clear()
             self.inner.state.clear()
-            with as_it_is():  # the memory of parameters may be freed
+            with as_it_is():  # the memory of the parameters may be freed
                 super().__init__(params, dict(self.inner.defaults))
         self._shard(self.param_groups)
         self._is_built = True
@@ -111,7 +111,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: On every rank, if one rank cannot add a parameter, or the ranks' groups differ.
         """
-        if not self._is_built:  # called by the constructor, which compares ranks later
+        if not self._is_built:  # the constructor has called this, and compares ranks later
             refuse_duplicates(param_group)
             with as_it_is():
                 super().add_param_group(param_group)
@@ -161,8 +161,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
         """Step the shard, then gather the parameters. `keywords` are passed to the inner optimizer's step.
 
-        A parameter without a gradient is not stepped, as in an optimizer that is not sharded. The same parameters must
-        have gradients on all ranks.
+        A parameter without a gradient is not stepped, as in an optimizer that is not sharded. On all ranks, the same
+        parameters must have gradients.
         """
         loss = None
         if closure is not None:
@@ -192,7 +192,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their 2-norm over all ranks is at most `max_norm`. Return the old norm.
 
-        A collective of a few numbers. If sums are exact, the norm has the same bits as in one process.
+        This collective sends a few numbers. If sums are exact, the norm has the same
+        bits as in one process.
         """
         gradients = self.gradients()
         norm_of = reproducible_norm if self.source.exact else plain_norm
@@ -217,7 +218,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """This rank's part of the state by parameter: flat views of ranges, which may be changed in place.
 
-        Entries cannot be added, because the inner optimizer owns the state. `held_state` also returns the ranges.
+        Entries cannot be added, because the inner optimizer owns the state. `held_state` returns the state together
+        with the ranges.
         """
         shown = {
             flat_parameter.parameters[at.tensor]: parts for flat_parameter, at, parts in states.slices_of(self) if parts
@@ -261,7 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's shard, or the state of all parameters, saved with any number of ranks. A collective.
 
-        A loaded master is assumed to round to its parameter, so load the model's parameters, too.
+        Also load the model's parameters, because a loaded master is assumed to round to its parameter.
 
         Raises:
             ValueError: On every rank, before anything is loaded, if the state on one rank belongs to other parameters,
@@ -274,7 +276,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def __repr__(self) -> str:
-        """Describe the optimizer by the inner optimizer's class, the rank and the groups."""
+        """Describe the optimizer: the class of the inner optimizer, the rank and the groups."""
         kind = f"{self._kind.__name__}, rank {self.rank} of {self.ranks}"
         return super().__repr__().replace("ShardedOptimizer (", f"ShardedOptimizer of {kind} (", 1)
 
@@ -282,16 +284,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Refuse copies and pickles, because a shard is tied to its rank, process group and parameters.
 
         Raises:
-            TypeError: Always. The message names alternatives.
+            TypeError: Always. The message says what to do instead.
         """
         raise TypeError("a ShardedOptimizer cannot be copied or pickled; save its state_dict() or full_state_dict()")
 
     def share_settings(self) -> None:
         """Copy changed settings between the groups of the outer and inner optimizer.
 
-        If a setting has changed in both, the outer value is kept.
-        The caller sets learning rates in the outer groups. The inner optimizer may store counters and estimates in its
-        own groups, and change them in its step or other methods.
+        If a setting has changed in both groups, the outer value is kept. The caller sets learning rates in the outer
+        groups. The inner optimizer may store counters and estimates in its own groups, and change them in its step or
+        other methods.
         """
         for outer, inner, agreed in zip(self.param_groups, self.inner.param_groups, self._agreed, strict=True):
             own = _settings(outer)

@@ -20,10 +20,11 @@ class SameOrder:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._compares = device.type == "cpu" and dist.get_world_size(group) > 1
-        self._asked: tuple[Tensor, dist.Work] | None = None  # a comparison in progress: its result, and its work
+        self._asked: tuple[Tensor, dist.Work] | None = None  # result and work handle of the current comparison
 
     def begin(self, what: str, waiting: Callable[[Wait], None]) -> None:
-        """Check that all ranks begin the same operation, before it sends anything. A collective of two numbers.
+        """Check that all ranks begin the same operation, before the operation sends anything. This collective sends two
+        numbers.
 
         Raises:
             RuntimeError: On all ranks, if operations differ. The message lists each rank's operation.

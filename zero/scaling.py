@@ -1,7 +1,8 @@
-"""Gradient scaling against underflow with shards: if one rank's shard has an infinity, all ranks skip the step.
+"""Gradient scaling against underflow with shards: if the shard of one rank contains an infinity, all ranks skip the
+step.
 
 `torch.amp.GradScaler` reads the `.grad` of parameters, so it works for a `ShardedOptimizer` without a wrapper. With a
-wrapper there are only shards, which `ShardedGradScaler` reads.
+wrapper, gradients exist only as shards, which `ShardedGradScaler` reads.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def overflow(optimizer: "ShardedOptimizer", stepped: Sequence[Tensor]) -> bool:
-    """If a GradScaler has called the step, unscale the gradients of `stepped`. Return True if all ranks must skip it.
+    """If a GradScaler has called the step, unscale the gradients of `stepped`. Return True if all ranks must skip the
+    step.
 
     With a GradScaler this is a collective, so that all ranks skip together. The unscaled gradients are copies in the
     dtype of the stepped tensors, so gradients of float16 parameters with masters are unscaled in float32.
@@ -38,7 +40,7 @@ def overflow(optimizer: "ShardedOptimizer", stepped: Sequence[Tensor]) -> bool:
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` that unscales shards of gradients, and checks those of all ranks for infinities."""
+    """A `torch.amp.GradScaler` that unscales shards of gradients, and checks the shards of all ranks for infinities."""
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         shards: list[Tensor] = optimizer.gradients()

@@ -1,11 +1,12 @@
-"""Reduce-scatter buckets of gradients to shards of their mean. Each class starts a bucket and returns a wait function.
+"""Reduce-scatter buckets of gradients to shards of their mean. Each class starts to reduce a bucket and returns a
+function that waits for the result.
 
     LinkScatter      GPUs: the backend's reduce-scatter; CPUs: a ring; both in the background
     ExchangeScatter  CPUs of one host: an exchange by gloo's threads
     SharedMemoryScatter CPUs of one host, stage 1: each rank sums its part from the others' shared memory
     OrderedScatter   exact: an exchange, sums in the order of ranks and virtual shards, and one division
 
-gloo's own reduce_scatter is implemented as an all-reduce, and sends as many bytes (pytorch#118911).
+gloo's own reduce_scatter is implemented as an all-reduce, and sends as many bytes as an all-reduce (pytorch#118911).
 """
 
 from abc import abstractmethod
@@ -22,7 +23,7 @@ from muster.ddp.primitives import reduce_scatter, ring_reduce_scatter
 from muster.zero.gradients import Gradients, KeptGradients
 from muster.zero.shared_memory import SharedMemoryPeers, at_once, once
 
-UNDER_WAY: Final = 2  # maximum number of buckets with whole gradients in progress, in stages 2 and 3
+UNDER_WAY: Final = 2  # maximum number of buckets in progress in stages 2 and 3, each with whole gradients
 
 
 class Scatter(Mean[Gradients]):
@@ -49,7 +50,7 @@ class Scatter(Mean[Gradients]):
                 mean = arrive()
             finally:
                 self.waiting(False)
-            arrive = None  # free the whole gradients
+            arrive = None  # this frees the whole gradients
             if self.wanted:
                 bucket.deliver(mean)
 
@@ -70,8 +71,8 @@ class LinkScatter(Scatter):
         self.scale = 1.0 if self._averages else 1.0 / self.ranks
 
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
-        # Pack on the stream that computed the gradients, so that they can be freed at once. The message is kept until
-        # the wait, because the other stream reads it.
+        # Pack on the stream that computed the gradients, so that the gradients can be freed at once. The message is
+        # kept until the wait, because the communication stream reads it.
         message = bucket.pack(self.scale)
         parts = bucket.flat_parameter.parts(message)
         mine = parts[bucket.flat_parameter.rank]
@@ -90,7 +91,7 @@ class LinkScatter(Scatter):
 class ExchangeScatter(Scatter):
     """An exchange of parts by gloo's threads, followed by a sum in the order of ranks.
 
-    Between hosts this is a little slower than a ring. Within one host it is faster, because a ring wakes Python for
+    Between hosts, it is slightly slower than a ring. Within one host it is faster, because a ring runs Python code for
     every message. It needs extra memory of the size of the message, so only the units of stage 3 use it.
     """
 
@@ -116,16 +117,18 @@ class ExchangeScatter(Scatter):
 
 
 class SharedMemoryScatter(Scatter):
-    """A sum over ranks of this rank's part of the gradients, which it reads from shared memory, its own first.
+    """A sum over ranks of this rank's part of the gradients. It reads them from shared memory and adds its own gradient
+    first.
 
-    No other rank reads this part, so it is summed in place. A barrier precedes the next write to a flat tensor.
+    No other rank reads this part, so it is summed in place. A barrier ensures that a flat tensor is not overwritten
+    while other ranks read it.
     """
 
     def __init__(self, group: Group, peers: SharedMemoryPeers, flats: Mapping[int, Sequence[Tensor]]) -> None:
         super().__init__(group)
         self.scale = 1.0 / self.ranks
         self._peers = peers
-        self._flats = flats  # by id of a flat tensor of parameters: the gradients of all ranks
+        self._flats = flats  # the gradients of all ranks, by id of the parameters' flat tensor
         self._waited_for = 0  # number of buckets in progress
         self._read: Wait = at_once
 
@@ -183,7 +186,7 @@ class OrderedScatter(Scatter):
 def scatter_for(
     group: Group, device: torch.device, *, exact: bool, at_most: int | None, within_host: bool = False
 ) -> Scatter:
-    """Choose a scatter by device, placement of the ranks and exactness, never by measured speed."""
+    """Choose a scatter class by device, placement of the ranks and exactness, never by measured speed."""
     if exact:
         return OrderedScatter(group, device, at_most)
     if within_host:
@@ -192,7 +195,7 @@ def scatter_for(
 
 
 def _as_parameter(bucket: Gradients, mine: Tensor) -> Tensor:
-    """Return this rank's part of the mean. `KeptGradients` need it in the dtype of the parameters."""
+    """Return this rank's part of the mean. `KeptGradients` need the mean in the dtype of the parameters."""
     if isinstance(bucket, KeptGradients) and mine.dtype != bucket.flat_parameter.dtype:
         own = bucket.flat_parameter.parts(bucket.flat)[bucket.flat_parameter.rank]
         return own.copy_(mine)

@@ -27,15 +27,15 @@ class Sharded(DataParallel):
 
     `residency` gathers and frees parameters. `on_wait` is called with True before and False after every wait in a step.
 
-    Values that the user writes to parameters between steps are kept, and must be the same on all ranks. Write 16-bit
-    parameters with masters by `load_state_dict`, or within `gather_full(writes=True)`.
+    Values that the user writes to parameters between steps are kept, and must be the same on all ranks. To write 16-bit
+    parameters that have masters, call `load_state_dict`, or write within `gather_full(writes=True)`.
     """
 
     flat_parameters: Sequence[FlatParameters]
     residency: Residency
     gather: Gather
     on_wait: Callable[[bool], None] | None = None
-    _spreads = 0  # number of times that parameters were updated from their shards
+    _spreads = 0  # number of updates of the parameters from their shards
 
     def optimizer(
         self,
@@ -68,9 +68,9 @@ class Sharded(DataParallel):
 
     @contextmanager
     def gather_full(self, *, writes: bool = False) -> Iterator[nn.Module]:
-        """Within the block, keep all parameters whole on every rank, for evaluation or export. A collective.
+        """Keep all parameters whole on every rank within the block, for evaluation or export. A collective.
 
-        With `writes`, keep values that the block writes to parameters. They must be the same on all ranks.
+        With `writes`, keep values that the block writes to parameters. These values must be the same on all ranks.
         """
         with self.residency.all_open():
             yield self.module
@@ -119,7 +119,7 @@ class Sharded(DataParallel):
         return whole
 
     def _stored(self) -> dict[int, Tensor]:
-        """Gather the float32 masters of cast parameters; return them by the address of the whole cast parameter.
+        """Gather the float32 masters of cast parameters; return them by the memory address of the whole cast parameter.
 
         Call it within `gather_full()`.
         """
@@ -133,7 +133,7 @@ class Sharded(DataParallel):
         return found
 
     def __getstate__(self) -> Any:
-        """Refuse copies and pickles, as every wrapper does. A copied module would not have whole parameters, either.
+        """Refuse copies and pickles, as every wrapper does. A copied module would also lack whole parameters.
 
         Raises:
             TypeError: Always. The message names alternatives.
@@ -149,7 +149,7 @@ class Sharded(DataParallel):
         return [each for flat_parameter in self.flat_parameters for each in flat_parameter.held()]
 
     def refresh(self, *, masters: bool = False) -> None:
-        """Update parameters from their shards, or with `masters` from rounded masters. A collective."""
+        """Update parameters from their shards, or if `masters` is set, from rounded masters. A collective."""
         for flat_parameter in self.flat_parameters:
             if masters:
                 flat_parameter.write_back()
@@ -218,7 +218,7 @@ class Sharded(DataParallel):
 
     @property
     def unused(self) -> frozenset[str]:
-        """Names of the parameters that no rank used in the last step, if they are tracked."""
+        """Names of the parameters that no rank used in the last step, if the wrapper tracks them."""
         return frozenset()
 
     def _detect_changes(self) -> None:
@@ -251,7 +251,7 @@ class Sharded(DataParallel):
             self.on_wait(waits)
 
     def _wait_for(self, flat_parameter: FlatParameters, wait: Wait) -> None:
-        """Wait for a flat tensor to be gathered. If that times out, the message names it."""
+        """Wait for a flat tensor to be gathered. If the wait times out, the error message names the flat tensor."""
         self._notify_wait(True)
         try:
             with waiting_for(partial(self._entered, flat_parameter), self.process_group):
@@ -270,7 +270,7 @@ class Sharded(DataParallel):
         return Entered(self._spreads, place, count, launched, *names, flat_parameter.full_bytes, what="flat parameters")
 
     def weakly(self) -> Callable[[FlatParameters, Wait], None]:
-        """Return a wait function for module hooks, which refers to the wrapper only weakly."""
+        """Return a wait function for module hooks. The function holds only a weak reference to the wrapper."""
         me = weakref.ref(self)
 
         def wait_for(flat_parameter: FlatParameters, wait: Wait) -> None:

@@ -4,10 +4,10 @@
     rank 1's memory   | ....... | shard 1 |      read from it, so nothing goes through a socket
 
 A shared tensor lies in an anonymous file (memfd_create(2)), which the other ranks map through /proc/PID/fd. Barriers
-("meetings": all-reduces of one number over the group) separate writing from reading.
+("meetings", all-reduces of one number over the group) separate writing from reading.
 
-With exact sums, or with two ranks, results are bitwise identical to those with messages. Otherwise stages 1 and 3 add
-gradients in a different order from a ring, so the last bits on one host may differ from those on several hosts.
+With exact sums, or with two ranks, results are bitwise identical to those without shared memory. Otherwise stages 1 and
+3 add gradients in a different order from a ring, so the last bits on one host may differ from those on several hosts.
 """
 
 import os
@@ -35,7 +35,7 @@ class SharedMemoryPeers:
     def share(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[list[Tensor]]:
         """Create flat tensors of zeros, and map those of all ranks. A collective.
 
-        Returns a list for each size, with the tensors of all ranks.
+        Return one list per size, with the tensors of all ranks.
 
         Raises:
             RuntimeError: On every rank, if a rank could not map a tensor.
@@ -92,7 +92,7 @@ def shared_memory_peers(group: Group, device: torch.device) -> SharedMemoryPeers
     try:
         descriptor = _file(TOKEN_BYTES)
         os.pwrite(descriptor, token, 0)
-    except (AttributeError, OSError):  # this is not Linux, or there is no memory
+    except (AttributeError, OSError):  # the system is not Linux, or has no memory left
         pass
     told = [os.getpid(), descriptor, token.hex()]
     everybody = gather_json(told, group, device)
@@ -104,7 +104,7 @@ def shared_memory_peers(group: Group, device: torch.device) -> SharedMemoryPeers
 
 
 def _reads(pid: int, descriptor: int, token: str) -> bool:
-    """Return whether a file has the other rank's token. In this namespace, the pid may be that of another process."""
+    """Return whether a file has the other rank's token. In this PID namespace, another process may have the pid."""
     try:
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:  # noqa: PTH123 - no path, a link to an anonymous file
             return file.read(TOKEN_BYTES).hex() == token
@@ -113,7 +113,7 @@ def _reads(pid: int, descriptor: int, token: str) -> bool:
 
 
 def once(do: Callable[[], Any]) -> Wait:
-    """Return a wait that calls `do` until it succeeds once, and does nothing afterwards."""
+    """Return a wait function that calls `do` until `do` succeeds once, and does nothing afterwards."""
     left: list[Callable[[], Any]] = [do]
 
     def wait() -> None:
@@ -125,4 +125,4 @@ def once(do: Callable[[], Any]) -> Wait:
 
 
 def at_once() -> None:
-    """Return immediately. Used where there is nothing to wait for."""
+    """Return immediately: a wait function for cases in which there is nothing to wait for."""

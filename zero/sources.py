@@ -1,4 +1,4 @@
-"""Sources of an optimizer's shards: they provide its gradients, and gather the parameters after its step.
+"""Sources of an optimizer's shards: they provide the gradients of the shards, and gather the parameters after a step.
 
 Alone     no wrapper: every rank has whole gradients, and the parameters are gathered before the step returns
 Joined    the optimizer of a wrapper: gradients arrive as shards, and the wrapper gathers the parameters later
@@ -22,7 +22,7 @@ from muster.zero.layout import Slice
 if TYPE_CHECKING:
     from muster.zero.sharded import Sharded
 
-FLAT_MB: Final = 25.0  # maximum size of the optimizer's own flat tensors; building one takes as much extra memory
+FLAT_MB: Final = 25.0  # maximum size of the optimizer's own flat tensors; building one needs as much extra memory
 
 
 class Source(ABC):
@@ -53,19 +53,22 @@ class Source(ABC):
         """Check gradients, and prepare them for the step.
 
         Raises:
-            RuntimeError: On each rank that has a gradient that cannot be sharded.
+            RuntimeError: On each rank with a gradient that cannot be sharded.
         """
 
     @abstractmethod
     def gradient(self, flat_parameter: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
-        """Return the mean gradient of slices that are stepped as one tensor, or None if they are not to be stepped.
+        """Return the mean gradient of slices that are stepped as one tensor, or None if the slices must not be stepped.
 
         The gradient may be changed in place.
         """
 
     @abstractmethod
     def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that this rank must scale to clip all gradients. `shards` are those that it steps."""
+        """Return the tensors that this rank must scale to clip all gradients.
+
+        `shards` are the shards of gradients with which this rank steps.
+        """
 
     @abstractmethod
     def spread(self) -> None:
@@ -82,7 +85,7 @@ class Alone(Source):
     All ranks must have gradients for the same parameters, as after any synchronization.
     """
 
-    joins = False  # because parameters without a gradient are known only in a step
+    joins = False  # because only a step shows which parameters have no gradient
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -91,7 +94,10 @@ class Alone(Source):
         self._steps = 0
 
     def flat_parameters(self, parameters: Named) -> list[FlatParameters]:
-        """Move the parameters into new flat tensors. The old memory of one is freed before the next is allocated."""
+        """Move the parameters into new flat tensors.
+
+        The old memory of one flat tensor's parameters is freed before the next flat tensor is allocated.
+        """
         if not parameters:
             return []
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -102,7 +108,7 @@ class Alone(Source):
         return flat_parameters
 
     def mend(self) -> None:
-        """Accept values that were written to the parameters, and copy them into masters."""
+        """Accept values that were written to the parameters: copy them into the masters."""
         mend(self.made)
         for flat_parameter in self.made:
             flat_parameter.follow_shard()
@@ -157,7 +163,7 @@ class Joined(Source):
         self.group = wrapper.process_group
         self.exact = wrapper.exact
         self._mine: set[int] = set()  # ids of this optimizer's parameters
-        # Vector kernels treat the end of a tensor separately, so exact steps do not join parameters.
+        # Vector kernels round the last elements of a tensor differently, so exact steps do not join parameters.
         self.joins = not wrapper.find_unused_parameters and not wrapper.exact
 
     def flat_parameters(self, parameters: Named) -> list[FlatParameters]:
@@ -218,7 +224,7 @@ class Joined(Source):
         self.wrapper.spread()
 
     def forget(self) -> None:
-        """Drop the shards of this optimizer's gradients. Other optimizers of the wrapper keep theirs."""
+        """Drop the shards of this optimizer's gradients. Other optimizers of the wrapper keep their gradients."""
         for flat_parameter in {id(flat_parameter): flat_parameter for flat_parameter, _, _ in self._own()}.values():
             if all(id(each) in self._mine for each in flat_parameter.parameters):
                 flat_parameter.drop_gradient()

@@ -29,7 +29,7 @@ State = dict[str, Any]
 
 
 def held(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, list[ParameterRange]]]:
-    """Yield the slices of this rank, each with its states."""
+    """Yield this rank's slices, each with its states."""
     for group in optimizer.segments:
         for segment in group:
             for at in segment.slices:
@@ -58,7 +58,7 @@ def slices_of(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, S
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """List the parameters of all groups. A parameter's number is its position."""
+    """List the parameters of all groups. A parameter's number is its position in this list."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
@@ -80,10 +80,10 @@ def _groups(optimizer: "ShardedOptimizer") -> list[State]:
 
 
 def _numbered(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor], bool]]:
-    """List this rank's slices that have a state: (parameter number, slice, states, whether these must be saved).
+    """List this rank's slices that have a state: (parameter number, slice, states, whether the states must be saved).
 
-    A master that equals its parameter need not be saved if it is the only state, as before the first step. If this
-    holds for a whole parameter, its entry is omitted, because torch's optimizers expect complete entries.
+    A master that equals its parameter need not be saved if it is the only state, as before the first step. If no part
+    of a parameter need be saved, its entry is omitted, because torch's optimizers expect complete entries.
     """
     numbers = numbers_of(optimizer)
     found = [
@@ -107,7 +107,7 @@ def local(optimizer: "ShardedOptimizer") -> State:
 
 
 def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
-    """Return the state of all parameters on one rank of the group, or on all. A collective.
+    """Return the state of all parameters on one rank of the group, or on all ranks. A collective.
 
     The ranks first exchange lists of their states. Then each rank in turn sends one message per dtype.
     """
@@ -167,7 +167,7 @@ def _dtype_and_value(value: Tensor) -> list[Any]:
 
 
 def _hand_over(optimizer: "ShardedOptimizer", message: Tensor, owner: int, recipient: int | None) -> bool:
-    """Send a message from its owner to the recipient, or to all. Return whether this rank is a recipient."""
+    """Send a message from its owner to the recipient, or to all ranks. Return whether this rank is a recipient."""
     group, rank = optimizer.group, optimizer.rank
     if recipient is None:
         dist.broadcast(message, group=group, group_src=owner)

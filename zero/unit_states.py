@@ -1,4 +1,4 @@
-"""Unit states in stage 3: gather a unit's parameters before its modules run, one unit ahead, and free them after.
+"""Unit states in stage 3: gather a unit's parameters one unit before its modules run, and free them afterwards.
 
     forward     gather  [root][1 ][2 ][3 ]                     a gather begins while the previous unit computes
                 compute       [1 ][2 ][3 ]
@@ -8,10 +8,10 @@
                 free              3   2   1 root
                 scatter           [3 ][2 ][1 ][root]           the gradients
 
-The order of units is expected to be that of the previous forward. A unit's backward begins with the gradient of its
-outputs. Autograd runs operations in the reverse order of their recording. So when a unit's backward begins, that of all
-later units is over, and their parameters get no more gradients. Therefore ranks that run the same units in the same
-order also gather and scatter in the same order, even if they use different parameters of a unit.
+Units are expected to run in the same order as in the previous forward. A unit's backward begins with the gradient of
+its outputs. Autograd runs operations in the reverse order of their recording. So when the backward of a unit begins,
+the backward of all later units is over, and their parameters get no more gradients. Therefore ranks that run the same
+units in the same order also gather and scatter in the same order, even if they use different parameters of a unit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ class UnitState:
         self.buckets: list[Gradients] = []
         self.is_whole = False
         self.is_running = False  # True: from the start of its first module to the end of its last module
-        self.run = 0  # its position in the current or last forward
+        self.run = 0  # the unit's position in the current or last forward
         self._gather = gather
         self.wait_for = waiting
         self._under_way: list[tuple[FlatParameters, Wait]] = []
@@ -100,12 +100,13 @@ class SavedTensorHooks:
         self._opens = opens
 
     def pack(self, saved: Tensor) -> tuple[Tensor, int, UnitState | None]:
-        """Save a tensor with its unit, if any, and its version, which PyTorch does not check if there are hooks."""
+        """Save a tensor with its unit, if it has one, and its version, which PyTorch does not check if hooks are set."""
         strided = saved.layout == torch.strided
         return saved, saved._version, self._of.get(saved.untyped_storage()._cdata) if strided else None
 
     def unpack(self, packed: tuple[Tensor, int, UnitState | None]) -> Tensor:
-        """Return a saved tensor. Gather the unit of a parameter, because output hooks do not detect every backward.
+        """Return a saved tensor. If it is a parameter, gather its unit first, because output hooks do not detect every
+        backward.
 
         Raises:
             RuntimeError: If the tensor was written to since it was saved, for example by a step.
@@ -130,7 +131,7 @@ Runs = list[UnitState]  # the units of one forward, in order
 
 
 class UnitStates(Residency):
-    """The states of all units, the root's last, and the hooks that open (gather) and close (free) them."""
+    """The states of all units, with the root unit last, and the hooks that open (gather) and close (free) units."""
 
     def __init__(self, module: nn.Module, unit_states: Sequence[UnitState], gather: Gather, *, reshard: bool) -> None:
         self.unit_states = unit_states
@@ -138,7 +139,7 @@ class UnitStates(Residency):
         self.root = unit_states[-1]
         self.reshard = reshard
         self._reducer: Reducer[Gradients] | None = None
-        self._inside, self._thread = 0, 0  # number of running forwards of the wrapper, and their thread
+        self._inside, self._thread = 0, 0  # number of running forwards of the wrapper, and the thread that runs them
         self._forwards = 0  # number of forwards with gradients so far
         self._held_open = 0
         self._runs: Runs = []  # units of this forward
@@ -146,9 +147,8 @@ class UnitStates(Residency):
         self._place = 0  # current position in `_expected`
         self._idle: list[UnitState] = []  # units gathered ahead, or kept for the backward
         self._task = -1  # autograd's id of the running or last backward
-        self._over: dict[
-            int, Runs
-        ] = {}  # by id of a unit state: the forward for which the backward of this unit is over
+        # The forward for which the backward of a unit is over, by id of the unit state.
+        self._over: dict[int, Runs] = {}
         self._unsettled: list[UnitState] = []  # unit states in `_over` whose gradients are not launched yet
         self._order = SameOrder(
             gather.group, next(flat_parameter.device for each in unit_states for flat_parameter in each.flat_parameters)
@@ -221,7 +221,7 @@ class UnitStates(Residency):
                 unit_state.close()
 
     def spread(self, flat_parameters: Sequence[FlatParameters]) -> None:
-        """Free units that were gathered before a step, and invalidate graphs recorded before it: both are outdated."""
+        """Free units that were gathered before a step, and invalidate earlier graphs, because both are outdated."""
         for flat_parameter in flat_parameters:
             flat_parameter.outdate()
         self._gather.written()
@@ -255,7 +255,7 @@ class UnitStates(Residency):
         for unit_state in self.unit_states[:-1]:
             unit_state.is_running = False
             if self.reshard and not self._held_open and unit_state not in self._idle:
-                unit_state.close()  # left open by a forward that had no backward, or failed
+                unit_state.close()  # a forward that had no backward, or failed, left it open
         for unit_state in self._idle:
             unit_state.begin()
         self.root.open()
@@ -287,7 +287,7 @@ class UnitStates(Residency):
         unit_state.open()
 
     def _next(self, unit_state: UnitState) -> UnitState | None:
-        """Find this unit in the previous forward, from the current position on; return the unit that followed it."""
+        """Find this unit in the previous forward, from the current position on; return the unit that ran next."""
         expected, place = self._expected, self._place
         if unit_state in expected[place:]:
             self._place = expected.index(unit_state, place) + 1
@@ -307,17 +307,17 @@ class UnitStates(Residency):
             return
         following = self._expected[self._place : self._place + 1]
         if unit_state in following or (with_gradients and self._expected and not following):
-            self._idle.append(unit_state)  # kept: it runs again next, or its backward comes first
+            self._idle.append(unit_state)  # it is kept because it runs again next, or because its backward comes first
             return
         unit_state.close()
         if torch.is_autocast_enabled(unit_state.flat_parameters[0].device.type):
-            torch.clear_autocast_cache()  # it contains 16-bit copies of whole parameters
+            torch.clear_autocast_cache()  # the flat tensor contains 16-bit copies of whole parameters
 
     def _prepare_backward(self, unit_state: UnitState, outputs: Any) -> None:
         tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
         if not tensors:
             raise RuntimeError(
-                f"{unit_state.unit.name}: returns a {type(outputs).__name__} in which no tensor can be found; "
+                f"{unit_state.unit.name}: it returns a {type(outputs).__name__}, in which no tensor can be found; "
                 "return tensors, or tuples, lists and dictionaries of tensors"
             )
         begins = partial(self._backward_begins, unit_state, self._runs, unit_state.run, len(self._runs))
@@ -354,7 +354,8 @@ class UnitStates(Residency):
     def _backward_begins(self, unit_state: UnitState, runs: Runs, run: int, end: int, gradient: Tensor) -> None:
         """Free later units and launch their gradients. Open this unit, and begin to gather the previous one.
 
-        In the forward `runs`, this unit is at position `run`. Units from position `end` on began after its end.
+        In the forward `runs`, this unit is at position `run`. Units from position `end` on began after this unit had
+        ended.
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -362,7 +363,7 @@ class UnitStates(Residency):
                 "parameters that this needs are freed; keep them whole with stage=2"
             )
         self._enter_backward()
-        if self._over.get(id(unit_state)) is runs:  # this output is also an input, whose gradient is complete last
+        if self._over.get(id(unit_state)) is runs:  # also an input of the unit; its gradient is complete last
             return
         with as_it_is():
             for place in range(end, len(runs)):
@@ -382,7 +383,7 @@ class UnitStates(Residency):
             unit_state.close()
 
     def _launch(self, first: UnitState | None) -> None:
-        """Launch the gradients of units whose backward is over, and those of `first` that are complete."""
+        """Launch the gradients of units whose backward is over, and the complete gradients of the unit `first`."""
         if self._reducer is not None:
             if first is not None:
                 self._reducer.release(first.buckets, are_over=False)

@@ -5,7 +5,8 @@
 A parameter shared by two units, such as a head tied to an embedding, belongs to the root, so that both can use it.
 
 All ranks must run the same units in the same order, because each gather is a collective. A unit's autograd graph may be
-connected to the rest only by tensors that its modules return or store as attributes: its backward begins there.
+connected to the rest only by tensors that its modules return or store as attributes: the unit's backward begins at
+these tensors.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ _LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules that run one after the other (none for the root unit), and the parameters that only they use."""
+    """Modules that run one after the other (none for the root unit), and the parameters that only these modules use."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -45,7 +46,8 @@ def names_of(module: nn.Module, asked: Units | None) -> str:
 
 
 def units_of(module: nn.Module, asked: Units | None) -> list[Unit]:
-    """Divide a module into units: those of `asked`, or its children. The root unit is the last one.
+    """Divide a module into units: the requested ones (`asked`), or by default its children. The root unit is the last
+    one.
 
     Raises:
         ValueError: If a unit is not a part of the module, or two units overlap.
@@ -79,7 +81,7 @@ def units_of(module: nn.Module, asked: Units | None) -> list[Unit]:
                 if number not in owners.setdefault(id(parameter), []):
                     owners[id(parameter)].append(number)
     for part in module.modules():
-        if id(part) not in seen:  # in no unit, so it belongs to the root
+        if id(part) not in seen:  # the parameter is in no unit, so it belongs to the root
             for parameter in part.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(len(groups))
     named = list(module.named_parameters())

@@ -1,11 +1,12 @@
-"""Parameters that are always whole (stages 1 and 2): gathered after a step, and waited for as late as is safe.
+"""Parameters that are always whole (stages 1 and 2): they are gathered after a step, and each forward waits for them as
+late as possible.
 
     step   gather  [1 ][2 ][3 ]
     forward          [1 ][2 ][3 ]             each unit waits for its own parameters; without units, the forward
                                               waits for all parameters before it begins
 
-A module of a unit waits for the whole unit before it runs. Any other module waits for its parameters that are in no
-unit, so that a submodule waits even if it is called directly.
+A module of a unit waits for the whole unit before it runs. Any other module waits for those of its parameters that are
+in no unit, so that a submodule waits even if it is called directly.
 """
 
 import weakref
@@ -49,7 +50,7 @@ class Residency(ABC):
 
 
 class Unwrapped(Residency):
-    """A residency after `unwrap()`, which refuses every use of the wrapper, including steps of its optimizers."""
+    """The residency after `unwrap()`: every use of the wrapper raises an error, including steps of its optimizers."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError("this wrapper was unwrapped; use the module that unwrap() returned, with a new optimizer")
@@ -130,7 +131,7 @@ class AlwaysWhole(Residency):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Do nothing, because hooks wait, even in forwards that bypass the wrapper."""
+        """Do nothing, because the hooks wait, even in forwards that bypass the wrapper."""
         yield
 
     @contextmanager
@@ -139,7 +140,7 @@ class AlwaysWhole(Residency):
         yield
 
     def spread(self, flat_parameters: Sequence[FlatParameters]) -> None:
-        """Begin to gather the stepped parameters, in the order in which the forward needs them."""
+        """Begin to gather the stepped parameters, in the order in which a forward needs them."""
         self._gather.written()
         for flat_parameter in reversed(flat_parameters):
             flat_parameter.outdate()
@@ -155,7 +156,10 @@ class AlwaysWhole(Residency):
             self._before([flat_parameter for flat_parameter, _ in self._under_way.values()])
 
     def remove(self) -> None:
-        """Wait for gathers, and remove the hooks. Ignore errors of a broken group, which are reported elsewhere."""
+        """Wait for gathers, and remove the hooks.
+
+        Errors of a broken group are ignored, because they are reported elsewhere.
+        """
         with suppress(RuntimeError):
             self.synchronize()
         for handle in self._handles:
@@ -173,7 +177,7 @@ class AlwaysWhole(Residency):
                     self._waiting(*waited)
 
     def _adopt(self) -> None:
-        """Copy values that were loaded into the module directly, not through the wrapper, into shards and masters."""
+        """Copy values that were loaded directly into the module into shards and masters."""
         for flat_parameter in self.flat_parameters:
             flat_parameter.adopt()
 

@@ -6,8 +6,8 @@
     ...
     optimizer.finish()        # serves the other workers until they have finished, too
 
-A step divides the gradient by the number of workers. Plain SGD therefore moves as far in one step of every worker as in
-one synchronous step with the mean of their gradients, apart from staleness. Sources: Dean et al. 2012, Li et al. 2014.
+A step divides the gradient by the number of workers. So with plain SGD and without staleness, one step of every worker
+equals one synchronous step with the mean of their gradients. Sources: Dean et al. 2012, Li et al. 2014.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,11 +22,12 @@ from muster.ddp.asynchronous.shards import bounds
 
 
 class AsynchronousOptimizer(torch.optim.Optimizer):
-    """Update parameters on servers. Ranks 0 to `servers` - 1 of the group serve one shard each (default: all ranks).
+    """An optimizer that updates parameters on parameter servers.
 
-    The constructor is a collective of `group`, a gloo group: it sets the parameters to rank 0's. They become views of
-    one flat tensor. `kind` is a class of element-wise optimizers, and `options` are its keyword arguments. A parameter
-    without a gradient counts as having gradient 0. CUDA tensors travel through pinned host memory.
+    The constructor is a collective of `group`, a gloo group: it sets the parameters to the values of rank 0, and makes
+    them views of one flat tensor. Ranks 0 to `servers` - 1 of the group serve one shard each (default: all ranks).
+    `kind` is a class of element-wise optimizers, and `options` are its keyword arguments. A parameter without a
+    gradient is treated as if its gradient were 0. CUDA tensors are sent through pinned host memory.
 
     If a rank that serves no shard is lost, all other ranks continue to work.
 
@@ -61,7 +62,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         self._slots = [slot.view_as(p) for slot, p in zip(torch.split(self._gradient, sizes), trained, strict=True)]
         for parameter, slot in zip(trained, torch.split(self._values, sizes), strict=True):
             parameter.data = slot.view_as(parameter)
-        self._host = [self._values, self._gradient]  # in host memory
+        self._host = [self._values, self._gradient]  # the tensors to send, in host memory
         if self._values.is_cuda:
             self._host = [torch.empty_like(each, device="cpu", pin_memory=True) for each in self._host]
             self._host[0].copy_(self._values)
@@ -69,19 +70,19 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
         self._to_device()
         self.bounds = [(start, stop) for start, stop in bounds(len(self._values), count) if start < stop]
         self.staleness = [0] * len(self.bounds)
-        self.on_wait: Callable[[bool], None] = lambda begins: None  # with True before, False after a step communicates
+        self.on_wait: Callable[[bool], None] = lambda begins: None  # called with True before communication, False after
         self.server: ParameterServer | None = None
         if self.rank < len(self.bounds):
             start, stop = self.bounds[self.rank]
             shard = nn.Parameter(self._values[start:stop].clone())
             others = [each for each in range(self.workers) if each != self.rank]
             self.server = ParameterServer(shard, kind([shard], **options), group, others)
-            served = self.server.optimizer.state  # may be empty until the first step
+            served = self.server.optimizer.state  # some optimizers create it in the first step
             self.state[shard] = {"values": shard.data, "gradient": shard.grad, "served": served}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Push the gradients to all servers, and pull the parameters that result.
+        """Push the gradients to all servers, and pull the updated parameters.
 
         Raises:
             RuntimeError: if a server is lost.

@@ -4,7 +4,7 @@
     worker 2   ── gradient ──→ │ one at a time: step,  │ ── shard, version 8 ──→
     own worker ── gradient ──→ │ version + 1           │ ── shard, version 9 ──→
 
-One thread per remote worker waits for its requests, so a slow or lost worker delays no other.
+One thread per remote worker waits for its requests, so a slow or lost worker delays no other worker.
 """
 
 from collections.abc import Iterable
@@ -16,17 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PUSH: Final = 1.0  # a gradient follows; the reply is the shard after its update
-PULL: Final = 2.0  # the reply is the shard
-LEAVE: Final = 3.0  # the worker's last request; without a reply
+PUSH: Final = 1.0  # request, followed by a gradient; the reply is the updated shard
+PULL: Final = 2.0  # request; the reply is the shard
+LEAVE: Final = 3.0  # the last request of a worker; there is no reply
 TAG: Final = 7101
 
 
 class ParameterServer:
     """Serve a shard to the ranks of a gloo group until all of them have left or are lost.
 
-    `optimizer` steps `shard`, a flat tensor on any device. Its `.grad` is replaced. The *staleness* of a gradient is
-    the number of updates that the shard has received since the worker pulled the values for which it was computed.
+    `optimizer` steps `shard`, a flat tensor on any device. The server replaces its `.grad`. The *staleness* of a
+    gradient is the number of updates that the shard has received since the worker pulled the values for which it was
+    computed.
     """
 
     def __init__(
@@ -36,13 +37,13 @@ class ParameterServer:
         self.optimizer = optimizer
         self.group = group
         self.version = 0  # number of updates
-        self.lost: list[int] = []  # workers whose connection has closed, in this order
+        self.lost: list[int] = []  # workers whose connections have closed, in the order of closing
         self._pulled: dict[int, int] = {}  # the version that each worker pulled last
         self._failure: Exception | None = None
         self._lock = Lock()
         self._stream = torch.cuda.Stream(shard.device) if shard.is_cuda else None  # type: ignore[no-untyped-call]
         shard.grad = torch.zeros_like(shard)
-        if shard.is_cuda:  # the stream above must not begin before the shard and its state are written
+        if shard.is_cuda:  # the stream must not start before the shard and its state are written
             torch.cuda.synchronize(shard.device)
         self._threads = [Thread(target=self._serve, args=(each,), daemon=True) for each in workers]
         for thread in self._threads:
@@ -99,12 +100,12 @@ class ParameterServer:
             raise RuntimeError(f"a parameter server's update failed: {self._failure}") from self._failure
 
     def _beside(self) -> AbstractContextManager[object]:
-        """Return a context for work that must not wait for the kernels of this rank's own worker."""
+        """Return a context for work that need not wait for the kernels of this rank's own worker."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _serve(self, worker: int) -> None:
         if self.shard.is_cuda:
-            torch.cuda.set_device(self.shard.device)  # of this thread
+            torch.cuda.set_device(self.shard.device)  # the device of this thread
         request = torch.empty(2, dtype=torch.float64)  # [PUSH, PULL or LEAVE; learning rate]
         reply = torch.zeros(2, dtype=torch.float64)  # [staleness, unused]
         room = torch.empty(self.shard.shape, dtype=self.shard.dtype, pin_memory=self.shard.is_cuda)
@@ -121,5 +122,5 @@ class ParameterServer:
                     self.pull(worker, room)
                 dist.send(reply, group=self.group, group_dst=worker, tag=TAG + 1)
                 dist.send(room, group=self.group, group_dst=worker, tag=TAG + 1)
-        except RuntimeError:  # gloo: the connection is closed
+        except RuntimeError:  # gloo raises this when the connection is closed
             self.lost.append(worker)

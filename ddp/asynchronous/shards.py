@@ -13,7 +13,7 @@ All ranks together send 2 (W - 1) P b. With S = W, every rank sends 2 (W - 1) / 
 from itertools import pairwise
 from typing import Final
 
-HEADER_BYTES: Final = 16  # of a request, and of a reply
+HEADER_BYTES: Final = 16  # the size of a request, and of a reply
 
 
 def bounds(elements: int, servers: int) -> list[tuple[int, int]]:

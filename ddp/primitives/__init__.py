@@ -7,12 +7,12 @@
 
 Tensors must be flat and contiguous, and have the same dtype and device. Chunks are passed as a sequence of n tensors,
 or as one tensor, which is cut by `chunks_of`. Their lengths may differ, but must be the same on every rank. Ranks are
-numbered within the group. All ranks of the group must make the call. With NCCL, the group must have run a collective of
-the backend before. Tensors that do not fit together on this rank are refused before anything is sent, but mismatches
-between ranks are not detected.
+numbered within the group. All ranks of the group must make the call. With NCCL, the group must have run one of the
+backend's collectives before. If tensors on this rank do not fit together, an error is raised before anything is sent.
+Mismatches between ranks are not detected.
 
-Long tensors are processed in *columns*. A column is the same short slice of every chunk, and has its own ring. While
-one column's message is in transit, another column is added up. The extra memory is a few MB for any length.
+Long tensors are processed in *columns*. A column consists of the same short slice of every chunk, and has its own ring.
+While a message of one column is in transit, another column is summed. The extra memory is a few MB for any length.
 """
 
 from muster.ddp.primitives.exchanges import exchange, ordered_all_reduce, ordered_reduce_scatter

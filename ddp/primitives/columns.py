@@ -1,7 +1,8 @@
 """Send long tensors as short messages, a few at a time, with only a few MB of extra memory.
 
-A *column* is the same short slice of every chunk. A primitive processes a column in a generator, which yields while its
-messages are in transit. Columns take turns, so that one column's message is sent while another is added up.
+A *column* consists of the same short slice of every chunk. A primitive processes a column in a generator, which yields
+while its messages are in transit. Columns take turns, so that a message of one column is sent while another column is
+summed.
 
     messages   a0 b0 c0 a1 b1 c1 ...       three columns a, b, c at a time, step 0, step 1, ...
     sums          a0 b0 c0 a1 b1 c1 ...
@@ -15,11 +16,11 @@ from torch import Tensor
 
 Column: TypeAlias = Generator[None, None, None]
 
-# The smallest and largest message, in bytes. Tensors are never cut into messages below the minimum, and messages above
-# the maximum are always cut. With gloo, messages are short enough to stay in the CPU's cache until they are added. With
-# NCCL, the fixed cost of a message equals the time for about 16 MB over NVLink.
+# The smallest and largest message, in bytes. Tensors are not cut into messages smaller than the minimum, and no message
+# is larger than the maximum. With gloo, messages are so short that they stay in the CPU's cache until they are added.
+# With NCCL, the fixed cost of a message equals the time for about 16 MB over NVLink.
 SEGMENT_BYTES: Final = {"cpu": (2**17, 2**22), "cuda": (2**24, 2**26)}
-UNDER_WAY: Final = 2  # columns in progress: one is sent while the other is added; more would share the link unfairly
+UNDER_WAY: Final = 2  # columns in progress: one is sent while the other is summed; more would share the link unfairly
 
 
 def interleave(columns: Iterable[Column]) -> None:

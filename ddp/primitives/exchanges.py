@@ -9,7 +9,7 @@ from muster.ddp.primitives.columns import Column, columns_of, interleave, longes
 from muster.ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of
 from muster.ddp.primitives.rings import ring_all_gather
 
-AT_ONCE: Final = 3  # peers per round: with one, a link idles while that peer is late; with many, packets are lost
+AT_ONCE: Final = 3  # peers per round: with one peer, a link idles while the peer is late; with many, packets are lost
 
 
 def exchange(inputs: Chunks, outputs: Chunks, group: Group = None) -> None:
@@ -17,7 +17,7 @@ def exchange(inputs: Chunks, outputs: Chunks, group: Group = None) -> None:
 
     In round i, rank r exchanges a segment with the ranks at distance i. On CPUs, `AT_ONCE` rounds run at the same time.
 
-    `inputs[j]` must be as long as this rank's entry in `outputs` on rank j. Other lengths may differ.
+    `inputs[j]` must be as long as this rank's entry in `outputs` on rank j. Apart from that, lengths may differ.
 
     Raises:
         ValueError: If lengths, shapes, dtypes or devices do not fit together, or this rank is not in the group.
@@ -27,7 +27,7 @@ def exchange(inputs: Chunks, outputs: Chunks, group: Group = None) -> None:
     receiving = peers.check(parts_of(outputs, peers.size), "outputs")
     peers.check_one(sending[peers.rank], receiving[peers.rank], f"input {peers.rank}", f"output {peers.rank}")
     longest = max(part.numel() for part in (*sending, *receiving))
-    # Lengths may differ between ranks, so messages are cut at fixed positions. NCCL sends everything at once.
+    # Lengths may differ between ranks, so messages are cut at fixed positions. NCCL sends all messages at once.
     step = longest if sending[0].is_cuda else longest_message(sending[0], AT_ONCE)
     interleave(
         _pairs_column(peers, [part[where] for part in sending], [part[where] for part in receiving])
@@ -40,7 +40,7 @@ def ordered_reduce_scatter(chunks: Chunks, out: Tensor, group: Group = None) -> 
     """Store in `out` the sum over ranks of this rank's chunk, in the order of ranks.
 
     Each rank receives from all others and adds ((x0 + x1) + x2) + ..., so the sum is bitwise identical to that of one
-    process. As many bytes are sent as in a ring. The chunks do not change; `out` may be this rank's own chunk.
+    process. This sends as many bytes as a ring. The chunks do not change; `out` may be this rank's own chunk.
 
     Raises:
         ValueError: If lengths, shapes, dtypes or devices do not fit together, or this rank is not in the group.
@@ -48,7 +48,7 @@ def ordered_reduce_scatter(chunks: Chunks, out: Tensor, group: Group = None) -> 
     peers = Peers(group)
     parts = peers.check(parts_of(chunks, peers.size), "chunks")
     peers.check_one(out, parts[peers.rank], "out", f"chunk {peers.rank}")
-    columns = columns_of(parts, share=max(1, peers.size - 1))  # number of messages in memory per column
+    columns = columns_of(parts, share=max(1, peers.size - 1))  # messages in memory per column
     interleave(_ordered_column(peers, column, out[where]) for column, where in columns)
 
 
@@ -65,7 +65,7 @@ def ordered_all_reduce(tensor: Tensor, group: Group = None) -> None:
 
 
 def _ordered_column(peers: Peers, column: list[Tensor], out: Tensor) -> Column:
-    """Send every rank its part of a column, receive this rank's part from all, and add in the order of ranks."""
+    """Send every rank its part of a column, receive this rank's part from all ranks, and add these in rank order."""
     rank, size = peers.rank, peers.size
     own = column[rank]
     parts = [own if other == rank else torch.empty_like(own) for other in range(size)]

@@ -11,17 +11,17 @@ from torch import Tensor
 
 Group: TypeAlias = dist.ProcessGroup | None
 Chunks: TypeAlias = Tensor | Sequence[Tensor]
-Message: TypeAlias = tuple[Tensor, int]  # a tensor, and the group rank of its sender or receiver
+Message: TypeAlias = tuple[Tensor, int]  # a tensor, and the rank in the group that sends or receives it
 
-# torch's collectives of flat tensors. torch 2.13 renamed both, and warns about the old names.
+# torch's collectives of flat tensors. torch 2.13 has renamed both and warns about the old names.
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Message] = ()) -> list[dist.Work]:
-    """Begin messages to and from ranks of the group; return the works to wait for. Empty tensors are not sent.
+    """Start messages to and from ranks of the group; return the work handles to wait for. Empty tensors are not sent.
 
-    Receives begin first, so that gloo's senders find a buffer. On GPUs all messages form one batch, because NCCL would
+    Receives start first, so that gloo's senders find a buffer. On GPUs all messages form one batch, because NCCL would
     otherwise run them one after another. gloo needs no batch, and without it a short message takes a third less time.
     """
     coming = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
@@ -53,9 +53,9 @@ class Peers:
 
     def __init__(self, group: Group, root: int = 0) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._like: Tensor | None = None  # the first tensor checked; the others must have its type and device
+        self._like: Tensor | None = None  # the first checked tensor; all others must have its type and device
         if self.rank < 0:
-            raise ValueError("this rank is not in the group; call this on ranks of the group only")
+            raise ValueError("this rank is not in the group; call this only on ranks of the group")
         if not 0 <= root < self.size:
             raise ValueError(f"root {root} is not in the group; pass one of its ranks, 0 to {self.size - 1}")
 
@@ -67,7 +67,8 @@ class Peers:
     def wait(self, works: list[dist.Work]) -> None:
         """Wait for messages; on a GPU the current stream waits.
 
-        Without an explicit timeout, gloo's messages would use the timeout that their group was created with.
+        The timeout is passed explicitly, because gloo's messages would otherwise use the timeout with which the group
+        was created.
         """
         if self._like is None or self._like.is_cuda:
             wait(works)
@@ -82,7 +83,7 @@ class Peers:
         return [each.detach() for each in tensors]
 
     def check_one(self, one: Tensor, other: Tensor, name: str, other_name: str) -> None:
-        """Refuse a tensor whose length differs from the other's."""
+        """Check that two tensors have the same length."""
         self._check(one, name)
         if one.numel() != other.numel():
             raise ValueError(f"{name} has {one.numel()} elements, {other_name} has {other.numel()}; make them equal")
@@ -99,7 +100,7 @@ class Peers:
             raise ValueError(f"{name} is {found}, but others are {wanted}; use the same type and device")
 
     def post(self, *, sends: Iterable[Message] = (), receives: Iterable[Message] = ()) -> list[dist.Work]:
-        """Begin messages, as `begin` does. Ranks are taken modulo the size of the group."""
+        """Start messages, as `begin` does. Ranks are taken modulo the size of the group."""
         return begin(
             self.group,
             sends=[(tensor, peer % self.size) for tensor, peer in sends],

@@ -1,4 +1,4 @@
-"""Rings: rank r receives from r - 1 and sends to r + 1, so that all links are busy all the time."""
+"""Rings: rank r receives from r - 1 and sends to r + 1, so that all links are always busy."""
 
 import torch
 from torch import Tensor
@@ -54,16 +54,16 @@ def ring_all_reduce(tensor: Tensor, group: Group = None) -> None:
 
 
 def _reduce_column(ring: Peers, column: list[Tensor], out: Tensor) -> Column:
-    """Reduce-scatter a column: add the partial sum from the left to this rank's part, and send it to the right."""
+    """Reduce-scatter a column: add the previous rank's partial sum to this rank's part; send it to the next rank."""
     rank, size = ring.rank, ring.size
     if size == 1:
         copy(column[0], out)
         return
     longest = max(part.numel() for part in column)
-    buffers = [out.new_empty(longest), out.new_empty(longest)]  # one is sent while the other is filled
+    buffers = [out.new_empty(longest), out.new_empty(longest)]  # two buffers: one is sent while the other is filled
     sending = column[(rank - 1) % size]
     for step in range(size - 1):
-        own = column[(rank - 2 - step) % size]  # in the last step (size - 2), this rank's own part
+        own = column[(rank - 2 - step) % size]  # in the last step (size - 2), this is the rank's own part
         received = buffers[step % 2][: own.numel()]
         works = ring.post(sends=[(sending, rank + 1)], receives=[(received, rank - 1)])
         yield
@@ -72,7 +72,7 @@ def _reduce_column(ring: Peers, column: list[Tensor], out: Tensor) -> Column:
 
 
 def _gather_column(ring: Peers, column: list[Tensor]) -> Column:
-    """All-gather a column: in each step, send the last received part to the right."""
+    """All-gather a column: in each step, send the last received part to the next rank."""
     rank, size = ring.rank, ring.size
     for step in range(size - 1):
         sending, receiving = column[(rank - step) % size], column[(rank - step - 1) % size]

@@ -11,14 +11,14 @@ from muster.ddp.primitives.peers import Group, Peers
 
 
 def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
-    """Overwrite a tensor with that of the root rank, along a binomial tree of ceil(log2 n) rounds.
+    """Broadcast the tensor of the root rank along a binomial tree of ceil(log2 n) rounds.
 
     Raises:
         ValueError: If the tensor is not flat and contiguous, or the root or this rank is not in the group.
     """
     peers = Peers(group, root)
     peers.check([tensor], "tensor")
-    place = (peers.rank - root) % peers.size  # position in the tree; the root's is 0
+    place = (peers.rank - root) % peers.size  # position in the tree; the root has position 0
     for distance in _distances(peers.size):
         # 0 -> 4 | 0 -> 2, 4 -> 6 | 0 -> 1, 2 -> 3, 4 -> 5, 6 -> 7
         if place % (2 * distance) == 0 and place + distance < peers.size:

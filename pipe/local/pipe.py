@@ -88,7 +88,7 @@ class Pipe(nn.Module):
     them. Threads inherit the caller's autograd modes, autocast, default device, current streams and context variables,
     but not its torch function and dispatch modes or saved-tensor hooks. Use within `torch.func` or tracing raises an
     error. Compile the layers, not the pipe. Layers are called one by one, without the sequence's own forward and hooks.
-    Micro-batches are views of the batch, so no layer may write to the batch in place if autograd needs the layer's input.
+    Micro-batches are views of the batch, so no layer may write to the batch if autograd needs the layer's input.
 
     If a stage raises, the forward raises the same error at once. Other stages finish their current work and start
     nothing more; their results are dropped. Then the pipe can be used again. Several threads may use a pipe

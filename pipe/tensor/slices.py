@@ -89,8 +89,7 @@ class TensorSlice:
 
 
 def _boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
-    """Cut row-major elements [begin, end) of a tensor into boxes: part of a row, then whole rows, then part of a
-    row."""
+    """Cut elements [begin, end) of a tensor, in row-major order, into boxes: parts of rows, and blocks of rows."""
     if begin == end:
         return []
     if not shape:

@@ -74,7 +74,7 @@ def in_a_sub_group(world: World) -> str:
 
 
 def test_a_group_of_some_ranks_works_by_its_own_numbers_and_refuses_the_others(on_ranks):
-    refused = "this rank is not in the group; call this on ranks of the group only"
+    refused = "this rank is not in the group; call this only on ranks of the group"
     assert on_ranks(5, in_a_sub_group) == [refused, "", refused, "", ""]
 
 

@@ -114,7 +114,7 @@ def freezing(world: World) -> str:
 
 def test_what_learns_before_a_cut_stays_as_it_was(on_ranks):
     own, other = on_ranks(2, freezing, deadline_s=PROMPT_S)
-    wanted = "(2, 4) of torch.float32; layers before a cut must stay trainable or frozen as in the first step"
+    wanted = "(2, 4) of torch.float32; keep the layers before a cut trainable or frozen as in the first step"
     assert wanted in own
     assert other.startswith("StageFailedError: stage 0 on rank 0 failed: ValueError: the activation of micro-batch 0")
 
@@ -276,8 +276,8 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
         "ScheduleError: schedule own: rank 1 runs F1.1 before F1.0 (places 0 and 1); swap them",
         "ValueError: a batch of 0 samples; pass at least one",
         "ValueError: 3 inputs but 2 targets; pass one target per input",
-        "TypeError: targets are a NoneType; pass one tensor, with samples in the first dimension",
-        "ValueError: inputs require a gradient, but a pipeline does not return it; pass inputs.detach()",
+        "TypeError: targets: got a NoneType; pass one tensor, with samples in dimension 0",
+        "ValueError: inputs require a gradient, which a pipeline does not return; pass inputs.detach()",
         "AttributeError: layer ",
         "stage 1 on rank 1 failed: RuntimeError: stage 1: the loss does not require a gradient",
         "stage 1 on rank 1 failed: ValueError: the loss is of shape (1, 4); expected a tensor with one element",

@@ -53,7 +53,7 @@ def test_settings_that_cannot_be_are_refused_on_every_rank(on_ranks):
         "part": "units[0]: a Linear that is not a part of the module; pass parts of it",
         "root": "units[0] is the module itself, which is the root unit; pass parts of it",
         "complex": (
-            "weight is torch.complex64, but shards are real numbers; use its torch.view_as_real() as the parameter"
+            "weight is torch.complex64, but shards must be real; use its torch.view_as_real() as the parameter"
         ),
     }
 

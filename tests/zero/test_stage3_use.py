@@ -50,7 +50,7 @@ def reads(world: World) -> dict[str, str]:
         "recurrent part": lambda: recurrent.module.b0.lstm(x),
     }  # fmt: skip
     told = {name: raised(use) for name, use in uses.items()}
-    return {name: text for name, text in told.items() if "is sharded, and not gathered here" not in text}
+    return {name: text for name, text in told.items() if "is sharded and not gathered here" not in text}
 
 
 def test_to_read_a_parameter_that_is_not_there_is_refused_by_its_name(on_ranks):

@@ -288,5 +288,7 @@ def test_settings_that_cannot_be_are_refused_with_numbers():
         Pipe(nn.Sequential(), 1)
     tied = layers()
     tied[2].weight = tied[0].weight
-    with pytest.raises(ValueError, match=r"0\.weight and 2\.weight are one tensor, on cpu and on meta"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight and 2\.weight are one tensor, but their layers are on cpu and meta"
+    ):
         Pipe(tied, 1, devices=["cpu", "meta"])

@@ -240,7 +240,7 @@ def test_crossed_messages_are_refused_with_their_places() -> None:
 
     with pytest.raises(
         ScheduleError,
-        match=r"messages cross: number 0 from rank 0 to rank 1 is sent as >a1\.0 but received as <a1\.1; ",
+        match=r"message 0 from rank 0 to rank 1 is sent as >a1\.0 but received as <a1\.1; ",
     ):
         check(changed(program_of("gpipe", 2, 2), 1, cross))
 

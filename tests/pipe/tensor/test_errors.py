@@ -69,15 +69,15 @@ WANTED = {
     "such as 258; head: 256 tokens of its vocabulary cannot be split evenly over 3 ranks; use a multiple of 3, such as "
     "258",
     "nowhere": "plan: 'block*.mlp.gate' matches no module; the model has embed, block1, norm, head",
-    "shared": "embed.token.weight (split along dimension 0) and head.weight (whole) are one parameter; "
-    "plan both in the same way",
+    "shared": "embed.token.weight (split along dimension 0) and head.weight (whole) are the same parameter; "
+    "split both in the same way",
     "shared otherwise": "embed.token.weight (split along dimension 0) and head.weight (split along dimension 1) are "
-    "one parameter; plan both in the same way",
+    "the same parameter; split both in the same way",
     "kind": "0: is a Conv2d, expected Linear",
     "subclass": "0: is a NonDynamicallyQuantizableLinear, expected Linear",
     "two rows": "block1.mlp.up: rows 'block1.mlp.up' and 'block*.mlp.up' both match it; keep one row per module",
     "cut twice": "block1.attention.query.weight: split along dimension 0 by one row and 1 by another",
-    "no heads": "block1.attention: Attention has no queries, keys; use names that it has",
+    "no heads": "block1.attention: Attention has no queries, keys; name attributes and submodules that it has",
     "no linear": "0: is a ReLU, expected Linear",
     "no row": "plan: 'head' has a str; expected a rule such as Column()",
     "grouped": ": 2 heads (pairs) cannot be split evenly over 3 ranks; use a multiple of 3, such as 3",
