@@ -1,4 +1,4 @@
-"""Run one rank of a benchmark, `python -m muster.collectives_bench`, with another launcher's variables (RANK, ...)."""
+"""Run one rank of a benchmark under another launcher (RANK, ...): `python -m muster.collectives_bench`."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""The measured operations, with the meaning of their numbers and their theoretical cost. Does not import torch.
+"""The measured operations, with the meaning of their numbers and their theoretical cost. This module does not import
+torch.
 
 S is the size in a row's name, n the number of ranks. Sizes and bus factors are those of nccl-tests, so that numbers can
 be compared: algbw = S / t, busbw = algbw * bus_factor(n); GB/s is 1e9 bytes per second.
@@ -19,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
 
-ALIGNMENT_BYTES: Final = 16  # nccl-tests rounds every rank's chunk down to a multiple of this; rows show the size used
+ALIGNMENT_BYTES: Final = 16  # chunks are rounded down to a multiple of this, as in nccl-tests
 
 Place = Literal["in", "out"]
 OfWorld = Callable[[int], float]
@@ -27,7 +28,7 @@ OfWorld = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Operation:
-    """The properties of one operation. `collectives_bench/ranks/operations.py` has the code that runs it."""
+    """The properties of one operation. The code that runs it is in `collectives_bench/ranks/operations.py`."""
 
     name: str
     phrase: str
@@ -36,8 +37,8 @@ class Operation:
     buffers: OfWorld
     chunked: bool = False
     reduces: bool = False
-    places: tuple[Place, ...] = ("in",)  # result overwrites the input ("in") or not ("out"); default first
-    ours: bool = False  # one of Muster's own, built from send and recv (`ddp/primitives.py`)
+    places: tuple[Place, ...] = ("in",)  # "in" if the result overwrites the input, else "out"; default first
+    ours: bool = False  # True: Muster's own operation, built from send and recv (`ddp/primitives/`)
     least_ranks: int = 1
     has_size: bool = True
 
@@ -75,12 +76,12 @@ LIBRARY: Final[dict[str, Operation]] = {
 
 
 def _ours(name: str, twin: str, phrase: str, **more: Any) -> Operation:
-    """Return the entry of Muster's own implementation of a library operation, with only its default place."""
+    """Return the entry for Muster's own implementation of a library operation; it supports only the default place."""
     twins = LIBRARY[twin]
     return replace(twins, name=name, phrase=phrase, places=twins.places[:1], ours=True, **more)
 
 
-# Simple implementations, to compare with the library's.
+# Muster's simple implementations, for comparison with the library's.
 OWN: Final = (
     _ours("ring_all_reduce", "all_reduce", "all_reduce as a ring of sends"),
     _ours("ring_reduce_scatter", "reduce_scatter", "reduce_scatter as a ring of sends"),

@@ -1,4 +1,5 @@
-"""The number of bytes that gloo (torch 2.13) sends according to its source, where it exceeds the optimum. Pure.
+"""The number of bytes that gloo (torch 2.13) sends according to its source code, for operations that exceed the
+optimum. Pure.
 
 `known_wire` returns the payload bytes that all ranks together send in one call. `deviation` describes how counted bytes
 differ from the optimum.
@@ -11,7 +12,7 @@ from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.records import BenchCell, WireBytes
 
 SEGMENT: Final = 2**20  # gloo/reduce.h, gloo/allreduce.h: kMaxSegmentSize
-LEAST_JUDGED: Final = 2**20  # bytes of a call; smaller calls are not compared
+LEAST_JUDGED: Final = 2**20  # calls with fewer bytes are not compared
 WHY: Final = {
     "reduce_scatter": ": it is implemented as an all_reduce of all data",
     "reduce": ": every rank sends nearly all segments around the ring",
@@ -24,15 +25,15 @@ def best_wire(cell: BenchCell, nbytes: int, ranks: int) -> float:
 
 
 def known_wire(cell: BenchCell, nbytes: int, ranks: int, *, backend: str = "gloo") -> float:
-    """Return the bytes that the library's algorithm sends; if it is unknown, those of the best algorithm."""
+    """Return the bytes that the library's algorithm sends; if it is unknown, return those of the best algorithm."""
     known = GLOO.get(cell.operation) if backend == "gloo" else None
     return known(nbytes, ranks, DTYPES[cell.dtype]) if known is not None else best_wire(cell, nbytes, ranks)
 
 
 def deviation(operation: str, wire: WireBytes, *, within: float = 0.01) -> str:
-    """Describe how a library operation's bytes differ from those of the best or the known algorithm; "" if they do not.
+    """Describe how the bytes of an operation differ from those of the best or the known algorithm; "" if they do not.
 
-    Calls of less than 1 MB are not compared: the library's own headers, some tens of bytes per message, matter there.
+    Calls of less than 1 MB are not compared, because the library's own headers (some tens of bytes per message) matter.
     """
     if wire.best_bytes < LEAST_JUDGED or abs(wire.sent_bytes - wire.best_bytes) <= within * wire.best_bytes:
         return ""
@@ -72,7 +73,7 @@ def _clipped(offset: int, length: int, total: int) -> int:
 
 
 GLOO: Final[dict[str, Callable[[int, int, int], float]]] = {
-    # It all-reduces a clone of the whole buffer, then copies the rank's own chunk (ProcessGroupGloo.cpp).
+    # gloo all-reduces a clone of the whole buffer, then copies the rank's own chunk (ProcessGroupGloo.cpp).
     "reduce_scatter": lambda nbytes, ranks, itemsize: OPERATIONS["all_reduce"].wire(ranks) * nbytes,
     "reduce": _reduce,
 }

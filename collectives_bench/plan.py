@@ -1,4 +1,7 @@
-"""The plan of a benchmark: the cells to measure, and their order in each launch. Pure; does not import torch."""
+"""The plan of a benchmark: the cells to measure, and their order in each launch.
+
+The functions are pure; the module does not import torch.
+"""
 
 import random
 
@@ -23,7 +26,7 @@ def cells_of(settings: BenchSettings, ranks: int) -> list[BenchCell]:
 
 
 def _sizes(operation: Operation, asked: list[int], ranks: int, dtype: str) -> list[int]:
-    """Remove sizes that are equal after rounding to whole chunks, so that none is measured twice."""
+    """Remove sizes that are equal after rounding to whole chunks, so that no size is measured twice."""
     first: dict[int, int] = {}
     for size in asked if operation.has_size else [0]:
         first.setdefault(actual_bytes(operation, size, ranks, dtype), size)
@@ -31,7 +34,10 @@ def _sizes(operation: Operation, asked: list[int], ranks: int, dtype: str) -> li
 
 
 def places_of(operation: Operation, wanted: str) -> tuple[Place, ...]:
-    """Return the places of the result to measure. If the operation lacks the wanted place, use its default place."""
+    """Return the places of the result ("in", "out") to measure.
+
+    If the operation does not support the requested place, use its default place.
+    """
     if wanted == "both":
         return operation.places
     found = tuple(place for place in operation.places if place == wanted)

@@ -1,8 +1,8 @@
-"""Records of measurements: JSON lines while a job runs, one JSON file afterwards. Does not import torch.
+"""Records of measurements: JSON lines while a job runs, one JSON file afterwards. This module does not import torch.
 
 A *cell* is one thing to measure: an operation at one size, with one dtype, called in one way. A *launch* is one start
-of fresh processes and process groups. It is the unit of repetition, because launches vary more than calls do. A *block*
-is one cell in one launch.
+of fresh processes and process groups. Launches are the unit of repetition, because they vary more than calls do. A
+*block* is one cell in one launch.
 
     attempt-000/bench.jsonl      header, then blocks (and pairs) as they finish; the last line is `end`
     result.json                  {"muster_bench": 1, "headers": [...], "blocks": [...], "pairs": [...]}
@@ -59,11 +59,11 @@ class BenchCell(Strict):
 
     @property
     def way(self) -> str:
-        """The way to call the operation, such as `in`, `out` or `in/async`."""
+        """The way in which the operation is called, such as `in`, `out` or `in/async`."""
         return self.place if self.call == "sync" else f"{self.place}/{self.call}"
 
     def text(self, nbytes: int | None = None) -> str:
-        """Return the name of the cell, such as `all_reduce 1 MB fp32 in`. `nbytes` is the size used."""
+        """Return the name of the cell, such as `all_reduce 1 MB fp32 in`. `nbytes` is the actual size."""
         if not OPERATIONS[self.operation].has_size:
             return self.operation
         return " ".join([self.operation, size_text(nbytes or self.asked_bytes), self.dtype, self.way])
@@ -84,7 +84,10 @@ class SampleTimes(Strict):
 
     @classmethod
     def of(cls, samples_us: Sequence[float]) -> Self:
-        """Summarize samples. With fewer than six, the interval has less than 95 % confidence, as `n` shows."""
+        """Summarize samples.
+
+        With fewer than six samples, the confidence is less than 95 %; `n` is the number of samples.
+        """
         ordered = sorted(samples_us)
         low, high = median_interval(ordered)
         names = ("min_us", "p50_us", "p95_us", "p99_us", "max_us")
@@ -99,10 +102,10 @@ class SampleTimes(Strict):
 
 
 class BenchMemory(Strict):
-    """The memory of one rank (the maximum over ranks): Muster's buffers, and further memory that the call needed."""
+    """The memory of one rank (the maximum over ranks): the buffers of Muster, and the additional memory of the call."""
 
     buffers_bytes: int
-    hidden_bytes: int | None  # None: could not be measured
+    hidden_bytes: int | None  # None: it could not be measured
     of: Literal["rss", "cuda"] = "rss"
 
 
@@ -111,13 +114,13 @@ class WireBytes(Strict):
 
     interfaces: list[str]
     calls: int
-    sent_bytes: float  # per call, over all ranks, payload only
-    best_bytes: float  # for the best algorithm: the catalog's wire(n) * S
-    known_bytes: float  # for the algorithm that the library is known to use
+    sent_bytes: float  # payload of a call, over all ranks
+    best_bytes: float  # bytes of the best algorithm: wire(n) * S of the catalog
+    known_bytes: float  # bytes of the algorithm that the library is known to use
 
 
 class ForeignLoad(Strict):
-    """The load by other processes during a block, on the busiest host, as shares of the time of all its cores."""
+    """The load by other processes on the busiest host during a block, as shares of the time of all its cores."""
 
     foreign: float
     steal: float
@@ -137,16 +140,16 @@ class Block(Strict):
     rank: int | None = None  # the rank that caused the failure, if known
     first_us: float | None = None
     warm_up_calls: int = 0
-    latency: SampleTimes | None = None  # single calls, with a barrier before each
-    throughput_us: float | None = None  # per call, back to back
-    host_us: float | None = None  # CUDA: time until the call returned to Python
+    latency: SampleTimes | None = None  # times of single calls, with a barrier before each
+    throughput_us: float | None = None  # time per call, for calls without pauses
+    host_us: float | None = None  # on CUDA: time until the call returned to Python
     wrong: int | None = None  # number of wrong elements
     lateness: list[float] | None = None  # each rank's median share of the slowest rank's time
     samples_us: list[Microseconds] = Field(default_factory=list)
     memory: BenchMemory | None = None
     wire: WireBytes | None = None
     load: ForeignLoad | None = None
-    time: UnixTime  # unix seconds, at the end of the block
+    time: UnixTime  # Unix time at the end of the block, in seconds
 
     @model_validator(mode="after")
     def _is_of_ours(self) -> Self:
@@ -165,8 +168,8 @@ class Pair(Strict):
     nodes: tuple[int, int]
     hosts: tuple[str, str]
     nbytes: int
-    latency: SampleTimes | None = None  # of 8 bytes, one way
-    there: SampleTimes | None = None  # nbytes from the first node to the second
+    latency: SampleTimes | None = None  # latency of 8 bytes, one way
+    there: SampleTimes | None = None  # times of nbytes bytes from the first node to the second
     back: SampleTimes | None = None
     state: State = "ok"
     reason: str = ""
@@ -190,7 +193,7 @@ class HostFacts(Strict):
     congestion_control: str = ""
     governor: str = ""
     gpus: list[str] = Field(default_factory=list)
-    environment: dict[str, str] = Field(default_factory=dict)  # NCCL_*, GLOO_*, OMP_*, TORCH_*
+    environment: dict[str, str] = Field(default_factory=dict)  # variables NCCL_*, GLOO_*, OMP_*, TORCH_*
 
 
 class BenchHeader(Strict):

@@ -12,7 +12,7 @@ from muster.jobs.basics.words import unknown
 from muster.jobs.spec.strict import Positive, Strict, as_list, one_or_many
 
 HELLO: Final = "hello"
-ALL: Final = "all"  # all operations of the library; "ours": all of Muster's own operations
+ALL: Final = "all"  # "all": all operations of the library; "ours": all of Muster's own operations
 OURS: Final = "ours"
 
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -55,18 +55,18 @@ class BenchSettings(Strict):
     )
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: GPUs if every rank has one")
-    launches: Positive = Field(5, description="fresh starts of all processes: the unit of the statistics")
+    launches: Positive = Field(5, description="launches with fresh processes; the unit of the statistics")
     block_s: Seconds = Field(0.25, description="seconds for the samples of one size in one launch")
     least_samples: Positive = Field(5, description="fewest calls of a size in a launch")
     most_samples: Positive = Field(1000, description="most calls of a size in a launch")
     precision: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.03, description="end early when the interval is within this share of the time"
+        0.03, description="stop sampling early when the confidence interval is narrower than this share of the time"
     )
     timeout_s: Seconds = Field(30.0, description="seconds after which a call is abandoned")
     check: bool = Field(True, description="compare every element of every result")
     wire: bool = Field(False, description="count the bytes that the interfaces send")
     pairs: bool = Field(False, description="measure every pair of nodes, to find slow nodes and links")
-    pair_bytes: Positive = Field(4 * 2**20, description="with pairs: bytes of a message")
+    pair_bytes: Positive = Field(4 * 2**20, description="with `pairs`: bytes of a message")
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.8, description="share of a host's free memory that buffers may fill"
     )
@@ -85,7 +85,7 @@ class BenchSettings(Strict):
     @field_validator("sizes", mode="before")
     @classmethod
     def _sizes(cls, value: Any) -> list[int]:
-        words = as_list(value)  # runs before `_one_or_many`, which is defined above it
+        words = as_list(value)  # pydantic runs this validator before `_one_or_many`, which is defined above it
         return sorted({size for word in words for size in parse_sizes(word)})
 
     @field_validator("operation")

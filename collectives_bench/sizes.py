@@ -8,7 +8,7 @@ LARGEST: Final = 64 * 2**30
 STANDARD_FACTOR: Final = 2
 
 LISTS: Final[dict[str, tuple[int, ...]]] = {
-    # The sizes in a university course: 512 KB, 1, 10, 50, 100, 500 MB, 1 GB.
+    # The sizes of a university course: 512 KB, 1, 10, 50, 100, 500 MB, 1 GB.
     "course": (512 * 2**10, *(count * 2**20 for count in (1, 10, 50, 100, 500)), 2**30),
     "small": tuple(2**power for power in range(3, 17)),
     "default": (512 * 2**10, *(count * 2**20 for count in (1, 4, 10, 32, 100))),
@@ -31,12 +31,12 @@ def parse_size(text: str | float) -> int:
 
 
 def parse_sizes(text: str | float) -> list[int]:
-    """Parse words separated by commas, each a size, a named list, or a range FROM:TO[:FACTOR]; return all sizes.
+    """Parse words separated by commas; return all sizes. A word is a size, a named list, or a range FROM:TO[:FACTOR].
 
     Raises:
-        ValueError: if a word is none of these.
+        ValueError: if a word is neither a size, nor a list's name, nor a range.
     """
-    if not isinstance(text, str):  # in a job file 1e9 is a float
+    if not isinstance(text, str):  # in a job file, 1e9 is a float
         return [parse_size(text)]
     if "," in text:
         return [size for word in text.split(",") for size in parse_sizes(word.strip())]

@@ -100,7 +100,7 @@ class SavedTensorHooks:
         self._opens = opens
 
     def pack(self, saved: Tensor) -> tuple[Tensor, int, UnitState | None]:
-        """Save a tensor with its unit, if it has one, and its version, which PyTorch does not check if hooks are set."""
+        """Save a tensor with its unit, if it has one, and its version, which PyTorch does not check with hooks."""
         strided = saved.layout == torch.strided
         return saved, saved._version, self._of.get(saved.untyped_storage()._cdata) if strided else None
 

@@ -1,4 +1,4 @@
-"""Gradient buckets: how they are filled, when each is sent, and how long a step takes by bucket size. Pure.
+"""Gradient buckets: how they are filled, when each one is sent, and how the time of a step depends on their size. Pure.
 
     backward   ====g1====g2====g3====g4|           gradients become ready while the backward runs
     bucket 1        [g1 g2]------------|--> sent
@@ -9,7 +9,7 @@ start_i = max(ready_i, end_{i - c}). gloo's process group has c = 2 threads, NCC
 the same time share the link. On simulated nodes, two concurrent collectives of 2 MB or more took 0.97 to 1.01 times as
 long as two in sequence.
 
-Small buckets pay the latency often, and large ones wait long for their last gradient.
+With small buckets, the latency is paid often; large buckets wait long for their last gradient.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,25 +20,25 @@ from muster.jobs.basics.errors import UsageError
 from muster.jobs.models.anatomy import Anatomy
 
 MB: Final = 2**20
-TORCH_BUCKET: Final = 25 * MB  # DistributedDataParallel's bucket_cap_mb
+TORCH_BUCKET: Final = 25 * MB  # default of DistributedDataParallel's bucket_cap_mb
 TORCH_FIRST: Final = 1 * MB  # DistributedDataParallel's limit for the first bucket
-OWN_FIRST: Final = 1 * MB  # mode bucketed: the first of several buckets (ddp/buckets.py)
-OWN_ALONE: Final = 4 * MB  # mode bucketed on CPUs: a gradient of this size or more is sent alone, without a copy
+OWN_FIRST: Final = 1 * MB  # limit of the first of several buckets in mode bucketed (ddp/buckets.py)
+OWN_ALONE: Final = 4 * MB  # on CPUs, mode bucketed sends a gradient of at least this size alone, without a copy
 SWEEP: Final = tuple(count * MB for count in (1, 2, 4, 8, 16, 25, 32, 64))
 GLOO_THREADS: Final = 2
 GLOO_HOST_S: Final = (
-    100e-6  # cost of an async call, whose thread occupies one of two busy cores (median 20 us, p90 157, mean 234)
+    100e-6  # cost of an async call, whose thread needs a core (two busy cores: median 20 us, p90 157, mean 234)
 )
 NCCL_STREAMS: Final = 1
 NCCL_HOST_S: Final = 20e-6
 
 ROUNDING: Final = 1e-12  # seconds
-TimeOf = Callable[[int], float]  # bytes of a collective -> seconds, if it alone uses the link
+TimeOf = Callable[[int], float]  # bytes of a collective -> its seconds if no other collective uses the link
 
 
 @dataclass(frozen=True)
 class PredictedBucket:
-    """One gradient, or several sent together, with their bytes and the time in the backward when they are ready."""
+    """Gradients that are sent together: their bytes, and the time in the backward at which they are ready."""
 
     nbytes: int
     ready_s: float
@@ -46,7 +46,7 @@ class PredictedBucket:
 
 @dataclass(frozen=True)
 class Lanes:
-    """The number of collectives that a backend runs at the same time. They share the link."""
+    """The number of collectives that a backend runs at the same time. These collectives share the link."""
 
     concurrent: int = NCCL_STREAMS
     host_s: float = 0.0  # time by which starting a collective delays the backward
@@ -90,7 +90,7 @@ class BestSize:
 
     @property
     def is_clear(self) -> bool:
-        """True when the runner-up is slower by more than the error."""
+        """True if the runner-up is slower by more than the error."""
         return self.margin > self.error
 
 
@@ -100,7 +100,7 @@ def gradients_of(model: Anatomy, itemsize: int, backward_s: float) -> list[Predi
 
 
 def registered(model: Anatomy, itemsize: int, backward_s: float) -> list[PredictedBucket]:
-    """Return a model's gradients in reverse order of registration, in which our own wrappers send them."""
+    """Return a model's gradients in reverse order of registration. Muster's own wrappers send them in this order."""
     ready = {tensor.name: share * backward_s for tensor, share in model.ready()}
     return [PredictedBucket(tensor.elements * itemsize, ready[tensor.name]) for tensor in reversed(model.tensors)]
 
@@ -115,8 +115,8 @@ def as_ours(
 ) -> list[PredictedBucket]:
     """Fill buckets as mode bucketed does, each with at most `cap` bytes; without a cap there is one bucket.
 
-    If there are several, the first is small, and each gradient of `alone` bytes or more gets its own bucket (None on
-    GPUs). `gradients` are in reverse order of registration.
+    If there are several buckets, the first one is small, and each gradient of at least `alone` bytes (None on GPUs)
+    gets its own bucket. `gradients` are in reverse order of registration.
     """
     if cap is None:
         return _launched(gradients, [list(range(len(gradients)))])
@@ -127,7 +127,7 @@ def as_ours(
 
 
 def _dealt(gradients: Sequence[PredictedBucket], cap: int, first: int, alone: int | None) -> list[list[int]]:
-    """Assign gradients, by index, to buckets. Each gradient of `alone` bytes or more gets its own bucket."""
+    """Assign gradients, by index, to buckets. Each gradient of at least `alone` bytes gets its own bucket."""
     closed, open_, filled = list[list[int]](), list[int](), 0
     for place, each in enumerate(gradients):
         if alone is not None and each.nbytes >= alone:
@@ -153,7 +153,7 @@ def _launched(gradients: Sequence[PredictedBucket], dealt: Sequence[Sequence[int
 def as_torch(
     gradients: Iterable[PredictedBucket], cap: int = TORCH_BUCKET, first: int = TORCH_FIRST
 ) -> list[PredictedBucket]:
-    """Fill buckets as DistributedDataParallel does after its first step: each until it reaches its cap."""
+    """Fill buckets as DistributedDataParallel does after its first step: fill each bucket until it reaches its cap."""
     buckets: list[PredictedBucket] = []
     size, ready_s = 0, 0.0
     for each in gradients:
@@ -197,7 +197,7 @@ def curve(
         UsageError: if there are no sizes, or a size is not positive.
     """
     if not sizes or min(sizes) <= 0:
-        raise UsageError("--buckets: wanted one size or more, all positive, such as 1M:64M")
+        raise UsageError("--buckets: expected one or more positive sizes, such as 1M:64M")
     backward_s = max((each.ready_s for each in gradients), default=0.0)
     points = []
     for size in sizes:
@@ -208,7 +208,7 @@ def curve(
 
 
 def choose(points: Sequence[CurvePoint], error: float) -> BestSize:
-    """Choose the best point. Sizes that result in the same buckets count as one, represented by the smallest."""
+    """Choose the best point. Of several sizes that result in the same buckets, only the smallest is considered."""
     distinct: dict[tuple[int, float], CurvePoint] = {}
     for point in sorted(points, key=lambda each: each.bucket_bytes):
         distinct.setdefault((point.buckets, point.step_s), point)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-RINGS: Final = {  # number of passes of N - 1 steps
+RINGS: Final = {  # number of passes, each of N - 1 steps
     **dict.fromkeys(("all_reduce", "ring_all_reduce"), 2),
     **dict.fromkeys(("all_gather", "reduce_scatter", "ring_all_gather", "ring_reduce_scatter"), 1),
 }
@@ -24,9 +24,9 @@ def ring_of(operation: str, nbytes: int, ranks: int) -> dict[str, float] | None:
 
 
 def best_bucket(nbytes: int, time_of: Callable[[int], float], least: int, host_s: float) -> dict[str, float] | None:
-    """Return the best bucket size for `nbytes` of gradients; None if the times do not define a line.
+    """Return the best bucket size for `nbytes` of gradients; None if no line can be fitted to the times.
 
-    The line through the times for `least` bytes and for all bytes gives w and o; `host_s` is a part of o.
+    w and o are computed from the line through the times for `least` bytes and for all bytes. `host_s` is a part of o.
     """
     small, whole = time_of(least), time_of(nbytes)
     if nbytes <= least or whole <= small or small + host_s <= 0:

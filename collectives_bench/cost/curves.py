@@ -5,10 +5,10 @@
 
 Errors are *relative*, because with absolute errors the largest size would dominate the fit. Huber's weights (1964) are
 iterated, so that one bad size does not distort the rest. Points are used because protocols change with size; NCCL's
-`tuning.cc` also corrects its line by a table of sizes. Each curve uses the kind with the smaller mean error on sizes
-left out one at a time (`heldout.py`); if times scatter, that is usually the line. Piecewise lines and smoothed points
-were tried and do not predict better. A curve stores the measurements, from which its points are recomputed. This module
-does not import numpy, so that `muster predict` starts quickly.
+`tuning.cc` also corrects its line by a table of sizes. Each curve uses the kind (line or points) with the smaller mean
+error in leave-one-out tests over sizes (`heldout.py`); if times vary much, this is usually the line. Piecewise lines
+and smoothed points were tried and do not predict better. A curve stores the measurements, from which its points are
+recomputed. This module does not import numpy, so that `muster predict` starts quickly.
 """
 
 import math
@@ -28,18 +28,18 @@ from muster.jobs.spec.strict import Strict
 Kind = Literal["line", "points"]
 Points = tuple[tuple[int, float], ...]  # (bytes, seconds) in order of size, each size once
 
-FAR: Final = 4.0  # beyond this multiple of the largest measured size, a prediction is a guess
-SAME: Final = 0.005  # relative deviation below which a curve equals a measured time; repeated measurements differ more
-LEAST_SIZES: Final = 3  # two sizes define a line, and a third shows its error
-HUBER: Final = 1.345  # gives 95 % efficiency for normal errors
+FAR: Final = 4.0  # predictions beyond this multiple of the largest measured size get a warning
+SAME: Final = 0.005  # relative difference below which a curve equals a measured time
+LEAST_SIZES: Final = 3  # two sizes define a line, and a third size shows its error
+HUBER: Final = 1.345  # this value has 95 % efficiency for normally distributed errors
 ITERATIONS: Final = 12
 SETTLED: Final = 1e-3  # largest change of a weight at the end of the iteration
 WORDS: Final[dict[Kind, str]] = {"line": "on a line through all sizes", "points": "averaged with neighbouring sizes"}
-FLOOR: Final = 0.01  # relative error below which fits are equally good, because measurements are no better
+FLOOR: Final = 0.01  # fits with smaller relative errors are equally good: measurements are no better
 
 
 class Errors(Strict):
-    """The relative errors |predicted - measured| / measured of points that were left out of the fit."""
+    """The relative errors |predicted - measured| / measured of points that were held out of the fit."""
 
     points: int
     mean: float
@@ -62,7 +62,7 @@ class CostLine(Strict):
 
 @dataclass(frozen=True)
 class Fitted:
-    """A line, or points around it whose times never fall with size. Without points, it is the line itself."""
+    """A line, or points around it whose times never decrease with size. Without points, the curve is the line."""
 
     line: CostLine
     points: Points
@@ -83,7 +83,7 @@ class Fitted:
 
 
 class Key(Strict):
-    """The operation and world of a curve."""
+    """The operation and the world that a curve describes."""
 
     operation: str
     nodes: int
@@ -93,7 +93,7 @@ class Key(Strict):
     dtype: str
     place: str
     call: str = "sync"
-    back_to_back: bool = False  # calls without a barrier between them
+    back_to_back: bool = False  # True: the calls had no barrier between them
 
 
 class Curve(Key):
@@ -114,9 +114,9 @@ class Curve(Key):
         if sizes != sorted(set(sizes)) or sizes[0] < 0:
             raise ValueError("points must be in order of size, each size once")
         if any(not seconds > 0 for _, seconds in self.points):
-            raise ValueError("points must have times of more than 0 s")
+            raise ValueError("the times of points must be more than 0 s")
         if not 0 < self.low <= self.high:
-            raise ValueError(f"low must be more than 0 and high at least low, got {self.low} and {self.high}")
+            raise ValueError(f"low must be more than 0, and high must be at least low, got {self.low} and {self.high}")
         return self
 
     @property
@@ -140,8 +140,8 @@ class Curve(Key):
     def how(self, nbytes: float) -> str:
         """Describe the basis of the prediction.
 
-        Even measured sizes are predicted from the curve. The curve predicts left-out launches at least as well as the
-        median of the other launches does, and it has no jumps.
+        Even measured sizes are predicted from the curve. The curve predicts held-out launches at least as well as the
+        median of the other launches, and it has no jumps.
         """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
@@ -185,7 +185,7 @@ def _solve(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tup
         aa, ab, bb = aa + weight * one * one, ab + weight * one * size, bb + weight * size * size
         a, b = a + weight * one, b + weight * size
     determinant = aa * bb - ab * ab
-    if bb == 0 or determinant <= 1e-12 * aa * bb:  # with one size, alpha is the whole time
+    if bb == 0 or determinant <= 1e-12 * aa * bb:  # with a single size, alpha is the whole time
         return a / aa, 0.0
     alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if alpha < 0:
@@ -194,15 +194,15 @@ def _solve(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tup
 
 
 def monotone(points: Sequence[tuple[int, float]]) -> Points:
-    """Average the log times of neighbouring sizes until no time falls with size (Ayer and others, 1955)."""
-    pools: list[tuple[float, list[int]]] = []  # mean of log time, sizes
+    """Average the log times of neighbouring sizes until no time decreases with size (Ayer et al. 1955)."""
+    pools: list[tuple[float, list[int]]] = []  # mean log time, number of sizes
     for size, took in points:
         pools.append((math.log(took), [size]))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
             (mean, sizes), (before, earlier) = pools.pop(), pools.pop()
             total = len(sizes) + len(earlier)
             pools.append(((mean * len(sizes) + before * len(earlier)) / total, earlier + sizes))
-    own = dict(points)  # exact times of sizes that were not averaged
+    own = dict(points)  # sizes that were not averaged keep their exact times
     return tuple((size, math.exp(mean) if sizes[1:] else own[size]) for mean, sizes in pools for size in sizes)
 
 

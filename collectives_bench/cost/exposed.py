@@ -1,8 +1,8 @@
 """The time for which a step waits for the network, with one function per mode in `modes.WAYS`. Pure.
 
 Each function gets the load, the compute times and the exchanges' times, and returns the seconds of communication that
-no computation hides. Exchanges without a pause between them are requested as `back_to_back`, because a shaped link
-sends the first bytes after a pause immediately, and a gather begins while the scatter before it is still running.
+no computation hides. Exchanges without a pause between them are requested as `back_to_back`, for two reasons: a shaped
+link sends the first bytes after a pause immediately, and a gather begins while the scatter before it is still running.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,19 +30,22 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Profile
 
 COPY_BYTES_S: Final = (
-    4e9  # bytes/s of a rank's passes over gradients: measured 3.75 GB/s for four ranks on two cores, 8.6 for one
+    4e9  # bytes/s at which a rank reads or writes gradients: 3.75 GB/s for four ranks on two cores, 8.6 for one
 )
-FRESH_S_PER_BYTE: Final = 0.42e-9  # page faults of memory that a process uses for the first time
+FRESH_S_PER_BYTE: Final = 0.42e-9  # seconds per byte for page faults of memory that is used for the first time
 REDUCE_SCATTERS: Final = ("reduce_scatter", "ring_reduce_scatter", "exchange_reduce_scatter")
 ALL_GATHERS: Final = ("all_gather", "ring_all_gather")
-BLOCK_ALL_REDUCES: Final = 4  # per transformer block: after attention and MLP, in forward and backward
+BLOCK_ALL_REDUCES: Final = 4  # per transformer block: after attention and after MLP, forward and backward
 
 Bound = Literal["low_s", "seconds", "high_s"]
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds that one rank needs to compute its part of the batch. Mode single needs `ranks` times as long."""
+    """Seconds that one rank needs to compute its part of the batch.
+
+    In mode single, the time is `ranks` times as long.
+    """
 
     forward_s: float
     backward_s: float
@@ -53,7 +56,7 @@ NO_COMPUTE: Final = Compute(0.0, 0.0)
 
 
 class Times:
-    """The times of exchanges in a world, at the low end, the middle or the high end of their intervals."""
+    """Predicted times of exchanges in a world: the low end, the middle or the high end of their intervals."""
 
     def __init__(self, network: "Profile", load: RankLoad, nodes: int, bound: Bound) -> None:
         self.load = load
@@ -73,10 +76,11 @@ class Times:
         return self._ask(operation, nbytes, ranks or self.load.ranks, back_to_back)
 
     def best(self, operations: Sequence[str], nbytes: int) -> float:
-        """Return the seconds of the fastest of several equivalent operations. Unknown operations are skipped.
+        """Return the seconds of the fastest of several equivalent operations. Operations that the profile lacks are
+        skipped.
 
         Raises:
-            RefusedError: if none of the operations is known.
+            RefusedError: if the profile has none of the operations.
         """
         times, unknown = [], list[RefusedError]()
         for operation in operations:
@@ -103,19 +107,19 @@ def _gradients(load: RankLoad, compute: Compute) -> list[PredictedBucket]:
 
 
 def _sent(load: RankLoad, compute: Compute) -> list[PredictedBucket]:
-    """Return gradients as our own wrappers send them: in reverse order of registration, in the communication dtype."""
+    """Return gradients as Muster's wrappers send them: in reverse order of registration, in the communication dtype."""
     return registered(load.model, load.sent or load.recipe.gradient, compute.backward_s)
 
 
 def _pass_s(load: RankLoad, gradients: Sequence[PredictedBucket], passes: float) -> float:
-    """Return the seconds needed to read or write all gradients `passes` times, nearly 0 on a GPU."""
+    """Return the seconds needed to read or write all gradients `passes` times. They are nearly 0 on a GPU."""
     if load.backend == "nccl" or load.ranks == 1:
         return 0.0
     return passes * sum(each.nbytes for each in gradients) / COPY_BYTES_S
 
 
 def _data_parallel(load: RankLoad, compute: Compute, times: Times) -> float:
-    """Return the seconds to copy all parameters to every other device, and all gradients back, over links between them.
+    """Return the seconds to copy all parameters to every other device, and all gradients back, over the devices' links.
 
     All copies pass through the first device, one after another.
     """
@@ -152,7 +156,10 @@ def _after_backward(end_s: float, compute: Compute) -> float:
 
 
 def own_buckets(load: RankLoad) -> Callable[[Sequence[PredictedBucket], int | None], list[PredictedBucket]]:
-    """Return the function that fills our own wrappers' buckets. On GPUs, large gradients are not sent alone."""
+    """Return the function that fills the buckets of Muster's own wrappers.
+
+    On GPUs, large gradients are not sent alone.
+    """
     return partial(as_ours, alone=None if load.backend == "nccl" else OWN_ALONE)
 
 
@@ -180,7 +187,7 @@ def _zero12(load: RankLoad, compute: Compute, times: Times) -> float:
 def _sharded(
     load: RankLoad, compute: Compute, times: Times, all_gathers: Sequence[str], reduce_scatters: Sequence[str]
 ) -> float:
-    """Simulate forward and backward: units are gathered one ahead, and their gradients are reduce-scattered.
+    """Simulate forward and backward: each unit is gathered one unit ahead, and its gradients are reduce-scattered.
 
     forward    gather 1  gather 2  gather 3          one exchange at a time, in this order
                          unit 1    unit 2  unit 3
@@ -215,7 +222,7 @@ def _shares(work: Sequence[int], seconds: float) -> list[float]:
 def _servers(load: RankLoad, compute: Compute, times: Times) -> float:
     """Count a push and a pull by all workers at the same time: each is an all-to-all if every rank serves a shard.
 
-    With fewer servers, each of their links carries more. The result is the time while every worker makes one step.
+    With fewer servers, each server's link carries more bytes. The result is the time while every worker makes one step.
     """
     elements, spread = load.model.trained, load.ranks / load.serving
     pushed, pulled = (round(spread * elements * size) for size in (load.recipe.gradient, load.recipe.parameter))
@@ -232,7 +239,7 @@ def _pipe(schedule: TurnOrder) -> Exposed:
         micro = -(-load.batch // count)
         sizes = [micro * each * load.itemsize for each in messages(stages, schedule)]
         sent = [times.of("ping_pong", nbytes, ranks=2) for nbytes in sizes]
-        turn = (compute.forward_s + compute.backward_s) / 2 / count / schedule.chunks  # of a chunk, in one direction
+        turn = (compute.forward_s + compute.backward_s) / 2 / count / schedule.chunks  # a chunk, one direction
         steady = max(max(sent, default=0.0) - turn, 0.0) * (count * schedule.chunks - 1)
         return 2 * (sum(sent) + steady)
 

@@ -23,7 +23,7 @@ from muster.collectives_bench.records import Result
 from muster.collectives_bench.results.rows import BenchRow, rows_of
 from muster.jobs.basics.errors import RefusedError
 
-QUIET: Final = 0.10  # share of the cores used by others; if enough launches are below it, only those are used
+QUIET: Final = 0.10  # load by other processes; if enough launches have less, only those are used
 LEAST_QUIET: Final = 3  # launches
 
 
@@ -69,7 +69,10 @@ def fit(result: Result, *, name: str = "cluster", seed: int = 0) -> Profile:
 
 
 def series_of(rows: Iterable[BenchRow]) -> list[FitSeries]:
-    """Collect correctly measured rows into series by size. Requested sizes that were rounded to one size are merged."""
+    """Collect correctly measured rows into series by size.
+
+    Requested sizes that were rounded to the same size are merged.
+    """
     found: dict[Key, dict[int, list[float]]] = {}
     for row in rows:
         if row.state != "ok" or not row.p50_us or row.world.ranks < 2:

@@ -1,4 +1,4 @@
-"""The cost of an exchange as counts, to be multiplied with a cluster's fitted constants. Pure.
+"""The cost of an exchange, as counts that are multiplied by a cluster's fitted constants. Pure.
 
 The time of an exchange of S bytes between n ranks is modelled as
 
@@ -8,8 +8,8 @@ The time of an exchange of S bytes between n ranks is modelled as
     hosts = host_messages * overhead + host_bytes / W + (host_reduced * gamma + host_copied * delta) / cores
 
 The ranks of a host share its cores, and `hosts` is their total work. An algorithm only determines the counts in `Cost`,
-which are the same on all clusters. n ranks are on k nodes, n / k on each, in order. A ring leaves and enters every node
-once, so its slowest link carries the bytes that one rank sends.
+which are the same on all clusters. n ranks are on k nodes, n / k on each, in order. A ring enters and leaves every node
+once, so each link between nodes carries the bytes that one rank sends.
 
 Sources: Hockney, "The communication challenge for MPP" (1994): alpha + bytes * beta. Thakur, Rabenseifner and Gropp,
 "Optimization of collective communication operations in MPICH" (2005): trees, pairwise exchange. Patarasuk and Yuan,
@@ -29,15 +29,15 @@ from muster.jobs.basics.words import unknown
 
 @dataclass(frozen=True)
 class Cost:
-    """The counts of one exchange, for the longest chain of messages, the busiest rank and the busiest host."""
+    """The counts of one exchange: for the longest chain of messages, for the busiest rank, and for the busiest host."""
 
     steps: float = 0.0  # messages in sequence
-    link_bytes: float = 0.0  # sent through the busiest link in sequence, one way
-    rank_bytes: float = 0.0  # sent plus received by the busiest rank, whose core works for both directions
-    host_messages: float = 0.0  # sent by the ranks of the busiest host
-    host_bytes: float = 0.0  # (sent + received) / 2 by the ranks of the busiest host; with one host, all bytes sent
-    reduced_bytes: float = 0.0  # summed by the busiest rank
-    copied_bytes: float = 0.0  # copied by the busiest rank, except the copies for sending
+    link_bytes: float = 0.0  # bytes that the busiest link carries in one direction
+    rank_bytes: float = 0.0  # bytes sent plus received by the busiest rank, because its core works for both directions
+    host_messages: float = 0.0  # messages sent by the ranks of the busiest host
+    host_bytes: float = 0.0  # (bytes sent + received) / 2 by the busiest host's ranks; with one host, all bytes sent
+    reduced_bytes: float = 0.0  # bytes summed by the busiest rank
+    copied_bytes: float = 0.0  # bytes copied by the busiest rank, without the copies for sending
     host_reduced: float = 0.0  # bytes summed by all ranks of the busiest host
     host_copied: float = 0.0
 
@@ -47,7 +47,7 @@ class Cost:
 
 
 def _reducing(size: float, ranks_here: float) -> Cost:
-    """Return the counts for each rank of a host summing `size` bytes."""
+    """Return the counts of a sum of `size` bytes on each rank of a host."""
     return Cost(reduced_bytes=size, host_reduced=size * ranks_here)
 
 
@@ -55,7 +55,7 @@ def _copying(size: float, ranks_here: float) -> Cost:
     return Cost(copied_bytes=size, host_copied=size * ranks_here)
 
 
-Algorithm = Callable[[float, int, int], Cost]  # S in bytes, ranks, nodes
+Algorithm = Callable[[float, int, int], Cost]  # (S in bytes, ranks, nodes) -> counts
 
 
 def rounds(ranks: int) -> int:
@@ -99,16 +99,18 @@ def tree_broadcast(size: float, n: int, k: int) -> Cost:
 def gloo_broadcast(size: float, n: int, k: int) -> Cost:
     """Return the counts of a tree in which every rank sends to all its children at the same time.
 
-    These sends share the rank's link, so the child with the most work also waits until all of them end. The time is
-    S beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2 for n = 2^d. If rounds ran in sequence, the factor would
-    be d.
+    These sends share the rank's link, so the child with the most work also waits until all sends end. The time is S
+    beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2 for n = 2^d. If rounds ran in sequence, the factor would be d.
     """
     times = _at_once(0, n)
     return Cost(times, times * size, times * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def _at_once(rank: int, n: int) -> int:
-    """Count the buffer transfers in sequence below a rank. The children of rank r are r + 2^i with 2^i > r."""
+    """Count the buffer transfers that run in sequence in the subtree of a rank.
+
+    The children of rank r are r + 2^i with 2^i > r.
+    """
     children = [rank + 2**i for i in range(rank.bit_length(), n.bit_length()) if rank + 2**i < n]
     return len(children) + max((_at_once(child, n) for child in children), default=0)
 
@@ -126,7 +128,7 @@ def chain_broadcast(size: float, n: int, k: int) -> Cost:
 
 def direct(size: float, n: int, k: int) -> Cost:
     """Return the counts of (n - 1) alpha + (n - 1) / n S beta: the root exchanges a chunk with every other rank."""
-    near = n // k  # ranks on the root's host, whose chunks pass no link between nodes
+    near = n // k  # chunks of ranks on the root's host pass no link between nodes
     remote = (n - near) / n * size if k > 1 else (n - 1) / n * size
     return Cost(n - 1, remote, (n - 1) / n * size, n - 1, (near - 1) / n * size + (n - near) / n * size / 2)
 

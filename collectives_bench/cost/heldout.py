@@ -1,7 +1,9 @@
-"""The model's error on data left out of the fit: single sizes and whole worlds. Pure, but uses numpy.
+"""The model's error on data held out of the fit: single sizes and whole worlds. The functions are pure; the module uses
+numpy.
 
-For the reported errors, a left-out size also plays no part in the choice between line and points. The first and the
-last size of a curve are never left out, because the curve would have to extrapolate, which a profile reports anyway.
+For the reported errors, a held-out size is also ignored in the choice between line and points. The first and the last
+size of a curve are never held out, because their prediction would be an extrapolation, about which a profile warns
+anyway.
 """
 
 import math
@@ -13,14 +15,14 @@ from typing import Final
 from muster.collectives_bench.cost.curves import LEAST_SIZES, Errors, Fitted, Kind, Points, drawn, line_of, short
 
 Pair = tuple[float, float]  # predicted and measured seconds
-Samples = tuple[tuple[int, tuple[float, ...]], ...]  # (bytes, each launch's median in seconds), in order of size
+Samples = tuple[tuple[int, tuple[float, ...]], ...]  # (bytes, median of each launch in seconds), in order of size
 
 DRAWS: Final = 24  # number of times that launches are drawn with replacement
 COVERAGE: Final = 0.90
-SHRINK: Final = 4.0  # the common spread of all curves weighs as much as this number of a curve's own sizes
+SHRINK: Final = 4.0  # weight of the common spread of all curves, as a number of sizes of one curve
 LEAST_SPREAD: Final = 0.01
 SIMPLER: Final = 1.02  # points are chosen only if the line's error is larger by this factor
-ROUNDING: Final = 1e-9  # errors below this are rounding errors of times that lie exactly on a line
+ROUNDING: Final = 1e-9  # smaller errors are rounding errors of times that lie exactly on a line
 
 
 def errors_of(pairs: Sequence[Pair]) -> Errors | None:
@@ -44,12 +46,12 @@ def mean_error(pairs: Sequence[Pair]) -> float:
 
 
 def fitted(points: Points, kind: Kind | None = None) -> Fitted:
-    """Fit a line or points around it. Without `kind`, use the kind that predicts left-out sizes better."""
+    """Fit a line or points around it. Without `kind`, use the kind that predicts held-out sizes better."""
     return drawn(kind or choose(points), line_of(points), points)
 
 
 def choose(points: Points) -> Kind:
-    """Return the kind that predicts left-out sizes better, or the line if both are equally good."""
+    """Return the kind that predicts held-out sizes better, or the line if both are equally good."""
     if len(points) < LEAST_SIZES:
         return "line"
     line, around = (mean_error(sizes_left_out(points, kind)) for kind in ("line", "points"))
@@ -57,9 +59,9 @@ def choose(points: Points) -> Kind:
 
 
 def sizes_left_out(points: Points, kind: Kind | None = None, measured: Points = ()) -> list[Pair]:
-    """Return (predicted, measured) for each size but the ends, predicted from the other sizes.
+    """Return (predicted, measured) for each size except the first and last one, predicted from the other sizes.
 
-    Measured times are those of `measured`, by default of `points`.
+    Measured times are taken from `measured`, by default from `points`.
     """
     return [
         (fitted(points[:place] + points[place + 1 :], kind).seconds(size), took)
@@ -73,10 +75,10 @@ def medians(samples: Samples) -> Points:
 
 
 def residuals(samples: Samples, kind: Kind, seed: int) -> list[float]:
-    """Return samples of log(measured / predicted), with resampled launches and each size predicted from the others.
+    """Return samples of log(measured / predicted): resample launches, and predict each size from the other sizes.
 
-    Left-out sizes show the model's error; resampled launches show the noise of prediction and measurement (Efron's
-    bootstrap, 1979). With too few sizes to leave one out, the samples only show the noise.
+    Held-out sizes show the model's error. Resampled launches show the noise of prediction and measurement (Efron's
+    bootstrap, 1979). With too few sizes to hold one out, the samples only show the noise.
     """
     draw, found = random.Random(seed), []
     for _ in range(DRAWS):
@@ -95,8 +97,8 @@ def _drawn(samples: Samples, draw: random.Random) -> Points:
 def intervals(curves: Sequence[Sequence[float]]) -> list[float]:
     """Return, for each curve, the factor h such that 90 % of its residuals lie within 1 / h and h.
 
-    A curve has too few sizes for its own quantile. So its spread, shrunk towards that of all curves, is multiplied by
-    the quantile of all residuals in units of their curves' spreads.
+    A single curve has too few sizes for a quantile. So its residuals' spread is shrunk towards the common spread, and
+    multiplied by a quantile of all residuals, each divided by the spread of its curve.
     """
     everything = [abs(each) for curve in curves for each in curve]
     if not everything:

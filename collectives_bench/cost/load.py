@@ -10,13 +10,13 @@ from muster.collectives_bench.cost.buckets import TORCH_BUCKET
 from muster.jobs.models.anatomy import Anatomy
 
 Accumulate = Literal["local", "sharded"]
-COUNTER_BYTES: Final = 8  # each batch norm's count of batches
-LEAST_STATISTICS: Final = 4  # bytes; batch norms stay in float32, whatever the type of the weights
+COUNTER_BYTES: Final = 8  # bytes of each batch norm's batch counter
+LEAST_STATISTICS: Final = 4  # bytes per element; batch norms stay in float32, whatever the dtype of the weights
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes per element: of a weight (and its gradient), an optimizer state, a master weight, and an activation."""
+    """Bytes per element of weights (and their gradients), optimizer states, master weights and activations."""
 
     weight: int
     state: int
@@ -54,7 +54,8 @@ class Recipe:
 class Split:
     """The division of ranks in several dimensions: the degrees, and the mode of the data-parallel ranks.
 
-    `stages` lists the names of each stage's layers. If it is empty, stages have nearly equal work.
+    `stages` lists the names of each stage's layers. If `stages` is empty, the model is cut into stages of nearly equal
+    work.
     """
 
     data: int = 1
@@ -73,20 +74,20 @@ class RankLoad:
     recipe: Recipe
     ranks: int
     batch: int  # number of samples in the global batch
-    microbatches: int  # number in a pipeline
+    microbatches: int  # number of micro-batches in a pipeline
     itemsize: int  # bytes per element of activations
     backend: str = "gloo"
-    bucket_bytes: int | None = TORCH_BUCKET  # in modes with buckets, except ddp; None: one bucket
-    sent: int | None = None  # bytes per gradient element in messages of our own wrappers; None: unchanged
+    bucket_bytes: int | None = TORCH_BUCKET  # bucket size in modes with buckets, except ddp; None: one bucket
+    sent: int | None = None  # bytes per gradient element in messages of Muster's own wrappers; None: unchanged
     shards: int | None = None  # number of virtual ranks for exact sums; None: one per rank
     accumulation: int = 1  # number of micro-batches of a shard
-    accumulate: Accumulate = "local"  # whether several backwards add up whole gradients, or only shards
-    servers: int | None = None  # in mode asynchronous, number of ranks that serve a shard; None: all
-    reshard: bool = True  # sharded parameters are freed after the forward, and gathered again
-    recompute: bool = False  # the backward repeats the forward of each block or pipeline stage
-    layerwise: bool = False  # in pipelines, it repeats each layer instead
-    sequence: bool = False  # between split layers, tokens are split, too
-    split: Split | None = None  # pipelines and split layers; None: the mode uses all ranks
+    accumulate: Accumulate = "local"  # True: several backwards add up whole gradients; False: only shards
+    servers: int | None = None  # in mode asynchronous, the number of ranks that serve a shard; None: all
+    reshard: bool = True  # True: sharded parameters are freed after the forward, and gathered again
+    recompute: bool = False  # True: the backward repeats the forward of each block or pipeline stage
+    layerwise: bool = False  # True: in pipelines, the backward repeats the forward of each layer instead
+    sequence: bool = False  # True: between split layers, activations are split by tokens
+    split: Split | None = None  # dimensions of pipelines and split layers; None: the mode uses all ranks
 
     @property
     def own_batch(self) -> int:
@@ -115,7 +116,7 @@ class RankLoad:
         return -(-samples // self.accumulation)
 
     def sent_bytes(self, nbytes: int) -> int:
-        """Return the bytes that our own wrappers send for gradients of `nbytes` bytes."""
+        """Return the bytes that Muster's own wrappers send for gradients of `nbytes` bytes."""
         return nbytes if self.sent is None else nbytes * self.sent // self.recipe.gradient
 
     @property

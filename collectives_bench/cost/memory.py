@@ -9,8 +9,8 @@
     stepping        float32 copies of 16-bit gradients during the optimizer step, when activations are gone
 
 Mixed-precision Adam needs 2 + 2 + 12 bytes per parameter (Rajbhandari et al. 2020): 16 P becomes 4 P + 12 P / N with
-ZeRO-1, 2 P + 14 P / N with ZeRO-2, and 16 P / N with ZeRO-3. Our zero3 needs 14 P / N, because it keeps no 16-bit shard
-beside its master. DeepSpeed's own estimator also counts fp32 gradients, so it has 18 instead of 16.
+ZeRO-1, 2 P + 14 P / N with ZeRO-2, and 16 P / N with ZeRO-3. Muster's zero3 needs 14 P / N, because it keeps no 16-bit
+shard beside the master. DeepSpeed's own estimator also counts fp32 gradients, so its sum is 18 instead of 16.
 
 The following is not counted: the interpreter with torch (300 MB on a CPU), the allocator's free memory, NCCL's
 channels, and a convolution's scratch memory (oneDNN computes a weight's gradient in its own layout, and copies it).
@@ -41,7 +41,7 @@ FULL: Final = 4  # bytes per element; the optimizer converts 16-bit gradients to
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The memory of the rank that needs most, by purpose, in bytes."""
+    """The memory of the rank that needs the most, by purpose, in bytes."""
 
     parameters: float
     gradients: float
@@ -51,7 +51,7 @@ class PeakMemory:
     activations: float = 0.0
     adding: float = 0.0
     stepping: float = 0.0
-    not_kept: float = 0.0  # the shard of 16-bit parameters that textbooks count, but zero3 does not need
+    not_kept: float = 0.0  # 16-bit shard of the parameters, which textbooks count but zero3 does not need
 
     @property
     def states(self) -> float:
@@ -69,7 +69,7 @@ def states(
 ) -> PeakMemory:
     """Return the model states of a rank, P (p + g + o). ZeRO's stage decides which terms are divided by the ranks.
 
-    `trained`: the number of elements with a gradient and optimizer states; None: all.
+    `trained` is the number of elements with a gradient and optimizer states; None means all.
     """
     learning = elements if trained is None else trained
     optimizer = learning * recipe.optimizer / (ranks if zero >= 1 else 1)
@@ -78,7 +78,7 @@ def states(
 
 
 def memory_of(way: Way, load: RankLoad) -> PeakMemory | None:
-    """Return the memory of the rank that needs most in a mode; None if the model cannot be split for this mode."""
+    """Return the memory of the rank that needs the most in a mode; None if the model cannot be split for this mode."""
     every = memories_of(way, load)
     return None if every is None else max(every, key=lambda memory: memory.total)
 
@@ -101,7 +101,7 @@ def _replica(way: Way, load: RankLoad) -> PeakMemory:
     model = load.model
     held = states(model.elements, load.recipe, zero=way.zero, ranks=ranks, trained=model.trained)
     if way.name == "asynchronous":
-        # A server has its shard of values, gradients and states, beside its worker's copy of the model.
+        # A server has a shard of values, gradients and states, in addition to its worker's copy of the model.
         each = load.recipe.parameter + load.recipe.gradient + load.recipe.optimizer
         held = replace(held, optimizer=model.trained * each / load.serving)
     stored, again = _kept(load, model.parts)
@@ -120,7 +120,7 @@ def _replica(way: Way, load: RankLoad) -> PeakMemory:
 
 
 def masters_alone_text(memory: PeakMemory) -> str | None:
-    """Explain the 0 under parameters if a rank keeps only float32 masters; None in other modes."""
+    """Explain why the column of parameters shows 0 if a rank keeps only float32 masters; return None in other modes."""
     if not memory.not_kept:
         return None
     return (
@@ -146,7 +146,7 @@ def _working(parts: tuple[ModelOperation, ...], itemsize: int, split: Split = AL
 
 
 def _kept(load: RankLoad, parts: Iterable[ModelOperation], split: Split = ALONE) -> tuple[float, float]:
-    """Return the bytes kept per sample until its backward, and those restored while a block's forward is repeated."""
+    """Return the bytes kept per sample until its backward, and those that repeating a block's forward restores."""
 
     def kept(some: Iterable[ModelOperation]) -> float:
         return sum(
@@ -190,12 +190,12 @@ def _slice(way: Way, load: RankLoad, split: Split, number: int, stage: Predicted
 
 
 def _kept_by_stage(load: RankLoad, stage: PredictedStage, split: Split) -> tuple[float, float]:
-    """Return the bytes that a stage keeps per sample, and the most that recomputation restores at once."""
+    """Return the bytes that a stage keeps per sample, and the largest number that recomputation restores at once."""
     share = load.itemsize * passed_share(load, split)
     whole = replace(load, recompute=False)
     if not (load.recompute or load.layerwise):
         return _kept(whole, stage.parts, split)[0] + share * stage.unkept, 0.0
-    if load.recompute:  # chunks have nearly equal work
+    if load.recompute:  # all chunks have nearly equal work
         return share * stage.received, _kept(whole, stage.parts, split)[0] / len(stage.outputs)
     layers = [tuple(parts) for _, parts in groupby(stage.parts, key=lambda part: part.layer)]
     between = sum(layer[-1].outputs for layer in layers) - sum(stage.outputs)

@@ -39,13 +39,13 @@ class TurnOrder:
     idle: Idle
     held: Held
     chunks: int = 1  # number of model parts on each rank
-    turns_back: bool = False  # chunks follow the ranks forward and back, so that rank 0 has the first and the last
+    turns_back: bool = False  # True: chunks are placed along the ranks and back; rank 0 has the first and last
     splits_batch: bool = True
 
 
 @dataclass(frozen=True)
 class Way:
-    """A mode in the cost model. `zero`: the ZeRO stage (1 shards states, 2 also gradients, 3 also parameters)."""
+    """A mode in the cost model. `zero` is the ZeRO stage: 1 shards states, 2 also gradients, 3 also parameters."""
 
     name: str
     family: Family
@@ -68,10 +68,10 @@ class PredictedStage:
     """The part of a model on one rank of a pipeline."""
 
     parts: tuple[ModelOperation, ...]
-    outputs: tuple[int, ...]  # for each chunk: elements of one sample that it passes on
-    sent: int = 0  # how many of those go to other ranks
+    outputs: tuple[int, ...]  # by chunk: elements of one sample that it passes to the next chunk
+    sent: int = 0  # number of these elements that go to other ranks
     received: int = 0  # elements of one sample that its chunks receive from other ranks
-    unkept: int = 0  # received elements that no model part counts among those it keeps for the backward
+    unkept: int = 0  # received elements that no part of the model counts as kept for the backward
 
     @property
     def elements(self) -> int:
@@ -151,7 +151,7 @@ def cut(
     own = [tuple(part for part in model.parts if part.layer in chunk) for chunk in names]
     chunks = own if len(own) == count and all(own) else _balanced(layers, count)
     ranks: list[list[tuple[ModelOperation, ...]]] = [[] for _ in range(stages)]
-    passed = [[0, 0, 0] for _ in range(stages)]  # elements sent, received, and received but not kept
+    passed = [[0, 0, 0] for _ in range(stages)]  # numbers of elements sent, received, and received but not kept
     for number, chunk in enumerate(chunks):
         rank, before = rank_of(number, schedule, stages), rank_of(max(number - 1, 0), schedule, stages)
         ranks[rank].append(chunk)
@@ -167,7 +167,7 @@ def cut(
 
 
 def _counts_its_input(model: Anatomy, part: ModelOperation) -> bool:
-    """Return True if a layer counts its input as kept: all layers of a GPT, only the norms of a VGG (`anatomy.py`)."""
+    """Return True if a layer counts its input as kept: in a GPT all layers do, in a VGG only norms (`anatomy.py`)."""
     if isinstance(part, CountedPart):
         return part.keeps_input
     return bool(model.width) or part.name.startswith("norm")
@@ -180,7 +180,7 @@ def rank_of(chunk: int, schedule: TurnOrder, stages: int) -> int:
 
 
 def messages(stages: Sequence[PredictedStage], schedule: TurnOrder) -> list[int]:
-    """List, for each chunk, the elements of one sample that go to another rank in a forward."""
+    """List by chunk the number of elements of one sample that go to another rank in a forward."""
     count = len(stages)
     holders = [rank_of(chunk, schedule, count) for chunk in range(count * schedule.chunks)]
     return [
@@ -189,12 +189,12 @@ def messages(stages: Sequence[PredictedStage], schedule: TurnOrder) -> list[int]
 
 
 def _balanced(layers: Sequence[tuple[ModelOperation, ...]], count: int) -> list[tuple[ModelOperation, ...]]:
-    """Cut layers into `count` runs so that the largest work of any run is as small as possible."""
+    """Cut layers into `count` runs so that the run with the most work has as little work as possible."""
     work = [sum(part.flops + part.backward_flops for part in layer) for layer in layers]
     before = [0]
     for each in work:
         before.append(before[-1] + each)
-    # best[k][j]: for the first j layers in k runs, the smallest possible largest work, and the last run's first layer
+    # best[k][j]: first j layers in k runs: least possible work of the largest run, and the first layer of the last run
     best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else float("inf"), 0) for j in range(len(work) + 1)]]
     for k in range(1, count + 1):
         row = [(float("inf"), 0)] * (len(work) + 1)

@@ -16,14 +16,15 @@ from muster.collectives_bench.cost.load import RankLoad
 HIDDEN: Final[dict[str, dict[str, float]]] = {
     "gloo": {"all_gather": 1.01, "gather": 1.01, "reduce_scatter": 1.03, "all_reduce": 0.04}
 }
-PREFETCHED: Final = 1  # number of units gathered ahead of the current one
+PREFETCHED: Final = 1  # number of units that are gathered before the current unit needs them
 UNDER_WAY: Final = 2  # number of flat buckets being summed at the same time in ZeRO-2 and ZeRO-3
 COLUMNS: Final = 3  # number of a ring's columns in transfer at the same time
 COLUMN_BYTES: Final = 3 * 2**20  # the maximum
 
 
 def passing(mode: str, load: RankLoad) -> float:
-    """Return the bytes of a mode's buffers on the rank that needs most. Exact sums keep each shard's gradients apart.
+    """Return the bytes of a mode's buffers on the rank that needs the most. With exact sums, the gradients of each
+    virtual shard are kept separately.
 
     The result is 0 if there are no gradients to average, as in a stage with only pooling layers.
     """
@@ -39,7 +40,7 @@ def hidden(load: RankLoad, operation: str) -> float:
 
 
 def _of_overlap(load: RankLoad) -> float:
-    """Count one gradient that is being copied into its view, and two that are being sent."""
+    """Count one gradient that is being copied into its view, and two gradients that are being sent."""
     whole, largest = sum(load.gradient_sizes), max(load.gradient_sizes)
     return _copied(load, largest) + whole * _message(load) + 2 * largest * hidden(load, "all_reduce")
 
@@ -52,7 +53,8 @@ def _of_buckets(load: RankLoad) -> float:
 
 
 def _copied(load: RankLoad, together: int) -> float:
-    """Return the bytes that exist twice during a copy: 0 on a GPU, or all converted gradients if they change dtype.
+    """Return the bytes that exist twice during a copy: 0 on a GPU, unless gradients change their dtype; then all of
+    them.
 
     On CPUs, one gradient is copied at a time, and gradients of 4 MB or more are sent without a copy.
     """
@@ -73,7 +75,7 @@ def _bucket(load: RankLoad) -> int:
 
 
 def _ring(load: RankLoad, nbytes: float) -> float:
-    """Return the bytes of our ring's buffers for a message; 0 with NCCL, which works in the given buffer."""
+    """Return the bytes of the buffers of Muster's ring for a message; 0 with NCCL, which needs no further buffer."""
     return 0.0 if load.backend == "nccl" else COLUMNS * min(nbytes / load.ranks, COLUMN_BYTES)
 
 
@@ -127,8 +129,8 @@ def _of_fsdp(load: RankLoad) -> float:
 
 PASSED: Final[dict[str, Callable[[RankLoad], float]]] = {
     "single": lambda load: 0.0,
-    # On the first device: one gradient from another device, until it has been added. (On CPUs, the process
-    # also holds the copies of all replicas, which are not counted.)
+    # On the first device: one gradient from another device, until it is added. (On CPUs, the process also holds the
+    # copies of all replicas, which are not counted.)
     "data_parallel": lambda load: max(load.gradient_sizes),
     # On rank 0: the stacked gradient, the gathered gradients, the mean and the result.
     "gather_scatter": lambda load: max(load.gradient_sizes) * (3 + load.ranks * (1 + hidden(load, "gather"))),
@@ -138,11 +140,11 @@ PASSED: Final[dict[str, Callable[[RankLoad], float]]] = {
     "flat": lambda load: sum(load.gradient_sizes) * (1 + _message(load) + hidden(load, "all_reduce")),
     "overlap": _of_overlap,
     "bucketed": _of_buckets,
-    # Two buckets being sent. Gradients are views of them.
+    # Two buckets that are being sent. Gradients are views of them.
     "ddp": lambda load: 2 * hidden(load, "all_reduce") * min(TORCH_BUCKET, sum(load.gradient_sizes)),
     # The gradient being copied into its bucket, buckets in the communication dtype, and a ring's buffers for a bucket.
     "zero1": lambda load: _copied(load, 0) + sum(load.gradient_sizes) * _message(load) + _ring(load, _bucket(load)),
-    # The flat gradient, and on CPUs a server's room for the messages of every other worker.
+    # The flat gradient, and on CPUs a server's receive buffers, one for every other worker.
     "asynchronous": lambda load: (
         sum(load.gradient_sizes) * (1 + (0 if load.backend == "nccl" else (load.ranks - 1) / load.serving))
     ),

@@ -10,7 +10,7 @@ from muster.collectives_bench.cost.curves import FAR, Curve
 from muster.collectives_bench.cost.formulas import cost
 from muster.collectives_bench.sizes import size_text
 
-FAR_WORLD: Final = 2  # beyond this multiple of the largest measured world, a prediction is a guess
+FAR_WORLD: Final = 2  # predictions beyond this multiple of the largest measured world get a warning
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Exchange:
 
 
 def nearest_type(curves: list[Curve], dtype: str | None) -> Curve:
-    """Return the curve of the requested dtype, or else of fp32. If there are several, the most usual is returned."""
+    """Return the curve of the requested dtype, or else of fp32. If there are several, return the most usual one."""
     return min(curves, key=lambda each: (each.dtype != dtype, each.dtype != "fp32", *unusual(each)))
 
 
@@ -68,7 +68,7 @@ def _far_world(worlds: list[int], ranks: int) -> tuple[str, ...]:
 
 
 def from_curve(curve: Curve, asked: Exchange) -> Prediction:
-    """Predict from the measurements of that operation in that world."""
+    """Predict from the measurements of the requested operation in the requested world."""
     seconds = curve.seconds(asked.nbytes)
     warnings = _of_type(curve.dtype, asked.dtype) + _far(asked.nbytes, curve.smallest, curve.largest)
     return Prediction(seconds, seconds * curve.low, seconds * curve.high, curve.how(asked.nbytes), warnings)
@@ -77,8 +77,8 @@ def from_curve(curve: Curve, asked: Exchange) -> Prediction:
 def carried_over(constants: Constants, curves: list[Curve], asked: Exchange) -> Prediction:
     """Predict from the curves of other worlds, scaled by the formulas.
 
-    Each measured world shows the formulas' error. Between two measured worlds, the error is interpolated in log n;
-    beyond them, the nearest world's error is used.
+    Each measured world shows the formulas' error. Between two measured worlds, the error is interpolated in log n.
+    Outside of the measured range, the error of the nearest world is used.
     """
     away = {}
     for each in (nearest_type(same, asked.dtype) for same in _by_world(curves)):
@@ -94,12 +94,15 @@ def carried_over(constants: Constants, curves: list[Curve], asked: Exchange) -> 
         + _far(asked.nbytes, curve.smallest, curve.largest)
         + _far_world(worlds, asked.ranks)
     )
-    doubt = max(1.0, math.log2(asked.ranks / worlds[-1]))  # number of doublings beyond the largest world
+    doubt = max(1.0, math.log2(asked.ranks / worlds[-1]))  # number of doublings beyond the largest measured world
     return Prediction(seconds, seconds * constants.low**doubt, seconds * constants.high**doubt, how, warnings)
 
 
 def _formula(constants: Constants, asked: Exchange, ranks: int, nodes: int) -> float:
-    """Return the formulas' time. If it is 0, because messages were fitted as free, return the number of messages."""
+    """Return the time from the formulas.
+
+    If it is 0, because the fitted cost of a message is 0, return the message count.
+    """
     seconds = constants.of(asked.operation, asked.nbytes, ranks=ranks, nodes=nodes)
     return seconds or cost(asked.operation, asked.nbytes, ranks=ranks, nodes=nodes, backend=asked.backend).steps
 
@@ -112,7 +115,7 @@ def _by_world(curves: list[Curve]) -> list[list[Curve]]:
 
 
 def _between(away: dict[tuple[int, int], float], asked: Exchange) -> float:
-    """Interpolate log(measured / formula) for a world. `away` maps other worlds, as (ranks, nodes), to their values."""
+    """Interpolate log(measured / formula) for a world. `away` has this value for other worlds, by (ranks, nodes)."""
     alike = [
         world for world in away if world[0] * asked.nodes == world[1] * asked.ranks or asked.nodes == world[1] == 1
     ]
@@ -130,7 +133,7 @@ def _between(away: dict[tuple[int, int], float], asked: Exchange) -> float:
 
 def by_formula(constants: Constants, asked: Exchange) -> Prediction:
     """Predict an operation that was not measured."""
-    nodes = asked.nodes if constants.worlds or asked.nodes > 1 else asked.ranks  # given links: one node per rank
+    nodes = asked.nodes if constants.worlds or asked.nodes > 1 else asked.ranks  # given links have one node per rank
     seconds = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=nodes)
     if not constants.worlds:
         return Prediction(seconds, seconds, seconds, "formula, for the given link")

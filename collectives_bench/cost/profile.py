@@ -1,4 +1,4 @@
-"""The profile of a cluster, a small JSON file with the cost of its exchanges, which makes predictions. Pure.
+"""The profile of a cluster: a small JSON file with the costs of its exchanges, from which times are predicted. Pure.
 
     {"muster_profile": 2, "name": ..., "curves": [...], "constants": [...]}
 
@@ -54,7 +54,7 @@ class Profile(Strict):
 
     @property
     def backends(self) -> list[str]:
-        """The backends that have curves, starting with the one that has most."""
+        """The backends that have curves. The backend with the most curves comes first."""
         names = [curve.backend for curve in self.curves] or [each.backend for each in self.constants]
         return sorted(set(names), key=lambda name: (-names.count(name), name))
 
@@ -106,7 +106,7 @@ class Profile(Strict):
         asked = Exchange(operation, nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes, backend, dtype)
         try:
             found = self._predict(asked, self._curves(asked, back_to_back))
-        except (ArithmeticError, ValueError):  # numbers that no fit produces
+        except (ArithmeticError, ValueError):  # no fit produces such numbers
             found = None
         if found is None or not math.isfinite(found.seconds + found.low_s + found.high_s):
             raise RefusedError(f"profile {self.name}: its numbers give no valid time for {operation}; fit it again")
@@ -183,7 +183,8 @@ def link(rate_bits_s: float, latency_s: float = 0.0, *, name: str = "given link"
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Write a profile by rename, one curve per line. Curves' held-out errors are omitted, because intervals show them.
+    """Write a profile by rename, one curve per line. The held-out errors of curves are omitted, because the intervals
+    show them.
 
     Raises:
         RunFolderError, StorageError: if the file cannot be written.

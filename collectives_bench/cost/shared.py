@@ -2,7 +2,7 @@
 
 The fit minimises squares of log(predicted / measured) over the logarithms of the constants, so that no constant becomes
 negative and all sizes have equal weight. The method is by Levenberg (1944) and Marquardt (1963), with Huber's weights
-(1964) against single bad points.
+(1964) to limit the influence of single bad points.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ LINKS: Final = ("base_s", "alpha_s", "beta_s", "rank_s", "gamma_s", "delta_s")
 FIRST_CROWDING: Final = 0.1
 ITERATIONS: Final = 80
 HUBER: Final = 1.345
-FLOOR: Final = 0.02  # errors of log(predicted / measured) below this are equally good
+FLOOR: Final = 0.02  # smaller errors of log(predicted / measured) count as equally good
 STEP: Final = 1e-4
-NOTHING: Final = 1e-4  # a constant is set to 0 if its share of every time is below this
+NOTHING: Final = 1e-4  # a constant is set to 0 if its share is below this in every time
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """One measured time, of an operation on S bytes with `hosts` hosts."""
+    """One measured time of an operation on S bytes between `hosts` hosts."""
 
     operation: str
     nbytes: float
@@ -73,14 +73,17 @@ class _FitModel:
         return np.asarray(x[0] + np.maximum(links, hosts * (1 + x[7] * self.crowd)))
 
     def shares(self, x: Array) -> Array:
-        """Return the largest share of each constant in any modelled time. Crowding's is a share of the host's part."""
+        """Return the largest share of each constant in any modelled time.
+
+        The share of `crowding` is relative to the host's part.
+        """
         columns = (np.ones_like(self.link), self.steps, self.link, self.reduced, self.copied, self.messages, self.host)
         times = self.times(x)
         found = [float((column * x[i] / times).max()) for i, column in enumerate(columns)]
         return np.array([*found, float((self.crowd * x[7]).max()), float((self.rank * x[8] / times).max())])
 
     def starts(self) -> list[Array]:
-        """Return starting values (logarithms), with most of the time in the links, in the ranks, or in the hosts."""
+        """Return three sets of starting values (logarithms): most time in the links, in the ranks, or in the hosts."""
         ones = self.steps >= 1
         alpha = float(np.min(self.seconds[ones] / self.steps[ones])) if ones.any() else float(self.seconds.min())
         big = self.link >= np.quantile(self.link, 0.75)

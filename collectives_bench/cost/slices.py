@@ -14,9 +14,9 @@ from muster.collectives_bench.cost.modes import PredictedStage, TurnOrder, cut
 from muster.jobs.models.anatomy import ModelOperation, TensorShape
 from muster.jobs.models.counted import CountedAnatomy, CountedPart, CountedTensor
 
-GOING: Final = 1  # messages in transfer at a stage boundary, the limit in `pipe/wires/channels.py`
+GOING: Final = 1  # messages in transit at a stage boundary, as in `pipe/wires/channels.py`
 AHEAD: Final = 1  # receives posted in advance
-BY_OUTPUTS: Final = ("query", "key", "value", "up", "head")  # layers whose biases are split, too
+BY_OUTPUTS: Final = ("query", "key", "value", "up", "head")  # layers whose biases are also split
 WHOLE: Final = ("norm1", "norm2", "norm")
 HANDS_ON_ALL: Final = (*WHOLE, "embed", "output", "down")  # layers whose complete output is on every rank
 KEEPS_ALL: Final = (*WHOLE, "query", "up")  # layers that keep a norm's complete input or output
@@ -32,14 +32,14 @@ def stages_of(load: RankLoad, split: Split, schedule: TurnOrder | None) -> list[
 
 
 def held_by(load: RankLoad, stage: PredictedStage, split: Split) -> RankLoad:
-    """Return the load of this rank's tensors, which the ranks with the same tensors average or shard."""
+    """Return the load of this rank's tensors. Ranks with the same tensors average or shard them."""
     parts = tuple(_share(part, split.tensor) for part in (*stage.parts, *_copies(load, stage)))
     recorded = sum(t.elements for part in parts for t in part.tensors if load.model.buffers and _is(part, ("norm",)))
     return replace(load, model=replace(load.model, parts=parts, buffers=recorded), ranks=split.data, shards=None)
 
 
 def kept_share(part: ModelOperation, split: Split, *, sequence: bool) -> float:
-    """Return one rank's share of a layer's tensors that are kept for the backward."""
+    """Return one rank's share of the tensors that a layer keeps for the backward."""
     if isinstance(part, CountedPart):
         return 1.0 / split.tensor if part.splits_kept or sequence else 1.0
     return 1.0 if _is(part, KEEPS_ALL) and not sequence else 1.0 / split.tensor
@@ -55,8 +55,8 @@ def handed_share(part: ModelOperation, split: Split) -> float:
 def message_elements(load: RankLoad, stage: PredictedStage, split: Split) -> float:
     """Return the elements of one sample's messages that a stage holds in addition to its kept activations.
 
-    One message is being sent: activations to later stages, gradients to earlier ones. On CPUs, one more receive is
-    posted in advance in each direction. A received gradient keeps its buffer until it is used.
+    One activation is being sent to the next stage, and one gradient to the previous stage. On CPUs,
+    one more receive is posted in advance in each direction. A received gradient keeps its buffer until it is used.
     """
     ahead = 0 if load.backend == "nccl" else AHEAD
     return ((GOING + 1 + ahead) * stage.sent + (GOING + ahead) * stage.received) * passed_share(load, split)
@@ -103,6 +103,9 @@ def _cut(part: ModelOperation, tensor: TensorShape, ranks: int) -> TensorShape:
 
 
 def _is(part: ModelOperation, names: Sequence[str]) -> bool:
-    """Return True if the last word of a layer's name is in `names`. A batch norm's name ends with a number."""
+    """Return True if the last word of a layer's name is in `names`.
+
+    The name of a batch norm ends with a number, so it never matches.
+    """
     last = part.name.rpartition(".")[2]
     return last in names or (names == ("norm",) and last.startswith("norm"))

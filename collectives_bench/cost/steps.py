@@ -20,7 +20,7 @@ from muster.jobs.basics.errors import RefusedError
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Profile
 
-USABLE: Final = 0.9  # usable share of the memory; the rest is for memory that the model does not count
+USABLE: Final = 0.9  # usable share of the memory; the rest is reserved for memory that the model does not count
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PredictedTime:
         return PredictedTime(self.low_s + seconds, self.seconds + seconds, self.high_s + seconds)
 
     def overlaps(self, other: "PredictedTime") -> bool:
-        """Return True if the intervals overlap, so that neither time is certainly shorter."""
+        """Return True if the intervals overlap, so that it is uncertain which time is shorter."""
         return self.low_s <= other.high_s and other.low_s <= self.high_s
 
 
@@ -71,7 +71,7 @@ class Ranking:
 
     @property
     def margin(self) -> float:
-        """The share by which the runner-up is slower."""
+        """The share by which the runner-up is slower than the best mode."""
         assert self.best.step is not None
         if self.runner_up is None:
             return 0.0
@@ -148,7 +148,7 @@ def _compute_s(way: Way, load: RankLoad, compute: Compute) -> tuple[float, float
         idle = way.schedule.idle(load.ranks, way.microbatches(load.microbatches), way.schedule.chunks)
         whole_s = load.ranks * passes
         slowest_s = whole_s * max(stage.flops for stage in stages) / sum(stage.flops for stage in stages)
-        # The slowest stage never waits, and hides the work of the other stages except while the pipeline fills and
+        # The slowest stage never waits. It hides the work of the other stages, except while the pipeline fills and
         # drains. For GPipe and 1F1B, the step takes (m - 1) / m of the slowest stage's work plus 1 / m of all stages'
         # work. With equal stages, this gives the idle share of the schedule.
         shown = idle / (1 - idle) / (load.ranks - 1) if load.ranks > 1 else 0.0

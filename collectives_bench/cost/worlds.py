@@ -1,4 +1,4 @@
-"""Fit constants for each kind of world, and test them on left-out worlds. This is the second stage of fitting."""
+"""Fit constants for each kind of world, and test them on held-out worlds. This is the second stage of fitting."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.shared import LINKS, NAMES, MeasuredPoint, fit_constants
 from muster.collectives_bench.records import BenchHeader, WorldRecord
 
-LEAST_WORLDS: Final = 3  # with one left out, two remain, which show the change between worlds
+LEAST_WORLDS: Final = 3  # if one world is held out, two remain, which show the change between worlds
 
 
 @dataclass(frozen=True)
 class Known:
-    """A fitted curve, with its measurements and the predictions of its left-out sizes."""
+    """A fitted curve, with its measurements and the predictions of its held-out sizes."""
 
     curve: Curve
     measured: Points
@@ -31,7 +31,7 @@ class Known:
 
 
 def hosts_of(headers: Sequence[BenchHeader]) -> dict[WorldRecord, int]:
-    """Return the number of real machines of each world. Pretend nodes share a machine."""
+    """Return the number of real machines of each world. Simulated nodes share a machine."""
     return {header.world: len({facts.host for facts in header.hosts}) or header.world.nodes for header in headers}
 
 
@@ -41,7 +41,7 @@ def cores_of(headers: Sequence[BenchHeader]) -> int:
 
 
 def usual(known: Iterable[Known]) -> list[Known]:
-    """Return one curve of single calls per operation, world, dtype, backend and device: the most usual one's."""
+    """Return the most usual curve of single calls for each operation, world, dtype, backend and device."""
     found: dict[tuple[object, ...], Known] = {}
     for each in sorted(known, key=lambda each: unusual(each.curve)):
         curve = each.curve
@@ -52,14 +52,14 @@ def usual(known: Iterable[Known]) -> list[Known]:
 
 @dataclass(frozen=True)
 class Shared:
-    """The fit of the constants of each kind of world, with a test on left-out worlds."""
+    """The fit of the constants of each kind of world, with a test on held-out worlds."""
 
     known: list[Known]
     hosts: dict[WorldRecord, int]
     cores: int
 
     def fitted(self) -> tuple[list[Constants], list[Pair]]:
-        """Return the constants, and pairs of predictions and measurements of left-out worlds."""
+        """Return the constants, and pairs of predictions and measurements for held-out worlds."""
         found, pairs = [], []
         for group in self.groups():
             left_out = [pair for world in self.worlds_left_out(group).values() for pair in world]
@@ -70,7 +70,7 @@ class Shared:
         return found, pairs
 
     def groups(self) -> list[list[Known]]:
-        """Return the curves of each kind of world. Kinds differ in backend, device, dtype, and one or several nodes."""
+        """Group curves by kind of world: backend, device, dtype, and whether there is more than one node."""
         groups: dict[tuple[str, str, str, bool], list[Known]] = {}
         for each in usual(self.known):
             curve = each.curve
@@ -83,12 +83,15 @@ class Shared:
         return {} if len(worlds) < LEAST_WORLDS else {world: self.world_left_out(group, world) for world in worlds}
 
     def names(self, group: Sequence[Known]) -> Sequence[str]:
-        """Return the names of the constants that apply: GPUs have their own links, and a lone rank shares no cores."""
+        """Return the names of the constants to fit: with NCCL or one rank per host, only those of the links."""
         alone = all(each.curve.ranks == self._hosts(each.curve) for each in group)
         return LINKS if group[0].curve.backend == "nccl" or alone else NAMES
 
     def world_left_out(self, group: Sequence[Known], world: tuple[int, int]) -> list[Pair]:
-        """Predict each point of a world from the other worlds. Operations that were not measured there are skipped."""
+        """Predict each point of a world from the other worlds.
+
+        Operations that were not measured in other worlds are skipped.
+        """
         others = [each for each in group if each.world != world]
         rest = Profile(name="", curves=[each.curve for each in others], constants=[self.constants(others)])
         return [
@@ -107,7 +110,7 @@ class Shared:
         points = [
             MeasuredPoint(each.curve.operation, size, each.curve.ranks, 1 if one_host else each.curve.nodes, took)
             for each in group
-            if each.curve.operation != "ping_pong"  # uses two ranks in a world of any size
+            if each.curve.operation != "ping_pong"  # it uses two ranks in a world of any size
             for size, took in each.measured
         ]
         values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The ranks of a benchmark, which meet and agree on backend and devices before anything is measured.
+"""The ranks of a benchmark. They meet and agree on backend and devices before anything is measured.
 
 No code here runs a torch operation or initializes CUDA, because the process forks later.
 """
@@ -38,7 +38,10 @@ NETWORK: Final = Path("/proc/self/ns/net")
 
 @dataclass(frozen=True)
 class RankHost:
-    """The place of a rank. Ranks with equal `machine` share cores and memory; with equal `network`, interfaces."""
+    """The place of a rank.
+
+    Ranks with equal `machine` share cores and memory. Ranks with equal `network` share interfaces.
+    """
 
     host: str
     machine: str
@@ -59,7 +62,7 @@ class BenchRanks:
 
     @property
     def prefix(self) -> str:
-        """The full key prefix of `store`, for processes that open a new connection with `connect`."""
+        """The full key prefix of `store`. Processes that open a new connection with `connect` need it."""
         return f"muster/attempt-{self.env.attempt}/{PREFIX}"
 
     def companions(self, rank: int) -> list[int]:
@@ -69,7 +72,7 @@ class BenchRanks:
         ]
 
     def counts_the_wire(self, rank: int) -> bool:
-        """Return True for one rank per network namespace, which reads the counters of the interfaces."""
+        """Return True for the one rank of each network namespace that reads the counters of the interfaces."""
         return [rank_host.network for rank_host in self.rank_hosts].index(self.rank_hosts[rank].network) == rank
 
     # Messages between launch managers -------------------------------------------------------------------------------
@@ -80,7 +83,7 @@ class BenchRanks:
             self.store.set(key, json.dumps(value))
 
     def has_been_said(self, key: str) -> bool:
-        """Return True if a value has been published; asks the store once. Errors as for `hear`."""
+        """Return True if a value has been published. This asks the store once. Errors as for `hear`."""
         with self._dialling():
             found: bool = self.store.check([key])
         return found
@@ -127,7 +130,7 @@ class BenchRanks:
         return [self.hear(f"{key}/{rank}", max(deadline - time.monotonic(), 0.001)) for rank in ranks]
 
     def part(self, timeout_s: float) -> None:
-        """Leave. The rank that serves the store waits until all others have left, but at most `timeout_s`."""
+        """Leave. The rank that serves the store waits at most `timeout_s` until all other ranks have left."""
         self.say(f"parted/{self.env.rank}", "")
         if self.env.rank == 0:
             with suppress(StartTimeoutError):  # another rank died after its last message
@@ -138,7 +141,7 @@ def check_torch(settings: BenchSettings) -> None:
     """Refuse a backend or a device that this build of torch lacks.
 
     Raises:
-        RefusedError: if torch lacks it; the message says what is missing.
+        RefusedError: if torch lacks it. The message names the missing part.
     """
     if settings.backend == "nccl" and not dist.is_nccl_available():
         raise RefusedError(
@@ -199,7 +202,10 @@ def assemble(env: RankEnv, settings: BenchSettings, timeout_s: float, arrived: C
 
 
 def hosts_of(said: Sequence[Mapping[str, Any]]) -> list[HostFacts]:
-    """Return the hosts' facts from all ranks' messages. Cores are merged, because a pinned rank knows only its own."""
+    """Return the hosts' facts from all ranks' messages.
+
+    The cores of a host's ranks are merged, because a pinned rank knows only its own cores.
+    """
     cores: dict[int, set[int]] = {}
     for each in said:
         cores.setdefault(each["node"], set()).update(each["cores"])
@@ -211,7 +217,7 @@ def rank_host_of(settings: BenchSettings) -> RankHost:
     """Describe the place of this process."""
     try:
         machine = procfs.boot_id()
-    except OSError:  # the kernel hides it
+    except OSError:  # the kernel hides the file
         machine = socket.gethostname()
     digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()
     return RankHost(socket.gethostname(), machine, f"{machine}/{NETWORK.readlink()}", digest)
@@ -221,7 +227,7 @@ def device_of(settings: BenchSettings, rank: int, peers: list[Peer]) -> torch.de
     """Choose a rank's device: its own GPU if GPUs are requested or every rank can have one, else the CPU.
 
     Raises:
-        RefusedError: if GPUs are requested, and some rank cannot have its own.
+        RefusedError: if GPUs are requested, and some rank cannot have its own GPU.
     """
     asked = settings.device == "cuda" or settings.backend == "nccl"
     if settings.device == "cpu" or (settings.backend == "gloo" and not asked):
@@ -235,7 +241,7 @@ def device_of(settings: BenchSettings, rank: int, peers: list[Peer]) -> torch.de
 
 
 def host_store(env: RankEnv) -> None:
-    """Serve the store for ranks without an agent, in a process that ends with this one.
+    """Serve the store for ranks without an agent, in a process that ends when this process ends.
 
     The process is separate, because a server's threads would make every later fork of this process unsafe.
 

@@ -5,8 +5,8 @@
     call.run()                   one call; on CUDA it is enqueued on the current stream
     call.wrong()                 number of wrong elements on this rank
 
-The classes describe which data goes where; `operations.py` adds the functions to call. In place, a sum grows with
-every call, so check it after a fill and one call.
+The classes describe which data goes where; `operations.py` adds the functions to call. In place, a sum grows with every
+call, so a check must follow a fill and exactly one call.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.ranks.fills import DTYPES, UNWRITTEN, Pattern
 from muster.collectives_bench.records import BenchCell
 
-ROOT: Final = 0  # the root's rank in the group, for operations that have a root
+ROOT: Final = 0  # rank in the group of the root, for operations that have one
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Setup:
     """The parameters of a call: the cell, its number of elements, the ranks and the device."""
 
     cell: BenchCell
-    count: int  # number of elements of S
+    count: int  # number of elements in S
     group: dist.ProcessGroup
     device: torch.device
 
@@ -49,7 +49,7 @@ class Setup:
         return self.count // self.ranks
 
     def pattern(self) -> Pattern:
-        """Return the pattern to fill buffers with."""
+        """Return the pattern with which buffers are filled."""
         summed = OPERATIONS[self.cell.operation].reduces
         return Pattern(self.cell.dtype, self.device, self.ranks if summed else 1)
 
@@ -66,7 +66,7 @@ class Call(ABC):
     def __init__(self, setup: Setup) -> None:
         self.group, self.rank, self.ranks, self.chunk = setup.group, setup.rank, setup.ranks, setup.chunk
         self.pattern = setup.pattern()
-        self.number = 0  # counts fills; it is part of the data, so that old data is detected
+        self.number = 0  # number of fills; the data depends on it, so that old data is detected
         self._later = setup.cell.call == "async"
 
     @property
@@ -87,7 +87,7 @@ class Call(ABC):
 
     @abstractmethod
     def buffers(self) -> list[Tensor]:
-        """List the allocated tensors, none of which is a view of another."""
+        """List the allocated tensors. No tensor is a view of another one."""
 
     @abstractmethod
     def refill(self) -> None:
@@ -138,7 +138,10 @@ class FromRoot(Overwritten):
 
 
 class TwoBuffers(Call):
-    """An operation with an unmodified input and an output. In place, one is part of the other."""
+    """An operation with an unmodified input and an output.
+
+    In place, the input is part of the output, or the output is part of the input.
+    """
 
     input: Tensor
     output: Tensor
@@ -178,14 +181,17 @@ class Gathered(TwoBuffers):
 
 
 class GatheredAtRoot(Gathered):
-    """An operation in which the root's output has all ranks' chunks, and other ranks have no output."""
+    """An operation in which the root's output has the chunks of all ranks, and other ranks have no output."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, has_output=setup.rank == ROOT)
 
 
 class ReduceScattered(TwoBuffers):
-    """An operation whose output is this rank's chunk of the sum. In place, it is at that chunk's place in the input."""
+    """An operation whose output is this rank's chunk of the sum.
+
+    In place, the output is at the place of that chunk in the input.
+    """
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -215,7 +221,7 @@ class Scattered(TwoBuffers):
 
 
 class Exchanged(TwoBuffers):
-    """An operation whose output has, in chunk j, the chunk that rank j has for this rank."""
+    """An operation in which chunk j of the output is the chunk that rank j has for this rank."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

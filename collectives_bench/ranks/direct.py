@@ -1,6 +1,6 @@
 """Start a benchmark without an agent: `python -m muster.collectives_bench` by hand, under torchrun, srun or mpirun.
 
-Rank 0 writes the records to `--out`, and serves the store unless the launcher does.
+Rank 0 writes the records to `--out`. It also serves the store, unless the launcher serves it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NCCL_INTERFACES: Final = "NCCL_SOCKET_IFNAME"
 OUT: Final = "bench.jsonl"
 TRUTH: Final = {"true": True, "false": False}
 
-# The types of the settings that have a command line option. Items of a list are separated by commas.
+# The settings that have a command line option, with their types. On the command line, commas separate list items.
 OPTIONS: Final[dict[str, Any]] = {
     "operation": list,
     "sizes": list,
@@ -87,7 +87,7 @@ def option_of(name: str) -> str:
 
 
 def task_of(settings: BenchSettings, args: argparse.Namespace) -> BenchTask:
-    """Detect this process's rank and network interface; return its task.
+    """Detect the rank and network interface of this process; return its task.
 
     Raises:
         RefusedError: if a launcher's variables contradict each other, an operation needs more ranks than there are,
@@ -95,12 +95,12 @@ def task_of(settings: BenchSettings, args: argparse.Namespace) -> BenchTask:
     """
     env = detect(os.environ, Flags()).env
     out = Path(args.out).absolute()
-    if env.rank == 0 and out.exists() and out.stat().st_size:  # two runs in one file would look like one run
+    if env.rank == 0 and out.exists() and out.stat().st_size:  # otherwise two runs in one file would look like one run
         raise RefusedError(f"--out {args.out}: exists already; remove it, or name another file")
     settings.check_world(env.world_size)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
     if GLOO_INTERFACES not in os.environ and (route := network.route_to(env.master_addr)):
-        os.environ[GLOO_INTERFACES] = route[0]  # gloo's default depends on the host name
+        os.environ[GLOO_INTERFACES] = route[0]  # because gloo's default depends on the host name
         os.environ.setdefault(NCCL_INTERFACES, f"={route[0]}")
     return BenchTask(settings, env, out, "bench", args.start_timeout_s)
 

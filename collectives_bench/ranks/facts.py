@@ -1,4 +1,4 @@
-"""Facts about this host that affect measurements. A fact that a container or kernel hides stays empty.
+"""Facts about this host that affect measurements. If a container or the kernel hides a fact, it stays empty.
 
 Interfaces are queried by ioctl, because /sys/class/net may show another network namespace.
 """
@@ -29,7 +29,7 @@ ETHTOOL_GSET: Final = 0x1  # <linux/ethtool.h>: struct ethtool_cmd
 ETHTOOL_GDRVINFO: Final = 0x3  # struct ethtool_drvinfo
 SETTINGS_BYTES: Final = 44
 DRIVER_BYTES: Final = 196
-PRETENDERS: Final = {"veth", "bridge", "tun", "bonding", "team", "dummy"}  # drivers that report a meaningless speed
+PRETENDERS: Final = {"veth", "bridge", "tun", "bonding", "team", "dummy"}  # drivers whose reported speed is meaningless
 UNKNOWN_SPEEDS: Final = {0, 0xFFFF, 0xFFFFFFFF}
 INTERFACE_VARIABLES: Final = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 TOLD: Final = re.compile(r"(NCCL|GLOO|OMP|TORCH|MALLOC)_\w+")
@@ -66,7 +66,10 @@ def interface_of(env: RankEnv, environ: Mapping[str, str], backend: str = "gloo"
 
 
 def _first_named(words: str) -> str:
-    """Return the first interface of a list. NCCL accepts prefixes, =NAME for an exact name, ^NAME for all others."""
+    """Return the first interface of a list.
+
+    NCCL also accepts prefixes, =NAME for an exact name, and ^NAME for all other interfaces.
+    """
     if words.startswith("^"):
         return ""
     word = words.split(",")[0]
@@ -103,7 +106,7 @@ def _ask(request: int, argument: bytes) -> bytes:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             return fcntl.ioctl(probe.fileno(), request, argument)
-        except OSError:  # no such interface, or an unsupported request
+        except OSError:  # there is no such interface, or it does not support this request
             return b""
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 PERIOD: Final = 16_411
 UNWRITTEN: Final = -1
-COMPARED: Final = 2**22  # number of elements compared at a time
+COMPARED: Final = 2**22  # number of elements that are compared at once
 MASK: Final = 2**32 - 1
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int32": torch.int32}
@@ -29,7 +29,7 @@ class Pattern:
     terms: int  # the largest number of terms in a sum
 
     def __post_init__(self) -> None:
-        if self.levels < 2:  # with only one level, no error would be detected
+        if self.levels < 2:  # with only one level, errors would not be detected
             raise ValueError(f"{self.dtype} cannot hold a sum over {self.terms} ranks exactly; measure fp32")
 
     @property
@@ -38,7 +38,7 @@ class Pattern:
         return int(EXACT[self.dtype] // self.terms)
 
     def tile(self, rank: int, call: int, *, start: int = 0, count: int = PERIOD) -> Tensor:
-        """Return the int64 numbers at `count` positions from `start`, at most PERIOD, after which they repeat."""
+        """Return the int64 numbers at `count` positions from `start`. `count` is at most PERIOD, the period."""
         places = torch.arange(start, start + min(count, PERIOD), device=self.device) % PERIOD
         mixed = (places * 0x9E3779B1 + rank * 0x85EBCA77 + call * 0xC2B2AE3D) & MASK
         for factor in (0x7FEB352D, 0x846CA68B):  # Wellons's lowbias32
@@ -57,7 +57,7 @@ class Pattern:
         rest.copy_(tile[: rest.numel()])
 
     def wrong(self, buffer: Tensor, wanted: Tensor) -> int:
-        """Count the elements of a flat buffer that differ from `wanted`, a tile repeated from the buffer's start."""
+        """Count the elements of a flat buffer that differ from repetitions of `wanted`."""
         rows, rest = _rows(buffer, wanted)
         at_once = max(COMPARED // max(wanted.numel(), 1), 1)
         parts = [rows[first : first + at_once] for first in range(0, len(rows), at_once)]
@@ -68,7 +68,7 @@ class Pattern:
         return self.wrong(buffer, self.typed(self.tile(rank, call, start=start, count=buffer.numel())))
 
     def wrong_sum(self, buffer: Tensor, call: int, *, start: int = 0, mean: bool = False) -> int:
-        """Count the elements of a flat buffer that differ from the sum (mean) over all ranks."""
+        """Count the elements of a flat buffer that differ from the sum, or the mean, over all ranks."""
         total = self.tile(0, call, start=start, count=buffer.numel())
         for rank in range(1, self.terms):
             total += self.tile(rank, call, start=start, count=buffer.numel())
@@ -81,7 +81,7 @@ def _differing(found: Tensor, wanted: Tensor) -> int:
 
 
 def _rows(buffer: Tensor, tile: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a buffer as whole tiles (tiles, PERIOD), and its rest."""
+    """Return the buffer's whole tiles, with shape (tiles, PERIOD), and the rest of the buffer."""
     period = tile.numel()
-    whole = buffer.numel() // period * period if period else 0  # if the period is 0, the buffer is empty
+    whole = buffer.numel() // period * period if period else 0  # the period is 0 if the buffer is empty
     return buffer[:whole].view(whole // max(period, 1), period), buffer[whole:]

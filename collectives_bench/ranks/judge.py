@@ -16,15 +16,15 @@ from muster.jobs.world.forked import Ended
 
 @dataclass(frozen=True)
 class WorkerEnd(Ended):
-    """The ending of one rank's worker, as seen by its launch manager; exchanged as JSON."""
+    """The ending of one rank's worker, as seen by its launch manager. Ranks exchange it as JSON."""
 
     rank: int = 0
-    cell: int | None = None  # the cell that it was measuring
-    pair: tuple[int, int] | None = None  # the pair of nodes that it measured last
+    cell: int | None = None  # the cell that the worker was measuring
+    pair: tuple[int, int] | None = None  # the pair of nodes that the worker measured last
 
     @property
     def is_cause(self) -> bool:
-        """True if the worker failed for a reason of its own."""
+        """True if the worker itself failed, not as a consequence of another rank."""
         return self.how in ("raised", "died") and not self.lost
 
 
@@ -69,7 +69,7 @@ def pair_culprit(endings: Sequence[WorkerEnd]) -> WorkerEnd | None:
     """Return the ending that shows which pair of nodes failed; None if no pair was being measured.
 
     The best evidence is a worker that failed by itself or is suspended. A worker that lost its partner is better
-    evidence than one that only waited for the round to end.
+    evidence than a worker that only waited for the end of the round.
     """
     met = [each for each in endings if each.pair is not None and each.how != "done"]
     for group in (

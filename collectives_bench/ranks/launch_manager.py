@@ -6,10 +6,10 @@
     TRY/ending/RANK          the ending of that rank's worker; the leader waits for all, then decides how to continue
     leaving/RANK             that rank has been asked to end, by SIGTERM
 
-If a launch manager dies or hangs, the attempt ends, because a rank is missing. Either the leader notices it, or the
-supervisor does and asks the leader to end. In both cases the leader first writes rows for all cells not measured. A
-worker that dies breaks its process group, so the rest of its launch is retried with fresh workers. Launch managers run
-no torch operation and have no threads, because they fork.
+If a launch manager dies or hangs, the attempt ends, because a rank is missing. Either the leader notices this, or the
+supervisor notices it and asks the leader to end. In both cases the leader first writes rows for all cells not measured.
+A worker that dies breaks its process group, so the rest of its launch is retried with fresh workers. Launch managers
+run no torch operation and have no threads, because they fork.
 """
 
 import os
@@ -33,11 +33,11 @@ from muster.jobs.basics.words import spell_ranks
 from muster.jobs.world.forked import Forked
 
 POLL_S: Final = 0.2
-VICTIM_S: Final = 1.0  # time for a worker to notice that another one has failed
+VICTIM_S: Final = 1.0  # time for a worker to notice that another worker has failed
 CAUSE_S: Final = 0.3  # the same time, if the cause of the failure is known
-STALL_MARGIN_S: Final = 1.0  # added to timeout_s, after which every wait in a group has failed
+STALL_MARGIN_S: Final = 1.0  # added to timeout_s; after that time, every wait in a group has failed
 ENDINGS_S: Final = 20.0
-NEXT_ORDER_S: Final = 600.0  # wait for the next order: long, because the leader may wait for a slow disk
+NEXT_ORDER_S: Final = 600.0  # longest wait for the next order; long, because the leader may wait for a slow disk
 LEAVE_S: Final = 2.0  # time for other ranks to report that they leave; shorter than most grace periods
 MOST_TRIES: Final = 3  # tries of a launch of pairs; later tries skip failed pairs
 GOING: Final = "the rest cannot be measured without it in this attempt"
@@ -60,7 +60,7 @@ class LaunchManager:
         self.writer = writer
         self.remaining = RemainingCells(self.cells, settings.seed)
         self._number = 0
-        self._tries = 0  # number of tries of this launch
+        self._tries = 0  # number of tries of this launch so far
         self._at: int | None = None  # the cell that the worker began last
         self._pair: tuple[int, int] | None = None  # the pair of nodes that it measured last
         self._is_asked_to_end = False
@@ -82,7 +82,7 @@ class LaunchManager:
             self._leave()
         finally:
             signal.signal(signal.SIGTERM, before)
-        if self._is_asked_to_end:  # SIGTERM arrived during the end of the last launch
+        if self._is_asked_to_end:  # SIGTERM arrived while the last launch was ending
             os.kill(os.getpid(), signal.SIGTERM)
 
     # The leader -----------------------------------------------------------------------------------------------------
@@ -111,9 +111,9 @@ class LaunchManager:
             for key in keys:
                 self._wait(key, deadline)
             return [WorkerEnd(**self.bench_ranks.hear(key, ENDINGS_S)) for key in keys]
-        except StartTimeoutError as error:  # a whole rank is gone, not only its worker, so measuring cannot continue
+        except StartTimeoutError as error:  # a whole rank is gone, not only its worker, so nothing more can be measured
             missing: list[int] = []
-            with suppress(StartTimeoutError):  # the store may be gone, too
+            with suppress(StartTimeoutError):  # the store may also be gone
                 missing = [rank for rank, key in enumerate(keys) if not self.bench_ranks.has_been_said(key)]
             self._write_rest(writer, missing, str(error), state="timeout" if missing else "failed")
             raise
@@ -173,7 +173,7 @@ class LaunchManager:
         while not self.bench_ranks.comes(key, POLL_S):
             self._check_leaving()
             if time.monotonic() >= deadline:
-                self.bench_ranks.hear(key, 0.001)  # raises an error that names the missing rank
+                self.bench_ranks.hear(key, 0.001)  # this raises an error that names the missing rank
                 return
 
     def _on_sigterm(self, *_: object) -> None:
@@ -184,11 +184,14 @@ class LaunchManager:
             raise Leaving
 
     def _leave(self) -> NoReturn:
-        """End as SIGTERM ends a process by default. The leader first records which ranks were already gone."""
+        """End this process in the way in which SIGTERM ends a process by default.
+
+        The leader first records which ranks were already gone.
+        """
         with suppress(StartTimeoutError):
             self.bench_ranks.say(f"leaving/{self.rank}", "")
             if self.writer is not None:
-                # informs the ranks that have not been asked to end
+                # this informs the ranks that have not been asked to end
                 self.bench_ranks.say(f"{self._number}/trouble", {"explained": True})
                 if missing := self._missing():
                     self._write_rest(self.writer, missing, "its process has ended, or hangs")
@@ -214,7 +217,7 @@ class LaunchManager:
         self.bench_ranks.say(f"{order.number}/ending/{self.rank}", asdict(ending))
 
     def _perform(self, order: LaunchOrder) -> WorkerEnd:
-        """Run a worker and return its ending. If it failed, report that to the other ranks first."""
+        """Run a worker and return its ending. If the worker failed, report that to the other ranks first."""
         trouble = f"{order.number}/trouble"
         worker = Forked(lambda tell, page: play(self.bench_ranks, self.settings, self.cells, order, tell, page))
         watch = StallDetector(self.settings.timeout_s)
@@ -254,7 +257,7 @@ class LaunchManager:
 
 
 class StallDetector:
-    """A detector of workers that have started no call for longer than a call may take."""
+    """Detects workers that have not started a call for longer than a call may take."""
 
     def __init__(self, timeout_s: float) -> None:
         self.limit_s = timeout_s + STALL_MARGIN_S

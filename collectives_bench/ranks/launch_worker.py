@@ -37,15 +37,15 @@ from muster.jobs.machine import load
 from muster.jobs.node.page import Page
 from muster.jobs.world.forked import Tell
 
-LEAST_INIT_S: Final = 30.0  # c10d may spend 5 s and more on name lookups when it creates a group
-PATIENCE_S: Final = 0.5  # added for ranks that wait, so that the slow call itself fails first
+LEAST_INIT_S: Final = 30.0  # when c10d creates a group, name lookups may take more than 5 s
+PATIENCE_S: Final = 0.5  # added to the time-out of ranks that wait, so that the slow call itself fails first
 FAREWELL_S: Final = 10.0
-DIGITS: Final = 2  # decimal places of microseconds
+DIGITS: Final = 2  # decimal places of times in microseconds
 
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """The work in one try of a launch. `number` counts the tries of the whole job."""
+    """The work for one try of a launch. `number` counts all tries of the job."""
 
     number: int
     launch: int
@@ -82,7 +82,7 @@ class LaunchRank:
             self.counter = wire.WireCounter(wire.interfaces_of(interface, alone=alone))
 
     def _own_store(self) -> PrefixStore:
-        """Open a new connection to the store; the existing one belongs to the launch manager."""
+        """Open a new connection to the store, because the existing one belongs to the launch manager."""
         env, timeout = self.bench_ranks.env, timedelta(seconds=max(LEAST_INIT_S, self.settings.timeout_s))
         dialled = TCPStore(
             env.master_addr, env.master_port, env.world_size, is_master=False, timeout=timeout, wait_for_workers=False
@@ -113,7 +113,7 @@ class LaunchRank:
     # Blocks ---------------------------------------------------------------------------------------------------------
 
     def read_load(self) -> Any:
-        """Exchange the loads of hosts. Return the recent load, or None for the first reading."""
+        """Exchange the loads of hosts. Return the recent load, or None at the first reading."""
         told = self.control_group.gather(load.read())
         return self.history.add(time.perf_counter(), [load.Reading(*each) for each in told])
 
@@ -175,7 +175,7 @@ class LaunchRank:
         )
 
     def _last_call(self, call: Call, nbytes: int) -> int | None:
-        """Make the call whose result is checked. In the first launch, also measure its memory."""
+        """Make the call whose result is checked. In the first launch, also measure the memory of the call."""
         if self.order.launch != 0:
             call.run()
             return None
@@ -211,7 +211,10 @@ class LaunchRank:
         )
 
     def leave(self) -> None:
-        """End together: a rank that ended before the others had read its last message would seem to have failed."""
+        """End together.
+
+        Otherwise a rank that ended before others had read its last message would seem to have failed.
+        """
         if self.store.add("left", 1) == self.size:
             self.store.set("all-left", "")
         self.store.wait(["all-left"], timedelta(seconds=FAREWELL_S + self.settings.timeout_s))
@@ -237,9 +240,9 @@ def play(
 
 
 def play_cells(stage: LaunchRank, cells: Sequence[BenchCell], tell: Tell, page: Page) -> None:
-    """Measure the cells in turn. Rank 0 reports each block when it ends."""
-    gc.freeze()  # never collect objects from before the fork
-    gc.disable()  # no garbage collection while a call is timed
+    """Measure one cell after another. Rank 0 reports each block when it ends."""
+    gc.freeze()  # so that objects from before the fork are never collected
+    gc.disable()  # so that no garbage collection runs while a call is timed
     for index in stage.order.cells:
         page.beat()
         tell({"enter": index})

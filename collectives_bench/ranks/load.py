@@ -1,7 +1,7 @@
 """The load that other processes cause on the hosts during a block (`jobs/machine/load.py`).
 
-The load of a short block is that of the last WINDOW_S seconds before its end, which may include earlier blocks, because
-the kernel counts in ticks.
+The kernel counts in ticks, so the load of a short block is measured over the last WINDOW_S seconds before its end,
+which may include earlier blocks.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ WINDOW_S: Final = 0.3
 
 
 class LoadHistory:
-    """The readings of all ranks over time. `machines` has each rank's machine id, `hosts` its host name."""
+    """The readings of all ranks over time. `machines` has the machine id of each rank, and `hosts` its host name."""
 
     def __init__(self, machines: Sequence[str], hosts: Sequence[str]) -> None:
         self.machines = machines
         self.hosts = hosts
-        self._past: list[tuple[float, list[Reading]]] = []  # (seconds, one reading per rank), oldest first
+        self._past: list[tuple[float, list[Reading]]] = []  # (time in seconds, one reading per rank), oldest first
 
     def add(self, now: float, readings: Sequence[Reading]) -> ForeignLoad | None:
         """Add the readings of all ranks at time `now`, in seconds. Return the busiest host's load in the last WINDOW_S.

@@ -2,7 +2,7 @@
 
 Libraries make hidden copies in a call: gloo's all_gather, its reduce_scatter, and its gather on the root temporarily
 allocate another S bytes. `hidden_bytes` measures this memory on one rank, `expected_hidden` predicts it, and `refusal`
-compares the need of all ranks of a host with its free memory. Sizes are in bytes; S is defined in the catalog.
+compares the need of all ranks of a host with the host's free memory. Sizes are in bytes; S is defined in the catalog.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from muster.jobs.machine import free, resident
 
 # glibc's largest threshold for mmap: a smaller copy may reuse free memory of a thread's arena.
 LEAST_MEASURED: Final = 32 * 2**20
-RANK_SLACK: Final = 16 * 2**20  # per rank: a library's thread stacks and lists, and temporaries of a check
+RANK_SLACK: Final = 16 * 2**20  # per rank: thread stacks and lists of a library, and temporary tensors of a check
 CUDA_SLACK: Final = 512 * 2**20  # per GPU: buffers that NCCL allocates when an operation is first used
 
 Share = Callable[[int, int], float]  # (S, ranks) -> bytes
@@ -40,8 +40,8 @@ def _columns(nbytes: int, ranks: int) -> float:
 HIDDEN: Final[dict[str, Share]] = {
     "all_reduce": _two_segments,
     "reduce": _two_segments,
-    "all_gather": lambda nbytes, ranks: nbytes,  # gathers into a flat copy first
-    "reduce_scatter": lambda nbytes, ranks: nbytes + _two_segments(nbytes, ranks),  # all-reduces a clone
+    "all_gather": lambda nbytes, ranks: nbytes,  # it first gathers into a flat copy
+    "reduce_scatter": lambda nbytes, ranks: nbytes + _two_segments(nbytes, ranks),  # it all-reduces a clone
     "ring_all_reduce": _columns,
     "ring_reduce_scatter": _columns,
     "tree_reduce": _columns,
@@ -52,7 +52,7 @@ HIDDEN_AT_ROOT: Final[dict[str, Share]] = {
     "gather": lambda nbytes, ranks: nbytes,
     "gather_scatter": lambda nbytes, ranks: nbytes * ranks,
 }
-# Buffers of the other ranks, for operations with a root. For the root itself, see the catalog.
+# Buffers of the ranks other than the root, for operations with a root. The catalog has those of the root.
 BUFFERS_OF_OTHERS: Final[dict[str, Share]] = {
     "gather": lambda nbytes, ranks: nbytes / ranks,
     "scatter": lambda nbytes, ranks: nbytes / ranks,
@@ -61,11 +61,13 @@ BUFFERS_OF_OTHERS: Final[dict[str, Share]] = {
 
 
 def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> int | None:
-    """Make one call and return by how much its peak exceeds the memory used before; None if it cannot be measured.
+    """Make one call. Return by how much its peak memory exceeds the memory in use before; None if it cannot be
+    measured.
 
     All ranks call this together, after a warm-up and with buffers that were written to. On the CPU, the value is VmHWM
     minus VmRSS, for S of 32 MB or more. The kernel counts in batches of pages per core, so with many cores the error is
-    some MB. On a GPU, it is torch's allocations plus memory that others, mainly NCCL, allocated and kept.
+    some MB. On a GPU, it is the sum of torch's allocations and of the memory that others, mainly NCCL, allocated and
+    kept.
     """
     if device.type == "cuda":
         return _hidden_on_cuda(run, device)
@@ -76,9 +78,9 @@ def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> 
 
 
 def expected_hidden(cell: BenchCell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
-    """Return the memory that a call is known to need beyond its buffers on one rank, in bytes."""
+    """Return the memory that a call needs beyond its buffers on one rank, in bytes, as far as it is known."""
     if backend != "gloo":
-        return 0  # NCCL works in the given buffers, and the slack covers torch's additions
+        return 0  # NCCL needs no further buffers, and the slack covers the memory that torch adds
     found = [table.get(cell.operation) for table in ((HIDDEN_AT_ROOT, HIDDEN) if root else (HIDDEN,))]
     return next((round(share(nbytes, ranks)) for share in found if share is not None), 0)
 
@@ -98,13 +100,13 @@ def needed_bytes(cell: BenchCell, nbytes: int, ranks: int, *, backend: str = "gl
 
 
 def refusal(cell: BenchCell, nbytes: int, *, ranks: tuple[int, int], memory_share: float) -> str | None:
-    """Return why a cell would not fit in this host's memory, or None.
+    """Return the reason why a cell does not fit in this host's memory, or None.
 
-    `ranks`: the number of all ranks, and the number of ranks on this host. This reads the free memory, so all ranks of
-    the host must have freed the buffers of the last cell.
+    `ranks` is the number of all ranks, and the number of ranks on this host. This reads the free memory, so all ranks
+    of the host must have freed the buffers of the last cell.
     """
     world, here = ranks
-    # gloo copies a GPU's tensors to the host first, so they need host memory, too.
+    # gloo first copies tensors of a GPU to the host, so they also need host memory.
     other = needed_bytes(cell, nbytes, world, root=False)
     root = needed_bytes(cell, nbytes, world, root=True)
     needed = other * (here - 1) + max(root, other)
@@ -112,7 +114,10 @@ def refusal(cell: BenchCell, nbytes: int, *, ranks: tuple[int, int], memory_shar
 
 
 def gpu_refusal(cell: BenchCell, nbytes: int, *, ranks: int, memory_share: float) -> str | None:
-    """Return why a cell would not fit in the current GPU, or None. Only for workers, because it initializes CUDA."""
+    """Return the reason why a cell does not fit in the current GPU, or None.
+
+    Only workers may call this, because it initializes CUDA.
+    """
     free_bytes, _ = torch.cuda.mem_get_info()
     # memory that torch has reserved and would reuse
     free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""The clock for NCCL, which times calls with GPU events, after a busy-wait that hides Python's overhead.
+"""The clock for NCCL. It times calls with GPU events, after a busy-wait that hides Python's overhead.
 
     stream   | busy-wait ~2 ms | tiny all_reduce | event | call ... | event |
     Python   enqueues all of it while the GPU waits
@@ -34,7 +34,7 @@ class StreamClock:
         self.device = device
         self.token = torch.zeros(1, device=device)
         self.cycles = 0
-        self._align()  # NCCL connects in the first call
+        self._align()  # because NCCL connects in the first call
         torch.cuda.synchronize(device)
         self.cycles = self._cycles_of_busy_wait()
 
@@ -48,7 +48,7 @@ class StreamClock:
         for _ in range(calls):
             run()
         end.record()
-        self.control_group.beat()  # marks this rank as waiting, not as the one waited for
+        self.control_group.beat()  # this rank reports that it waits, so it is not the rank for which others wait
         end.synchronize()
         elapsed_ms: float = begin.elapsed_time(end)
         return elapsed_ms * US_PER_MS / calls

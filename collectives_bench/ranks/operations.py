@@ -1,4 +1,4 @@
-"""The table of all operations of `catalog.py` as classes to call."""
+"""The table of all operations of `catalog.py`, with the classes that run them."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -44,7 +44,10 @@ class SendRecv(FromPeer):
 
 
 class PingPong(FromPeer):
-    """A ping-pong: rank 0 sends to rank 1, which replies after it has received all. Other ranks do nothing."""
+    """A ping-pong: rank 0 sends a message to rank 1, which replies after it has received the whole message.
+
+    Other ranks do nothing.
+    """
 
     parts = 2
 
@@ -84,7 +87,7 @@ class Barrier(Call):
 
 
 class GatherScatterMean(Overwritten):
-    """The mean over ranks, computed on the root, which gathers, adds in rank order, divides and scatters."""
+    """The mean over ranks, computed by the root: it gathers, adds in rank order, divides and scatters."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -102,7 +105,7 @@ class GatherScatterMean(Overwritten):
             self.buffer += other
         if is_root:
             self.buffer /= self.ranks
-        mine = self.others[0] if is_root else self.buffer  # the root has its mean already
+        mine = self.others[0] if is_root else self.buffer  # the root already has the mean
         dist.scatter(mine, [self.buffer] * self.ranks if is_root else None, group_src=ROOT, group=self.group)
 
     def wrong(self) -> int:
@@ -139,7 +142,7 @@ CALLS: Final[dict[str, type[Call]]] = {
     "send_recv": SendRecv,
     "ping_pong": PingPong,
     "barrier": Barrier,
-    # Muster's own operations, to compare with the library's.
+    # Muster's own operations, for comparison with the library's.
     "ring_all_reduce": _of(Summed, lambda c, _: primitives.ring_all_reduce(c.buffer, c.group)),
     "ring_reduce_scatter": _of(
         ReduceScattered, lambda c, _: primitives.ring_reduce_scatter(c.parts_of_input, c.output, c.group)
@@ -153,11 +156,11 @@ CALLS: Final[dict[str, type[Call]]] = {
     "gather_scatter": GatherScatterMean,
 }
 MESSAGES: Final = frozenset({"send_recv", "ping_pong"} | {name for name, each in OPERATIONS.items() if each.ours})
-COLLECTIVE: Final = "gather_scatter"  # Muster's operation that uses the library's gather and scatter
+COLLECTIVE: Final = "gather_scatter"  # the only operation of Muster that uses the library's gather and scatter
 
 
 def unsupported(cell: BenchCell, backend: str, device: torch.device | str) -> str | None:
-    """Return why a cell cannot be measured here, or None. Call it before `prepare`."""
+    """Return the reason why a cell cannot be measured here, or None. Call this before `prepare`."""
     kind = torch.device(device).type
     if backend == "nccl" and kind != "cuda":
         return f"nccl supports only GPU tensors, but these are on {kind}: set device: cuda, or backend: gloo"

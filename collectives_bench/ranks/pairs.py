@@ -29,13 +29,13 @@ from muster.collectives_bench.settings import BenchSettings
 from muster.ddp.primitives import begin, wait
 
 REPETITIONS: Final = 3
-PINGS: Final = 20  # per pair, after the warm-up
+PINGS: Final = 20  # number per pair, after the warm-up
 WARM_PINGS: Final = 3
-LEAST_MESSAGES: Final = 2  # per pair, in each direction
+LEAST_MESSAGES: Final = 2  # number per pair, in each direction
 MOST_MESSAGES: Final = 30
 NOTE_BYTES: Final = 8
 US: Final = 1e6
-LEAST_US: Final = 0.01  # a time below the latency is only noise
+LEAST_US: Final = 0.01  # a transfer time below the latency is only noise
 DIGITS: Final = 3
 
 Link = tuple[int, int]  # two nodes
@@ -43,7 +43,10 @@ Link = tuple[int, int]  # two nodes
 
 @dataclass(frozen=True)
 class PairTests:
-    """The measurement of all pairs of nodes, on one rank. `group` is measured, `control_group` is not."""
+    """The measurement of all pairs of nodes, on one rank.
+
+    Messages over `group` are measured, messages over `control_group` are not.
+    """
 
     bench_ranks: BenchRanks
     settings: BenchSettings
@@ -62,7 +65,7 @@ class PairTests:
         All ranks call this and get the same records. `meets` is called with this rank's next pair, or None if it rests.
 
         Raises:
-            RuntimeError: if a pair could not be measured; the message names it.
+            RuntimeError: if a pair could not be measured. The message names the pair.
         """
         env, settings = self.bench_ranks.env, self.settings
         told = [
@@ -113,7 +116,7 @@ def pair_record(bench_ranks: BenchRanks, launch: int, pair: Link, nbytes: int, *
 
 @dataclass
 class _PairRank:
-    """The rank that measures for its node. Its times, in microseconds, are stored by the other node of the pair."""
+    """The rank that measures for its node. It stores its times in microseconds, by the other node of the pair."""
 
     settings: BenchSettings
     group: dist.ProcessGroup
@@ -129,7 +132,7 @@ class _PairRank:
         self.terms = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def meet(self, nodes: tuple[int, int], rank_of_node: dict[int, int], *, leads: bool) -> None:
-        """Measure one pair; `leads` if this is the pair's first node."""
+        """Measure one pair. `leads` is True on the pair's first node."""
         other = nodes[1] if leads else nodes[0]
         try:
             self._visit(other, rank_of_node[other], leads=leads)
@@ -151,7 +154,7 @@ class _PairRank:
             self._answer(self.load, peer)
             self._receive(self.terms, peer)
         messages, latency_us = self.terms.tolist()
-        # In this direction, the uncounted first message has been sent already.
+        # In this direction, the first message, which is not counted, has already been sent.
         for uncounted, mine in ((0, leads), (1, not leads)):
             for number in range(uncounted + int(messages)):
                 if mine:
@@ -190,7 +193,7 @@ def _measured(here: _PairRank, pair: Link | None) -> list[dict[str, Any] | None]
     """Return a rank's measurements with its partner of this round: latency and transfers."""
     found = []
     for measured in (here.latency_us, here.sent_us):
-        samples = [each for node in pair or () for each in measured.get(node, ())]  # none if this rank rests
+        samples = [each for node in pair or () for each in measured.get(node, ())]  # no partner if this rank rests
         found.append(SampleTimes.of([round(each, DIGITS) for each in samples]).model_dump() if samples else None)
     return found
 

@@ -1,8 +1,8 @@
-"""The cells that remain to be measured or are skipped after failures. Pure; used by rank 0's launch manager.
+"""The cells that remain to be measured or are skipped after failures. Pure; the launch manager of rank 0 uses it.
 
-If an operation fails, its other cells are skipped in that launch. If it fails in MOST_FAILURES launches, it is skipped
-in all launches. A launch whose ranks did not start to measure is tried a second time. After MOST_FAILURES launches that
-measured nothing, no more launches begin. Skipped cells get rows, too.
+If an operation fails, its other cells are skipped in that launch. An operation that has failed in MOST_FAILURES
+launches is skipped in all later launches. If the ranks of a launch did not start to measure, it is tried a second time.
+After MOST_FAILURES launches that measured nothing, no more launches begin. Skipped cells also get rows.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from muster.collectives_bench.records import BenchCell
 from muster.collectives_bench.sizes import size_text
 
 MOST_FAILURES: Final = 2  # launches
-MOST_STARTS: Final = 2  # tries of a launch
+MOST_STARTS: Final = 2  # number of tries of a launch
 
 Skipped = tuple[int, str]  # the cell, and the reason
 
@@ -27,7 +27,7 @@ class RemainingCells:
         self.launch = -1
         self.left: list[int] = []
         self._starts = 0
-        self._failed: dict[str, set[int]] = {}  # by operation: the launches in which it failed
+        self._failed: dict[str, set[int]] = {}  # the launches in which an operation failed, by operation
         self._empty: list[str] = []  # the reasons of launches that measured nothing
 
     def begin(self, launch: int) -> list[Skipped]:

@@ -1,6 +1,7 @@
-"""The result file of a benchmark: first the header, then blocks as they finish, `end` when all is measured.
+"""The result file of a benchmark: first the header, then each block when it is finished, and `end` when everything is
+measured.
 
-Only rank 0 writes it.
+Only rank 0 writes the file.
 """
 
 import time
@@ -25,7 +26,7 @@ BAD: Final[tuple[State, ...]] = ("wrong", "failed", "timeout")
 
 
 class ResultWriter:
-    """A writer of records, which counts them by state."""
+    """A writer of records. It counts them by state."""
 
     def __init__(
         self, path: Path, bench_ranks: BenchRanks, settings: BenchSettings, *, name: str, say: Callable[[str], None]
@@ -100,7 +101,7 @@ class ResultWriter:
         return tuple(self._failed_pairs)
 
     def end_pairs(self, launch: int, reason: str = "", state: State = "failed") -> None:
-        """Write all pairs of a launch. `reason`: why some were not measured."""
+        """Write all pairs of a launch. `reason` says why some pairs were not measured."""
         for pair in combinations(range(self.bench_ranks.world.nodes), 2):
             missing = pair_record(self.bench_ranks, launch, pair, self.settings.pair_bytes, state=state, reason=reason)
             record = self._pairs.get(pair) or missing.model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""The entry point of a rank of a `bench:` job, which runs hello or the launch manager (`launch_manager.py`)."""
+"""The entry point of a rank of a `bench:` job. It runs hello or the launch manager (`launch_manager.py`)."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.world.guard import FAILED, complain, guarded, make_own_folder, measured, show_stacks
 
 FAREWELL_S: Final = 10.0
-PAIRS: Final = BenchCell(operation="pairs", dtype="fp32", asked_bytes=0, place="out")  # one cell for all pairs
+PAIRS: Final = BenchCell(operation="pairs", dtype="fp32", asked_bytes=0, place="out")  # all pairs are one cell
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def run_rank(payload: dict[str, Any]) -> int:
     """Run one rank of a `bench:` job in a fork of the warm process; return the exit code."""
     show_stacks()
     settings = BenchSettings.model_validate(payload["job"]["settings"])
-    job = Job.model_validate({**payload["job"], "settings": settings})  # unset keys get their defaults
+    job = Job.model_validate({**payload["job"], "settings": settings})  # keys that are not set get their defaults
     if settings.is_hello:
         return run_operation(settings, job.start_timeout_s)
     env = ranks.read(os.environ)

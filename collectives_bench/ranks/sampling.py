@@ -1,8 +1,9 @@
 """The timing of one cell: warm up, take single samples until they are precise enough, then run a loop without pauses.
 
-Every rank times its own calls; the time of a call is that of the slowest rank. Ranks exchange their times over a
-separate gloo group, batch by batch, so that all have the same numbers and stop at the same call. The method follows
-Hoefler & Belli, "Scientific Benchmarking of Parallel Computing Systems" (SC'15), and ReproMPI (Hunold & Carpen-Amarie).
+Every rank times its own calls. The time of a call is its time on the slowest rank. Ranks exchange their times over a
+separate gloo group, batch by batch, so that all ranks have the same numbers and stop at the same call. The method
+follows Hoefler & Belli, "Scientific Benchmarking of Parallel Computing Systems" (SC'15), and ReproMPI (Hunold &
+Carpen-Amarie).
 """
 
 import json
@@ -22,7 +23,7 @@ from muster.jobs.measuring import stats
 Run = Callable[[], None]
 
 WARM_UP_S: Final = 0.5
-AGREE: Final = 0.2  # warm-up ends when two successive calls differ by less than this
+AGREE: Final = 0.2  # warm-up ends when the times of two successive calls differ by less than this share
 LEAST_WARM_UP: Final = 2
 BATCH_S: Final = 0.025
 MOST_IN_BATCH: Final = 50
@@ -48,11 +49,11 @@ class Clock(Protocol):
         """Time back-to-back calls after a barrier; return the time of one call."""
 
     def host(self, run: Run, calls: int) -> float | None:
-        """Return the time until a call returns to Python; None if that is the time of the call itself."""
+        """Return the time until a call returns to Python; None if a call returns only when it has finished."""
 
 
 class ControlGroup:
-    """A gloo group over which ranks exchange numbers. It is never the measured group."""
+    """A gloo group over which ranks exchange numbers. It is never the group that is measured."""
 
     def __init__(self, group: dist.ProcessGroup, beat: Callable[[], None]) -> None:
         self.group = group
@@ -88,14 +89,14 @@ class ControlGroup:
         """
         text = json.dumps(mine).encode()
         longest = int(self.largest(len(text)))
-        own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)  # (bytes,), padded with spaces
+        own = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)  # shape (bytes,), padded with spaces
         everybody = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(everybody, own, group=self.group)
         return [json.loads(bytes(each.tolist())) for each in everybody]
 
 
 class HostClock:
-    """The clock for gloo. A call is over when it returns or, on a GPU, when the device is idle."""
+    """The clock for gloo. On a CPU, a call is over when it returns; on a GPU, when the device is idle."""
 
     pause_s = 0.0002
 
@@ -132,7 +133,7 @@ class Samples:
 
     @property
     def lateness(self) -> list[float]:
-        """The median, for each rank, of its share of the slowest rank's time."""
+        """For each rank, the median over calls of its time as a share of the slowest rank's time."""
         return [
             round(
                 median(
@@ -145,7 +146,10 @@ class Samples:
 
 
 class CallSampler:
-    """A sampler that times the calls of one cell after another. `parts`: the number of one-way transfers in a call."""
+    """A sampler that times the calls of one cell after another.
+
+    `parts` is the number of one-way transfers in a call.
+    """
 
     def __init__(self, clock: Clock, control_group: ControlGroup, settings: BenchSettings) -> None:
         self.clock = clock
@@ -154,12 +158,12 @@ class CallSampler:
         self._began = time.perf_counter()
 
     def first(self, run: Run) -> float:
-        """Make the first call, with which the block's time budget starts; return its time on the slowest rank."""
+        """Make the first call, and start the block's time budget; return the time of the call on the slowest rank."""
         self._began = time.perf_counter()
         return self._one(run)
 
     def warm_up(self, run: Run, first_us: float) -> int:
-        """Call until two successive calls take about the same time; return the number of calls, with the first one."""
+        """Call until two successive calls take about the same time; return the number of calls, including the first."""
         before, spent_us, calls = first_us, first_us, 1
         while True:
             now = self._one(run)
@@ -170,10 +174,10 @@ class CallSampler:
             before = now
 
     def latency(self, run: Run) -> Samples:
-        """Take samples until their interval is narrow enough or the time is over, but at least `least_samples`.
+        """Take at least `least_samples` samples, until their interval is narrow enough or the time is over.
 
         Raises:
-            TooSlowError: if a call took longer than `timeout_s`. `first` and `warm_up` raise it, too.
+            TooSlowError: if a call took longer than `timeout_s`. `first` and `warm_up` also raise this error.
         """
         settings = self.settings
         by_rank: list[list[float]] = [[] for _ in range(self.control_group.size)]
@@ -201,7 +205,7 @@ class CallSampler:
         return self.control_group.largest(self.clock.loop(run, calls))
 
     def host(self, run: Run) -> float | None:
-        """Return the microseconds until a call returns to Python on the slowest rank; None if the clock cannot tell."""
+        """Return the microseconds until a call returns to Python on the slowest rank; None if that is not measured."""
         mine = self.clock.host(run, MOST_IN_BATCH)
         return None if mine is None else self.control_group.largest(mine)
 

@@ -4,10 +4,10 @@
     payload      bytes - headers x packets - retransmitted bytes
     a call       (smallest of some windows - smallest of some windows without calls) / k
 
-The counters belong to this process's network namespace, in which all ranks of a host share one loopback. One rank per
-namespace reads them, and the results are summed. Other traffic only adds bytes, so the smallest window is used,
-preferably one without retransmission. An acknowledgement has only headers and counts as 0. Traffic that bypasses the
-interfaces (shared memory, NVLink, RDMA) is not counted, so this is for gloo.
+The counters belong to the network namespace of this process, in which all ranks of a host share one loopback interface.
+One rank per namespace reads the counters, and the results are summed. Other traffic only adds bytes, so the smallest
+window is used, preferably one without retransmission. An acknowledgement consists only of headers, so it counts as 0.
+Traffic that bypasses the interfaces (shared memory, NVLink, RDMA) is not counted, so this is for gloo.
 """
 
 import math
@@ -26,22 +26,22 @@ COUNTERS: Final = Path("/proc/self/net/dev")
 PROTOCOLS: Final = Path("/proc/self/net/snmp")
 TIMESTAMPS: Final = Path("/proc/sys/net/ipv4/tcp_timestamps")
 LOOPBACK: Final = "lo"
-SENT_BYTES, SENT_PACKETS = 8, 9  # columns in a line of /proc/net/dev, after the name
-ETHERNET, IP, TCP, STAMP = 14, 20, 20, 12  # bytes of headers; the loopback has an Ethernet header, too
+SENT_BYTES, SENT_PACKETS = 8, 9  # columns in a line of /proc/net/dev, counted after the name
+ETHERNET, IP, TCP, STAMP = 14, 20, 20, 12  # bytes of headers; the loopback interface also counts an Ethernet header
 
-WINDOW_BYTES: Final = 8 * 2**20  # a window moves at least this much, so that a stray packet does not matter
+WINDOW_BYTES: Final = 8 * 2**20  # least bytes sent in a window, so that a single foreign packet does not matter
 MOST_CALLS: Final = 64
-AGREE: Final = 0.003  # windows are added until the two smallest differ by no more than this
+AGREE: Final = 0.003  # more windows are measured until the two smallest differ by no more than this
 MOST_WINDOWS: Final = 8
-MOST_LARGE_WINDOWS: Final = 3  # for calls of more than LARGE bytes
+MOST_LARGE_WINDOWS: Final = 3  # number for calls of more than LARGE bytes
 LARGE: Final = 2**30
 
 
 class WireCounter:
     """A counter of the payload sent by some interfaces of this network namespace. Every counted packet has one header.
 
-    This also holds for packets of 64 KB that a card splits later: they are either counted before they are split, or
-    every piece is counted with its own header.
+    This also holds for packets of 64 KB that a card splits later: the interface counts them either before the split, or
+    as pieces that each have a header.
     """
 
     def __init__(self, interfaces: Iterable[str]) -> None:
@@ -61,7 +61,7 @@ class WireCounter:
         return max(0.0, float(sent - packets * self.header_bytes - again * self._segment))
 
     def sent_again(self) -> int:
-        """Return the number of retransmitted segments that `sent` includes: 0 unless only loopback is counted."""
+        """Return the number of retransmitted segments that `sent` includes. It is 0 unless only loopback is counted."""
         return 0 if self._segment else self._read()[-1] - self._begin[-1]
 
     def _read(self) -> tuple[int, int, int]:
@@ -79,8 +79,8 @@ class WireCounter:
 def interfaces_of(interface: str, *, alone: bool) -> list[str]:
     """Return the interfaces of the ranks' traffic: loopback if ranks share a host, and the interface to other hosts.
 
-    Traffic from a host to its own addresses uses loopback, even if another interface has the address. `alone`: whether
-    all ranks share one network namespace.
+    Traffic from a host to its own addresses uses loopback, even if another interface has the address. `alone` is True
+    if all ranks share one network namespace.
     """
     return [LOOPBACK] if alone or not interface else sorted({LOOPBACK, interface})
 
@@ -100,7 +100,7 @@ def audit(
     """Count the bytes that all ranks send in one call. All ranks call this together, after a warm-up.
 
     `counter` is None on ranks that share a network namespace with a lower rank; rank 0 always has a counter. `control`
-    is a gloo group of all ranks, whose own messages are subtracted.
+    is a gloo group of all ranks. The bytes of its own messages are subtracted.
     """
     ranks = control.size()
     known = known_wire(cell, nbytes, ranks)
@@ -126,7 +126,10 @@ def calls_of(known_bytes: float) -> int:
 
 
 class _Window(NamedTuple):
-    """The traffic of all namespaces in one window. The order of the fields sorts windows by retransmission first."""
+    """The traffic of all namespaces in one window.
+
+    Retransmission is the first field, so that windows are sorted by it first.
+    """
 
     sent_again: float  # segments
     payload: float  # bytes
@@ -142,7 +145,7 @@ def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, co
     dist.barrier(control)
     if counter is not None:
         counter.start()
-    dist.barrier(control)  # no rank makes calls before all have begun to count
+    dist.barrier(control)  # no rank makes calls before all ranks have begun to count
     for _ in range(calls):
         run()
     dist.barrier(control)
@@ -153,7 +156,7 @@ def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, co
 
 
 def _sent_again() -> int:
-    """Return the number of segments that TCP has retransmitted in this namespace, nearly all of full size."""
+    """Return the number of segments that TCP has retransmitted in this namespace. Nearly all have full size."""
     lines = [line.split() for line in PROTOCOLS.read_text(encoding="ascii").splitlines() if line.startswith("Tcp:")]
     names, values = lines[0], lines[1]
     return int(values[names.index("RetransSegs")])

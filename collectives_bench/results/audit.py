@@ -54,7 +54,7 @@ def lines(rows: "Sequence[BenchRow]") -> list[str]:
 
 
 def memory(rows: "Sequence[BenchRow]") -> list[str]:
-    """Format the memory that calls allocate beyond our buffers, if known: per operation, at its largest size."""
+    """Format the known memory of calls beyond Muster's buffers: one number per operation, at its largest size."""
     largest: dict[tuple[WorldRecord, str, str, str], BenchRow] = {}
     for row in rows:
         if row.hidden_bytes is not None and row.nbytes:
@@ -70,7 +70,7 @@ def _off(wire: WireBytes) -> str:
 
 
 def _verdict(operation: str, wire: WireBytes) -> str:
-    """Describe the deviation, with its reason if it is known."""
+    """Describe the deviation, and its reason if that is known."""
     if wire.best_bytes < LEAST_JUDGED:
         return f"not compared below {size_text(LEAST_JUDGED)}, where headers matter"
     return deviation(operation, wire) or "as the formula"

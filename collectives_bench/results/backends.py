@@ -1,4 +1,4 @@
-"""One table of the same cells on several backends, side by side.
+"""A table that shows the same cells on several backends side by side.
 
 # 1 node x 2 ranks              gloo on cpu              nccl on cuda          nccl / gloo
 # cell                       time (us)    busbw      time (us)     busbw        time

@@ -2,7 +2,7 @@
 
 This module uses the facts that hosts record; `symptoms.py` uses the numbers themselves. If the result contains both
 sides (runs with different congestion control, worlds with and without enough cores, blocks with and without foreign
-load), the cost is measured in it. Otherwise the finding quotes a cost measured elsewhere, and says so.
+load), the cost is computed from the result. Otherwise the finding quotes a cost measured elsewhere, and says so.
 """
 
 import re
@@ -20,11 +20,11 @@ from muster.jobs.measuring.compare import RowVerdict, comparison
 # Slowdowns by bbr against reno, measured with gloo at 100 MB on the loopback of a 2-core machine, kernel 6.18.
 BBR_ALL_REDUCE: Final = 1.35
 BBR_SEND: Final = 2.2
-STALL_S: Final = 4.5  # a slower start has waited for a name server, which a resolver does for 5 s
-SLOW_LINK: Final = 0.5  # if the best speed is below this share of the interface's, it is reported
+STALL_S: Final = 4.5  # a slower start has waited for a name server, for which a resolver waits 5 s
+SLOW_LINK: Final = 0.5  # a best speed below this share of the interface's speed is reported
 LARGE_BYTES: Final = 4 * 2**20
 FAST_MBIT: Final = 10_000
-HEADERS_BYTES: Final = 66  # of every packet: Ethernet, IP, and TCP with time stamps
+HEADERS_BYTES: Final = 66  # headers of every packet: Ethernet, IP, and TCP with time stamps
 VIRTUAL: Final = re.compile(r"docker|veth|br-|virbr|cni|flannel|cali|tun|tap|wg|zt|tailscale")
 # Variables that change results, with their effects.
 VARIABLES: Final[dict[str, str]] = {
@@ -74,7 +74,7 @@ def _between_nodes(result: Result) -> list[BenchHeader]:
 
 
 def congestion_control(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
-    """Report TCP's congestion control if it is bbr or differs, with its cost if two runs can be compared."""
+    """Report TCP's congestion control if it is bbr or differs between hosts, with its cost if runs can be compared."""
     hosts = _hosts(_over_tcp(result))
     names = sorted({host.congestion_control for host in hosts} - {""})
     slow = [host for host in hosts if _is_bbr(host.congestion_control)]
@@ -115,7 +115,10 @@ def _is_bbr(name: str) -> bool:
 
 
 def _measured_control(result: Result) -> tuple[str, str, RowVerdict[BenchRow], float] | None:
-    """Compare runs that differ in congestion control. Return two names, and the verdict and ratio of the first."""
+    """Compare runs that differ in congestion control.
+
+    Return the two names, and the verdict and time ratio of the first name.
+    """
     blocks: dict[str, list[Block]] = {}
     for header in result.headers:
         controls = {host.congestion_control for host in header.hosts}
@@ -127,21 +130,21 @@ def _measured_control(result: Result) -> tuple[str, str, RowVerdict[BenchRow], f
     one, other = sorted(blocks, key=lambda name: not name.startswith("bbr"))[:2]
     try:
         found = comparison(rows_of(Result(blocks=blocks[other])), rows_of(Result(blocks=blocks[one])))
-    except RefusedError:  # no row was measured with both
+    except RefusedError:  # no row was measured in both runs
         return None
     verdicts = [each for each in (found.together, *found.rows) if each.ratio is not None]
     return (one, other, verdicts[0], verdicts[0].ratio or 1.0) if verdicts else None
 
 
 def _blocks_of(header: BenchHeader, result: Result) -> list[Block]:
-    """Return a run's blocks, which are those of its world between its header and the next."""
+    """Return a run's blocks: those of its world between its header and the next header."""
     later = [each.time for each in result.headers if each.world == header.world and each.time > header.time]
     end = min(later, default=float("inf"))
     return [block for block in result.blocks if block.world == header.world and header.time <= block.time < end]
 
 
 def interface(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
-    """Report an interface between nodes that does not lead to the network, or whose speed does not fit the results."""
+    """Report an interface between nodes if it does not lead to the network, or if its speed contradicts the results."""
     headers = _between_nodes(result)
     hosts = _hosts(headers)
     advice = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the right one (ip -br addr lists them)"
@@ -157,7 +160,7 @@ def interface(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
         slow = [host for host in hosts if host.speed_mbit == min(speeds)]
         yield Finding(
             f"the speeds of links differ: {min(speeds)} and {max(speeds)} Mbit/s",
-            f"the slowest on {_names(slow)}, {slow[0].interface}",
+            f"the slowest is on {_names(slow)}, {slow[0].interface}",
             f"up to {max(speeds) / min(speeds):.3g}x, because the slowest link limits a ring",
             f"check its cable and switch port, or {advice}",
             factor=max(speeds) / min(speeds),
@@ -192,14 +195,14 @@ def _unused_speed(
 
 
 def packets(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
-    """Report an mtu between nodes that is small or differs."""
+    """Report the mtu between nodes if it is small or differs between hosts."""
     hosts = [host for host in _hosts(_between_nodes(result)) if host.mtu]
     sizes = sorted({host.mtu for host in hosts if host.mtu})
     if len(sizes) > 1:
         small = [host for host in hosts if host.mtu == sizes[0]]
         yield Finding(
             f"the mtu differs: {sizes[0]} and {sizes[-1]}",
-            f"the smallest on {_names(small)}",
+            f"the smallest is on {_names(small)}",
             "large packets may be dropped between them, which looks like a hang; not measured here",
             f"set the same on all: ip link set DEVICE mtu {sizes[0]}",
         )
@@ -245,13 +248,13 @@ def stall_at_start(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding
 
 
 def variables(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
-    """Report environment variables that change results, and those that differ between hosts."""
+    """Report environment variables that change results or differ between hosts."""
     hosts = _hosts(result.headers)
     for name in sorted({name for host in hosts for name in host.environment}):
         values = sorted({host.environment.get(name, "") for host in hosts})
         if len(values) > 1 and not name.endswith("_IFNAME"):
             yield Finding(
-                f"{name} is not the same on all hosts",
+                f"{name} differs between hosts",
                 ", ".join(value or "unset" for value in values),
                 "ranks with different values may hang or give different results; not measured here",
                 "set the same value on all, in the job's env: section",

@@ -62,7 +62,7 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def write_csv(rows: Sequence[BenchRow], path: Path) -> None:
-    """Write rows as CSV. Values that were not measured are empty. Errors as for `recorded.write`."""
+    """Write rows as CSV. Cells of values that were not measured are empty. Errors as for `recorded.write`."""
     write_table(COLUMNS, ([value(row) for value in COLUMNS.values()] for row in rows), path)
 
 

@@ -56,7 +56,10 @@ def bandwidths(pairs: Sequence[Pair]) -> Value:
 
 
 def latencies(pairs: Sequence[Pair]) -> Value:
-    """Return the latency in microseconds between two nodes, the median over launches. It is the same both ways."""
+    """Return the latency in microseconds between two nodes, the median over launches.
+
+    It is the same in both directions.
+    """
     found: dict[tuple[int, int], list[float]] = {}
     for pair in pairs:
         timing: SampleTimes | None = pair.latency

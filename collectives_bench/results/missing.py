@@ -11,14 +11,14 @@ from muster.jobs.basics.words import counted
 
 MOST_BLOCKS: Final = 1_000_000
 
-NOT_REPEATED = ("refused", "unsupported")  # one block in such a state counts for all launches
+NOT_REPEATED = ("refused", "unsupported")  # one block in such a state stands for all launches
 
 Key = tuple[WorldRecord, int, BenchCell | None]
 
 
 @dataclass(frozen=True)
 class Missing:
-    """The number of requested and of measured blocks (or pairs), and the number of rows without any block."""
+    """The numbers of requested blocks (or pairs), of measured ones, and of rows without any block."""
 
     asked: int
     found: int
@@ -37,7 +37,7 @@ def missing(result: Result) -> Missing:
     """Compare a result with the settings in its headers.
 
     Raises:
-        JobFileError: if the settings request more blocks than any run would have.
+        JobFileError: if the settings request more blocks than a run can have.
     """
     asked: Counter[Key] = Counter()
     for header in result.headers:

@@ -26,7 +26,7 @@ MOST_TICKS: Final = 7
 
 @dataclass(frozen=True)
 class PlotAxis:
-    """The horizontal axis of a plot: its value for a row, and how the rows are divided into columns and lines."""
+    """The horizontal axis of a plot: the value of a row on it, and the division of rows into columns and lines."""
 
     label: str
     value: "Callable[[BenchRow], int]"
@@ -36,7 +36,7 @@ class PlotAxis:
 
 
 def plot(rows: "Sequence[BenchRow]", path: Path, axis_name: str = "size") -> None:
-    """Draw rows as a plot and write it to a file. `axis_name`: a key of AXES.
+    """Draw rows as a plot and write it to a file. `axis_name` is a key of AXES.
 
     Raises:
         NothingToPlotError: if no row has a size and a time.
@@ -77,7 +77,7 @@ def way_of(row: "BenchRow") -> str:
 
 
 def way_and_size(row: "BenchRow") -> str:
-    """Return the name of a line over ranks; with several nodes it also has the ranks per node."""
+    """Return the name of a line over ranks. With several nodes, the name also has the number of ranks per node."""
     per_node = f", {row.world.ranks_per_node}/node" if row.world.nodes > 1 and row.world.ranks_per_node > 1 else ""
     return f"{way_of(row)} {size_text(row.cell.asked_bytes)}{per_node}"
 
@@ -95,7 +95,7 @@ AXES: Final = {
 
 
 def _draw(panel: Any, rows: "Sequence[BenchRow]", ways: Sequence[str], what: str, axis: PlotAxis) -> None:
-    """Draw one panel. A way has the same colour and mark in all panels."""
+    """Draw one panel. A way to call an operation has the same colour and marker in all panels."""
     from matplotlib.ticker import FuncFormatter
 
     for number, way in enumerate(ways):
@@ -127,7 +127,7 @@ def _point(row: "BenchRow", what: str) -> tuple[float, float, float] | None:
 
 
 def _name_values(panel: Any) -> None:
-    """Label one value per decade, or the values 1, 2 and 5 of each if the axis spans less than two decades."""
+    """Label one value per decade, or three (1, 2 and 5) if the axis spans less than two decades."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = panel.get_ylim()

@@ -12,12 +12,12 @@ from muster.jobs.measuring.launches import LaunchTimes, MeasuredRow, over_launch
 from muster.jobs.measuring.stats import quantile, spread
 
 STEAL_LIMIT: Final = 0.02
-SPREAD_LIMIT: Final = 0.30  # (slowest - fastest launch) / median; twice the usual value on a shared machine
-FIRST_CALL_LIMIT: Final = 5.0  # multiple of the median; on a loopback, the first calls of 90 % of cells were below it
-LATE_MARGIN: Final = 0.10  # how much later the last rank is than the second-to-last one, as a share of the call's time
-LATE_CHANCE: Final = 0.07  # acceptable chance that one of equally fast ranks is last in every launch
+SPREAD_LIMIT: Final = 0.30  # limit of (slowest - fastest launch) / median; twice the usual value on a shared machine
+FIRST_CALL_LIMIT: Final = 5.0  # limit, in medians; on a loopback, first calls in 90 % of cells were faster
+LATE_MARGIN: Final = 0.10  # least lag of the last rank behind the second-to-last rank, as a share of the call's time
+LATE_CHANCE: Final = 0.07  # acceptable probability that one of several equally fast ranks is last in every launch
 
-# From best to worst. A wrong result is worse than a failure, because it can stay unnoticed.
+# The states from best to worst. A wrong result is worse than a failure, because it can stay unnoticed.
 STATES: Final[tuple[State, ...]] = ("ok", "unsupported", "refused", "timeout", "failed", "wrong")
 
 # Operations in which all ranks do the same work. In other operations, some rank is last because of its role.
@@ -101,13 +101,16 @@ def _row(blocks: Sequence[Block]) -> BenchRow:
     wrong = _wrong(blocks)
     row = BenchRow(first.world, first.cell, first.nbytes, state=state, reason=reason, tried=len(blocks), wrong=wrong)
     measured = [block for block in blocks if block.state == "ok" and block.latency is not None]
-    # If all results are wrong, their times are shown nevertheless.
+    # If all results are wrong, their times are still shown.
     measured = measured or [block for block in blocks if block.state == "wrong" and block.latency is not None]
     return _with_numbers(row, measured) if measured else row
 
 
 def _worst(blocks: Sequence[Block]) -> tuple[State, str]:
-    """Return the worst state and its earliest reason. If only some launches had it, the reason says how many."""
+    """Return the worst state and its earliest reason.
+
+    If only some launches had this state, the reason says how many.
+    """
     state = max((block.state for block in blocks), key=STATES.index)
     if state == "ok":
         return state, ""
@@ -124,7 +127,7 @@ def _wrong(blocks: Sequence[Block]) -> int | None:
 
 
 def _with_numbers(row: BenchRow, blocks: Sequence[Block]) -> BenchRow:
-    """Fill in the measured numbers. `blocks` are in order of time."""
+    """Fill in the measured numbers. `blocks` must be in order of time."""
     timings = [block.latency for block in blocks if block.latency is not None]
     measured = over_launches([_launch(block, timing) for block, timing in zip(blocks, timings, strict=True)])
     p50_us = measured["p50_us"]
@@ -171,7 +174,10 @@ def _middle(blocks: Iterable[Block], value: Callable[[Block], float | None]) -> 
 
 
 def _wire(blocks: Sequence[Block]) -> WireBytes | None:
-    """Return the counted bytes of the median launch (the lower of two). Launches hardly differ in bytes."""
+    """Return the counted bytes of the median launch (the lower of two).
+
+    The number of bytes hardly differs between launches.
+    """
     found = sorted((block.wire for block in blocks if block.wire is not None), key=lambda wire: wire.sent_bytes)
     return found[(len(found) - 1) // 2] if found else None
 
@@ -179,7 +185,7 @@ def _wire(blocks: Sequence[Block]) -> WireBytes | None:
 def _late_rank(blocks: Sequence[Block]) -> int | None:
     """Return the rank that is last in every launch, by a margin, if all ranks do the same work; else None.
 
-    If n ranks are equally fast, the chance that one rank is last in all L launches is n^(1 - L).
+    If n ranks are equally fast, the probability that one rank is last in all L launches is n^(1 - L).
     """
     found = [block.lateness for block in blocks if block.lateness and len(block.lateness) == block.world.ranks > 1]
     if not found or blocks[0].cell.operation not in SYMMETRIC:

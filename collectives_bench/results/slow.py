@@ -1,17 +1,18 @@
-"""Find slow nodes and links from the times of all pairs, with the evidence, or report that this is impossible. Pure.
+"""Find slow nodes and links from the times of all pairs, with the evidence, or report that they cannot be found. Pure.
 
-Every directed link a → b has a time. In a healthy network all times have one level. Slow parts multiply it by a ratio:
+Every directed link a → b has a time. In a healthy network, all times are near one level. A slow part multiplies this
+level by a ratio:
 
     log time(a → b) = level + max(sends(a), receives(b), link(a → b))        all three >= 0, nearly all of them 0
 
-This is a maximum, not a sum, because a message is as fast as the slowest part of its route. So
+This is a maximum, not a sum, because the slowest part of a message's route determines its time. So
 
     level        the median of links without a culprit, found iteratively from the fastest quarter of all links
     sends(a)     the level of a's fastest outgoing links, because a slow node is slow to all others
     link(a → b)  the slowness that neither node explains
 
-A culprit is named if its slowness exceeds THRESHOLD and several times the noise, in nearly every launch. A part that is
-slow enough, but not in nearly every launch, is only a reason to measure again.
+A culprit is named if its slowness exceeds THRESHOLD and several times the noise, in nearly every launch. If a part is
+slow enough, but not in nearly every launch, the report only advises to measure again.
 """
 
 import math
@@ -24,15 +25,15 @@ from muster.collectives_bench.records import Pair, SampleTimes
 from muster.jobs.measuring.stats import median_interval, quantile
 
 THRESHOLD: Final = math.log(1.15)  # log ratio of times: slower by 15 %
-SURE: Final = THRESHOLD / 3  # least value for the low end of a culprit's interval
+SURE: Final = THRESHOLD / 3  # the low end of a culprit's interval must be at least this
 TIMES_NOISE: Final = 2.5
-NOISY: Final = THRESHOLD / 2  # more noise would hide a culprit of the threshold's size
-FAST_SHARE: Final = 0.25  # this quantile of all links is the first estimate of the normal level
+NOISY: Final = THRESHOLD / 2  # with more noise, a slowdown at the threshold could not be seen
+FAST_SHARE: Final = 0.25  # the first estimate of the normal level is this quantile of all links
 NODE_SHARE: Final = 0.2  # share of a slow node's links that may be fast by chance
 STEPS: Final = 10
 # With fewer than five medians, half of their range is multiplied by this factor, which gives an interval of about 90 %.
 WIDENED: Final = {1: 0.0, 2: 3.0, 3: 1.6, 4: 1.2}
-MANY: Final = 0.34  # from this share of all pairs upwards, slow pairs are not reported as single links
+MANY: Final = 0.34  # if at least this share of pairs is slow, they are not reported as single links
 
 Direction = Literal["both", "sends", "receives"]
 Link = tuple[int, int]
@@ -40,14 +41,17 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True)
 class Slow:
-    """One slow node or link. `ratio` is its time over the healthy level's. `nodes`: one node, or a link's two ends."""
+    """One slow node or link.
+
+    `ratio` is its time divided by the healthy level. `nodes` has one node, or the two ends of a link.
+    """
 
     kind: Literal["node", "link"]
     nodes: tuple[int, ...]
     hosts: tuple[str, ...]
     direction: Direction  # for a link: "both", or "sends" (only from the first to the second)
     ratio: float
-    low: float  # low end of the ratio's interval
+    low: float  # low end of the interval of `ratio`
     gb_per_s: float
     healthy_gb_per_s: float
 
@@ -68,14 +72,17 @@ class Slow:
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of all pairs. `undecided`: the reason why some or all of it cannot be decided; "" if all can."""
+    """The result of all pairs.
+
+    `undecided` is the reason why some nodes or links cannot be judged; "" if all can be judged.
+    """
 
     slow: tuple[Slow, ...]
-    noise: float  # half the relative width of a link's interval, the median over links
+    noise: float  # half of the relative width of a link's interval; the median over links
     undecided: str
 
     def lines(self) -> list[str]:
-        """Return one line for each slow part and for `undecided`, or a line that nothing is slow."""
+        """Return one line for each slow part and for `undecided`. If nothing is slow, return one line that says so."""
         found = [each.line for each in self.slow]
         if self.undecided:
             return [*found, f"undecided: {self.undecided}"]
@@ -105,7 +112,7 @@ def slow(pairs: Iterable[Pair]) -> Findings:
     culprits, doubtful = _judge(model, noise)
     if (
         noise > NOISY and len({pair.launch for pair in good}) == 1
-    ):  # without a second launch, chance can look like a slow link
+    ):  # without a second launch, random variation can look like a slow link
         culprits, doubtful = [], [*culprits, *doubtful]
     nbytes = good[0].nbytes
     named = tuple(_named(each, hosts, model.level, nbytes) for each in culprits)
@@ -114,7 +121,7 @@ def slow(pairs: Iterable[Pair]) -> Findings:
 
 @dataclass(frozen=True)
 class _Effect:
-    """The slowness of a part against the level, as a log ratio, and the low end of its interval."""
+    """The slowness of a part relative to the level, as a log ratio, and the low end of its interval."""
 
     nodes: tuple[int, ...]
     direction: Direction
@@ -129,7 +136,7 @@ class _NetworkLevel:
         self.seen = seen
         self.nodes = sorted({node for link in seen for node in link})
         self.level = quantile([each.mid for each in seen.values()], FAST_SHARE)
-        for _ in range(STEPS):  # converges after two or three steps
+        for _ in range(STEPS):  # the iteration converges after two or three steps
             explained = self._slow_links()
             rest = [each.mid for link, each in seen.items() if link not in explained]
             if not rest or (settled := median(rest)) == self.level:
@@ -148,7 +155,7 @@ class _NetworkLevel:
         )
 
     def _slow_links(self) -> set[Link]:
-        """List the links that are slow or have a slow end, by the current estimate of the level."""
+        """List the links that are slow or have a slow node, relative to the current estimate of the level."""
         sends = {node for node in self.nodes if self.side(node, "sends").mid >= THRESHOLD}
         receives = {node for node in self.nodes if self.side(node, "receives").mid >= THRESHOLD}
         return {
@@ -159,7 +166,7 @@ class _NetworkLevel:
 
 
 def _judge(model: _NetworkLevel, noise: float) -> tuple[list[_Effect], list[_Effect]]:
-    """Return certain and doubtful culprits. A link is judged by the slowness that its ends do not explain."""
+    """Return certain and doubtful culprits. A link is judged by the slowness that neither of its nodes explains."""
     sure: list[_Effect] = []
     doubtful: list[_Effect] = []
     floor: dict[tuple[int, Direction], float] = {}
@@ -208,7 +215,7 @@ def _summary(
     if fast := sorted(link for link, each in model.seen.items() if each.high <= model.level - THRESHOLD):
         first = " → ".join(hosts[node] for node in fast[0])
         reasons.append(f"{first} is faster than most links: these nodes are near each other, or most others are slow")
-    if doubtful and noise <= NOISY:  # with more noise, every node looks suspicious
+    if doubtful and noise <= NOISY:  # because noise makes every node look suspicious
         suspects = ", ".join(" - ".join(hosts[node] for node in each.nodes) for each in doubtful[:4])
         reasons.append(f"{suspects} seem{'s' if len(doubtful) == 1 else ''} slow, but not in every launch")
     if noise > NOISY:
@@ -237,7 +244,7 @@ def _two(seen: Mapping[Link, _Seen], hosts: Mapping[int, str], noise: float) -> 
     if slower.mid - faster.mid >= THRESHOLD and slower.low > faster.high:
         ratio = math.exp(slower.mid - faster.mid)
         way = f"{hosts[ends[0]]} → {hosts[ends[1]]} takes {ratio:.2f} x as long as the opposite direction"
-        text = f"{way}: the first sends slowly or the second receives slowly; {text}"
+        text = f"{way}: the first node sends slowly, or the second node receives slowly; {text}"
     return Findings((), noise, text)
 
 
@@ -265,14 +272,14 @@ def _joined(launches: Sequence[SampleTimes]) -> _Seen:
     if len(launches) in WIDENED:
         within = median(
             math.log(each.p50_us / each.low_us) for each in launches
-        )  # occasional delays only lie above the median
+        )  # because occasional delays lie only above the median
         half = max(WIDENED[len(launches)] * (high - low) / 2, within / math.sqrt(len(launches)))
         low, high = mid - half, mid + half
     return _Seen(mid, low, high)
 
 
 def _lower(values: Sequence[float]) -> float:
-    """Return the smallest value, without the few that may be small by chance."""
+    """Return the smallest value, after dropping the few values that may be small by chance."""
     return sorted(values)[math.floor((len(values) - 1) * NODE_SHARE)]
 
 

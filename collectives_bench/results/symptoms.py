@@ -14,7 +14,7 @@ from muster.jobs.measuring.compare import FOREIGN_LIMIT
 from muster.jobs.measuring.stats import quantile
 
 SMALL_BYTES: Final = 2**20
-LOADED: Final = 0.30  # foreign load above this has slowed calls by 1.24x (median)
+LOADED: Final = 0.30  # loads by other processes above this have made calls 1.24x slower (median)
 FIRST_CALL_SHARE: Final = 3.0  # first calls slower than this multiple of the median are reported
 LEAST_LATE_ROWS: Final = 2
 
@@ -23,8 +23,8 @@ LEAST_LATE_ROWS: Final = 2
 class Finding:
     """A problem, with its evidence, its cost and advice.
 
-    `factor`: how many times longer calls take. `seconds`: the cost, if paid once. `measured`: whether the cost was
-    measured in this result; otherwise it was seen elsewhere, and `cost` says so.
+    `factor` is the ratio by which calls take longer. `seconds` is the cost, if it is paid once. `measured` is True if
+    the cost was measured in this result. Otherwise the cost was seen elsewhere, and the text in `cost` says so.
     """
 
     what: str
@@ -79,7 +79,7 @@ def too_few_cores(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]
 
 
 def _fitting(headers: Sequence[BenchHeader], crowded: WorldRecord) -> list[WorldRecord]:
-    """List the worlds like `crowded` in which every rank has a core, largest first."""
+    """List the worlds that are like `crowded`, but in which every rank has a core, largest first."""
     alike = {
         header.world
         for header in headers
@@ -104,7 +104,7 @@ def _cost_of_crowd(
 
 
 def foreign_load(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
-    """Report foreign load on the hosts. Blocks of one cell with and without it show its cost."""
+    """Report the load by other processes on the hosts. Blocks of one cell with and without such load show its cost."""
     loaded = [block for block in result.blocks if block.load and block.load.foreign > FOREIGN_LIMIT]
     if not loaded:
         return
@@ -141,7 +141,7 @@ def _loaded_against_quiet(blocks: Sequence[Block]) -> list[float]:
 
 
 def steal(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
-    """Report that the physical machine took time from the virtual cores (steal)."""
+    """Report steal: time in which the physical machine ran other virtual machines on this machine's cores."""
     stolen = [block for block in result.blocks if block.load and block.load.steal > STEAL_LIMIT]
     if stolen:
         most = max(block.load.steal for block in stolen if block.load)
@@ -155,7 +155,7 @@ def steal(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
 
 
 def late_rank(result: Result, rows: Sequence[BenchRow]) -> Iterator[Finding]:
-    """Report a rank for which the others wait in most rows of a world."""
+    """Report a rank for which the other ranks wait in most rows of a world."""
     for world in dict.fromkeys(row.world for row in rows):
         able = [row for row in rows if row.world == world and row.is_measured and row.cell.operation in SYMMETRIC]
         for rank in sorted({row.late_rank for row in able if row.late_rank is not None}):

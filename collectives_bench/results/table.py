@@ -5,8 +5,9 @@
     #        (B)  (elements)                              (us)  (%)    (us)      (us) (GB/s)  (GB/s)
          1048576      262144    fp32     -  in              …
 
-The time is the median of the launches' medians, and +- is half of its interval, in percent. The footer shows the
-confidence. b2b is the time of one call in a loop without pauses. GB/s is 1e9 bytes per second.
+The time is the median of the launches' medians. The column +- has half the width of its interval, in percent. The
+footer shows the confidence. The column b2b has the time of one call in a loop without pauses. GB/s is 1e9 bytes per
+second.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,8 +28,8 @@ BAD_STATES: Final = (
     "wrong",
     "failed",
     "timeout",
-)  # states that make the verdict FAILED; refused and unsupported do not
-MOST_FLAGGED: Final = 5  # number of rows listed in the footer
+)  # the states for which the verdict is FAILED; refused and unsupported are not among them
+MOST_FLAGGED: Final = 5  # maximum number of rows that the footer lists
 
 
 def number(value: float | None, width: int = 0) -> str:

@@ -223,7 +223,7 @@ def test_other_files_are_refused_with_what_they_are(tmp_path: Path, text: str, s
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"points": [[MB, 0.0]]}, "times of more than 0 s"),
+        ({"points": [[MB, 0.0]]}, "must be more than 0 s"),
         ({"points": [[4 * MB, 5e-3], [MB, 2e-3]]}, "in order of size"),
         ({"points": [[MB, 5e-3], [MB, 2e-3]]}, "in order of size"),
         ({"low": 2.0}, "low must be more than 0"),

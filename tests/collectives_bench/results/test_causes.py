@@ -121,7 +121,7 @@ NAMED: dict[str, tuple[list[BenchHeader], list[Block], list[str], float | None, 
     "a variable that differs, and an interface that may": (
         [two(*({"environment": each} for each in PROTOCOLS), **GPUS)],
         [],
-        ["NCCL_PROTO is not the same on all hosts ("],
+        ["NCCL_PROTO differs between hosts ("],
         None,
         False,
     ),
