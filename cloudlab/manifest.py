@@ -22,7 +22,7 @@ from muster.jobs.basics.words import counted, did_you_mean
 from muster.jobs.hosts.hosts import read_text
 from muster.jobs.hosts.placement import Host, Login
 
-# Kinds of nodes that cannot run ranks, because they hold a remote data set, or shape or join links.
+# Kinds of nodes that cannot run ranks: they hold a remote data set, shape links, or join links.
 HELPERS: Final = {"emulab-blockstore": "holds a data set", "delay": "shapes a link"}
 
 
@@ -44,11 +44,11 @@ class ManifestNode:
 
 @dataclass(frozen=True)
 class LanManifest:
-    """The nodes of a manifest on one LAN; `warnings` lists skipped nodes with the reasons."""
+    """The nodes of a manifest on one LAN; `warnings` has one text per skipped node, with the reason."""
 
     nodes: tuple[ManifestNode, ...]
     lan: str  # "" for a single node without a LAN
-    network: str  # such as 10.10.1.0/24; "" if the netmasks differ
+    network: str  # network, such as 10.10.1.0/24; "" if the netmasks differ
     warnings: tuple[str, ...]
 
     @property
@@ -63,7 +63,7 @@ def survey_manifest(
     """Read one user's logins and one LAN's addresses from a manifest.
 
     The default user is USER of the environment if that user has logins, else the only user with logins. The default LAN
-    is the one that joins all nodes, the fastest if there are several, or the only LAN.
+    is the fastest one that joins all nodes, or else the only LAN.
 
     Raises:
         JobFileError: if the file cannot be read, or is not a manifest.
@@ -167,7 +167,7 @@ def _named(lans: Sequence[Lan], wanted: str) -> Lan:
 
 
 def _fastest(lans: Sequence[Lan]) -> Lan:
-    # Without a limit a LAN has the speed of its hardware, which the manifest does not show.
+    # A LAN without a limit has the speed of its hardware, which the manifest does not show.
     speeds = [lan.kbit_per_s or 0 for lan in lans]
     if 0 in speeds or speeds.count(max(speeds)) > 1:
         raise UsageError(f"{len(lans)} LANs join all nodes: {_spell(lans)}; choose one with --lan NAME")

@@ -13,7 +13,7 @@ from muster.jobs.basics.hostnames import MAX_PORT, check_name
 from muster.jobs.hosts.placement import Login
 
 WHERE: Final = "copy the Manifest tab of the experiment's page, or run geni-get manifest on a node"
-SERVES_STORAGE: Final = "nfs-server"  # in the storage node's command in Muster's and CloudLab's NFS profiles
+SERVES_STORAGE: Final = "nfs-server"  # part of the storage node's command in the NFS profiles of Muster and CloudLab
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class XmlNode:
 
     name: str
     kind: str  # raw-pc, emulab-xen, emulab-blockstore, ...
-    interfaces: Mapping[str, Interface]  # by client_id and by sliver_id
+    interfaces: Mapping[str, Interface]  # names by which links refer to it: client_id and sliver_id
     logins: tuple[Login, ...]
     control_address: str
     serves_storage: bool
@@ -39,7 +39,10 @@ class XmlNode:
 
 @dataclass(frozen=True)
 class Lan:
-    """A link. `members` maps names of nodes to their interfaces with an address; `kbit_per_s` None: unlimited."""
+    """A link.
+
+    `members` maps names of nodes to their interfaces with an address; `kbit_per_s` is None if there is no limit.
+    """
 
     name: str
     members: Mapping[str, Interface]
@@ -60,7 +63,8 @@ def parse(text: str, name: str) -> tuple[list[XmlNode], list[Lan]]:
     if twice:
         raise JobFileError(f"{name}: has two nodes named {twice[0]}; {WHERE}")
     if not any(node.logins for node in nodes):
-        # A request has no logins. Its type is no evidence, because the Manifest tab shows manifests as "request", too.
+        # A request, unlike a manifest, has no logins. The attribute `type` cannot be used, because the Manifest tab
+        # shows manifests with type "request", too.
         kind = (
             "a manifest of nodes that are not ready" if root.get("type") == "manifest" else "a request, not a manifest"
         )
@@ -73,7 +77,7 @@ def parse(text: str, name: str) -> tuple[list[XmlNode], list[Lan]]:
 
 
 class _SafeTreeBuilder(ET.TreeBuilder):
-    """A tree builder that refuses a DOCTYPE, in which a few lines of entities can expand to gigabytes."""
+    """A tree builder that refuses a DOCTYPE, because a few lines of entities in it can expand to gigabytes."""
 
     def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
         raise JobFileError("has a DOCTYPE, which no manifest has (is it a saved web page?);")
@@ -141,7 +145,7 @@ def _interface(element: ET.Element) -> Interface:
 
 def _is_usable(address: str) -> bool:
     try:
-        return not ipaddress.ip_address(address).is_unspecified  # 0.0.0.0 means that there is no address
+        return not ipaddress.ip_address(address).is_unspecified  # the address 0.0.0.0 means that there is none
     except ValueError:
         return False
 

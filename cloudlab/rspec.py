@@ -1,4 +1,4 @@
-"""The RSpec that requests a run's nodes from CloudLab. Pure text; equal requests give equal text.
+"""The RSpec that requests a run's nodes from CloudLab. The function is pure: equal requests give equal text.
 
     node0 ... node3   raw PCs, 10.10.1.1 to .4 on one LAN; each runs cloudlab/boot.sh when it boots
     nfs               with `nfs_gb`: 10.10.1.254 on the same LAN; exports /nfs, which the others mount
@@ -25,7 +25,7 @@ NETMASK: Final = "255.255.255.0"
 NFS_NODE: Final = "nfs"
 NFS_ADDRESS: Final = f"{NETWORK}.254"
 SHARED: Final = "/nfs"
-REPOSITORY: Final = "/local/repository"  # where CloudLab clones the profile's repository
+REPOSITORY: Final = "/local/repository"  # folder into which CloudLab clones the profile's repository
 BOOT: Final = f"{REPOSITORY}/cloudlab/boot.sh"
 
 GENI: Final = "http://www.geni.net/resources/rspec/3"
@@ -46,15 +46,15 @@ _URN: Final = re.compile(r"urn:publicid:IDN\+\S+")
 
 @dataclass(frozen=True)
 class RspecSpec:
-    """The settings of a request. Without `kbit_per_s` the LAN's speed is that of its hardware."""
+    """The settings of a request. If `kbit_per_s` is None, the LAN has the speed of its hardware."""
 
     nodes: int = 4
-    hardware: str = HARDWARE  # "" for any free hardware
+    hardware: str = HARDWARE  # hardware type; "" for any free hardware
     image: str = IMAGE
     lan: str = LAN
     kbit_per_s: int | None = 10_000_000
-    nfs_gb: int = 0  # size of the shared folder; 0: none
-    repository: str | None = None  # cloned at boot, if the profile was not made from a repository
+    nfs_gb: int = 0  # size of the shared folder in GB; 0: no shared folder
+    repository: str | None = None  # repository that is cloned at boot if the profile was not made from a repository
 
     def __post_init__(self) -> None:
         """Check that CloudLab and later runs can handle the values.

@@ -1,7 +1,7 @@
 """The Slurm allocation of this process: its nodes, their cores, and its end time.
 
-The batch script and all processes below it see the allocation's variables. Variables with the index of a node are not
-used, because they are 0 in the batch script.
+The batch script and all its child processes have the variables of the allocation. Variables with the index of a node
+are not used, because they are 0 in the batch script.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class Allocation:
         return self.job_id if self.array_job_id is None else f"{self.array_job_id}_{self.array_task_id}"
 
     def hosts(self) -> tuple[Host, ...]:
-        """Return the nodes as hosts with a slot for each core. Their agents report the addresses later."""
+        """Return the nodes as hosts with a slot for each core. The agents report the hosts' addresses later."""
         return tuple(Host(name, "", slots=cpus) for name, cpus in zip(self.nodes, self.cpus, strict=True))
 
 
@@ -93,7 +93,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for submitting a job: without rank or job variables, but with the user's SBATCH_*.
 
-    With a rank's variables, every rank of the new job would take itself for that rank.
+    If it had the variables of a rank, every rank of the new job would use that rank's number.
     """
     drop_gpus = any(name in environ for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"))
     return {
@@ -105,7 +105,10 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _cpus(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
-    """Return the number of cores of each node. If it is known only for this node, assume the same for all nodes."""
+    """Return the number of cores of each node.
+
+    If the number is known only for this node, assume the same number for all nodes.
+    """
     if "SLURM_JOB_CPUS_PER_NODE" in environ:
         cpus = tasks_per_node(environ["SLURM_JOB_CPUS_PER_NODE"])
         if len(cpus) == nodes:

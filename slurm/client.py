@@ -1,7 +1,7 @@
 """Call Slurm's commands with timeouts, to submit, query and cancel jobs, and parse their output.
 
-The states of all jobs come from one call of squeue. How a job ended comes from scontrol, while the controller remembers
-the job (MinJobAge, 300 s), else from sacct, if accounting is set up.
+The states of all jobs come from one call of squeue. The end of a job is read from scontrol while the controller
+remembers the job (MinJobAge, 300 s), and later from sacct, if accounting is set up.
 """
 
 import os
@@ -30,7 +30,7 @@ _PARTITION: Final = "%R (%D nodes of %c cores and %m MB, limit %l)"
 _UNKNOWN: Final = "(?i)invalid job id|job id invalid|not found"
 _GONE: Final = _UNKNOWN + "|already completing or completed|already finished"
 _AMBIGUOUS: Final = "(?i)timed out|Zero Bytes|Message receive failure|receive failure"
-# Variables of the user's profile that would change the output of squeue and sacct.
+# Variables in the user's environment that would change the output of squeue and sacct.
 _CHANGING: Final = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SINFO_", "SCONTROL_")
 
 
@@ -115,7 +115,7 @@ class Client:
         raise UnreachableError(f"slurm job {job_id}: scancel says: {essence(said)}; try again, or see scontrol ping")
 
     def word(self, job_id: str) -> str:
-        """Return squeue's word for the state of a job, "gone" for an unknown job, or the error message."""
+        """Return squeue's word for the state of a job, "gone" if the job is unknown, or the error message."""
         try:
             found = self._squeue([job_id])
         except MusterError as error:
@@ -197,7 +197,7 @@ class Client:
             raise RefusedError(
                 f"slurm: {argv[0]} is not on PATH here; run this on the cluster's login node, or choose another --on"
             )
-        if (conf := env.get("SLURM_CONF")) and not Path(conf).exists():  # its commands would wait a minute for the file
+        if (conf := env.get("SLURM_CONF")) and not Path(conf).exists():  # Slurm's commands wait a minute for it
             raise RefusedError(f"slurm: SLURM_CONF={conf}: no such file; correct the variable, or unset it")
         try:
             done = subprocess.run(
@@ -209,7 +209,7 @@ class Client:
                 errors="replace",
                 timeout=timeout_s,
                 check=False,
-                start_new_session=True,  # unaffected by Ctrl-C in the terminal
+                start_new_session=True,  # so that Ctrl-C in the terminal does not reach the command
             )
         except subprocess.TimeoutExpired as error:
             raise UnreachableError(
@@ -222,7 +222,7 @@ def end_orphan(environ: Mapping[str, str], *, requeue: bool) -> str:
     """End this process's job after the supervisor's node was lost; return the action as text.
 
     With --no-kill Slurm would keep the other nodes until the time limit. A job that Slurm considers running is requeued
-    or cancelled. A job that is being cancelled is left alone, because scontrol would requeue it.
+    or cancelled. Nothing is done for a job that is being cancelled, because scontrol would requeue it.
     """
     job, client = environ.get("SLURM_JOB_ID", ""), Client(environ)
     if (state := client.word(job)) != RUNNING:

@@ -1,7 +1,7 @@
-"""Read from Slurm's output why it ended a step or job, for a supervisor that loses all agents at once. Pure.
+"""Find in Slurm's output the reason why it ended a step or job, for a supervisor that loses all agents at once. Pure.
 
 Slurm signals all processes of a job at the same time, so the supervisor loses its agents before it can know the reason.
-The lines are printed by slurmstepd, to the output of the batch script and to srun's standard error.
+slurmstepd prints the reason to the output of the batch script and to srun's standard error.
 """
 
 import re
@@ -17,17 +17,18 @@ from muster.slurm.states import FAILED, OUT_OF_MEMORY
 class Complaint:
     """A reason why Slurm ended a step or job, and the exit code of a run that ends because of it.
 
-    `again`: Slurm itself requeues the job. `of_a_node`: the reason affects one node or rank, not the whole job.
+    `again` is True if Slurm itself requeues the job. `of_a_node` is True if the reason affects one node or rank, not
+    the whole job.
     """
 
     code: int
     message: str
     again: bool = False
     of_a_node: bool = False
-    host: str = ""  # the node, if the message names it
+    host: str = ""  # the name of the node, if the message contains it
 
 
-# In order of importance: if several rows match, the first one is the cause.
+# The rows are in order of importance: if several rows match, the first one is the cause.
 COMPLAINTS: Final = (
     (
         OUT_OF_MEMORY,

@@ -4,7 +4,7 @@
     trap '' USR1 USR2         ignore both until the supervisor handles them
     exec python -I .../boot.py launch.supervise RUN_FOLDER     replaces the shell
 
-Slurm's early signal goes to the shell (`B:`), so it reaches the supervisor that has replaced the shell.
+Slurm sends its early signal to the shell (`B:`), so the signal reaches the supervisor that has replaced the shell.
 """
 
 import re
@@ -22,7 +22,7 @@ from muster.slurm.allocation import clean_environment
 OUTPUT: Final = "slurm-%j.out"
 ARRAY_OUTPUT: Final = "slurm-%A_%a.out"
 
-# Options with the same name as their setting.
+# Options whose names are those of their settings.
 _AS_GIVEN: Final = (
     *("mem", "gpus-per-node", "time", "partition", "account", "qos", "constraint", "reservation", "nodelist"),
     *("exclude", "comment"),
@@ -83,7 +83,7 @@ def sbatch_text(
         name: the id of the run.
         folder: where Slurm writes the output.
         argv: the command that supervises the run; for an array, without the last word, which is the run folder.
-        cpus_per_task: used if the settings have none.
+        cpus_per_task: used if the settings do not set it.
 
     Raises:
         RefusedError: if the name of the folder cannot be written in a script line.
@@ -136,7 +136,7 @@ def options_of(
 
 
 def overriding_variables(options: Sequence[Option]) -> frozenset[str]:
-    """Return the variables that would make sbatch deviate from the script."""
+    """Return the variables whose values would override options of the script."""
     written = {option.name for option in options}
     return frozenset(_NEVER).union(*(names for option, names in _VARIABLES.items() if option in written))
 

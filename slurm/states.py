@@ -1,6 +1,7 @@
-"""Interpret Slurm's words for a job's state, its reason to wait, and its end. Tables with pure functions.
+"""Interpret Slurm's words for a job's state, its reason to wait, and its end. The module consists of tables and pure
+functions.
 
-The words come from squeue(1) and scontrol(1). Words that newer versions add are shown unchanged.
+The words come from squeue(1) and scontrol(1). Words that newer versions of Slurm add are shown unchanged.
 """
 
 import re
@@ -17,7 +18,7 @@ FAILED: Final = 1
 
 @dataclass(frozen=True)
 class JobState:
-    """Slurm's record of a job at one moment; times are unix seconds, `nodes` is a node list or empty."""
+    """Slurm's record of a job at one moment. Times are in Unix seconds; `nodes` is a node list, or empty."""
 
     job_id: str
     name: str
@@ -40,7 +41,7 @@ class JobState:
 
 @dataclass(frozen=True)
 class StateRow:
-    """One of Slurm's states: its phase, the exit code of a run that ends in it without a verdict, and a description."""
+    """One of Slurm's states: its phase, a description, and the exit code of a run that ends in it without a verdict."""
 
     phase: Phase
     code: int | None
@@ -97,10 +98,10 @@ STATES: Final[dict[str, StateRow]] = {
 
 _HELD: Final = "release it: scontrol release {id}"
 REASONS: Final[tuple[ReasonRow, ...]] = (
-    ReasonRow("None|WaitingForScheduling|SchedDefer", "the scheduler has not looked at it yet"),
+    ReasonRow("None|WaitingForScheduling|SchedDefer", "the scheduler has not examined it yet"),
     ReasonRow("Resources", "it waits for nodes to become free"),
     ReasonRow("Priority", "jobs of higher priority come first"),
-    ReasonRow("BeginTime", "its earliest start time has not come yet (after a failure Slurm waits two minutes)"),
+    ReasonRow("BeginTime", "its earliest start time has not come yet (after a failure, Slurm waits two minutes)"),
     ReasonRow("Cleaning", "it is being queued again, and Slurm is still cleaning up its last start"),
     ReasonRow(
         "DependencyNeverSatisfied",
@@ -122,7 +123,7 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
         never=True,
     ),
     ReasonRow(
-        "PartitionConfig",  # until the scheduler examines the job; permanent if no node is large enough
+        "PartitionConfig",  # shown until the scheduler examines the job, or permanently if no node is large enough
         "the partition lacks the nodes requested: lower nodes, slurm.cpus_per_task or mem, or change slurm.partition",
         never=True,
     ),
@@ -146,8 +147,8 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
         "the job is too large (or too small) for this account or qos: change nodes, slurm.time, mem or cpus",
         never=True,
     ),
-    ReasonRow("(?:Assoc|QOS)Grp.*Minutes.*", "the budget of this account or qos is used up for now"),
-    ReasonRow("(?:Assoc|QOS).*|MaxCpuPerAccount|MaxBB.*", "this account or qos is at its limit for now"),
+    ReasonRow("(?:Assoc|QOS)Grp.*Minutes.*", "the budget of this account or qos is currently used up"),
+    ReasonRow("(?:Assoc|QOS).*|MaxCpuPerAccount|MaxBB.*", "this account or qos is currently at its limit"),
     ReasonRow("JobArrayTaskLimit", "the limit of running array elements is reached"),
     ReasonRow("Licenses", "it waits for a licence"),
     ReasonRow("ReservationDeleted", "its reservation was deleted: correct slurm.reservation", never=True),
@@ -160,14 +161,14 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
     ReasonRow("SystemFailure", "Slurm itself failed"),
     ReasonRow("DeadLine", "it cannot end before its deadline", never=True),
 )
-# Slurm reports this number as the signal of a job whose output file it could not open.
+# If Slurm cannot open the output file of a job, it reports this number as the job's signal.
 CANNOT_OPEN_OUTPUT: Final = 53
 OUT_OF_MEMORY: Final = r"(?i)exceeded (?:job )?memory limit|oom[-_ ]kill|task \d+: out of memory|out of memory handler"
 _BY_EXIT_CODE: Final = {
     126: "the interpreter{which} cannot be run on {where}; correct interpreter in the site file",
     127: "the interpreter{which} is not on {where}; correct interpreter in the site file",
 }
-# The messages of dash and bash about a program that they cannot run.
+# The messages of dash and bash if they cannot run a program.
 _NOT_RUN: Final = (
     r"(?m)(?:exec: |line \d+: )(?P<program>/.*?): (?:not found|cannot execute|Permission denied|No such file)"
 )
@@ -194,7 +195,7 @@ def is_orphan(job: JobState) -> bool:
     """Return True if a job continues without the node of its batch script.
 
     With --no-kill Slurm removes a failed node from the job and continues, even if the supervisor ran on that node. The
-    other nodes would stay allocated, unused, until the time limit.
+    other nodes would stay allocated but unused until the time limit.
     """
     # Jobs in COMPLETING are excluded, because Slurm then lists only the nodes that are not done yet.
     running = job.state in ("RUNNING", "SUSPENDED") and job.batch_host and job.nodes

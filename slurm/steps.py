@@ -7,7 +7,7 @@ decides how to continue. User data is not passed in --export, but over the contr
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-# Variables of an enclosing srun or the user's profile that would affect the agents' step.
+# Variables, set by an enclosing srun or by the user, that would affect the agents' step.
 _CHANGING: Final = (
     *("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_DISTRIBUTION", "SLURM_DIST_", "SLURM_HOSTFILE", "SLURM_ARBITRARY"),
     *("SLURM_LABELIO", "SLURM_MULTI", "SLURM_UNBUFFEREDIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE"),
@@ -27,8 +27,8 @@ def srun_argv(
 ) -> list[str]:
     """Return the command that starts one agent on each of `nodes` nodes of the allocation.
 
-    `cpus_per_task` is repeated here, because srun does not inherit it from the job, and an agent would have one core.
-    `hosts` names the nodes if only a part of the allocation is used.
+    `cpus_per_task` is repeated here, because srun does not inherit it from the job. Without it, an agent would have one
+    core. `hosts` names the nodes if only a part of the allocation is used.
     """
     optional = {"cpus-per-task": cpus_per_task, "gpus-per-node": gpus_per_node, "nodelist": ",".join(hosts) or None}
     return [

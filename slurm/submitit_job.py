@@ -30,7 +30,7 @@ from muster.jobs.basics.reading import read_json
 from muster.jobs.machine.linux import die_with_parent
 from muster.jobs.runfolder.rundir import RunDir
 
-WAIT_S: Final = 120.0  # for the rendezvous file, which a file server may show a minute late
+WAIT_S: Final = 120.0  # longest wait for the rendezvous file, which a file server may show a minute late
 POLL_S: Final = 0.1
 DRAIN_S: Final = 25.0  # submitit's local executor sends its signal 30 s before the end
 SWEEP_S: Final = 5.0
@@ -42,7 +42,8 @@ REQUEUE_TEXT: Final = "submitit requeues the job"
 class SubmititTask:
     """The object that submitit pickles: two commands and the run folder.
 
-    `agent` lacks the node and the supervisor's address. `drain_s`: how long the supervisor may save before the end.
+    The command `agent` does not yet contain the node and the supervisor's address. `drain_s` is the time that the
+    supervisor has for saving before the end.
     """
 
     supervise: list[str]
@@ -66,13 +67,13 @@ class SubmititTask:
         from submitit.helpers import DelayedSubmission
 
         if self._drain() != exits.REQUEUE:
-            return None  # the run ended by itself, or was asked to stop
+            return None  # the run has ended by itself, or was asked to stop
         return DelayedSubmission(SubmititTask(self.supervise, self.agent, self.run, self.drain_s))
 
     def _supervisor(self) -> int:
         run = RunDir(Path(self.run))
         code = self._child(self.supervise, {})
-        publish(run, {"over": code})  # other tasks stop waiting for the supervisor
+        publish(run, {"over": code})  # this ends the other tasks' wait for the supervisor
         return code
 
     def _agent(self, node: int) -> int:
@@ -82,7 +83,7 @@ class SubmititTask:
         return self._child([*self.agent, "--node", str(node), *told["arguments"]], told["environment"])
 
     def _child(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run a child process and wait for its end. If this process ends first, so does the child."""
+        """Run a child process and wait for its end. If this process ends first, the child also ends."""
         child = subprocess.Popen(
             argv,
             env={**os.environ, **environment},
@@ -105,21 +106,22 @@ class SubmititTask:
             self._pidfd = -1
 
     def _drain(self) -> int | None:
-        """Ask the supervisor to save and end; return its exit code, None if it has ended or not begun.
+        """Ask the supervisor to save and end; return its exit code, or None if it has already ended or has not begun.
 
-        Popen.wait cannot be used, because this signal handler may have interrupted a call of it that holds its lock.
+        Popen.wait cannot be used, because this signal handler may have interrupted a call of Popen.wait that holds the
+        lock.
         """
         run = RunDir(Path(self.run))
         if self._pidfd < 0 or _has_ended(self._pidfd, 0.0) or run.stop.exists():
             return None
         request = {"time": time.time(), "now": False, "code": exits.REQUEUE, "who": "submitit", "text": REQUEUE_TEXT}
-        request["grace_s"] = max(0.0, self.drain_s - SWEEP_S)  # for programs that save by themselves
+        request["grace_s"] = max(0.0, self.drain_s - SWEEP_S)  # this signal is for programs that save by themselves
         write_json(run.stop, request)
         try:
             if not _has_ended(self._pidfd, self.drain_s):
-                return exits.REQUEUE  # when this process ends, so does the supervisor
+                return exits.REQUEUE  # when this process ends, the supervisor ends, too
         finally:
-            run.stop.unlink(missing_ok=True)  # otherwise the next attempt would stop too
+            run.stop.unlink(missing_ok=True)  # otherwise the next attempt would also stop
         ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
         return ended.si_status if ended is not None else None
 
@@ -159,7 +161,10 @@ def await_rendezvous(run: RunDir, wait_s: float = WAIT_S) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run a task in place of submitit's own entry point; return its exit code. The last argument is the folder."""
+    """Run a task in place of submitit's own entry point; return its exit code.
+
+    The last argument is submitit's folder.
+    """
     try:
         from submitit.core.job_environment import JobEnvironment
         from submitit.core.submission import process_job
@@ -167,7 +172,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(f"muster: {sys.executable} on {os.uname().nodename} has no {error.name}; run ./setup.sh", file=sys.stderr)
         return exits.REFUSED
-    check_folder(Path(sys.argv[-1]))  # a pickle in this folder is executed
+    check_folder(Path(sys.argv[-1]))  # because a pickle in this folder is executed
     # submitit cancels by SIGINT, which a shell may have set to be ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(os.getppid(), signal.SIGINT)
@@ -177,7 +182,7 @@ def main() -> int:
 
 
 def _begin(parent: int) -> None:
-    """Prepare a child: block Slurm's early signal, which every process of the step gets but only the task handles."""
+    """Prepare a child: block Slurm's early signal. Every process of the step gets it, but only the task handles it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     die_with_parent(parent, signal.SIGTERM)
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 LOOK_S: Final = 0.05
 QUERY_S: Final = 30.0
 YEAR_MINUTES: Final = 525_600
-LIMITS: Final = "%P|%L|%l"  # sinfo's format: partition (a star marks the default), default limit, limit
+LIMITS: Final = "%P|%L|%l"  # format of sinfo: partition (a star marks the default one), default time limit, time limit
 
 
 def main() -> int:
     """Read an order from standard input, submit it, and write the answer."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # other output must not mix with the answer
+    os.dup2(2, 1)  # so that other output does not mix with the answer
     order = json.load(sys.stdin)
     try:
         import submitit
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def missing(module: str) -> str:
-    """Return the message that submitit, or a module it needs, is not installed."""
+    """Return the error message for the case that submitit, or a module that it needs, is not installed."""
     return f"muster: --on submitit: {sys.executable} has no {module}; run ./setup.sh, or pip install submitit"
 
 
@@ -73,7 +73,7 @@ def limited(executor: str, parameters: dict[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=QUERY_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return parameters  # sbatch will report the problem
+        return parameters  # because sbatch will report the problem
     minutes = default_minutes(done.stdout, parameters.get("slurm_partition"))
     return {**parameters, "slurm_time": minutes}
 

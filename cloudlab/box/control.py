@@ -94,7 +94,7 @@ class Box:
         )
 
     def ssh_argv(self, node: str, argv: Sequence[str] = ()) -> list[str]:
-        """Return the argv that runs ssh to a node. ssh itself joins the words of `argv` with spaces.
+        """Return the argv that runs ssh to a node. ssh joins the words of `argv` with spaces.
 
         Raises:
             UsageError: if there is no such node.
@@ -123,7 +123,7 @@ class Box:
     def rate(self, rate: int | None, between: tuple[str, str] | None = None, *, of: str | None = None) -> None:
         """Set the speed of all links, of one pair of nodes, or of one node's link, in bits per second each way.
 
-        None removes the limit of all links, or the separate limit of a pair or node.
+        A speed of None removes the limit of all links, or the separate limit of a pair or node.
 
         Raises:
             RefusedError: if the caller is not root, or `tc` failed.
@@ -132,7 +132,7 @@ class Box:
             if of is not None:
                 rates = state.rates.with_node(state.spec.check_link(of), rate)
             elif between is None:
-                rates = Rates(rate)  # drops the separate rates of pairs and nodes
+                rates = Rates(rate)  # this drops the separate rates of pairs and nodes
             else:
                 one, other = (state.spec.check_link(node) for node in between)
                 if one == other:
@@ -163,7 +163,7 @@ class Box:
             if lock is None or state is None:
                 raise RefusedError(f"box {self.name} was just taken down")
             if not state.complete or state.is_stale:
-                box_hosts(self.name)  # raises the error for an unusable box
+                box_hosts(self.name)  # this raises the error for an unusable box
             yield state, Tools(state.programs, lock)
 
 

@@ -24,7 +24,7 @@ FREEZE_S: Final = 10.0
 
 
 def fail(state: BoxState, node: str, how: str, tools: Tools) -> None:
-    """Make a node fail in one of the ways of `WAYS`; if it has failed that way already, do nothing.
+    """Make a node fail in one of the `WAYS`; do nothing if it has already failed in that way.
 
     Raises:
         RefusedError: if the node cannot fail in that way now.
@@ -105,7 +105,7 @@ def _freeze(state: BoxState, node: str, tools: Tools) -> None:
     del tools
     init = nodes.living(state, node)
 
-    def all_stopped() -> bool:  # some may be forking, so this repeats until none is left to stop
+    def all_stopped() -> bool:  # processes may be forking, so this repeats until no process is left to stop
         running = [each for each in beside(init) if each.is_alive and not each.is_stopped]
         _signal_all(running, signal.SIGSTOP)
         return not running

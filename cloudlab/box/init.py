@@ -3,7 +3,7 @@
     muster box  --starts-->  this, outside  --fork-->  this, process 1 of the node  --> sshd, slurmd, ...
 
 When process 1 dies, the kernel kills every process of the node. If `muster box` dies before it has answered "go",
-process 1 ends, too. So an interrupted `muster box up` leaves no unknown process behind.
+process 1 also ends. So an interrupted `muster box up` leaves no unknown process behind.
 
     python -I ROOT/launch/boot.py cloudlab.box.init PLAN [LOCK]
 
@@ -43,7 +43,7 @@ def main() -> int:
 
 def _inside(plan: BoxNodePlan, held: list[int]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-    _write_identity(Path(plan.identity))  # before /proc becomes the node's own
+    _write_identity(Path(plan.identity))  # before /proc is mounted for the node
     socket.sethostname(plan.node)
     _mount(plan)
     os.write(1, READY)
@@ -72,7 +72,7 @@ def _write_identity(path: Path) -> None:
 
 
 def _mount(plan: BoxNodePlan) -> None:
-    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)  # unmounts on the host apply here, too
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)  # unmounts on the host also apply here
     kernel.mount("run", "/run", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
     kernel.mount("shm", "/dev/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")
     kernel.mount("proc", "/proc", "proc", kernel.SAFE)

@@ -1,4 +1,7 @@
-"""The Linux calls setns, unshare and mount, which turn a process into a node. Python 3.10 has no functions for them."""
+"""The Linux calls setns, unshare and mount, which turn a process into a node.
+
+Python 3.10 has no functions for these calls.
+"""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Check that this machine has root privileges, the programs, enough memory and a free network."""
+"""Check that the caller is root, and that this machine has the programs, enough memory and a free network."""
 
 import ipaddress
 import json
@@ -21,7 +21,7 @@ FAKETIME: Final = "libfaketime.so.1"
 MB: Final = 2**20
 BRIDGE_FILTER: Final = Path("/proc/sys/net/bridge/bridge-nf-call-iptables")
 
-# program -> Debian's package
+# program -> Debian package
 PACKAGES: Final = {
     "ip": "iproute2",
     "tc": "iproute2",
@@ -54,7 +54,7 @@ def find_programs(*, with_slurm: bool) -> dict[str, str]:
     """Return the paths of all programs that a box needs.
 
     Raises:
-        RefusedError: if some are missing; the message has the command that installs them.
+        RefusedError: if programs are missing. The message has the command that installs them.
     """
     wanted = PACKAGES | SLURM_PACKAGES if with_slurm else PACKAGES
     search = os.environ.get("PATH", "") + os.pathsep + FOLDERS
@@ -91,7 +91,7 @@ def filters_bridges() -> bool:
 
 
 def choose_number(name: str, taken: Iterable[int], tools: Tools) -> int:
-    """Choose K of 10.10.K.0/24: 1 for the default box if it is free, else the next free number.
+    """Choose K of 10.10.K.0/24: for the default box 1 if it is free, otherwise the next free number.
 
     Raises:
         RefusedError: if no number is free.
@@ -115,6 +115,6 @@ def _networks(tools: Tools) -> list[ipaddress.IPv4Network]:
         text = route.get("dst", "default")
         if text != "default" and route.get("type") not in ("broadcast", "multicast"):
             network = ipaddress.IPv4Network(text, strict=False)
-            if network.prefixlen > 8:  # ignore a site's route to 10.0.0.0/8: the box's /24 takes precedence
+            if network.prefixlen > 8:  # ignore a site's route to 10.0.0.0/8, because the box's /24 takes precedence
                 found.append(network)
     return found

@@ -3,9 +3,10 @@
     host      bridge mbK 10.10.K.254 --- mbKn0 --- mbKn1 ...      one end of each link
     node k                                 eth1 10.10.K.(k+1)     the other end, in the node's network namespace
 
-Speed is shaped on both ends of every link: eth1 limits the data that a node sends, the host's end the data that it
-receives. To unplug a node, its port of the bridge is set to the state "disabled": nothing passes in either direction,
-and neither side is notified. (A veth outside the bridge would deliver the node's frames to the host itself.)
+Speed is shaped on both ends of every link: eth1 limits the data that a node sends, and the host's end limits the data
+that the node receives. To unplug a node, its port of the bridge is set to the state "disabled": nothing passes in
+either direction, and neither side is notified. (A veth outside the bridge would deliver the node's frames to the host
+itself.)
 """
 
 from collections.abc import Iterable
@@ -15,17 +16,17 @@ from muster.cloudlab.box.spec import HEAD, LINK, BoxSpec, Rates
 
 PORT_DISABLED: Final = 0
 PORT_FORWARDING: Final = 3
-QUEUE_MS: Final = 50  # longest wait of a packet before it is dropped
+QUEUE_MS: Final = 50  # longest time that a packet waits before it is dropped
 BURST_S: Final = 0.004
-LEAST_BURST: Final = 16 * 1024  # in bytes, about ten packets of 1514 bytes
-LOOSE: Final = 100 * 10**9  # in bits per second, for a class that needs a rate but no limit
-WHOLE_CLASS: Final = 0xFFFF  # the number of the class of peers without a separate rate
+LEAST_BURST: Final = 16 * 1024  # bytes: about ten packets of 1514 bytes
+LOOSE: Final = 100 * 10**9  # bits per second, for a class that must have a rate but no limit
+WHOLE_CLASS: Final = 0xFFFF  # number of the traffic class for peers without a separate rate
 
 
 def bridge_lines(spec: BoxSpec) -> list[str]:
     """Return the lines for `ip -batch` that make the bridge."""
     return [
-        # The bridge's MAC address is set, because it would otherwise change with those of its ports.
+        # The bridge's MAC address is set, because it would otherwise change with the addresses of its ports.
         f"link add {spec.bridge} address {spec.mac(254)} type bridge forward_delay 0 mcast_snooping 0",
         f"link set {spec.bridge} alias {spec.alias}",
         f"addr add {spec.bridge_address}/24 dev {spec.bridge}",

@@ -44,7 +44,7 @@ class Starting:
 
 
 def make_links(state: BoxState, nodes: Sequence[str], tools: Tools, *, bridge: bool) -> None:
-    """Create the namespaces and shaped links of nodes. `bridge`: create the bridge first.
+    """Create the namespaces and shaped links of nodes. With `bridge`, create the bridge first.
 
     Raises:
         RefusedError: if a program failed.
@@ -121,7 +121,7 @@ def await_listening(state: BoxState, nodes: Iterable[str], port: int, timeout_s:
     """Wait until a process listens on a port in each of the nodes.
 
     Raises:
-        RefusedError: if a node's process does not listen in time, or a node has ended.
+        RefusedError: if no process of a node listens in time, or a node has ended.
     """
     deadline = time.monotonic() + timeout_s
     for node in nodes:
@@ -148,7 +148,7 @@ def check_reach(state: BoxState) -> None:
     first, last = state.spec.members[0], state.spec.members[-1]
 
     def connect() -> None:
-        kernel.enter_network(NETNS / state.spec.netns(first))  # affects this thread only
+        kernel.enter_network(NETNS / state.spec.netns(first))  # this affects only the current thread
         socket.create_connection((state.spec.address(last), SSH_PORT), timeout=REACH_S).close()
 
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -247,7 +247,7 @@ def _answer(starting: Starting) -> None:
 
 
 def _forget(starting: Starting) -> None:
-    """Close this side of the pipes. A node that has received "go" stays alive; any other node ends."""
+    """Close this side of the pipes. Nodes that have received "go" stay alive; all other nodes end."""
     for pipe in (starting.process.stdin, starting.process.stdout):
         assert pipe is not None
         pipe.close()

@@ -1,4 +1,4 @@
-"""The paths of a box's files, which are in one folder owned by root. No other module contains them.
+"""The paths of a box's files, which are in one folder owned by root. No other module contains these paths.
 
     /var/lib/muster/box-NAME/
       state.json  hosts  ssh_config  sshd_config  known_hosts  authorized_keys  client_key  slurm.conf  cgroup.conf
@@ -48,7 +48,7 @@ class BoxPaths:
     known_hosts = At("known_hosts")  # the nodes' host keys
     authorized_keys = At("authorized_keys")  # the client key
     client_key = At("client_key")  # the key for logging in to all nodes
-    munge = At("munge")  # munge's folder: key, socket, log
+    munge = At("munge")  # munge's folder, with its key, socket and log
     slurm_conf = At("slurm.conf")  # for the variable SLURM_CONF
     cgroup_conf = At("cgroup.conf")  # Slurm finds it beside slurm.conf
     slurm = At("slurm")  # the controller's saved state

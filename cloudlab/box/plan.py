@@ -1,4 +1,7 @@
-"""The plan of a node's first process: mounts, then services. Computed here, executed by `cloudlab.box.init`."""
+"""The plan of a node's first process: mounts, then services.
+
+This module computes the plan, and `cloudlab.box.init` executes it.
+"""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +24,7 @@ class Service:
     argv: tuple[str, ...]
     log: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    detaches: bool = False  # True: the process started here ends once the daemon is ready
+    detaches: bool = False  # True: the started process ends once the daemon is ready
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class BoxNodePlan:
 def node_plan(
     spec: BoxSpec, paths: BoxPaths, node: str, programs: Mapping[str, str], *, anew: bool, faketime: str = ""
 ) -> BoxNodePlan:
-    """Return the plan of one node; `programs` maps names to paths, `anew`: the box is being created."""
+    """Return the plan of one node; `programs` maps names to paths. `anew` is True if the box is being created."""
     own = paths.node(node)
     binds = [(str(paths.hosts), "/etc/hosts"), (str(own.passwd), "/etc/passwd")]
     if spec.private_runs is not None and node != HEAD:
@@ -89,6 +92,6 @@ def _services(
         name, argv = "slurmctld", slurm.slurmctld_argv(programs["slurmctld"], anew=anew)
     else:
         name, argv = "slurmd", slurm.slurmd_argv(programs["slurmd"], node)
-    # The daemon writes its own log. Until it has read the path of that log, its output goes to this file.
+    # The daemon writes its own log. Until the daemon has read the path of its log, its output goes to this file.
     services.append(Service(name, tuple(argv), str(own.log(f"{name}-start")), plain))
     return services

@@ -22,7 +22,7 @@ class Identity:
     """A process, identified uniquely until the machine reboots."""
 
     pid: int
-    start: int  # clock ticks after the machine's boot
+    start: int  # start time in clock ticks after the machine's boot
 
     @property
     def is_alive(self) -> bool:
@@ -37,14 +37,14 @@ class Identity:
 
 
 def read_identity(path: Path) -> Identity | None:
-    """Read the identity that a node's first process wrote; None if it has not written one yet."""
+    """Read the identity that a node's first process wrote; None if it has not been written yet."""
     try:
         raw = read_json(path)
         return Identity(int(raw["pid"]), int(raw["start"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError):
-        return None  # truncated by a full disk; the namespace still shows the node's processes
+        return None  # a full disk has truncated the file; the namespace still shows the node's processes
 
 
 def kill(identities: Iterable[Identity]) -> None:
@@ -61,7 +61,7 @@ def kill(identities: Iterable[Identity]) -> None:
             except ProcessLookupError:
                 continue
             descriptors.append(descriptor)
-            if each.is_alive:  # checked after opening, because the descriptor then refers to this process only
+            if each.is_alive:  # checked after opening, because from then on the descriptor refers to this process only
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             else:
                 os.close(descriptors.pop())
@@ -81,7 +81,7 @@ def in_network(namespace: Path) -> list[Identity]:
 
 
 def beside(init: Identity) -> list[Identity]:
-    """List all processes of the PID namespace of a node's first process, itself included."""
+    """List all processes of the PID namespace of a node's first process, including that process."""
     wanted = _namespace(init.pid, "pid")
     if wanted is None or not init.is_alive:
         return []
@@ -133,5 +133,5 @@ def _namespace(pid: int, kind: str) -> int | None:
         FileNotFoundError,
         ProcessLookupError,
         PermissionError,
-    ):  # a process that even root may not inspect is not a node's process
+    ):  # the process is not a node's process if even root may not inspect it
         return None

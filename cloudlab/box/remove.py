@@ -26,7 +26,7 @@ def take_down(name: str) -> bool:
     found = paths.path.exists() or bool(namespaces(name)) or bool(_links(name, None))
     if found:
         programs = machine.find_programs(with_slurm=False)
-        with locked_folder(paths.path):  # yields None if only namespaces are left
+        with locked_folder(paths.path):  # the lock yields None if only namespaces are left
             remove(name, read_state(name), Tools(programs))
     with root_lock():
         return found
@@ -89,5 +89,5 @@ def _links(name: str, state: BoxState | None) -> list[str]:
 def _alias(link: str) -> str:
     try:
         return (machine.LINKS / link / "ifalias").read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError):  # the link was removed, or this is not a link (bonding_masters)
+    except (FileNotFoundError, NotADirectoryError):  # a removed link, or no link (bonding_masters)
         return ""

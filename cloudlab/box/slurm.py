@@ -10,7 +10,7 @@ from typing import Final
 from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.spec import HEAD, BoxSpec
 
-CPUS: Final = 4  # cores that each node reports to Slurm, whatever the machine has
+CPUS: Final = 4  # number of cores that each node reports to Slurm, whatever the machine has
 LEAST_MEMORY_MB: Final = 4000
 CTLD_PORT: Final = 6817
 SLURMD_PORT: Final = 6818
@@ -75,8 +75,8 @@ PartitionName=preempt Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE MaxTime=INFIN
 def cgroup_conf() -> str:
     """Return the text of cgroup.conf, which constrains nothing and works on every machine.
 
-    The plugin for version 1 works with the empty /sys/fs/cgroup of a node. The plugin for version 2 does not, and would
-    leave its own groups on the host.
+    The plugin for version 1 works with the empty /sys/fs/cgroup of a node. The plugin for version 2 does not work with
+    it, and would leave its own groups on the host.
     """
     return "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n"
 
@@ -96,7 +96,7 @@ def munged_argv(munged: str, paths: BoxPaths) -> list[str]:
 
 
 def slurmctld_argv(slurmctld: str, *, anew: bool) -> list[str]:
-    """Return the argv of the controller. Unless `anew`, the controller restores its jobs."""
+    """Return the argv of the controller. Unless `anew` is True, the controller restores its jobs."""
     return [slurmctld, "-D", *(["-c"] if anew else [])]
 
 

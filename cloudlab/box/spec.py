@@ -19,13 +19,13 @@ MAX_NUMBER: Final = 250
 HEAD: Final = "head"
 HEAD_HOST: Final = 253  # the last byte of the head's address
 BRIDGE_HOST: Final = 254
-LINK: Final = "eth1"  # a node's name for its link; CloudLab's control network would be eth0
+LINK: Final = "eth1"  # name of the link within a node; eth0 would be CloudLab's control network
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,31}")
 _RATE: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmg]?)bit(?:/s|ps)?", re.IGNORECASE)
 _OFFSET: Final = re.compile(r"[+-]\d+(?:\.\d+)?[smhd]?")
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-_SLOWEST: Final = 8_000  # bits per second; below this a packet takes seconds, and tc's numbers overflow
+_SLOWEST: Final = 8_000  # bits per second; with less, a packet takes seconds, and tc's numbers overflow
 _FASTEST: Final = 400 * 10**9
 
 
@@ -37,9 +37,9 @@ class BoxSpec:
     nodes: int = 4
     rate: int | None = 10**9  # bits per second of every link, each way; None: unlimited
     slurm: bool = False
-    number: int = 0  # K; 0 until it is chosen
+    number: int = 0  # the number K of the box; 0 until it is chosen
     private_runs: str | None = None  # folder of runs, which is a different folder on each node
-    clocks: Mapping[str, str] = field(default_factory=dict)  # node -> offset, such as +180s
+    clocks: Mapping[str, str] = field(default_factory=dict)  # node -> offset of its clock, such as +180s
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -94,7 +94,7 @@ class BoxSpec:
         return f"10.10.{self.number}.{self.host_number(node)}"
 
     def mac(self, host_number: int) -> str:
-        """Return a MAC address. It stays the same if a node is recreated, so that its peers find it at once."""
+        """Return a MAC address. A node that is recreated keeps its address, so that its peers find it at once."""
         return f"02:00:0a:0a:{self.number:02x}:{host_number:02x}"
 
     def veth(self, node: str) -> str:
@@ -135,7 +135,7 @@ class Rates:
     """The speeds of all links, of slow nodes, and of slow pairs, in bits per second each way."""
 
     every: int | None = None
-    pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (a, b) with a < b, for both directions
+    pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by pair (a, b) with a < b, for both directions
     nodes: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, node: str) -> int | None:

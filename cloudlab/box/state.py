@@ -34,8 +34,8 @@ class BoxState:
 
     spec: BoxSpec
     rates: Rates
-    boot: str  # the machine's boot id when the box was made
-    complete: bool = False  # False: being made, or its creation was interrupted
+    boot: str  # boot id of the machine when the box was made
+    complete: bool = False  # False: the box is being made, or its creation was interrupted
     made_folders: tuple[str, ...] = ()  # folders created outside the box's own folder
     faketime: str = ""
     programs: dict[str, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ def box_names() -> list[str]:
 def root_lock() -> Iterator[None]:
     """Create the root folder, hold the lock of all boxes, and remove the folder at the end if it is empty.
 
-    The lock is a separate folder, because every user can open the root folder, and so could lock it.
+    The lock is a separate folder, because every user can open the root folder, and could therefore lock it.
     """
     place = places.ROOT / LOCK
     while True:
@@ -100,7 +100,7 @@ def root_lock() -> Iterator[None]:
             yield
             if list(places.ROOT.iterdir()) == [place]:
                 place.rmdir()
-                with suppress(OSError):  # not empty: another command has begun, which will remove the folder
+                with suppress(OSError):  # not empty: another command has begun, and will remove the folder
                     places.ROOT.rmdir()
             return
 
@@ -109,7 +109,8 @@ def root_lock() -> Iterator[None]:
 def locked_folder(folder: Path) -> Iterator[int | None]:
     """Hold the lock of a folder. Yield its descriptor, or None if the folder is gone once the lock is held.
 
-    Meanwhile the umask is 022, because jobs of other users and the user who called sudo read the new files.
+    While the lock is held, the umask is 022, because jobs of other users and the user who called sudo read the new
+    files.
 
     Raises:
         RefusedError: if another command holds the lock for too long.
@@ -121,7 +122,7 @@ def locked_folder(folder: Path) -> Iterator[int | None]:
         return
     umask = os.umask(0o022)
     try:
-        # Older versions let every user open the folder.
+        # With older versions of Muster, every user could open the folder.
         os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & PRIVATE)
         if not locked(descriptor, LOCK_S):
             raise RefusedError(f"{folder}: another muster box command has been working on it for {LOCK_S:.0f} s")

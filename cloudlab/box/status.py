@@ -24,11 +24,11 @@ class NodeStatus:
 
     node: str
     address: str
-    state: str  # up, down, unplugged, frozen; several are joined by +
+    state: str  # up, down, unplugged or frozen; several words are joined by +
     sshd: bool
-    slurm: str | None  # sinfo's text; None without Slurm, or if the controller does not answer
-    pid: int | None  # of the node's first process, on the host
-    processes: int | None  # None unless the caller is root, who alone can count them
+    slurm: str | None  # the text of sinfo; None without Slurm, or if the controller does not answer
+    pid: int | None  # pid of the node's first process, on the host
+    processes: int | None  # number of processes; None unless the caller is root, because only root can count them
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class BoxStatus:
     """The state of a whole box."""
 
     name: str
-    state: str  # up, half-made, stale
+    state: str  # up, half-made or stale
     network: str
     rate: str
     slow_pairs: tuple[tuple[str, str, str], ...]

@@ -16,8 +16,8 @@ def hosts_file(spec: BoxSpec, host_name: str) -> str:
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
     lines += [f"{spec.address(node)} {node}" for node in spec.members]
     lines.append(f"{spec.bridge_address} {' '.join(names)}")
-    # torch looks up IPv4 addresses in IPv6 notation, and warns if they have no name. These entries have separate names,
-    # because a node's own name must resolve to its plain address first.
+    # torch looks up IPv4 addresses in IPv6 notation, and prints a warning if they have no name. These entries have
+    # separate names, because a node's own name must resolve to its plain address first.
     lines += [f"::ffff:{spec.address(node)} {node}-v6" for node in spec.members]
     return "\n".join(lines) + "\n"
 
@@ -46,7 +46,7 @@ def ssh_config(spec: BoxSpec, paths: BoxPaths) -> str:
 
 
 def sshd_config(paths: BoxPaths) -> str:
-    """Return the configuration of every node's sshd, which does not read the machine's own."""
+    """Return the configuration of every node's sshd, which does not read the configuration of the machine."""
     return "\n".join(
         [
             f"AuthorizedKeysFile {paths.authorized_keys}",
@@ -71,7 +71,7 @@ def sshd_config(paths: BoxPaths) -> str:
 def sshd_argv(sshd: str, paths: BoxPaths, node: NodePaths, session: Mapping[str, str]) -> list[str]:
     """Return the argv of a node's sshd; `session` is added to the environment of every login."""
     argv = [sshd, "-D", "-e", "-f", str(paths.sshd_config), "-h", str(node.host_key)]
-    if session:  # a single SetEnv, because sshd uses only the first one
+    if session:  # all variables are in one SetEnv, because sshd uses only the first SetEnv
         argv += ["-o", "SetEnv=" + " ".join(f'"{name}={value}"' for name, value in session.items())]
     return argv
 
@@ -92,7 +92,7 @@ def keygen_argv(ssh_keygen: str, path: str, comment: str) -> list[str]:
 
 
 def exec_argv(nsenter: str, pid: int, argv: Sequence[str], *, folder: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the argv that runs a command inside a node, in a folder, with these variables added."""
+    """Return the argv that runs a command inside a node, in a folder, with additional variables."""
     words = [f"{name}={value}" for name, value in environment.items()]
     enter = [nsenter, "--target", str(pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--"]
     return [*enter, "env", f"--chdir={folder}", *words, *argv]

@@ -1,4 +1,4 @@
-"""Run the system's programs for a box: many at a time, with timeouts, while they hold the lock of the box.
+"""Run the system's programs for a box: several at a time, with timeouts. While they run, they hold the lock of the box.
 
 A child holds the lock as long as it runs. If `muster box up` is killed, `muster box down` gets the lock only after the
 last running `ip` or `ssh-keygen` has ended, so that no program creates anything while the box is being removed.
@@ -20,7 +20,7 @@ Process = subprocess.Popen[str]
 
 @dataclass(frozen=True)
 class Tools:
-    """Programs by name, and the descriptor of the lock that their processes hold; -1: no lock."""
+    """The paths of programs, by name, and the descriptor of the lock that their processes hold (-1: no lock)."""
 
     programs: Mapping[str, str]
     lock: int = -1
@@ -88,7 +88,7 @@ def wait_all(processes: Iterable[Process]) -> None:
     """Wait for several programs; if one fails, still wait for all others.
 
     Raises:
-        RefusedError: if a program failed; the error is that of the first.
+        RefusedError: if a program failed; the error is that of the first program that failed.
     """
     failures = []
     for process in processes:
@@ -101,7 +101,7 @@ def wait_all(processes: Iterable[Process]) -> None:
 
 
 def _feed(stdin: IO[str], text: str) -> None:
-    """Write a short text and close the pipe. A program that ended early is reported by its exit code instead."""
+    """Write a short text and close the pipe. If the program has ended early, its exit code will report that."""
     try:
         stdin.write(text)
         stdin.close()

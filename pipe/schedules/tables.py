@@ -169,7 +169,7 @@ def _bubble_of_zb1p(ranks: int, microbatches: int, _chunks: int) -> float:
 
 
 def _bubble_of_zbv(ranks: int, microbatches: int, _chunks: int) -> float:
-    """A step takes as long as a rank's work after its first input, or as one micro-batch's way there and back."""
+    """The longer of two decides: a rank's work after its first input, or the way of a micro-batch there and back."""
     makespan = max(6 * microbatches + ranks - 1, 4 * ranks + 2 * microbatches - 1)
     return 1 - 6 * microbatches / makespan
 

@@ -98,7 +98,7 @@ def test_every_state_that_is_over_has_an_outcome() -> None:
 @pytest.mark.parametrize(
     ("reason", "sentence"),
     [
-        ("None", "the scheduler has not looked at it yet"),
+        ("None", "the scheduler has not examined it yet"),
         ("Resources", "it waits for nodes to become free (Resources)"),
         ("Priority", "jobs of higher priority come first (Priority)"),
         (
@@ -113,9 +113,9 @@ def test_every_state_that_is_over_has_an_outcome() -> None:
             "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions",
             "are down, drained",
         ),
-        ("AssocGrpCpuLimit", "at its limit for now"),
+        ("AssocGrpCpuLimit", "currently at its limit"),
         ("AssocGrpCPUMinutesLimit", "budget"),
-        ("QOSGrpNodeLimit", "at its limit for now"),
+        ("QOSGrpNodeLimit", "currently at its limit"),
         ("JobHeldUser", "scontrol release 12 (JobHeldUser)"),
         ("SomethingNew", "it waits in the queue (SomethingNew)"),
     ],
