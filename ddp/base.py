@@ -7,7 +7,7 @@ All wrappers are used in the same way:
     model.finish_gradient_synchronization()         # .grad is now the mean (not the sum) over ranks
     optimizer.step()
 
-Wrappers that communicate during the backward have finished when it returns. For them,
+If a wrapper communicates during the backward, it has finished when the backward returns. Then
 `finish_gradient_synchronization` does nothing.
 
 A *virtual shard* is a slice of the batch whose gradient is kept separate, so that gradients can be added in the same

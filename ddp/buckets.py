@@ -17,7 +17,7 @@ from typing import Final
 
 FIRST_BYTES: Final = 2**20  # the default of torch's DDP
 MB: Final = 2**20
-ALONE_BYTES: Final = 4 * MB  # on a CPU: a gradient of this size gets a bucket of its own, which needs no copy
+ALONE_BYTES: Final = 4 * MB  # on a CPU, a gradient of at least this size gets its own bucket, which needs no copy
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def plan_buckets(
 
     A gradient above this limit gets its own bucket. With a limit of 0, every gradient gets its own bucket; with None,
     there is one bucket per kind. If there are several buckets anyway, a gradient of at least `alone_bytes` also gets
-    its own. Returns the indices in `sizes` for each bucket, in the order of launches.
+    its own bucket. Returns the indices in `sizes` for each bucket, in the order of launches.
     """
     if bucket_size_mb is None:
         return _fill(sizes, limit=None, first=None)

@@ -200,7 +200,7 @@ def require_used(
 
 
 def some_of(names: Sequence[str]) -> str:
-    """Join names with commas. If there are many, join the first ones and add the number of the others."""
+    """Join names with commas. If there are many names, join the first ones and add the number of remaining names."""
     more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
     return f"{', '.join(names[:NAMED_AT_MOST])}{more}"
 

@@ -146,7 +146,7 @@ _Task = tuple[Future[None], Callable[[], object]]
 
 
 class Worker:
-    """A thread that runs tasks in the order of submission. It ends when this object is deleted."""
+    """A thread that runs tasks in the order of submission. The thread ends when this object is deleted."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """A module on the first of several devices, and its copies on the others. A device may occur more than once.
+    """A module on the first of several devices, and its copies on the other devices. A device may occur more than once.
 
     Modules on one device share its random generator, so a forward that draws random numbers is not reproducible.
     """

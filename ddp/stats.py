@@ -22,7 +22,7 @@ class Stats:
 class Wait:
     """A stopwatch, on the host's clock or, without blocking the host, on a CUDA stream.
 
-    It starts when it is created.
+    The stopwatch starts when it is created.
     """
 
     def __init__(self, device: torch.device) -> None:

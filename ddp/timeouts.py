@@ -1,4 +1,4 @@
-"""Error messages for failed collectives. They name the bucket and the ranks that never entered its collective.
+"""Error messages for failed collectives. The messages name the bucket and the ranks that never entered its collective.
 
 Wrappers wait within `waiting_for`. In a successful step, this only reads the clock once per bucket.
 
@@ -30,7 +30,7 @@ from muster.ddp.checks import ranks_in_words
 
 Answer = TypeVar("Answer")
 LATER_S: Final = 5.0  # time for which a rank that timed out waits for the reports of other ranks
-LOST_S: Final = 1.0  # the same after a lost connection; a rank that closed it after a timeout has already reported
+LOST_S: Final = 1.0  # wait after a lost connection; a rank that closed it after a timeout has already reported
 STORE_S: Final = 2.0  # additional time for an answer of the store
 POLL_S: Final = 0.05
 
@@ -97,7 +97,7 @@ def explain(
     """Explain a failed wait: raise an error with the bucket and, after a timeout, the ranks that did not enter.
 
     Reading the reports of other ranks takes up to a few seconds. A rank whose backward is still running has not noticed
-    the failure yet. It is listed as not entered, even if its backend has already started the bucket.
+    the failure yet. Such a rank is listed as not entered, even if its backend has already started the bucket.
 
     Raises:
         CollectiveTimeoutError: If the group's timeout passed on this rank, or on another rank that then closed the

@@ -66,7 +66,7 @@ class Graphs:
         self._slots: dict[GraphForm, list[_Slot]] = {}
         self._free: dict[GraphForm, list[_Slot]] = {}
         self._in_flight: Counter[GraphForm] = Counter()
-        self._most: Counter[GraphForm] = Counter()  # largest number in flight at once so far
+        self._most: Counter[GraphForm] = Counter()  # largest number of micro-batches in flight so far
         self._gradient: dict[GraphForm, TensorLayout] = {}  # layout of the gradient of the stage's output
         self._gaining: dict[nn.Parameter, Tensor | None] = {}  # parameters with gradients, and the fixed tensor of each
         self._signature: tuple[object, ...] = ()
@@ -158,7 +158,7 @@ class Graphs:
             torch._foreach_neg_(empty)
 
     def _now(self) -> tuple[object, ...]:
-        """Return the state that recorded graphs depend on. They are invalid once it changes."""
+        """Return the state that recorded graphs depend on. The graphs are invalid once this state changes."""
         parts = [part for layer in self._layers for part in layer.modules()]
         tensors = [each for layer in self._layers for each in (*layer.parameters(), *layer.buffers())]
         kind = self._device.type

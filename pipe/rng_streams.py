@@ -21,12 +21,12 @@ def seed_generators(seed: int) -> None:
 class Hooks:
     """User callbacks, called within a step."""
 
-    on_forward: Callable[[int, int], None] | None = None  # (stage, micro-batch), before every forward of a stage
+    on_forward: Callable[[int, int], None] | None = None  # called with (stage, micro-batch) before every forward
     seeds: Callable[[int, int], int] | None = None  # (micro-batch, layer of the model) -> seed of that layer's forward
 
 
 class RandomState:
-    """A snapshot of the random state before a forward. It is empty if the user seeds every layer."""
+    """A snapshot of the random state before a forward. The snapshot is empty if the user seeds every layer."""
 
     def __init__(self, x: Tensor, hooks: Hooks) -> None:
         self.device = x.device

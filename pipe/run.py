@@ -31,7 +31,10 @@ from muster.pipe.wires.connections import Connections
 
 
 class StageLayers(nn.Module):
-    """A container of layers, each under its name in the whole model. Names may contain dots. It cannot be called."""
+    """A container of layers, each under its name in the whole model.
+
+    Names may contain dots. The container cannot be called.
+    """
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -179,7 +182,10 @@ def _operations(steps: Sequence[Step], schedule: Schedule) -> list[RowOperation]
 
 
 def part_lengths(samples: int, parts: int) -> list[int]:
-    """Return the lengths of `parts` parts (at most one per sample). They differ by at most one, longer parts first."""
+    """Return the lengths of `parts` parts (at most one per sample).
+
+    The lengths differ by at most one; longer parts come first.
+    """
     parts = min(parts, samples)
     length, longer = divmod(samples, parts)
     return [length + (part < longer) for part in range(parts)]
@@ -226,7 +232,7 @@ class RowExecution:
         self._made: dict[Key, tuple[Tensor | None, bool]] = {}
         self._passes: dict[tuple[int, int], MicrobatchPass] = {}
         self._borrowed: dict[tuple[int, int], list[Arrival]] = {}
-        self._fresh: dict[int, list[nn.Parameter]] = {}  # by stage: parameters without a gradient so far
+        self._fresh: dict[int, list[nn.Parameter]] = {}  # the parameters of each stage that have no gradient yet
         self._do: dict[str, Callable[..., None]] = {
             "F": self.forward,
             "B": self.backward,
@@ -295,7 +301,7 @@ class RowExecution:
             output = microbatch_pass.forward(x, targets)
             learns = microbatch_pass.learns
         if self.make is None or number == self.last_stage:
-            output = self._own(output)  # results must outlive the buffer
+            output = self._own(output)  # copied, because results are used after the buffer is released
         if number == self.last_stage:
             if self.make is not None and not learns:
                 raise RuntimeError(f"stage {number}: the loss does not require a gradient; nothing would be trained")

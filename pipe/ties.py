@@ -155,7 +155,7 @@ class Ties:
             if (own := tied.parameter.grad) is None or own.is_sparse:
                 tied.parameter.grad = total
             else:
-                own.copy_(total)  # in place, because other tensors may share this memory
+                own.copy_(total)  # copied in place, because other tensors may share this memory
 
     def _sum_by_uses(self, tied: TiedWeight, number: int, total: Tensor | None) -> Tensor:
         """Add the gradients of all uses to `total` as a loop does: by micro-batch, then from the last stage back."""
@@ -200,7 +200,7 @@ class Ties:
         return [stage for stage in tied.stages if tied.rank_of[stage] == rank]
 
     def _agree_on_learning(self, tied: TiedWeight) -> None:
-        """Refuse a weight that is trainable on only some of its ranks, which would wait forever for the others."""
+        """Refuse a weight that is trainable on only some of its ranks: those ranks would wait forever."""
         if self._connections is None or len(tied.ranks) == 1:
             return
         mine = torch.tensor([int(tied.parameter.requires_grad)])

@@ -54,7 +54,7 @@ class SlicedPass(WholeGraphPass):
         self.begin = begin
         self._earlier, self._own = slices[:], Offered()
         slices.append(self._own)
-        self._edges: list[tuple[GradientEdge, Tensor]] = []  # of tensors that later slices read
+        self._edges: list[tuple[GradientEdge, Tensor]] = []  # the gradients of tensors that later slices read
 
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Run the stage on a slice; its layers may read earlier slices."""

@@ -80,7 +80,7 @@ def complaint(lines: Iterable[str]) -> Complaint | None:
     if where is None or not worst.of_a_node:
         return worst
     message = worst.message
-    if where["limit"]:  # in MB, like slurm.mem
+    if where["limit"]:  # given in MB, as in slurm.mem
         used, limit = (f"{int(where[name]) >> 20}M" for name in ("used", "limit"))
         message = message.replace(";", f" ({used} used, {limit} allowed);", 1)
     return replace(worst, message=message, host=next(filter(None, where.groups())))

@@ -21,7 +21,7 @@ PARAMS: Final = "params"
 
 
 def require_own_memory(module: nn.Module) -> None:
-    """Check that no parameter of a module shares memory with another, with a buffer, or with a plain attribute.
+    """Check that no parameter of a module shares memory with another parameter, a buffer, or a plain attribute.
 
     Raises:
         ValueError: If a parameter shares memory with another tensor. The message names both.

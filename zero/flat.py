@@ -30,8 +30,8 @@ class ParameterRange:
     """Elements [start, stop) of a parameter, flattened row by row, or of its optimizer state under `key`.
 
     `tensor` contains these elements, and may be filled in place. A state with one number per parameter, such as a step
-    count, has the shape (), and every rank with a part of the parameter has a copy. `answers` marks the copy that is
-    saved: that of the rank with the first element. If `lent`, the tensor is a rounded copy of the master, which is
+    count, has the shape (), and every rank with a part of the parameter has a copy. `answers` is True for the copy to
+    save, which is on the rank with the first element. If `lent`, the tensor is a rounded copy of the master, which is
     outdated after the next step.
     """
 

@@ -130,7 +130,7 @@ class SharedMemoryGather(Gather):
         copied = once(lambda: self._copy(flat_parameter, shards, out))
         if flat_parameter.is_split:
             return copied
-        with suppress(RuntimeError):  # if the barrier times out, the wait repeats it and explains the error
+        with suppress(RuntimeError):  # if the barrier times out, the wait runs it again and explains the error
             copied()
 
         def wait() -> None:

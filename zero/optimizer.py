@@ -55,9 +55,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     With `masters`, 16-bit parameters are stepped in a float32 copy of the shard. Values that the user writes to a
     parameter between steps are kept, and must be the same on all ranks.
 
-    `inner` is the optimizer of this rank's shards. It owns all state, which `state` lists by parameter. If it writes
-    values into its groups, such as a step counter, these must be the same on all ranks. They are saved, and appear in
-    `param_groups` after the step. Hooks registered on this optimizer run once per step, outside the inner step.
+    `inner` is the optimizer of this rank's shards. The inner optimizer owns all state; `state` lists it by parameter.
+    If it writes values into its groups, such as a step counter, these must be the same on all ranks. They are saved,
+    and appear in `param_groups` after the step. Hooks registered on this optimizer run once per step, outside the inner
+    step.
 
     Without a wrapper, `torch.amp.GradScaler` works; with one, use `zero.scaling.ShardedGradScaler`. In both cases,
     either all ranks step or no rank steps.
@@ -67,7 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             the ranks' parameters differ.
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler calls `step` on every rank, which decides whether to skip
+    _step_supports_amp_scaling = True  # a GradScaler calls `step` on every rank, and `step` decides whether to skip
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise AttributeError("the state of a ShardedOptimizer cannot be set; call load_state_dict() on every rank")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, and the groups. It can only be loaded on the same rank.
+        """Return this rank's shard of the state, and the groups. The shard can only be loaded on the same rank.
 
         For tools that expect the same state dict on all ranks, such as torch.distributed.checkpoint, use
         `full_state_dict`.
@@ -251,7 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return full
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> dict[str, Any] | None:
-        """Return the state of all parameters on one rank of the group, None on the others. A collective.
+        """Return the state of all parameters on one rank of the group, and None on all other ranks. A collective.
 
         Raises:
             ValueError: If the group has no such rank.

@@ -196,7 +196,8 @@ class Sharded(DataParallel):
             return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
-        """Load a state dict of the module. It must be the same on every rank. In stage 3 this is a collective.
+        """Load a state dict of the module. The state dict must be the same on every rank. In stage 3 this is a
+        collective.
 
         Raises:
             ValueError: With `assign`, which would replace the sharded parameters.

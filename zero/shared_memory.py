@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one host, on CPUs: each rank maps the tensors of the others.
+"""Shared memory between the ranks of one host, on CPUs: each rank maps the tensors of all other ranks.
 
     rank 0's memory   | shard 0 | ....... |      each rank keeps tensors that the others need in shared memory; they
     rank 1's memory   | ....... | shard 1 |      read from it, so nothing goes through a socket

@@ -16,7 +16,7 @@ from typing import Final
 from muster.jobs.basics.places import At, Each
 
 ROOT: Final = Path("/var/lib/muster")
-NETNS: Final = Path("/run/netns")  # where `ip netns` keeps its namespaces
+NETNS: Final = Path("/run/netns")  # folder in which `ip netns` keeps its namespaces
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class BoxPaths:
 
     state = At("state.json")  # the state of the box, for all commands
     hosts = At("hosts")  # /etc/hosts of every node
-    ssh_config = At("ssh_config")  # for `ssh -F`, on the host and in the nodes
-    sshd_config = At("sshd_config")  # for every node's sshd
+    ssh_config = At("ssh_config")  # configuration for `ssh -F`, on the host and in the nodes
+    sshd_config = At("sshd_config")  # configuration of every node's sshd
     known_hosts = At("known_hosts")  # the nodes' host keys
     authorized_keys = At("authorized_keys")  # the client key
     client_key = At("client_key")  # the key for logging in to all nodes
     munge = At("munge")  # munge's folder, with its key, socket and log
-    slurm_conf = At("slurm.conf")  # for the variable SLURM_CONF
+    slurm_conf = At("slurm.conf")  # the file named by the variable SLURM_CONF
     cgroup_conf = At("cgroup.conf")  # Slurm finds it beside slurm.conf
     slurm = At("slurm")  # the controller's saved state
     nodes = At("nodes")  # one folder for each node

@@ -33,7 +33,7 @@ class BoxNodePlan:
 
     node: str
     netns: str
-    identity: str  # the file for the pid and start time of its first process
+    identity: str  # the file for the pid and start time of the node's first process
     binds: tuple[tuple[str, str], ...]  # source, target
     services: tuple[Service, ...]
 

@@ -56,7 +56,7 @@ def remove_links(links: list[str], namespaces: list[str], tools: Tools) -> None:
     """Remove links of the host, and network namespaces.
 
     Raises:
-        RefusedError: if one of them cannot be removed.
+        RefusedError: if a link or namespace cannot be removed.
     """
     lines = [f"link del {link}" for link in links] + [f"netns del {name}" for name in namespaces]
     tools.batches([(["ip"], lines)])
@@ -89,5 +89,5 @@ def _links(name: str, state: BoxState | None) -> list[str]:
 def _alias(link: str) -> str:
     try:
         return (machine.LINKS / link / "ifalias").read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError):  # a removed link, or no link (bonding_masters)
+    except (FileNotFoundError, NotADirectoryError):  # the link is gone, or it is none (bonding_masters)
         return ""

@@ -54,7 +54,7 @@ class Tools:
         """Run several batches of `ip`, `bridge` or `tc` at the same time; `work` has pairs of argv and input lines.
 
         Raises:
-            RefusedError: if one of them failed.
+            RefusedError: if a program failed.
         """
         started = [self.start([*argv, "-batch", "-"], "\n".join(lines) + "\n") for argv, lines in work if lines]
         wait_all(started)

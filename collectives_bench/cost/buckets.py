@@ -53,7 +53,7 @@ class Lanes:
 
     @classmethod
     def of(cls, backend: str) -> "Lanes":
-        """Return the lanes of a backend's process group."""
+        """Return the number of collectives that a backend's process group runs at the same time."""
         if backend == "gloo":
             return cls(GLOO_THREADS, host_s=GLOO_HOST_S)
         return cls(NCCL_STREAMS, host_s=NCCL_HOST_S)

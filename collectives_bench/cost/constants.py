@@ -34,7 +34,7 @@ class Constants(Strict):
     gamma_s: float = 0.0
     delta_s: float = 0.0
     overhead_s: float = 0.0
-    host_s: float = 0.0  # 1 / W: seconds per byte that a host's ranks send
+    host_s: float = 0.0  # 1 / W in the formulas: seconds per byte that a host's ranks send
     crowding: float = 0.0  # factor by which the time of a host's work grows with each additional rank per core
     cores: int = Field(1, ge=1)  # number of cores of a host
     worlds: list[int] = Field(default_factory=list)  # numbers of ranks in the fitted worlds; empty if not fitted

@@ -112,7 +112,7 @@ def _sent(load: RankLoad, compute: Compute) -> list[PredictedBucket]:
 
 
 def _pass_s(load: RankLoad, gradients: Sequence[PredictedBucket], passes: float) -> float:
-    """Return the seconds needed to read or write all gradients `passes` times. They are nearly 0 on a GPU."""
+    """Return the seconds needed to read or write all gradients `passes` times. On a GPU, the result is nearly 0."""
     if load.backend == "nccl" or load.ranks == 1:
         return 0.0
     return passes * sum(each.nbytes for each in gradients) / COPY_BYTES_S

@@ -194,7 +194,7 @@ def _balanced(layers: Sequence[tuple[ModelOperation, ...]], count: int) -> list[
     before = [0]
     for each in work:
         before.append(before[-1] + each)
-    # best[k][j]: first j layers in k runs: least possible work of the largest run, and the first layer of the last run
+    # best[k][j], for the first j layers in k runs: least work of the largest run, and first layer of the last run
     best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else float("inf"), 0) for j in range(len(work) + 1)]]
     for k in range(1, count + 1):
         row = [(float("inf"), 0)] * (len(work) + 1)

@@ -209,7 +209,7 @@ FORMAT: Final[Format[Any, Profile]] = Format(
 
 
 def load(path: Path) -> Profile:
-    """Read a profile. Errors as for `Format.read`.
+    """Read a profile. Raises the errors of `Format.read`.
 
     Raises:
         UsageError: if there is no such file.

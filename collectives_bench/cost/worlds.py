@@ -78,7 +78,7 @@ class Shared:
         return list(groups.values())
 
     def worlds_left_out(self, group: Sequence[Known]) -> dict[tuple[int, int], list[Pair]]:
-        """Predict each world from the others; return {} if there are too few worlds."""
+        """Predict each world from the other worlds; return {} if there are too few worlds."""
         worlds = sorted({each.world for each in group})
         return {} if len(worlds) < LEAST_WORLDS else {world: self.world_left_out(group, world) for world in worlds}
 

@@ -51,7 +51,7 @@ class RankHost:
 
 @dataclass(frozen=True)
 class BenchRanks:
-    """All ranks, as seen by one of them. Only this object uses `store`."""
+    """The ranks of the benchmark, as seen by one rank. Only this object uses `store`."""
 
     env: RankEnv
     store: Store
@@ -78,12 +78,12 @@ class BenchRanks:
     # Messages between launch managers -------------------------------------------------------------------------------
 
     def say(self, key: str, value: Any) -> None:
-        """Publish a value for all ranks. Errors as for `hear`."""
+        """Publish a value for all ranks. Raises the errors of `hear`."""
         with self._dialling():
             self.store.set(key, json.dumps(value))
 
     def has_been_said(self, key: str) -> bool:
-        """Return True if a value has been published. This asks the store once. Errors as for `hear`."""
+        """Return True if a value has been published. This asks the store once. Raises the errors of `hear`."""
         with self._dialling():
             found: bool = self.store.check([key])
         return found
@@ -100,7 +100,8 @@ class BenchRanks:
             return parse_json(self.store.get(key))
 
     def comes(self, key: str, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` for a value; return True if it has been published. Errors as for `has_been_said`.
+        """Wait at most `timeout_s` for a value; return True if it has been published. Raises the errors of
+        `has_been_said`.
 
         This polls, because the store's own wait blocks signals and prints to standard error when it times out.
         """
@@ -124,7 +125,7 @@ class BenchRanks:
             ) from error
 
     def hear_all(self, key: str, timeout_s: float) -> list[Any]:
-        """Wait for the values that all ranks publish under KEY/RANK. Errors as for `hear`."""
+        """Wait for the values that all ranks publish under KEY/RANK. Raises the errors of `hear`."""
         deadline = time.monotonic() + timeout_s
         ranks = range(self.env.world_size)
         return [self.hear(f"{key}/{rank}", max(deadline - time.monotonic(), 0.001)) for rank in ranks]

@@ -62,7 +62,7 @@ class LaunchManager:
         self._number = 0
         self._tries = 0  # number of tries of this launch so far
         self._at: int | None = None  # the cell that the worker began last
-        self._pair: tuple[int, int] | None = None  # the pair of nodes that it measured last
+        self._pair: tuple[int, int] | None = None  # the pair of nodes that the worker measured last
         self._is_asked_to_end = False
 
     def run(self) -> None:
@@ -169,7 +169,10 @@ class LaunchManager:
         return None if said is None else LaunchOrder(**said)
 
     def _wait(self, key: str, deadline: float) -> None:
-        """Wait for a value until a deadline (monotonic seconds). Errors as for `BenchRanks.hear`, and `Leaving`."""
+        """Wait for a value until a deadline (monotonic seconds).
+
+        Raises the errors of `BenchRanks.hear`, and `Leaving`.
+        """
         while not self.bench_ranks.comes(key, POLL_S):
             self._check_leaving()
             if time.monotonic() >= deadline:

@@ -40,8 +40,8 @@ def _columns(nbytes: int, ranks: int) -> float:
 HIDDEN: Final[dict[str, Share]] = {
     "all_reduce": _two_segments,
     "reduce": _two_segments,
-    "all_gather": lambda nbytes, ranks: nbytes,  # it first gathers into a flat copy
-    "reduce_scatter": lambda nbytes, ranks: nbytes + _two_segments(nbytes, ranks),  # it all-reduces a clone
+    "all_gather": lambda nbytes, ranks: nbytes,  # gloo first gathers into a flat copy
+    "reduce_scatter": lambda nbytes, ranks: nbytes + _two_segments(nbytes, ranks),  # gloo all-reduces a clone
     "ring_all_reduce": _columns,
     "ring_reduce_scatter": _columns,
     "tree_reduce": _columns,

@@ -1,4 +1,4 @@
-"""The entry point of a rank of a `bench:` job. It runs hello or the launch manager (`launch_manager.py`)."""
+"""The entry point of a rank of a `bench:` job. The rank runs hello or the launch manager (`launch_manager.py`)."""
 
 import os
 import socket

@@ -53,7 +53,7 @@ class Clock(Protocol):
 
 
 class ControlGroup:
-    """A gloo group over which ranks exchange numbers. It is never the group that is measured."""
+    """A gloo group over which ranks exchange numbers. This group is never measured."""
 
     def __init__(self, group: dist.ProcessGroup, beat: Callable[[], None]) -> None:
         self.group = group

@@ -32,7 +32,7 @@ VARIABLES: Final[dict[str, str]] = {
     "NCCL_SHM_DISABLE": "ranks of one host communicate over the network",
     "NCCL_IB_DISABLE": "InfiniBand and RoCE are not used",
     "NCCL_NET_GDR_LEVEL": "limits which transfers go from the network card to the GPU directly",
-    "NCCL_NVLS_ENABLE": "sums in the NVLink switch: up to 1.3x on 8 GPUs, nothing on 4 or fewer",
+    "NCCL_NVLS_ENABLE": "sums in the NVLink switch: up to 1.3x on 8 GPUs, no gain on 4 or fewer",
     "NCCL_ALGO": "overrides NCCL's choice of algorithm",
     "NCCL_PROTO": "overrides NCCL's choice of protocol",
     "NCCL_MIN_NCHANNELS": "overrides NCCL's choice of number of channels",

@@ -40,7 +40,7 @@ FORMAT: Final[Format[Any, Result]] = Format(
 def read_result(paths: Sequence[Path]) -> Result:
     """Read runs or files and merge them into one result, without duplicate records.
 
-    Errors as for `jobs.measuring.recorded.Format.read`.
+    Raises the errors of `jobs.measuring.recorded.Format.read`.
     """
     found = [FORMAT.read(path) for path in paths]
     if nothing := [path for path, each in zip(paths, found, strict=True) if each == Result()]:
@@ -53,7 +53,7 @@ def read_result(paths: Sequence[Path]) -> Result:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """Write a result as JSON, with one record per line, atomically by rename. Errors as for `recorded.write`."""
+    """Write a result as JSON, with one record per line, atomically by rename. Raises the errors of `recorded.write`."""
     parts = []
     for name, records in (("headers", result.headers), ("blocks", result.blocks), ("pairs", result.pairs)):
         lines = ",\n".join(f"  {record.model_dump_json()}" for record in records)
@@ -62,7 +62,7 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def write_csv(rows: Sequence[BenchRow], path: Path) -> None:
-    """Write rows as CSV. Cells of values that were not measured are empty. Errors as for `recorded.write`."""
+    """Write rows as CSV. Cells of values that were not measured are empty. Raises the errors of `recorded.write`."""
     write_table(COLUMNS, ([value(row) for value in COLUMNS.values()] for row in rows), path)
 
 

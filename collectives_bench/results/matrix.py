@@ -58,7 +58,7 @@ def bandwidths(pairs: Sequence[Pair]) -> Value:
 def latencies(pairs: Sequence[Pair]) -> Value:
     """Return the latency in microseconds between two nodes, the median over launches.
 
-    It is the same in both directions.
+    The latency is the same in both directions.
     """
     found: dict[tuple[int, int], list[float]] = {}
     for pair in pairs:

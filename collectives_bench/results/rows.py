@@ -13,7 +13,7 @@ from muster.jobs.measuring.stats import quantile, spread
 
 STEAL_LIMIT: Final = 0.02
 SPREAD_LIMIT: Final = 0.30  # limit of (slowest - fastest launch) / median; twice the usual value on a shared machine
-FIRST_CALL_LIMIT: Final = 5.0  # limit, in medians; on a loopback, first calls in 90 % of cells were faster
+FIRST_CALL_LIMIT: Final = 5.0  # limit for first calls, in multiples of the median; on a loopback, 90 % were faster
 LATE_MARGIN: Final = 0.10  # least lag of the last rank behind the second-to-last rank, as a share of the call's time
 LATE_CHANCE: Final = 0.07  # acceptable probability that one of several equally fast ranks is last in every launch
 

@@ -24,7 +24,7 @@ from typing import Final, Literal
 from muster.collectives_bench.records import Pair, SampleTimes
 from muster.jobs.measuring.stats import median_interval, quantile
 
-THRESHOLD: Final = math.log(1.15)  # log ratio of times: slower by 15 %
+THRESHOLD: Final = math.log(1.15)  # log of the time ratio: 15 % slower
 SURE: Final = THRESHOLD / 3  # the low end of a culprit's interval must be at least this
 TIMES_NOISE: Final = 2.5
 NOISY: Final = THRESHOLD / 2  # with more noise, a slowdown at the threshold could not be seen
@@ -49,7 +49,7 @@ class Slow:
     kind: Literal["node", "link"]
     nodes: tuple[int, ...]
     hosts: tuple[str, ...]
-    direction: Direction  # for a link: "both", or "sends" (only from the first to the second)
+    direction: Direction  # for a link: "both", or "sends" (only from the first node to the second)
     ratio: float
     low: float  # low end of the interval of `ratio`
     gb_per_s: float

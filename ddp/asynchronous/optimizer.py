@@ -77,7 +77,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
             shard = nn.Parameter(self._values[start:stop].clone())
             others = [each for each in range(self.workers) if each != self.rank]
             self.server = ParameterServer(shard, kind([shard], **options), group, others)
-            served = self.server.optimizer.state  # some optimizers create it in the first step
+            served = self.server.optimizer.state  # some optimizers create their state in the first step
             self.state[shard] = {"values": shard.data, "gradient": shard.grad, "served": served}
 
     @torch.no_grad()

@@ -78,8 +78,8 @@ class Pipe(nn.Module):
     input tensor is cut along its first dimension, and every output tensor joined along it.
 
     With `recompute`, the activations inside stages are not kept: the backward runs a stage's forward again, for every
-    micro-batch ("always"), or for all but the last ("except_last"), whose backward begins at once. It uses the random
-    numbers, autocast settings and buffer values of the first forward.
+    micro-batch ("always"), or for all but the last ("except_last"), whose backward begins at once. This second forward
+    uses the random numbers, autocast settings and buffer values of the first one.
 
     A pipe differs from its module as follows. Batch norms normalize each micro-batch, and update their statistics after
     it. Dropout draws a mask for each micro-batch. Random numbers are drawn in the order of ticks, and within a tick in

@@ -162,7 +162,7 @@ def _end_all() -> None:
 
 
 class Workers:
-    """The workers of a pipe, one per stage. They start on first use, and again if they have ended."""
+    """The workers of a pipe, one per stage. Threads start on first use, and again if they have ended."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices

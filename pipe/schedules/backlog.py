@@ -27,7 +27,7 @@ def backlogs(ranks: Sequence[Sequence[Step]]) -> dict[Way, int]:
         for source in range(count)
         for target in range(count)
     }
-    known = [[0] * count for _ in ranks]  # [a][b]: completed steps of rank b, as far as rank a knows
+    known = [[0] * count for _ in ranks]  # known[a][b]: number of steps of rank b that a knows to be complete
     sent: dict[Way, int] = {}
     most: dict[Way, int] = {}
     sender_clocks: dict[Key, list[int]] = {}  # the sender's vector clock, by message

@@ -20,7 +20,7 @@ from muster.pipe.schedules.programs import Send, Step
 IDLE: Final = "."
 UNDER_WAY: Final = "~"
 COMPUTE: Final = ("F", "B", "I", "W")
-COLOURS: Final = {"F": 75, "B": 114, "I": 151, "W": 215, "message": 183}  # from the 256-colour palette of terminals
+COLOURS: Final = {"F": 75, "B": 114, "I": 151, "W": 215, "message": 183}  # of a terminal's 256 colours
 RESET: Final = "\x1b[0m"
 
 

@@ -101,7 +101,7 @@ def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
 
     A message lasts from its producer's end to its consumer's start. A message counts only if the consumer's rank was
     already idle when the producer ended. The median is used because some consumers start late for other reasons. For a
-    cut without such messages, the shortest of the others is used, as an upper bound. `input_gradient` is the cost of a
+    cut without such messages, the shortest other message is used, as an upper bound. `input_gradient` is the cost of a
     whole backward.
 
     Raises:

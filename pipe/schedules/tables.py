@@ -27,7 +27,7 @@ from muster.pipe.schedules.zero_bubble import Orders, one_chunk, two_chunks
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """One schedule: its stages per rank (`chunks`; None: as requested), their placement, and the order of actions."""
+    """One schedule: the number of stages per rank (`chunks`, if fixed), their placement, and the order of actions."""
 
     about: str
     chunks: int | None

@@ -44,7 +44,7 @@ def times(rank_of: tuple[int, ...], orders: tuple[tuple[Action, ...], ...], cost
         ScheduleError: If the ranks deadlock, or an action needs the result of a missing one.
     """
     stages = len(rank_of)
-    arrived: list[dict[Action, float]] = [{} for _ in orders]  # by rank: when an action's result is available there
+    arrived: list[dict[Action, float]] = [{} for _ in orders]  # by rank: when an action's result arrives
     free = [0.0 for _ in orders]
     way_free: dict[tuple[int, int], float] = {}
     rows: list[list[Times]] = [[] for _ in orders]

@@ -19,7 +19,7 @@ from muster.pipe.schedules.times import times
 
 Orders = tuple[tuple[Action, ...], ...]
 
-TYPICAL = Costs(1.0, 1.2, 0.6, 0.2)  # roughly those of GPT blocks on CPUs
+TYPICAL = Costs(1.0, 1.2, 0.6, 0.2)  # roughly the costs of GPT blocks on CPUs
 MANY_ACTIONS = 20_000  # for longer schedules only one order is tried, because comparing orders would take seconds
 
 
@@ -190,7 +190,10 @@ class _Listing:
         return in_flight + reserved < self.rules.in_flight
 
     def _urgency(self, kind: Kind, rank: int, chunk: int, index: int) -> tuple[int, ...]:
-        """Return a sort key, lowest first. It begins with 0 or 2 for F, 1 for I, 3 for W, and 4 for an F after W."""
+        """Return a sort key, lowest first.
+
+        The key begins with 0 or 2 for F, 1 for I, 3 for W, and 4 for an F after W.
+        """
         rules, stages = self.rules, self.chunks[rank]
         if kind != "F":
             return (1 if kind == "I" else 3), index if rules.oldest else 0, -chunk

@@ -25,7 +25,7 @@ from muster.pipe.splitting.gradient_capture import Anchored, CaptureHook, SplitS
 from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, GradientKind, PendingQueue
 
 SITE: Final = "_split_site"  # attribute for a layer's `SplitSite`
-PLACE: Final = "_split_place"  # attribute for its number in compiled code
+PLACE: Final = "_split_place"  # attribute for a layer's number in compiled code
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -67,7 +67,10 @@ def restore(module: nn.Module) -> None:
 
 @cache
 def _subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """Return the split subclass of a class. It has the original's name, so that split layers print like plain ones."""
+    """Return the split subclass of a class.
+
+    The subclass has the name of the original class, so that split layers print like plain layers.
+    """
     return type(original.__name__, (ours, original), {"__module__": __name__})
 
 
@@ -89,7 +92,7 @@ class _Split(nn.Module):
         """Copy and pickle as a plain layer, because a copy has no queue for its weight gradients."""
         plain = object.__new__(self.__dict__[SITE].original)
         plain.__dict__.update((name, each) for name, each in self.__dict__.items() if name not in (SITE, PLACE))
-        return plain.__reduce_ex__(1)  # from protocol 2 on, pickle would compare the classes
+        return plain.__reduce_ex__(1)  # lower, because from protocol 2 on pickle would compare the classes
 
     def forward(self, input: Tensor) -> Tensor:
         """Run the split layer; run it as a plain one if a norm or mask has replaced its weight or bias."""

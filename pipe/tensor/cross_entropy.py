@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from muster.pipe.tensor.region import Region, outside_graph
 
-IGNORED: Final = -100  # as in torch.nn.functional.cross_entropy
+IGNORED: Final = -100  # the same value as in torch.nn.functional.cross_entropy
 
 
 class SplitCrossEntropy:

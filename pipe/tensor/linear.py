@@ -94,7 +94,7 @@ def _in_graph(given: Sequence[Tensor | None], later: Sequence[Later | None]) -> 
 
 
 class JoinedColumns:
-    """Several column layers of one module with the same input, as one call that replaces a method of the module."""
+    """A call that replaces a method of a module, and runs several of its column layers with the same input."""
 
     def __init__(self, layers: Sequence[ColumnLinear]) -> None:
         self.layers = list(layers)
@@ -191,7 +191,7 @@ class _Row(torch.autograd.Function):
     ) -> Tensor:
         ctx.region, ctx.later = region, later
         ctx.save_for_backward(x, weight)
-        y = functional.linear(x, weight, bias if region.rank == 0 else None)  # so that the sum contains the bias once
+        y = functional.linear(x, weight, bias if region.rank == 0 else None)  # the sum contains the bias once
         return (region.begin_scatter_sum(y) if region.splits_sequence else region.begin_sum(y))()
 
     @staticmethod

@@ -34,8 +34,8 @@ class Connections:
     group: dist.ProcessGroup  # gloo, for CPU tensors
     given: dist.ProcessGroup | None  # the user's group
     device: torch.device
-    wire: Wire  # for activations and gradients
-    control: Wire  # for small CPU tensors
+    wire: Wire  # the wire for activations and gradients
+    control: Wire  # the wire for small CPU tensors
     board: Board
     # Sends to the next rank, until `agree` waits for them.
     _going: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)
