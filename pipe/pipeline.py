@@ -115,7 +115,7 @@ class Pipeline:
         count, stages = len(named), schedule.stages
         bounds = cutting.even(count, stages) if cuts is None else cutting.by_hand(cuts, count, stages)
         self.schedule, self.cuts, self.hooks = schedule, bounds, Hooks()
-        self.on_last_backward: Callable[[int], None] | None = None  # (stage), when all gradients of a stage are complete
+        self.on_last_backward: Callable[[int], None] | None = None  # called with a stage after its last backward
         self._spans: list[StepSpan] | None = []
         self._marked: list[tuple[Step, Mark, Mark]] = []
 
