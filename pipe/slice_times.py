@@ -1,4 +1,4 @@
-"""Measure how long slices of sequences take on a stage, as a function of their begin and length."""
+"""Measure how long slices of sequences take on a stage, as a function of their first token and their length."""
 
 from itertools import pairwise
 from statistics import median

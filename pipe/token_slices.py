@@ -76,7 +76,7 @@ class SlicedPass(WholeGraphPass):
         if any(len(each) <= call for each in self._earlier):
             raise RuntimeError(
                 f"stage {self.stage.number}: a slice that begins at token {self.begin} calls with_earlier_tokens "
-                f"{call + 1} times, an earlier slice did so {call} times; every slice must run the same layers"
+                f"{call + 1} times, but an earlier slice {call} times; every slice must run the same layers"
             )
         if not self._earlier:
             return tensors

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 _Wait = Callable[[], Callable[[], None] | None]
-_WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # a wait for each parameter
+_WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # by parameter
 _NAMES: Final[MutableMapping[Tensor, str]] = WeakIdKeyDictionary()  # names of absent parameters
 _LOST: Final[MutableMapping[Tensor, bool]] = WeakIdKeyDictionary()  # parameters that can never be gathered again
 _METADATA: Final = (

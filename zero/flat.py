@@ -229,7 +229,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def follow_shard(self) -> None:
-        """Copy into the master the elements of the shard that the user has changed since it was last rounded."""
+        """Copy the elements of the shard that the user has changed since the last rounding into the master."""
         if self.has_masters() and (self._shard is not None or self._lent is not None):
             rounded = self.stepped.to(self.dtype)
             torch.where(rounded == self.shard, self.stepped, self.shard.float(), out=self.stepped)

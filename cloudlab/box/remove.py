@@ -89,5 +89,5 @@ def _links(name: str, state: BoxState | None) -> list[str]:
 def _alias(link: str) -> str:
     try:
         return (machine.LINKS / link / "ifalias").read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError):  # the link is gone, or it is none (bonding_masters)
+    except (FileNotFoundError, NotADirectoryError):  # the link is gone, or this is a file, not a link
         return ""

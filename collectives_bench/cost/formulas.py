@@ -140,7 +140,7 @@ def pairwise(size: float, n: int, k: int) -> Cost:
     return Cost(n - 1, link, 2 * (n - 1) / n * size, (n - 1) * near, near * (n - 1) / n * size)
 
 
-# The textbook algorithm of each operation. LIBRARIES lists the operations for which a library uses another one.
+# The textbook algorithm of each operation. LIBRARIES lists the operations for which a library uses another algorithm.
 TEXTBOOK: Final[dict[str, Algorithm]] = {
     "all_reduce": ring_all_reduce,
     "all_gather": ring_all_gather,

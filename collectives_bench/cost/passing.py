@@ -53,10 +53,10 @@ def _of_buckets(load: RankLoad) -> float:
 
 
 def _copied(load: RankLoad, together: int) -> float:
-    """Return the bytes that exist twice during a copy: 0 on a GPU, unless gradients change their dtype; then all of
-    them.
+    """Return the bytes that exist twice during a copy.
 
-    On CPUs, one gradient is copied at a time, and gradients of 4 MB or more are sent without a copy.
+    On GPUs they are 0, or `together` if gradients change their dtype. On CPUs, one gradient is copied at a time, and
+    gradients of 4 MB or more are sent without a copy.
     """
     if load.backend == "nccl":
         return together if _message(load) else 0.0

@@ -59,7 +59,7 @@ class Slow:
     def line(self) -> str:
         """Describe the slow part in one line, with the evidence."""
         share = 1 - 1 / self.ratio
-        evidence = f"{self.gb_per_s:.3g} GB/s where the others have {self.healthy_gb_per_s:.3g}: {share:.0%} less"
+        evidence = f"{self.gb_per_s:.3g} GB/s, {share:.0%} less than the {self.healthy_gb_per_s:.3g} GB/s of the others"
         sure = f" ({max(0.0, 1 - 1 / self.low):.0%} at the low end of its interval)"
         if self.kind == "node":
             name = f"node {self.nodes[0]} ({self.hosts[0]})"

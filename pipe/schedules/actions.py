@@ -5,10 +5,10 @@
     rank 0   F0.0 F0.1 F0.2 F0.3 B0.0 B0.1 B0.2 B0.3
     rank 3   F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 F3.3 B3.3
 
-A backward is one action B. Schedules that fill their bubbles split it into I and W (Qi et al. 2024, "Zero bubble
-pipeline parallelism"). I computes the gradient of a stage's input, which the previous stage waits for. W computes the
-gradients of its weights, which no other rank waits for. Stages are numbered from the model's input to its loss. A rank
-may have several stages.
+A backward is one action B. Schedules that fill their bubbles split a backward into I and W (Qi et al. 2024, "Zero
+bubble pipeline parallelism"). I computes the gradient of a stage's input, which the previous stage waits for. W
+computes the gradients of its weights, which no other rank waits for. Stages are numbered from the model's input to its
+loss. A rank may have several stages.
 """
 
 from dataclasses import dataclass

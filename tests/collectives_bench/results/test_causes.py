@@ -69,7 +69,7 @@ NAMED: dict[str, tuple[list[BenchHeader], list[Block], list[str], float | None, 
     "more ranks than cores": (
         [a_header(a_host(cores=2, ranks=4), world=a_world(4))],
         [],
-        ["4 ranks share 2 cores (", "4.3 ms with 4 ranks on 2 cores, 0.75 ms with 2"],
+        ["4 ranks share 2 cores (", "4.3 ms with 4 ranks on 2 cores, and 0.75 ms with 2 ranks"],
         4.3 / 0.75,
         False,
     ),

@@ -137,7 +137,7 @@ def test_the_evidence_is_in_the_line():
     found = slow(measured(4, with_slow_node(2), noise=0.001, drift=0.0))
     (line,) = found.lines()
     assert line.startswith(
-        "slow node: node 2 (node2), all its links, 0.0938 GB/s where the others have 0.125: 25% less (25% at"
+        "slow node: node 2 (node2), all its links, 0.0938 GB/s, 25% less than the 0.125 GB/s of the others (25% at"
     )
 
 
