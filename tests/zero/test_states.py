@@ -214,7 +214,7 @@ WRONG: dict[str, tuple[Wrong, str]] = {
         "has the shape",
     ),
     "other groups": (whole_of(optimizer="adamw", groups=own_groups), "its groups have [3, 3, 2] parameters, this"),
-    "a parameter missing": (without_a_parameter, "its groups have [7] parameters, this optimizer's [8]"),
+    "a parameter missing": (without_a_parameter, "its groups have [7] parameters, but this optimizer has [8]"),
     "SGD's": (whole_of(optimizer="sgd"), "a different optimizer: its group 0 has no"),
     "SGD's state": (
         lambda world, made: {
