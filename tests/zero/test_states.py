@@ -213,7 +213,7 @@ WRONG: dict[str, tuple[Wrong, str]] = {
         whole_of(optimizer="adamw", build=lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))),
         "has the shape",
     ),
-    "other groups": (whole_of(optimizer="adamw", groups=own_groups), "its groups have [3, 3, 2] parameters, this"),
+    "other groups": (whole_of(optimizer="adamw", groups=own_groups), "its groups have [3, 3, 2] parameters, but this"),
     "a parameter missing": (without_a_parameter, "its groups have [7] parameters, but this optimizer has [8]"),
     "SGD's": (whole_of(optimizer="sgd"), "a different optimizer: its group 0 has no"),
     "SGD's state": (
