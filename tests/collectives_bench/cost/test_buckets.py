@@ -126,5 +126,5 @@ def test_sizes_that_make_the_same_buckets_are_no_rivals():
 
 
 def test_sizes_that_cannot_be_are_refused():
-    with pytest.raises(UsageError, match="all positive"):
+    with pytest.raises(UsageError, match="one or more positive sizes"):
         buckets.curve([PredictedBucket(1, 0.0)], float, Lanes(1), [])
