@@ -27,7 +27,7 @@ DIAL_TIMEOUT_S = 60.0
 # as in jobs/basics/exits.py, which is not imported because importing it would double the start-up time
 UNREACHABLE, REFUSED, STOPPED = 69, 78, 130
 LONGEST_SECRET = 256
-WORD_S = 600.0  # wait for the supervisor's first message, sent when the slowest node has said hello or failed
+WORD_S = 600.0  # time limit for the supervisor's first message; it first waits for the slowest node's hello or failure
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
 # the plan for this node depends on these variables
 PASSED_ON = ("PATH", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -185,7 +185,7 @@ def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket"
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
     try:
         if connection.getsockname() == connection.getpeername():
-            raise OSError("the connection reached itself")  # the kernel may give us the very port that we dial
+            raise OSError("the connection reached itself")  # the kernel may assign the dialled port as our own
         connection.settimeout(ANSWER_S)
         end = AgentSide(key, node, address)
         connection.sendall(end.greeting())

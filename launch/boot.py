@@ -27,7 +27,7 @@ def main() -> None:
         raise refusal("boot.py starts Muster's own processes and was given no module; users run muster")
     launch = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     if not sys.flags.isolated and os.path.realpath(sys.path[0]) == os.path.realpath(launch):
-        del sys.path[0]  # this file's folder, where a user's import would find our modules
+        del sys.path[0]  # this file's folder, in which a user's import would find Muster's modules
     here = os.path.dirname(launch)  # noqa: PTH120
     register(here)
     run(sys.argv[1], here)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Profile
     from muster.jobs.spec.train import TrainSettings
 
-MOST_RINGS: Final = 4  # shown below a table of exchanges
+MOST_RINGS: Final = 4  # number of rings shown below a table of exchanges
 
 
 def ring(profile: "Profile", operation: str, nbytes: int, ranks: int, seconds: float | None) -> dict[str, Any] | None:
@@ -64,7 +64,7 @@ def of_job(
             load.recipe.gradient,
             host_s,
         )
-    except RefusedError:  # the profile has no all-reduce, as the rows of the modes report
+    except RefusedError:  # the profile has no all-reduce; the rows of the modes say so
         pass
     return {
         "ring": ring(profile, "all_reduce", gradients, load.ranks, seconds),
@@ -83,7 +83,7 @@ def _boundaries(settings: "TrainSettings", load: "RankLoad", ways: "Sequence[Way
     if settings.is_pipeline:
         try:
             way, load = own_split(settings, load)
-        except RefusedError:  # the job's split does not fit this number of layers or ranks
+        except RefusedError:  # the job's `parallel` does not fit this number of layers or ranks
             return None
     if way is None or way.schedule is None:
         return None

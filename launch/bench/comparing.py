@@ -86,7 +86,7 @@ def record(found: "Comparison[Any]") -> dict[str, Any]:
 def _plain(verdict: "RowVerdict[Any]", labels: dict[str, Any]) -> dict[str, Any]:
     values = {**vars(verdict), **labels}
     del values["row"]
-    for name in ("ratio", "low", "high"):  # JSON has no infinity: null stands for an open end of an interval
+    for name in ("ratio", "low", "high"):  # JSON has no infinity, so null means that the interval has no limit
         values[name] = None if values[name] in (float("inf"), float("-inf")) else values[name]
     return values
 

@@ -25,7 +25,7 @@ class BenchGrid:
     what: str  # a job file or operations; "": measure pairs of nodes
     variants: list[dict[str, Any]]  # the settings; several if several backends are measured
     worlds: list[tuple[int | None, int | str | None]]  # nodes and ranks per node; None if not given
-    request: Request  # its nodes and ranks per node are not used
+    request: Request  # the request for one world; its `nodes` and `ranks_per_node` are not used
 
     @property
     def settings(self) -> dict[str, Any]:

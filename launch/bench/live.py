@@ -152,7 +152,7 @@ class CollectivesView(View):
         for size in sizes:
             grid.add_column(size_text(size) if size else "", justify="right", no_wrap=True)
         for way in ways:
-            alone = by_place.get((way, 0))  # an operation without sizes uses the first column
+            alone = by_place.get((way, 0))  # an operation without sizes is shown in the first column
             cells = [alone, *([None] * (len(sizes) - 1))] if alone else [by_place.get((way, size)) for size in sizes]
             grid.add_row(way, *(self._entry(cell, current) for cell in cells))
         lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in head]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
     from muster.launch.bench.counting import OwnCode
 
-MICROBATCHES: Final = 8  # default for a pipeline
+MICROBATCHES: Final = 8  # default number of micro-batches of a pipeline
 UNITS: Final = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -31,7 +31,7 @@ def train_job(path: str, overrides: Sequence[str]) -> "Job":
     from muster.jobs.spec.load import load_job
     from muster.launch.common.kinds import KINDS
 
-    job = load_job(Path(path), KINDS, list(overrides), allow_unread=True).job  # another mode may use these keys
+    job = load_job(Path(path), KINDS, list(overrides), allow_unread=True).job  # another mode may read these
     if job.kind != "train":
         raise RefusedError(f"{path}: is a {job.kind}: job; only the steps of a train: job can be predicted")
     return job
@@ -78,7 +78,7 @@ def load_of(
         recipe=_recipe(settings, own),
         ranks=ranks,
         batch=settings.batch_size,
-        microbatches=min(microbatches, settings.batch_size),  # at least one sample each
+        microbatches=min(microbatches, settings.batch_size),  # each has at least one sample
         itemsize=SIZES[settings.precision].activation,
         backend=backend,
         bucket_bytes=None if bucket_mb is None else int(bucket_mb * 2**20),

@@ -85,7 +85,7 @@ def _modes(
     if not settings.is_product and settings.mode_name in rows:
         if asked.world is None and asked.microbatches is None:
             with suppress(RefusedError):  # the mode's own row gives the reason
-                way, of = own_split(settings, load)  # uses the stages set by the job
+                way, of = own_split(settings, load)  # with the stages that the job sets
                 rows[settings.mode_name] = _of_way(split_text(settings), way, of, limit)
         rows[settings.mode_name]["is_jobs"] = True
     if settings.is_product and asked.modes is None:

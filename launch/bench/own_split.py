@@ -26,7 +26,7 @@ def own_split(settings: "TrainSettings", load: "RankLoad") -> "tuple[Way, RankLo
     from muster.collectives_bench.cost.modes import WAYS
 
     way = WAYS[settings.mode_name]
-    if settings.sync == "data_parallel":  # one rank drives all devices, which the load counts as ranks
+    if settings.sync == "data_parallel":  # one rank drives all devices, but the load counts each device as a rank
         return way, load
     parallel = settings.split(load.ranks)
     if way.family not in ("pipe", "tensor"):

@@ -27,11 +27,11 @@ class BenchReport:
 
     whole: BaseModel
     lines: Callable[[], list[str]]
-    rows: "Callable[[], Sequence[MeasuredRow]]"  # with runs of the same world or model joined
+    rows: "Callable[[], Sequence[MeasuredRow]]"  # runs of the same world or model are merged
     missing: str  # requested but unmeasured parts; empty if there are none
     is_bad: bool
     write: Write
-    write_rows: Write | None  # None: there are no rows
+    write_rows: Write | None  # None if there are no rows
     draw: Write
     draw_over_ranks: Write | None = None  # None for models, which are timed on one rank
 

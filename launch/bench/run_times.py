@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
 
 MOST_STEPS: Final = 1_000_000
-# first steps, slowed by cold caches, first calls, and DistributedDataParallel rebuilding its buckets
+# number of first steps, which are slow: caches are cold, and DistributedDataParallel rebuilds its buckets
 SKIPPED: Final = 2
 PHASES: Final = ("forward_s", "backward_s", "optimizer_s")
 

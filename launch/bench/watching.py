@@ -69,9 +69,9 @@ class BenchConsole(Console):
 
     def __init__(self, *, quiet: bool = False) -> None:
         super().__init__(quiet=quiet)
-        self._drawing = threading.Lock()  # one thread draws the table, another one prints the end
+        self._drawing = threading.Lock()  # one thread draws the table, and another one prints the final result
         self._ended = False
-        self.finish: Callable[[], None] = self.hide  # called before the end is printed
+        self.finish: Callable[[], None] = self.hide  # called before the final result is printed
 
     def plan(self, run_path: str, nodes: list[NodePlan], master: str) -> None:
         """Print the run's folder. The result's header names the hosts."""

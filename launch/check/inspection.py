@@ -28,7 +28,7 @@ from muster.launch.wire.messages import Beat, Broken, Bye, FromAgent, Heartbeat,
 
 LIMIT_S: Final = 9.0  # for the whole inspection, so that the report appears within 10 s
 BEAT_S: Final = 1.0
-BEATS: Final = 3  # sent together; the fastest reply gives the best clock offset
+BEATS: Final = 3  # beats sent together; the fastest reply gives the best clock offset
 PATH_MAX: Final = 4096  # Linux's limit on the length of a path
 QUESTIONS: Final = 3  # per node
 
@@ -45,7 +45,7 @@ class Inspection:
         self._clocks = [ClockOffset() for _ in names]
         self._answered = [0] * len(names)  # number of answered questions per node
         self._opened: list[Channel] = []
-        self._channels: dict[int, Channel] = {}  # of the nodes that have said hello
+        self._channels: dict[int, Channel] = {}  # channels of the nodes that have said hello
         self._tasks: set[asyncio.Task[None]] = set()
         self._missing = set(range(len(names)))
         self._all_done = asyncio.Event()
@@ -200,7 +200,7 @@ class Inspection:
                     f"{answer.host} true"
                 )
             if answer.facts.get("storage", {}).get("where") == "shared":
-                # first lookup of this file, so that no cache remembers it as missing
+                # This host has not looked the file up before, so no cache can remember it as missing.
                 mark = self.context.run.nonce(str(node))
                 try:
                     answer.marked = mark.read_text(encoding="utf-8") == self.nonce

@@ -16,7 +16,7 @@ from muster.launch.wire.messages import Hello
 from muster.launch.wire.records import Facts
 
 GOOD, UNKNOWN, WARNING, BAD = "good", "unknown", "warning", "bad"
-MARKS: Final = {GOOD: "", UNKNOWN: "", WARNING: " !", BAD: " !!"}  # appended to a cell
+MARKS: Final = {GOOD: "", UNKNOWN: "", WARNING: " !", BAD: " !!"}  # text appended to a cell of the table
 CLOCK_SHOWN_S: Final = 0.5
 FREE_BAD_MIB: Final = 100
 FREE_WARN_MIB: Final = 1024
@@ -173,7 +173,7 @@ def _network(node: int, answer: Answer, expected: Expected, usual: Usual) -> Nod
 
 def _master(node: int, answer: Answer, expected: Expected, usual: Usual) -> NodeProperty:
     if not expected.one_host and (answer.facts.get("route") or [""])[0] == "lo":
-        return NodeProperty("-", UNKNOWN)  # the previous column reports it
+        return NodeProperty("-", UNKNOWN)  # the previous column reports the fault
     why = answer.facts["connect"]
     nobody = usual.reach > 1 and not usual.reached
     if node == 0 and nobody:
@@ -294,8 +294,8 @@ def _mib(mib: float) -> str:
 
 
 NAMES: Final = {"route": "network", "connect": "route to the master", "limits": "limits on open files"}
-OF_MASTER: Final = ("route", "connect")  # nodes are not asked for these facts while the master's address is unknown
-# column: the fact that it needs ("" if it needs none), and its judge
+OF_MASTER: Final = ("route", "connect")  # facts that nodes are asked for only once the master's address is known
+# {column: (the fact that it shows, or "", and the function that judges it)}
 COLUMNS: Final[dict[str, tuple[str, Judge]]] = {
     "python": ("python", _python),
     "torch": ("torch", _torch),

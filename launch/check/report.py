@@ -73,7 +73,7 @@ def check(request: Request, *, as_json: bool, smoke: bool | None = None) -> int:
             print(json.dumps(data, indent=2))
     finally:
         shutil.rmtree(made.pop(0), ignore_errors=True)
-        for folder in made:  # remove the parent folders that were made here, unless they are in use by now
+        for folder in made:  # remove the parent folders that this command created, unless another process now uses them
             with suppress(OSError):
                 folder.rmdir()
     return code

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NODES: Final = 2
 BYTES: Final = 4 << 20
-LAST_LINES: Final = 10_000  # read from each rank's log: NCCL names its network, then prints a line per channel
+LAST_LINES: Final = 10_000  # lines read from each rank's log: NCCL names its network, then prints a line per channel
 VERBOSE: Final = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,BOOTSTRAP"}
 CHOICES: Final = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_NET", "NCCL_IB_DISABLE", "GLOO_SOCKET_IFNAME")
 REMEDY: Final = (

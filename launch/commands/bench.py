@@ -12,7 +12,7 @@ from muster.launch.common.options import given
 if TYPE_CHECKING:
     from muster.launch.bench.grid import BenchGrid
 
-# Subcommands: if the first word is none of these, it names the operations or the job file to measure.
+# Subcommands. Any other first word names operations or a job file to measure.
 WITHIN: Final = {
     "model": ("muster.launch.bench.model", "time models alone: forward, backward or whole steps, with peak memory"),
     "show": ("muster.launch.bench.showing", "print the results of runs or result files again"),

@@ -20,9 +20,9 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import options, screen
 
-MB: Final = 1 << 20  # as in job files
+MB: Final = 1 << 20  # bytes of a megabyte, as in job files
 LAST_TIME: Final = 253402300800  # unix seconds at the end of the year 9999, the latest time that can be printed
-LONGEST: Final = 160  # characters shown of a value
+LONGEST: Final = 160  # maximum number of characters shown of a value
 LISTED: Final = ("checkpoint", "state", "step>", "attempt>", "MB>", "saved", "world>", "mode", "note")
 VERIFIED: Final = ("checkpoint", "state", "MB>", "seconds>", "note")
 TENSORS: Final = ("tensor", "type", "shape", "parts>", "MB>")

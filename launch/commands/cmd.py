@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from muster.launch.wire.handshake import new_secret
 
     request = given(args, Request)
-    prepared = prepare(request, here=False)  # the lines run on other machines
+    prepared = prepare(request, here=False)  # the printed lines run on other machines
     changes, context = [*request.changes(), *prepared.loaded.typed_paths], prepared.context
     if context.interpreter is not None and replaced(context):  # the shell on node 0 may use another Python
         changes.append(f"python={json.dumps(context.interpreter.words)}")

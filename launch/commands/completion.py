@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Final
 
-ASK: Final = "muster completion words +"  # + and not --, which argparse would drop
+ASK: Final = "muster completion words +"  # the separator is + because argparse would drop --
 SCRIPTS: Final = {
     "bash": f"""\
 _muster() {{
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", metavar="SHELL", choices=[*SCRIPTS, "words"], help=", ".join(SCRIPTS))
     parser.add_argument(
         "words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
-    )  # words of a command line; the last one is completed
+    )  # the words of a command line, of which the last is completed
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from muster.jobs.basics.errors import UsageError
 
     if args.shell == "words":
-        print("\n".join(completions(args.words[1:])))  # the first one is +
+        print("\n".join(completions(args.words[1:])))  # without the +
         return 0
     if args.words:
         raise UsageError(f"completion {args.shell}: takes no further words, got {args.words[0]!r}; remove them")

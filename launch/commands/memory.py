@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from muster.launch.bench.counting import OwnCode
 
 MOST_SHOWN: Final = 8  # ranks
-OPTIONS: Final = {  # grouped by the input they apply to
+OPTIONS: Final = {  # {input: the options that apply to it}
     "a job file": (
         ("--world", "world"),
         ("--modes", "modes"),
@@ -148,5 +148,5 @@ def _own_code(folder: "RunDir", attempt: int) -> "tuple[OwnCode | None, str]":
 
     try:
         return memories.own_code_of(folder, attempt), ""
-    except (MusterError, OSError, KeyError, AttributeError) as error:  # run folders are not trusted
+    except (MusterError, OSError, KeyError, AttributeError) as error:  # a run folder may contain anything
         return None, str(error)

@@ -26,7 +26,7 @@ UNDECIDED = (
     "TORCHELASTIC_RUN_ID",
     "MASTER_PORT",
 )
-WIDEST = 48  # characters shown of a value, so that PATH leaves room for its origin; --json has all
+WIDEST = 48  # most characters shown of a value, so that its origin fits beside it; --json shows the whole value
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +139,7 @@ def render(record: dict[str, Any]) -> str:
         "",
     ]
     own, shared = _split(ranks)
-    axes = [] if len(ranks[0]["places"]) < 2 else list(ranks[0]["places"])  # on a single axis, the place is the rank
+    axes = [] if len(ranks[0]["places"]) < 2 else list(ranks[0]["places"])  # on a single axis, place = rank
     rows = [["rank", *axes, "node", "host", "address", "cores", "threads", *own]]
     for node in record["nodes"]:
         for rank in node["ranks"]:

@@ -81,7 +81,7 @@ def _of_rows(args: argparse.Namespace) -> "tuple[Plot, list[RunRow]]":
     from muster.launch.look.plots.series import plot_of
 
     if args.kind in LOSSES and args.skip is None and not args.skip_epochs:
-        args.skip = 0  # losses are valid during warm-up, too
+        args.skip = 0  # show warm-up steps, because their losses are valid
     chosen = chosen_rows(args)
     formulas: dict[str, float] = {}
     if args.kind == "memory":

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
                 check_run(folder)
             else:
                 remove_run(folder)
-        except MusterError as error:  # remove the other runs nevertheless
+        except MusterError as error:  # continue with the other runs
             screen.say(str(error))
             code = code or error.exit_code
             continue

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Find and check everything, then remove it."""
     root = runs_root(args.runs)
-    found: dict[Path, bool] = {}  # whether the folder is a sweep's
+    found: dict[Path, bool] = {}  # {folder: True if it is a sweep's}
     for given in args.runs_given:
         sweep = named_sweep(root, given)
         found[sweep or find_run(root, given, unique=True).path] = sweep is not None

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 REFRESH_S: Final = 1.0
 SHARE: Final = 0.04  # share of a core; if reading and drawing take longer, frames are drawn less often
-ALL: Final = 1 << 11  # ranks whose steps are read for the first frame
-WIDE: Final = 120  # columns if the width of the terminal is unknown
+ALL: Final = 1 << 11  # maximum number of ranks whose steps are read for the first frame
+WIDE: Final = 120  # number of columns used if the terminal's width is unknown
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

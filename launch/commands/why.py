@@ -21,7 +21,7 @@ from muster.launch.records.verdict import RankEnd, judge, lost_too
 from muster.launch.sweeps.sweep import named_sweep
 
 LAST_LINES: Final = 20
-TOOK_ALONG: Final = {  # {cause of a victim: (verb for one rank, for several, link to the first failure)}
+TOOK_ALONG: Final = {  # {why a rank ended: (verb for one rank, verb for several, reference to the first failure)}
     "peer": ("lost its connection", "lost their connection", " to it"),
     "stopped": ("was stopped", "were stopped", " because of it"),
     "own": ("failed", "failed", " after it"),
@@ -190,7 +190,7 @@ def _next_step(state: RunState, verdict: dict[str, Any]) -> str:
     class_name, given = str(verdict.get("class") or ""), verdict.get("next_step")
     if (
         state.state == "lost" and first is None
-    ) or state.class_name == "stopped":  # a verdict's advice ignores checkpoints
+    ) or state.class_name == "stopped":  # the verdict's advice does not consider checkpoints
         class_name, given = state.state + "-unsaved" * (_resuming(state) is None), None
     given = given or next_step(class_name, first, message)
     return for_run(str(given), run)

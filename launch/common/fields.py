@@ -17,7 +17,7 @@ from muster.jobs.machine.linux import signal_number
 
 MOST_RANKS: Final = 100_000  # rank numbers in file names have five digits
 MOST_ATTEMPTS: Final = 10_000
-MOST_PIDS: Final = 1 << 22  # the kernel's limit
+MOST_PIDS: Final = 1 << 22  # the kernel's limit for process ids
 MOST: Final = 1 << 53  # floats represent all integers up to this one exactly
 LARGEST: Final = 1e100  # products and sums of smaller numbers stay finite
 LONGEST_TEXT: Final = 1 << 13

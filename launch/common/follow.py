@@ -97,7 +97,7 @@ class LineFollower:
             return True
         length = len(self._fingerprint)
         found = os.pread(descriptor, length, self.offset - length)
-        return not self._fingerprint.endswith(found.lstrip(b"\0"))  # a log capped since then has a hole there
+        return not self._fingerprint.endswith(found.lstrip(b"\0"))  # capping a log zeroes its old bytes
 
     def _skip_hole(self, descriptor: int, size: int) -> int:
         """Move to the next byte outside a hole; return the start of the next hole."""
@@ -108,7 +108,7 @@ class LineFollower:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-            begin = size  # the rest of the file is a hole
+            begin = size  # the rest of the file is a hole (bytes that were discarded)
         if begin > self.offset:
             self.offset, self._fingerprint = begin, b""
         return os.lseek(descriptor, begin, os.SEEK_HOLE) if begin < size else size
@@ -135,7 +135,7 @@ class LineFollower:
         """Yield pieces of an overlong line until the rest fits into `longest_bytes`."""
         while len(self._held) > self._longest_bytes:
             cut = self._longest_bytes
-            while cut > self._longest_bytes - 3 and self._held[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
+            while cut > self._longest_bytes - 3 and self._held[cut] & 0xC0 == 0x80:  # within a UTF-8 character
                 cut -= 1
             piece = bytes(self._held[:cut])
             del self._held[:cut]

@@ -16,7 +16,7 @@ from muster.jobs.timing.settings import TimingSettings
 def _check_train(settings: TrainSettings, world_size: int) -> None:
     settings.check(world_size)
     if settings.model.make is None:
-        resolve_shape(settings.model, 1)  # any vocabulary size will do here: only the ranks read the data
+        resolve_shape(settings.model, 1)  # any vocabulary size: only the ranks, which read the data, know it
 
 
 def _check_timing(settings: TimingSettings, world_size: int) -> None:

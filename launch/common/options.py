@@ -67,7 +67,7 @@ def add_job(parser: argparse.ArgumentParser, *, program: bool = False) -> None:
     parser.add_argument("job", metavar="JOB", help=what if program else "the job file (YAML)")
     add_changes(parser)
     if program:
-        parser.set_defaults(program=())  # replaced by launch/common/program_words.py
+        parser.set_defaults(program=())  # launch/common/program_words.py replaces this default
         restart = "as --set restart.max=MAX (without a number: the default)"
         parser.add_argument("--restart", metavar="MAX", nargs="?", const="default", type=_restarts, help=restart)
     add_site_and_name(parser)

@@ -29,7 +29,7 @@ from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 
 CHUNK_BYTES: Final = 1 << 18
 LONGEST_NONCE: Final = 1 << 10
-NO_FILE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EINVAL)  # not a regular file
+NO_FILE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EINVAL)  # it is not a regular file
 
 Piece = tuple[str, int, bytes]  # a file's name below the run folder, an offset, and the bytes there
 

@@ -21,8 +21,8 @@ CACHES: Final = frozenset(
     ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".ipynb_checkpoints", ".tox", ".nox")
 )
 NEITHER: Final = CACHES | {".git", ".hg", ".svn"}
-ENVIRONMENTS: Final = ("pyvenv.cfg", "conda-meta")  # a folder that contains one is a Python environment
-LINKS_EACH: Final = 2_000  # ignored entries beside code in one folder; a folder with more is treated as data
+ENVIRONMENTS: Final = ("pyvenv.cfg", "conda-meta")  # a folder that contains one of these is a Python environment
+LINKS_EACH: Final = 2_000  # a folder with more entries than this that git ignores is treated as data, not as code
 WALK_FILES: Final = 100_000  # stop at this many files, for example in a home folder
 
 
@@ -154,7 +154,7 @@ def _add(found: Survey, name: str) -> None:
     try:
         status = (found.folder / name).lstat()
     except OSError:
-        return  # deleted but not committed, or deleted since
+        return  # the file was deleted, before or after git listed it
     if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
         found.files[name] = status.st_size
 

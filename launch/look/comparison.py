@@ -34,21 +34,21 @@ class RunRow:
     mode: str
     ranks: int
     batch: int | None
-    steps: int  # of all runs together, without warm-up
-    skipped: int  # warm-up steps of the first run
+    steps: int  # number of steps of all runs together, without warm-up
+    skipped: int  # number of warm-up steps of the first run
     median_s: float
     mean_s: float
-    std_s: float  # over the runs' medians, or over the steps of a single run
+    std_s: float  # standard deviation over the medians of several runs, or over the steps of a single run
     low_s: float
     high_s: float
-    parts_s: Mapping[str, float]  # means; they add up to mean_s
+    parts_s: Mapping[str, float]  # the mean of each part; they add up to mean_s
     rate: float  # units per second, over all ranks
     unit: str
     peak_bytes: int | None
     final_loss: float | None
     speedup: float | None = None
     efficiency: float | None = None  # speed-up divided by the ratio of the rank counts
-    loss_difference: float | None = None  # largest difference over the steps that both have
+    loss_difference: float | None = None  # largest difference over the steps that are in both rows
     verdict: str = ""
     why: str = ""
 

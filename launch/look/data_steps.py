@@ -61,7 +61,7 @@ class DataStep:
     timed_by: str
     apart_s: float  # largest possible difference between the ranks' clocks
     not_timed: str  # why collectives are missing; "" if all are there
-    left_out: int  # records that could not be read
+    left_out: int  # number of records that could not be read
 
     @property
     def seconds(self) -> float:

@@ -21,8 +21,8 @@ from muster.launch.records.runrows import first_and_last_step
 from muster.launch.records.runstate import RunState
 from muster.launch.records.verdict import RankEnd
 
-OF_END: Final[tuple[str, ...]] = ("detect_s", "stop_s")  # recorded by the attempt that ended
-OF_BEGINNING: Final[tuple[str, ...]] = ("start_s", "load_s", "replay_s")  # recorded by the following attempt
+OF_END: Final[tuple[str, ...]] = ("detect_s", "stop_s")  # delays recorded by the attempt that ended
+OF_BEGINNING: Final[tuple[str, ...]] = ("start_s", "load_s", "replay_s")  # delays recorded by the following attempt
 PARTS: Final = ("detect_s", "stop_s", "wait_s", *OF_BEGINNING)
 ON_PURPOSE: Final = ("stopped", "requeue")
 SUPERVISOR_LOST: Final = "its supervisor was gone"
@@ -142,7 +142,7 @@ def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list
             # no `attempt` row, because some node never connected
             told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))
         if submitted or attempt not in told or (event == "ended" and not told[attempt].judged):
-            continue  # skip rows of a queued run, and a lost run's last row, which another process wrote
+            continue  # skip the rows of a queued run, and the last row of a lost run, which another process wrote
         spans[told[attempt].span][1] = told[attempt].last_time = now
         told[attempt].judged |= event == "attempt_ended"
         if event == "saved":
@@ -246,7 +246,7 @@ def _useful_s(run: RunDir, records: Sequence[AttemptRecord], *, done: bool, goes
     total_s, limit = 0.0, float("inf")
     for index, record in reversed(list(enumerate(records))):
         last, newest = record.last_step, index == len(records) - 1
-        if newest and not done and not goes_on:  # only saved steps count
+        if newest and not done and not goes_on:  # count saved steps only
             last = record.saved_step if record.saved_step is not None else record.from_step
         if last is None:
             _, last_row = first_and_last_step(run, record.attempt)

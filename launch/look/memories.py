@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.memory import PeakMemory
     from muster.launch.bench.counting import OwnCode
 
-MOST_ROWS: Final = 1000  # a rank writes them in its first steps only
+MOST_ROWS: Final = 1000  # limit of rows read; a rank writes rows in its first steps only
 POINTS: Final = (INIT, BEFORE, AFTER, END)
 FACTS: Final = ("rank", "world_size", "attempt", "mode", "device", "host")
 
@@ -34,9 +34,9 @@ class RankMemory:
     """One rank's memory in bytes, by kind and by point: the maxima over the first steps."""
 
     facts: Mapping[str, Any]
-    held: Mapping[str, int]  # tensors by kind, in the recorded steps; at init if there is no step
-    rest: int | None  # growth since the baseline, after the last recorded step; None before a step
-    peaks: Mapping[str, int]  # largest growth since the baseline, up to each of the POINTS
+    held: Mapping[str, int]  # bytes of tensors by kind, in the recorded steps; at INIT if no step was recorded
+    rest: int | None  # growth since the baseline, after the last recorded step; None if there is no such step
+    peaks: Mapping[str, int]  # {one of POINTS: largest growth since the baseline until then}
     used: int | None  # CPUs only: peak of the heap in use, sampled when gradients arrive in the recorded steps
     reserved: int | None  # GPUs only: most memory reserved by the allocator
     steps: int  # number of recorded steps

@@ -65,15 +65,15 @@ LATER: Final[Mapping[str, Any]] = {  # optional keys, missing in profiles of old
     "memory_over_time": list_of(pair, MOST_POINTS),  # [seconds since the first recorded step began, bytes of tensors]
     "allocations": list_of(
         _ALLOCATION, MOST_ALLOCATIONS
-    ),  # alive at the peak, the largest first; step 0: allocated before the recorded steps
+    ),  # storages alive at the peak, largest first; step 0: allocated before the recorded steps
 }
 
 
 class FlameFrame(NamedTuple):
     """One frame of a flame graph. Parents come before children; a child starts at `start_us`, within its parent."""
 
-    depth: int  # 0: the root
-    name: str  # an operator or a module, named by the user: escape it
+    depth: int  # the depth of the root is 0
+    name: str  # an operator or a module; the user chose the name, so it must be escaped
     kind: str
     start_us: float
     us: float

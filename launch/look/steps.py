@@ -28,20 +28,20 @@ COLUMNS: Final[Mapping[str, Sequence[str]]] = {  # columns of a rank's row, in s
 }
 SUMS: Final = [COLUMN[name] for name in ("rate", *(each for columns in COLUMNS.values() for each in columns))]
 LARGEST: Final = [COLUMN["step_s"], COLUMN["time"]]
-SLOW: Final = 1.2  # times the usual step time; slower steps at the beginning are warm-up
+SLOW: Final = 1.2  # first steps that take longer than this multiple of the usual step time are warm-up
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
     """One step over all ranks: times in seconds, `units` in samples or tokens."""
 
-    number: int  # counted from 1
+    number: int  # number of the step, counted from 1
     epoch: int
     seconds: float
     parts: Mapping[str, float]
     units: float
     loss: float | None
-    time: float  # unix seconds, at its end
+    time: float  # end of the step, in Unix seconds
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class Measured:
     run_id: str
     mode: str
     ranks: int
-    batch: int | None  # global; None if the job cannot be read
-    unit: str  # of the rate
+    batch: int | None  # the global batch size; None if the job cannot be read
+    unit: str  # the unit of the rate
     steps: tuple[MeasuredStep, ...]
     skipped: int
-    peak_bytes: int | None  # of the fullest rank
+    peak_bytes: int | None  # peak memory of the rank with the highest peak
 
     @property
     def final_loss(self) -> float | None:

@@ -10,7 +10,7 @@ from muster.launch.look.timelines import Recorded, Timeline
 from muster.pipe.schedules.measured import bars, spread
 from muster.pipe.schedules.svg import svg
 
-WIDE: Final = 120  # columns if the output is not a terminal
+WIDE: Final = 120  # number of columns used if the output is not a terminal
 STAGES: Final = ("stage>", "rank>", "forward>", "backward>", "of weights>", "message on>", "to send>", "to take>")
 PIPELINES: Final = ("pipeline of ranks", "step>", "bubble>", "busy, by rank")
 APART: Final = 0.01  # difference of bubbles above which an explanation is printed

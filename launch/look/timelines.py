@@ -135,7 +135,7 @@ def _newest_rows(path: Path, step: int | None) -> tuple[set[int], dict[int, list
         steps.add(each)
         if step in (None, each) and len(rows.setdefault(each, [])) < MOST_PIPELINES:
             rows[each].append(row)
-        if len(rows) > NEWEST:  # keep several, because the newest may have no complete row
+        if len(rows) > NEWEST:  # keep several steps, because the rows of the newest may be incomplete
             del rows[min(rows)]
     return steps, rows
 

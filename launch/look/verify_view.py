@@ -20,7 +20,7 @@ BOUNDS: Final = {
     "tight": "the bound for a different order of summation (see jobs/train/compare.py)",
     "near": "the bound for rounding errors (see jobs/train/rounding.py)",
 }
-MANY_ULP: Final = 10_000  # larger distances in ulp, which occur near zero, are meaningless
+MANY_ULP: Final = 10_000  # distances in ulp above this occur near zero, and mean nothing
 
 
 def render(record: Mapping[str, Any]) -> RenderableType:

@@ -63,7 +63,7 @@ class NodeAttempt:
         self.pulse = Pulse()
         self._gpus = GpuWatch({})
         self._looked = asyncio.Event()
-        self._hurry = asyncio.Event()  # set by `hold`, cleared when a rank waits between steps
+        self._hurry = asyncio.Event()  # set by `hold`: sample faster; cleared when a rank waits between steps
         self._dumped: asyncio.Future[dict[str, str]] | None = None
 
     @property
@@ -117,7 +117,7 @@ class NodeAttempt:
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guard(work))
         self._tasks.add(task)
-        task.add_done_callback(lambda _: work.close())  # avoids a warning if the task was cancelled before its start
+        task.add_done_callback(lambda _: work.close())  # avoids a warning if the task is cancelled before its start
 
     def tell_programs(self, message: wire.StopRanks) -> None:
         """Write a file that gives users' programs the reason for the stop and its deadline (Unix seconds)."""
@@ -255,7 +255,7 @@ class NodeAttempt:
             return  # a dump is already in progress
         self._dumped = asyncio.get_running_loop().create_future()
         dumps = Dumps({start["rank"]: self.folder.err(start["rank"]) for start in self._ranks})
-        await rank_parent.order({"do": "look"})  # answered before the dump, so that the reported progress is current
+        await rank_parent.order({"do": "look"})  # answered first, so that the reported progress is current
         await rank_parent.order({"do": "dump"})
         try:
             states = await asyncio.wait_for(self._dumped, ASK_S)

@@ -16,7 +16,7 @@ from typing import Any, Final
 from muster.launch.common.lateness import OwnLateness
 from muster.launch.wire.records import MOST_TOLD, Progress, RankProgress
 
-LOOK_S: Final = 1.0  # the interval of samples and of reports
+LOOK_S: Final = 1.0  # interval between two samples, and between two reports
 QUIET_S: Final = 2.0  # after this silence, the state of a rank's process is read
 
 
@@ -38,7 +38,7 @@ class Pulse:
         self._ranks: dict[int, _Rank] = {}
         self._steps = 0
         self._begun = False
-        self._written = 0  # bytes of output
+        self._written = 0  # number of bytes of output so far
         self._wrote: float | None = None  # when the output was last seen to grow
         self._own = OwnLateness(LOOK_S)
 

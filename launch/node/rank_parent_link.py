@@ -25,7 +25,7 @@ CHUNK: Final = 1 << 16
 OTHER_PYTHON: Final = "correct `python` in the job file"
 WARM: Final = "muster.jobs.node.warm"
 END_S: Final = 5.0  # a rank parent stops its ranks within 1 s, then sweeps
-TIMES: Final = 6  # maximum number of waits of END_S each, if the rank parent still runs
+TIMES: Final = 6  # maximum number of waits of END_S each while the rank parent still runs
 
 
 def start_warm(
@@ -195,7 +195,7 @@ class RankParentLink:
             return
         try:
             await asyncio.to_thread(self._warm.wait, END_S)
-        except subprocess.TimeoutExpired:  # a descendant cannot be killed
+        except subprocess.TimeoutExpired:  # one of its descendants cannot be killed
             self._warm.kill()
             await asyncio.to_thread(self._warm.wait)
 

@@ -46,10 +46,10 @@ class Agent:
         self.rank_parent = RankParentLink(rank_parent)
         self.lease_s = lease_s
         self.heard = time.monotonic()
-        self.alone = False  # True once the lease has expired
+        self.alone = False  # the lease has expired: the supervisor has been silent for too long
         self.late_s = 0.0
         self.attempt = self._new_attempt(0)
-        self.before: set[RankProcessId] = set()  # ranks of earlier attempts; any that still run have lost their parent
+        self.before: set[RankProcessId] = set()  # ranks of earlier attempts; if one still runs, it has lost its parent
         self.listening: socket.socket | None = None  # the store's socket, until the rank parent has it
         self.starting: asyncio.Task[None] | None = None
         self.set_up: list[str] | None = None  # the setup lines that have already run

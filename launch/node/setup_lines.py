@@ -23,7 +23,7 @@ from muster.launch.common.follow import tail_lines
 
 Changes = dict[str, str | None]  # {name: value}; None: the lines have unset it
 OF_THE_SHELL: Final = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
-IMPORTABLE: Final = importable(".")[1:]  # the end of the PYTHONPATH entry that makes `muster` importable
+IMPORTABLE: Final = importable(".")[1:]  # how the PYTHONPATH entry that makes `muster` importable ends
 
 
 async def run(lines: Sequence[str], log: Path, workdir: str, env: Mapping[str, str]) -> Changes:

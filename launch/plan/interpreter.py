@@ -15,7 +15,7 @@ from muster.jobs.spec.job import CommandSettings, Job
 from muster.jobs.spec.python import words_of
 from muster.jobs.spec.site import Site
 
-PYTHONS: Final = ("python", "python3")  # a command that begins with one of these runs in the chosen interpreter
+PYTHONS: Final = ("python", "python3")  # a command that begins with one of these names runs in the chosen interpreter
 ENVIRONMENTS: Final = {"VIRTUAL_ENV": "virtual", "CONDA_PREFIX": "conda"}
 
 

@@ -26,7 +26,7 @@ def newest_saved(run: RunDir) -> NewestCheckpoint | None:
         named = step_and_attempt(entry.name)
         try:
             committed = CheckpointDir(entry).manifest.lstat().st_mtime
-        except OSError:  # not committed, or deleted meanwhile
+        except OSError:  # the checkpoint is not committed, or was deleted meanwhile
             continue
         if named is not None:
             step, attempt = named

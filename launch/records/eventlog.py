@@ -40,7 +40,7 @@ class EventLog:
             RunFolderError, StorageError: if it cannot be written.
         """
         self._events.append([{"time": time.time(), "event": event, **fields}])
-        self._events.patient = self._may_be_full  # the first row must be written, before anything starts
+        self._events.patient = self._may_be_full  # an error of the first row is raised, before anything starts
 
     def tell(self, event: str, /, **fields: Any) -> None:
         """Append one event, and print its text (`event_texts`). Errors as for `event`."""

@@ -78,11 +78,11 @@ def _node(place: int, node: NodeSeen, now: float) -> dict[str, Any]:
     if (told := node.progress) is not None:
         since_s, wrote_s = now - node.progress_at, told["output_age_s"]
         for rank, each in told["ranks"].items():
-            # for a program without a session, only the time of its last output is known
+            # a program without a session: only the time of its last output is known
             age_s = each["beats_age_s"] if told["sessions"] else wrote_s
             silent_s = None if age_s is None else round(age_s + since_s, 1)
             phase = each["phase"] if told["sessions"] else "run"
-            if rank.isdecimal():  # a node may send any name
+            if rank.isdecimal():  # a node may send any text here
                 rows.append([int(rank), phase, each["steps"], silent_s, each["state"], *each.get("gpu", ())])
     return {"node": place, "host": node.host, "heard_s": round(now - node.heard, 1), "ranks": rows}
 
@@ -93,7 +93,7 @@ class ReportedProgress:
 
     phase: str
     steps: int
-    silent_s: float | None  # None: its program reports nothing
+    silent_s: float | None  # None if its program reports nothing
     suspended: bool  # its process is stopped, by SIGSTOP or a debugger
     gpu_percent: int | None = None  # utilization of its GPU
     gpu_bytes: int | None = None  # memory of its GPU in use

@@ -168,7 +168,7 @@ def step_rate(run: RunDir) -> StepRate | None:
     newest = next(steps, {})
     of_attempt = [newest, *takewhile(lambda row: row.get("attempt") == newest.get("attempt"), steps)]
     rates = [row["rate"] for row in of_attempt if "rate" in row]
-    rates = rates[: len(rates) - min(WARM_UP_STEPS, len(rates) // 2)]  # the newest come first
+    rates = rates[: len(rates) - min(WARM_UP_STEPS, len(rates) // 2)]  # the newest rates come first
     if not rates:
         return None
     low, median, high = statistics.quantiles(rates * 2 if len(rates) == 1 else rates, n=4, method="inclusive")

@@ -132,9 +132,9 @@ def read_state(run: RunDir, read: Callable[[RunDir], Rows] = read_rows) -> RunSt
     seen = _ask_slurm(run, rows)
     alive = _supervisor_lives(run, rows.submitted) if seen is None else seen.alive
     if alive is False and rows.ended is None:
-        # The supervisor may have ended, with a last row, between our two reads.
+        # Between our two reads, the supervisor may have written its last row and ended.
         rows = read(run)
-    # if the job is queued again, its last row belongs to an earlier try
+    # if the job is queued again, its last row belongs to an earlier allocation
     if seen is not None and (seen.waits or rows.ended is None):
         rows.ended = seen.ended
     step_row, _ = last_metrics(run)

@@ -153,7 +153,7 @@ def _queued_again(run: RunDir, rows: Rows) -> SlurmFacts | None:
         return None
     try:
         state = _lately(run, job)
-    except MusterError:  # Slurm cannot be asked, so the last row counts
+    except MusterError:  # Slurm does not answer, so the last row counts
         return None
     if state is None or state.state != "PENDING":
         return None
@@ -216,7 +216,7 @@ def judge(job: SlurmJob, state: JobState | None, *, begun: bool, said: str, atte
     if state.phase == "pending":
         again = "queued again: " if begun else ""
         return SlurmFacts(alive=True, waits=True, message=f"Slurm job {job.job_id}: {again}{waiting(state)}")
-    if is_orphan(state):  # not over: its remaining processes occupy the nodes until the job is cancelled
+    if is_orphan(state):  # the job is not over: its remaining processes occupy the nodes until it is cancelled
         return SlurmFacts(alive=False, message=outcome(state).message)
     if state.phase == "over":
         result = outcome(state, said)

@@ -36,7 +36,7 @@ class RankEnd:
     cause: Cause
     message: str = ""
     last_lines: list[str] = field(default_factory=list)
-    ours: bool = True  # the code is one of Muster's; a user's program has its own codes
+    ours: bool = True  # True if the exit code is one of Muster's; a user's program may use other codes
     step: int | None = None  # steps done, as reported by the rank
     hung: bool = False  # alive, but not waiting where the other ranks wait
 
@@ -91,7 +91,7 @@ class Verdict:
         """The class of the verdict."""
         first = self.first
         if first is not None and first.signal is None and not first.ours and first.code == self.code:
-            return exits.FAILED_CLASS  # the program's own code, whose meaning is unknown
+            return exits.FAILED_CLASS  # the program chose this code, so its meaning is unknown
         return exits.class_of(self.code)
 
     def record(self) -> dict[str, Any]:

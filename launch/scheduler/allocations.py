@@ -31,7 +31,7 @@ def allocations(rows: Iterable[Mapping[str, Any]], job: str) -> list[AllocationS
     for row in rows:
         match row.get("event"):
             case "allocation":
-                # A row of another job: a user has resumed the run, so the count starts anew.
+                # This row is of another job: a user has resumed the run, so the count starts again.
                 found = found if row.get("job") == job else []
                 if row.get("job") == job:
                     found.append(AllocationStart(row.get("restarts", 0)))

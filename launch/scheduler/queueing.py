@@ -42,7 +42,7 @@ def submit(
     """
     first = submissions[0]
     name, base = name or first.context.run.run_id, {**os.environ, **first.route.hosts.environment}
-    # Write this row before sbatch runs: the supervisor in the job writes one, too, and the last one counts.
+    # Write this row before sbatch runs, because readers use the last row, which must be the supervisor's.
     for each in submissions:
         EventLog(each.context.run).submitted(each.context, each.route.transport)
     try:

@@ -100,7 +100,7 @@ class OwnJob:
         if self.settings.requeue:
             client, complaint = Client(self.environ), self.output.complaint()
             state = client.word(self.job)
-            if self.run.stop.exists():  # this request came when the supervisor was already stopping
+            if self.run.stop.exists():  # the user asked for a stop while the supervisor was already stopping
                 return self._stopped("stopped by muster stop")
             if state != RUNNING and complaint is not None and complaint.again:
                 return exits.REQUEUE

@@ -26,7 +26,7 @@ from muster.slurm.states import JobOutcome, JobState, is_hopeless, is_orphan, ne
 
 POLL_S: Final = 0.25
 ASK_S, ASK_SOON_S, ASK_RARELY_S = 5.0, 1.0, 30.0
-LEASE_S: Final = 6.0  # three renewals: Slurm is asked if a lease does not change for this long
+LEASE_S: Final = 6.0  # if a lease misses three renewals, ask Slurm about the job
 VERDICT_S: Final = 5.0  # time for the last row of an ended supervisor to become visible here
 REQUEUE_S: Final = 10.0  # time for Slurm to report the end of a job that was stopped from outside
 HOPELESS_S: Final = 30.0
@@ -66,7 +66,7 @@ def cancel(runs: Sequence[RunDir], *, grace_s: float | None, now: bool) -> None:
     longest_s = max((each.grace_s for each in open_), default=0.0) + BEYOND_GRACE_S + KILL_WAIT_S
     for each in until_ended(open_, [], deadline_s=longest_s):
         each.cancel()  # end the remains of the job, and prevent a requeue
-        if each.code == exits.REQUEUE:  # the job was already ending for another reason
+        if each.code == exits.REQUEUE:  # the supervisor was about to requeue the job
             close(each.run, stopped("muster stop", "it waited to be requeued"), anew=True)
         forget(each.run)
 

@@ -25,7 +25,7 @@ class BatchOutput:
     def __init__(self, run: RunDir, job: str) -> None:
         self.path = Path(run.path) / OUTPUT.replace("%j", job)
         self.offset = self.path.stat().st_size if self.path.is_file() else 0
-        self.judged = self.offset  # output before this offset belongs to an earlier attempt
+        self.judged = self.offset  # output before this offset is of an earlier attempt
 
     def complaint(self) -> Complaint | None:
         """Return Slurm's message about the end of the job, or None."""

@@ -45,7 +45,7 @@ def share(root: Path, paths: Iterable[Path]) -> None:
         for path in paths:
             _share_one(store, path)
     except OSError:
-        return  # the run keeps its own copies, which only take more space
+        return  # the run keeps its own copies, which only costs disk space
 
 
 def collect(root: Path) -> int:
@@ -76,7 +76,7 @@ def _share_one(store: Path, path: Path) -> None:
     mode = stat.S_IMODE(path.lstat().st_mode)
     digest = _digest(path)
     stored, temporary = store / f"{digest}-{mode:o}", f".{secrets.token_hex(8)}.tmp"
-    with suppress(OSError):  # not stored yet, changed since, or already linked as often as the file system allows
+    with suppress(OSError):  # the file is not stored, has changed, or has as many links as the file system allows
         if stat.S_ISREG(stored.lstat().st_mode) and _digest(stored) == digest:
             _replace(stored, path.with_name(temporary), path)
             return
@@ -89,7 +89,7 @@ def _replace(source: Path, temporary: Path, target: Path) -> None:
     try:
         temporary.replace(target)
     finally:
-        temporary.unlink(missing_ok=True)  # rename keeps it if both names mean the same file
+        temporary.unlink(missing_ok=True)  # rename does nothing if both names are links to the same file
 
 
 def _digest(path: Path) -> str:

@@ -18,9 +18,9 @@ from muster.launch.plan.plan import Context
 from muster.launch.plan.program import needs, replaced
 from muster.launch.plan.spares import nodes_with_spares
 
-LOCAL_NODES: Final = 256  # each needs an agent and a warm process
+LOCAL_NODES: Final = 256  # maximum number of pretend nodes, because each needs an agent and a warm process
 LOCAL_RANKS: Final = 1024
-CROWD: Final = 16  # ranks per core; more cause a warning
+CROWD: Final = 16  # ranks per core above which a warning is printed
 
 
 def check_size(job: Job, cores: int) -> None:

@@ -153,7 +153,7 @@ def route_of(request: Request, site: Site) -> Route:
         if request.names_hosts:
             raise UsageError("--on local: uses no hosts, but hosts are given; use --on ssh, or leave them out")
         return Route("local", HostSet((), "this machine"))
-    if transport in QUEUED:  # Slurm chooses the hosts; a box only names the place where Slurm runs
+    if transport in QUEUED:  # Slurm chooses the hosts; a box only says which Slurm to use
         chosen = replace(request, nodelist=None, exclude=None)
         hosts = host_set(chosen, site) if chosen.names_hosts else None
     else:

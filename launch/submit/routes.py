@@ -63,7 +63,7 @@ def _slurm(submission: Submission) -> Transport:
     context = submission.context
     nodes = [node.host for node in context.run_nodes]
     alone = ""
-    if context.run.sbatch.exists():  # the job was submitted for this run, so it is not the user's own allocation
+    if context.run.sbatch.exists():  # the Slurm job was submitted for this run, so it is not the user's own allocation
         alone = "requeue" if merged(context.site.slurm, context.job.slurm).requeue else "cancel"
     return srun_transport(nodes, run=context.run, python=context.python, code=context.code, alone=alone)
 

@@ -220,7 +220,7 @@ def _work_record(work: Survey, left_out: list[str]) -> Mapping[str, Any]:
 def _origin(folder: Path, tracked: str = "") -> dict[str, Any] | None:
     """Return git's facts about a folder, or None. If `tracked` is given, git must track that file in the folder."""
     try:
-        if tracked:  # otherwise an installation inside another repository would get that repository's facts
+        if tracked:  # an untracked file means that the folder is within an unrelated repository
             gitfacts.git(folder, "ls-files", "--error-unmatch", "--", tracked)
         return gitfacts.origin(folder)
     except GitError:

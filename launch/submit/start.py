@@ -97,7 +97,7 @@ def write_run(prepared: PreparedSubmission, *, snapshot: bool = False) -> Submis
     """
     submission, context = prepared.submission, prepared.context
     make_run(context.run, shared=context.site.share == "group")
-    write_secret(context.run.job, prepared.loaded.text)  # it contains the values of env: and -x, which may be secret
+    write_secret(context.run.job, prepared.loaded.text)  # values of env: and -x may be secret
     write_secret(context.run.site, prepared.site_text)
     if snapshot:
         try:

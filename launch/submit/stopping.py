@@ -33,7 +33,7 @@ class StopOutcome:
 
     state: RunState
     was_over: bool
-    leftovers: int | None = None  # processes that this command ended; None if a supervisor ended the run
+    leftovers: int | None = None  # number of processes that this command ended; None if a supervisor ended the run
 
     def to_json(self) -> dict[str, Any]:
         """Return the record for --json."""

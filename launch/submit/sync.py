@@ -36,7 +36,7 @@ from muster.launch.transports.ssh_command import NO_SETTINGS, NOT_EXECUTABLE, NO
 FANOUT: Final = 32
 DEADLINE_S: Final = 300.0
 TIDY_S: Final = 20.0
-SETUP: Final = "setup.sh"  # exists in a clone or an unpacked archive, but not after pip install
+SETUP: Final = "setup.sh"  # a file that is in a clone and in an unpacked archive, but not in an installation by pip
 BLOCKED: Final = 73  # exit code of the script: the folder cannot be made or written
 NOT_DONE: Final = 75  # exit code of the script: another host that shares the folder did not finish
 NOT_OURS: Final = 78  # exit code of the script: the folder contains something other than Muster

@@ -72,7 +72,8 @@ class Attempt:
         self.told: Stop | None = None  # the stop that was caused by a node's SIGTERM or by the scheduler's notice
         self.told_by: RankEnd | None = None
         self.ask = ask  # asks the scheduler whether it is about to end the job; `noticed` gets the answer
-        self.unless_noticed: list[Callable[[], None]] = []  # callbacks that end the attempt; they wait for that answer
+        # callbacks that end the attempt, called if the scheduler answers that it is not about to end the job
+        self.unless_noticed: list[Callable[[], None]] = []
         self.draining: Stop | None = None
         self.growing = False  # the drain is followed by a restart on more nodes
         self.drain_deadline = 0.0
@@ -229,7 +230,7 @@ class Attempt:
         self.log.event("exited", attempt=self.number, **asdict(ending))
         if ending.cause in ("own", "peer"):
             self.story.failed(ending)
-            # a drain that makes the run grow does not excuse a failure
+            # during a drain that only makes the run grow, a failure still counts
             why = None if self.growing else self.draining
             reason, grace_s = f"{ending.where()} has failed", self.job.grace_s
             by_term = ending.exit_code == exits.SIGNAL_BASE + SIGTERM  # the SIGTERM may be the scheduler's

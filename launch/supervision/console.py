@@ -25,7 +25,7 @@ class Console:
     def __init__(self, *, quiet: bool = False, ranks: bool = True, tee: bool = False) -> None:
         self.quiet = quiet
         self.tee = tee  # show the lines of every rank, each prefixed with its rank
-        self.ranks = ranks  # show the lines of ranks; False if nobody would read them here
+        self.ranks = ranks  # show the lines of ranks; False if nobody reads this output
         self._progress: Any = None
         self._task: Any = None
         self._terminal = sys.stderr.isatty() and not quiet
@@ -104,7 +104,7 @@ class Console:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        hidden = self.quiet  # rank 0's lines have not been shown either
+        hidden = self.quiet  # the lines of rank 0 were not shown
         self.quiet = self.quiet and verdict.code == 0  # a failure is always shown
         if verdict.code == 0:
             self.say(f"done in {seconds:.1f} s: {verdict.message} · {run.command('status')}")

@@ -160,7 +160,7 @@ class Inbox:
         """Stop reading and ticking, and send every agent Bye with `code`, the run's exit code."""
         signal.pthread_sigmask(
             signal.SIG_BLOCK, ENDED_BY
-        )  # it is too late for signals, which must not end this process
+        )  # from now on these signals are ignored, so that they cannot end this process
         for task in self._tasks:
             task.cancel()
         for channel in self.channels:

@@ -24,13 +24,13 @@ from muster.jobs.basics.words import counted
 from muster.jobs.spec.failover import RestartSettings
 from muster.launch.records.verdict import Verdict
 
-IN_VAIN: Final = 3  # attempts in a row without a new checkpoint
+IN_VAIN: Final = 3  # number of attempts in a row without a new checkpoint after which the run ends
 BLAMED: Final = 2  # a node blamed for this many of the last WATCHED attempts is avoided
 WATCHED: Final = 3
 LONGEST_BACKOFF_S: Final = 60.0
 OUTAGE_S: Final = 2.0  # delay before the second restart in a row after an outage; doubles each time
 
-# Muster's exit codes after which a restart may help. The others were requested, or the job must change first.
+# Muster's exit codes after which a restart may help. All others mean a requested end, or a job that must change.
 AGAIN: Final = frozenset({exits.UNREACHABLE, exits.INFRASTRUCTURE, exits.TIMEOUT})
 FINAL: Final = frozenset(row.code for row in exits.TABLE) - AGAIN
 NAMES_STEP: Final = re.compile(r"\bnot finite at step \d")

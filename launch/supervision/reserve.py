@@ -34,7 +34,7 @@ class Reserve:
         self.inbox = inbox
         self.remote = remote
         self.needed = False  # True while the run cannot continue without a lost node
-        self.errors: dict[int, MusterError] = {}  # {slot: why its last restart failed}
+        self.errors: dict[int, MusterError] = {}  # {slot: why the last start of its agent failed}
         self.starting: set[int] = set()  # lost slots whose agent is being started
         self.asked: set[int] = set()  # idle slots that are testing whether they reach the master
         self.fit: dict[int, float] = {}  # {idle slot that can take part: since when (monotonic)}

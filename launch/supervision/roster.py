@@ -7,7 +7,7 @@ from muster.jobs.hosts.placement import Placement
 from muster.launch.supervision.run_nodes import NodeState
 from muster.launch.wire.codec import ProtocolError
 
-NAMED: Final = 4  # how many ranks or nodes a message names; it counts the others
+NAMED: Final = 4  # maximum number of ranks or nodes that a message names; of the rest it gives the number
 
 
 class Roster:

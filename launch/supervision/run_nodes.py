@@ -54,17 +54,17 @@ class NodeState:
     reached: Reached | None = None
     heard: float = 0.0  # monotonic seconds
     clock: ClockOffset = field(default_factory=ClockOffset)
-    failure: MusterError | None = None  # why its agent could not be started
+    failure: MusterError | None = None  # why its agent did not start
     gone: bool = False
-    lost_at: float = 0.0  # monotonic seconds, when `gone` was set
+    lost_at: float = 0.0  # when `gone` was set, in monotonic seconds
     silent: bool = False  # `gone` because of silence: its ranks may live until its lease expires
-    late_s: float = SILENT_S  # how late its agent's own checks have recently been
+    late_s: float = SILENT_S  # how late its agent's periodic checks have recently been
     progress: Progress | None = None  # the newest progress record from its agent
     progress_at: float = 0.0
     losses: int = 0  # how often it was lost or cut off from other nodes
     tries: int = 0  # failed tries to use it since its last loss
-    tried: float = 0.0  # monotonic seconds, of the last loss or try
-    given_up: bool = False  # it will not be tried again
+    tried: float = 0.0  # when it was last lost or tried, in monotonic seconds
+    given_up: bool = False  # the supervisor does not try this node again
 
     @property
     def host(self) -> str:
@@ -108,7 +108,7 @@ class RunNodes:
         self.missing = set(range(len(self.nodes)))
         self.beaten = 0.0
         self.own = OwnLateness(TICK_S)
-        self.together_s = 0.0  # for how long all nodes have been silent
+        self.together_s = 0.0  # how long all nodes have been silent at the same time
         self.broken: list[int] = []  # slots whose channel turned out to be closed when sending
         self.cuts: set[frozenset[int]] = set()  # pairs of slots that could not reach each other when last tried
 
@@ -134,7 +134,7 @@ class RunNodes:
         """Record that an agent has greeted, or will never greet."""
         if slot in self.missing:
             self.missing.discard(slot)
-            if not self.missing:  # messages are sent from now on
+            if not self.missing:  # no answer is missing, so messages may be sent from now on
                 for node in self.nodes:
                     node.heard = time.monotonic()
 

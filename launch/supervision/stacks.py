@@ -28,11 +28,11 @@ STANDS_STILL: Final = ("T", "t")
 COLLECTIVE: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 BACKWARD: Final = re.compile(r"/torch/autograd/(graph|__init__)\.py$")
 DEVICE: Final = re.compile(r"/torch/(cuda|accelerator)/")
-# A call into C has no frame, so the source line that makes the call has to show that it waits.
+# A call into C has no frame, so waiting calls are recognized by the source line that makes the call.
 WAITING_LINE: Final = re.compile(r"\.(wait|synchronize|barrier|item|tolist|cpu|numpy)\(|\bdist\.\w+\(")
 INTERNAL: Final = re.compile(r"/torch/|/contextlib\.py$")
-NAMED: Final = 4  # how many ranks a message describes one by one
-SHOWN_PARTS: Final = 3  # how many of the last components of a path are shown
+NAMED: Final = 4  # maximum number of ranks that a message describes one by one
+SHOWN_PARTS: Final = 3  # number of components shown of the end of a path
 
 Source = Callable[[str, int], str]
 

@@ -225,7 +225,7 @@ class Startup:
         """Compute the plans, write them to the run folder, and start the ranks."""
         context, nodes = self.context, self.roster.nodes
         machines = [machine_of(node.hello, node.reached) for node in nodes if node.hello is not None]
-        if context.warm_python:  # `torch` in a hello is about the agent's own Python; the job's Python must have torch
+        if context.warm_python:  # a hello reports torch in the agent's Python; the job's Python must have it
             machines = [replace(machine, torch=True) for machine in machines]
         try:
             plans = plan_nodes(context, machines, self.port)

@@ -40,7 +40,7 @@ class Story:
         self.has_session = False  # the program has opened a session
         self.failed_at: float | None = None  # Unix seconds, on the supervisor's clock
         self.failed_step: int | None = None
-        self.decided_at: float | None = None  # when it was decided to end the attempt
+        self.decided_at: float | None = None  # when the supervisor decided to end the attempt
         self.times: dict[str, float] = {}
 
     @property

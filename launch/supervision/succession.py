@@ -59,7 +59,7 @@ class Succession:
             never_met = verdict.code == exits.TIMEOUT and "start_s" not in story.times and attempt.hangs.hang is None
             outage = never_met or verdict.code == exits.UNREACHABLE
         elif first.cause == "peer" or self.run_nodes.nodes[slots[first.node]].gone:
-            # blame nobody: a rank that only lost its connection is a victim, and a lost node is avoided anyway
+            # blame no node: a rank that lost its connection is not the cause, and a lost node is avoided anyway
             outage = True
         else:
             blame = slots[first.node]
@@ -84,7 +84,7 @@ class Succession:
             wanted=self.job.nodes,
             least=self._least(),
             avoid=[blamed(self.past), frozenset(alive) - set(largest_part(alive, self.run_nodes.cuts))],
-            # before any rank has started, a lost node may just have a wrong host name
+            # before any rank has started, a node may only seem lost because its host name is wrong
             revivable=lost if self.begun or len(self.past) > 1 else [],
             fits=lambda some: bool(some) and self._misfit(some) is None,
         )

@@ -108,7 +108,7 @@ class Supervisor:
 
     async def _attempts(self) -> Verdict:
         if self.context.attempt:
-            self.run_dir.stop.unlink(missing_ok=True)  # that request was for an earlier start
+            self.run_dir.stop.unlink(missing_ok=True)  # the request was for an earlier start
         self.inbox.tick()
         if refused := await self._load():
             return refused
@@ -171,7 +171,7 @@ class Supervisor:
         attempt = self._current
         await self._pump(attempt.is_over)
         over = time.time()
-        for slot in [*self.run_nodes.missing]:  # do not wait again for nodes that have not answered by now
+        for slot in [*self.run_nodes.missing]:  # give up the nodes that have not answered so far
             self.run_nodes.answered(slot)
         for rank in attempt.unswept():  # a process there cannot be killed, so avoid the node
             self.run_nodes.nodes[self.slots[rank]].losses = MOST_LOSSES

@@ -11,7 +11,7 @@ from typing import Final
 
 from muster.jobs.basics.errors import UsageError
 
-MOST_POINTS: Final = 1000  # Slurm's default limit for an array
+MOST_POINTS: Final = 1000  # maximum number of points: Slurm's default limit for an array
 NOT_GRIDS: Final = {"name": "the runs are named after their points; name the sweep with --name"}
 BRACKETS: Final = {"[": "]", "{": "}", "(": ")"}
 

@@ -18,10 +18,10 @@ def stop_sweep(folder: Path, *, grace_s: float | None, now: bool) -> list[StopOu
     runs = [run for run in existing if run.events.exists()]
     for run in existing:
         if run not in runs:
-            request_stop(run, grace_s, now=now)  # if it begins now, its supervisor stops it at once
+            request_stop(run, grace_s, now=now)  # if the run begins now, its supervisor stops it at once
     over = {run for run in runs if read_state(run).is_over}
     queued = [run for run in runs if run not in over and run.slurm.exists()]
-    if queued:  # cancelled together, because each may take time to save
+    if queued:  # cancel all together, because each may need time to save
         from muster.launch.scheduler.slurm_follow import cancel
 
         cancel(queued, grace_s=0.0 if now else grace_s, now=now)

@@ -7,7 +7,7 @@ from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError
 from muster.launch.wire.channel import Channel
 
-# how long remote agents wait for a message of the supervisor; their rank parents then need 1 s to stop the ranks
+# how long remote agents wait for any message of the supervisor; then their rank parents stop the ranks within 1 s
 LEASE_S: Final = 8.0
 
 

@@ -43,7 +43,8 @@ class Starter:
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the environment of this process
     replaces: Mapping[str, str] | None = None  # used instead of this process's environment, if set
     prefix: str = ""  # removed from the start of its messages about a node
-    names: Mapping[str, int] = field(default_factory=dict)  # {node name in its messages: node}, preferred names first
+    # {name of a node in its messages: number of the node}, preferred names first
+    names: Mapping[str, int] = field(default_factory=dict)
     explain: Callable[[str, int, Sequence[str]], MusterError] | None = None
     passes_on: Callable[[str], bool] = lambda line: False  # selects lines of its standard error to print
 
@@ -70,7 +71,7 @@ class Dialled:
         self.nodes = nodes
         self.run = run
         self.starter = starter
-        self.towards = towards  # the address of a node: listen on the interface that leads to it
+        self.towards = towards  # a node's address: the supervisor listens on the interface that leads to it
         self.listen = listen
         self.port = port
         self.own_agent = own_agent

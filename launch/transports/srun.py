@@ -49,7 +49,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
 
     def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
         if name and code in NOT_STARTED and not any("boot.py" in line for line in errors):
-            why = os.strerror(code)  # slurmstepd exits with the errno of its execve; its message may come later
+            why = os.strerror(code)  # slurmstepd exits with the errno of its execve, and its message may come later
             return RefusedError(f"{name}: {python} cannot be run there: {why}; correct `interpreter` in the site file")
         if name:
             return explain(Host(name, ""), code, errors)
@@ -65,7 +65,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
             explain=told,
             replaces=step_environment(os.environ),
             prefix="srun: error: ",
-            passes_on=is_of_a_node,  # printed for launch/scheduler/slurm_output.py, which reads the batch output
+            passes_on=is_of_a_node,  # launch/scheduler/slurm_output.py reads these lines in the batch output
             names={name: number for number, name in enumerate(nodes)},
         ),
     )

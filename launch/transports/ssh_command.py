@@ -169,7 +169,7 @@ def typed(host: Host, ssh: SshSettings = NO_SETTINGS) -> str:
     """Return the words that a user types after `ssh` to reach a host."""
     login = host.login or Login(host.name)
     options = [word for option in ssh.options for word in ("-o", option)]
-    options += ["-o", f"ProxyJump={ssh.jump}"] if ssh.jump else []  # not -J, which ssh-copy-id does not have
+    options += ["-o", f"ProxyJump={ssh.jump}"] if ssh.jump else []  # -o, because ssh-copy-id has no -J
     port, user = login.port or ssh.port, login.user or ssh.user
     options += ["-p", str(port)] if port else []
     return shlex.join([*options, f"{user}@{login.target}" if user else login.target])

@@ -75,5 +75,5 @@ class NodeProcesses:
         for entry in self._entries:
             entry.watch.cancel()
         for ended in await asyncio.gather(*(entry.watch for entry in self._entries), return_exceptions=True):
-            if isinstance(ended, Exception):  # a bug: CancelledError, from `cancel`, is not an Exception
+            if isinstance(ended, Exception):  # a bug, not a cancelled task: CancelledError is no Exception
                 raise ended

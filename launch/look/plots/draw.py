@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 WIDTH: Final = 7.0  # inches
 LETTER: Final = 0.075  # width of a letter of font size 9, in inches
 LINE: Final = 0.2  # height of a line of text, in inches
-NARROW: Final = 58  # letters per line that fit below the axes, beside the longest names
+NARROW: Final = 58  # number of letters per line that fit below the axes if names are as long as possible
 BAR: Final = 0.3
 MOST_BARS: Final = 250
 MOST_LINES: Final = 60

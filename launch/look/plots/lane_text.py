@@ -11,7 +11,7 @@ from typing import Final
 from muster.launch.look.plots.lanes import LANES, LOOKS
 from muster.launch.look.plots.series import Plot
 
-WIDE: Final = 120  # columns if the output is not a terminal
+WIDE: Final = 120  # number of columns used if the output is not a terminal
 IDLE: Final = "."
 
 

@@ -14,7 +14,7 @@ from muster.pipe.schedules.draw import COMPUTE, PHRASES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_RANKS: Final = 16  # ranks drawn per run
+MOST_RANKS: Final = 16  # maximum number of ranks drawn per run
 LANES: Final = ("computation", "communication")
 NAMES: Final = {WAIT: "exposed wait", "replay": "replayed CUDA graph"}
 MOST_TRACKS: Final = 8

@@ -22,7 +22,7 @@ FAINT: Final = 0.25  # opacity of a band
 HATCHES: Final = ("..", "", "///", "\\\\\\", "", "xx", "++", "oo")
 MARKERS: Final = "osD^vPX*"
 DASHES: Final = ("-", "--", "-.", ":")
-LINE_COLORS: Final = (1, 2, 3, 6, 5, 0, 7)  # indexes into COLORS, without the lightest
+LINE_COLORS: Final = (1, 2, 3, 6, 5, 0, 7)  # indices into COLORS, without the lightest colour
 SCALES: Final = {"s": ("ms", 1e3), "B": ("MB", 1 / (1 << 20)), "share": ("%", 100.0)}
 MOST_LETTERS: Final = 40
 INTERVALS: Final[Mapping[str, Any]] = {"fmt": "none", "elinewidth": 1.0, "capsize": 3}
@@ -42,7 +42,7 @@ def _bars(axes: "Axes", plot: Plot) -> dict[str, Any]:
 
     handles, places, stacked = dict[str, Any](), places_of(plot), plot.style == "stacked"
     unit, scale = SCALES.get(plot.unit, (plot.unit, 1.0))
-    taken = dict.fromkeys(places, 0.0)  # per name: the end of its stack so far, or the number of its bars so far
+    taken = dict.fromkeys(places, 0.0)  # {name: the height of its stack so far, or the number of its bars so far}
     height = 0.8 / beside(plot)
     for number, series in enumerate(plot.series):
         names, values = [str(x) for x in series.x], [scale * value for value in series.y]

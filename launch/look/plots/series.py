@@ -45,10 +45,10 @@ class Plot:
     y_label: str
     series: tuple[PlotSeries, ...]
     style: Literal["stacked", "bars", "lines", "lanes"] = "lines"
-    unit: str = ""  # of y: s, B, share, or any other text, which is shown unchanged
+    unit: str = ""  # the unit of y: s, B or share; any other text is shown unchanged
     note: str = ""
     below: "Plot | None" = None
-    lanes: tuple[str, ...] = ()  # timelines only, from the top
+    lanes: tuple[str, ...] = ()  # for timelines only: the lanes, from the top
 
     def to_json(self) -> dict[str, Any]:
         """Return the plot for JSON."""

@@ -20,7 +20,7 @@ from muster.launch.look.report.tables import table
 if TYPE_CHECKING:
     from muster.launch.sweeps.rows import ChosenRows
 
-MOST_RUNS: Final = 40  # with a section of their own
+MOST_RUNS: Final = 40  # maximum number of runs with a section of their own
 MOST_PROFILES: Final = 4
 
 

@@ -18,7 +18,7 @@ from muster.launch.look.report.tables import Table, numbers_of
 from muster.launch.look.timelines import read_timeline
 
 KINDS: Final = ("split_time", "throughput", "scaling", "loss", "memory")
-MOST_TIMELINES: Final = 4  # drawn one above the other
+MOST_TIMELINES: Final = 4  # maximum number of timelines, drawn one above the other
 LONG: Final = re.compile(r"-?\d+\.\d\d+")
 SVG: Final = "http://www.w3.org/2000/svg"
 

@@ -14,9 +14,9 @@ from muster.launch.look.report.pictures import Picture, Styles, picture_of
 from muster.launch.look.report.tables import Table, table
 
 MOST_RANKS: Final = 8
-MOST_LISTED: Final = 30  # frames in the table
-MOST_KINDS: Final = 7  # with a color of their own
-NARROWEST: Final = 5e-4  # narrower frames are omitted, as a fraction of the flame graph's width
+MOST_LISTED: Final = 30  # maximum number of frames in the table
+MOST_KINDS: Final = 7  # maximum number of kinds with a colour of their own
+NARROWEST: Final = 5e-4  # narrower frames are omitted; a fraction of the flame graph's width
 MOST_FRAMES: Final = 800
 DEEPEST: Final = 100
 MB: Final = 1 << 20

@@ -21,8 +21,8 @@ from muster.launch.look.report.tables import Table, table
 from muster.launch.records.runstate import RunState, read_state
 
 T = TypeVar("T")
-MOST_RANKS: Final = 4  # whose memory is shown
-MOST_ROWS: Final = 200  # of a table of attempts or nodes
+MOST_RANKS: Final = 4  # maximum number of ranks whose memory is shown
+MOST_ROWS: Final = 200  # maximum number of rows in a table of attempts or nodes
 
 
 @dataclass(frozen=True)

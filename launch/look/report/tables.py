@@ -9,7 +9,7 @@ from typing import Final
 from muster.launch.look.plots.series import Plot, PlotSeries
 from muster.launch.look.plots.table import grid
 
-MOST_CELLS: Final = 40_000  # in a plot's table; larger pages open slowly
+MOST_CELLS: Final = 40_000  # maximum number of cells in a plot's table, because a larger page opens slowly
 
 
 @dataclass(frozen=True)

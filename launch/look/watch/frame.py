@@ -20,8 +20,8 @@ from muster.launch.common.rankset import fold
 from muster.launch.look.watch.watched import MARKS, RankSight, WatchedRun
 
 LABEL: Final = 9  # columns
-LEAST_ROWS: Final = 4  # reserved for the table
-MOST_LINES: Final = 3  # of one fact
+LEAST_ROWS: Final = 4  # minimum number of rows reserved for the table
+MOST_LINES: Final = 3  # maximum number of lines of one fact
 WIDEST_HOST: Final = 24
 STYLES: Final = {"failed": "bold red", "suspended": "bold red", "hang": "bold red", "silent": "red", "slow": "yellow"}
 KEYS: Final = "q quit  j k scroll  r ranks  n nodes"

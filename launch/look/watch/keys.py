@@ -113,7 +113,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 HANDLERS: Final[Mapping[signal.Signals, Callable[[int, FrameType | None], None]]] = {
-    signal.SIGWINCH: lambda number, frame: None,  # only wakes `keys`
+    signal.SIGWINCH: lambda number, frame: None,  # the handler does nothing, but the signal wakes `keys`
     signal.SIGTSTP: _suspend,
     signal.SIGTERM: _end,
     signal.SIGHUP: _end,

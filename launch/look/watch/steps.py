@@ -19,10 +19,10 @@ from muster.launch.common.fields import moment, number, real, typed_line
 WINDOW: Final = 20  # steps
 LEAST_STEPS: Final = 10  # steps needed to judge a rank
 TAIL_BYTES: Final = 1 << 14  # about 30 steps
-SWEEP: Final = 64  # number of other ranks whose files are read per refresh, in rotation
+SWEEP: Final = 64  # number of ranks outside the table whose files are read per refresh, in rotation
 SLOW: Final = 1.1
 OUTLIER: Final = 3.5
-DEVIATION: Final = 1.4826  # standard deviation / median absolute deviation, for normally distributed values
+DEVIATION: Final = 1.4826  # ratio of the standard deviation to the median absolute deviation of a normal distribution
 MOST_SLOW: Final = 64
 
 
@@ -123,7 +123,7 @@ def slow_ranks(own: Mapping[int, tuple[float, float]]) -> frozenset[int]:
     if len(own) < 2:
         return frozenset()
     ordered = sorted(middle for _, middle in own.values())
-    least = ordered[(len(ordered) - 2) // 2] * SLOW  # the others' median is at least `least / SLOW`
+    least = ordered[(len(ordered) - 2) // 2] * SLOW  # the median of the other ranks is at least `least / SLOW`
     suspects = sorted((rank for rank, (low, _) in own.items() if low >= least), key=lambda rank: -own[rank][0])
     found = []
     for rank in suspects[:MOST_SLOW]:

@@ -40,7 +40,7 @@ class RankSight:
     host: str | None
     phase: str
     step: int | None
-    seen_s: float | None  # since its last sign of life
+    seen_s: float | None  # seconds since the last heartbeat or other proof that it is alive
     step_s: float | None
     communication: float | None
     gpu_percent: int | None
@@ -55,11 +55,11 @@ class WatchedRun:
     state: RunState
     why: str | None  # why the previous attempt ended
     step: int | None
-    pace_s: float | None  # from one step to the next
+    pace_s: float | None  # seconds from the end of one step to the end of the next
     left_s: float | None
     communication: float | None
     saves: bool | None  # whether the run saves checkpoints
-    next_save: tuple[int, float] | None  # its step, and the seconds until it is due
+    next_save: tuple[int, float] | None  # the step of the next save, and the seconds until then
     lost_steps: int | None
     ranks: tuple[RankSight, ...]
 
