@@ -120,7 +120,7 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
         descriptor = open_log(path)
         try:
             written = os.write(descriptor, data)
-            if written != len(data):  # remove the half row; no other process writes to this file
+            if written != len(data):  # remove the incomplete row; no other process writes to this file
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
         finally:
             os.close(descriptor)
@@ -146,7 +146,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                     while line and not line.endswith(b"\n"):  # skip the rest of an overlong line
                         line = file.readline(LONGEST_LINE_BYTES)
                 elif line.lstrip().startswith(b"{"):  # a quick test that avoids slow exceptions
-                    with suppress(ValueError):  # skip a line that a full disk damaged
+                    with suppress(ValueError):  # skip damaged lines, which a full disk can cause
                         yield parse_json(line)  # valid JSON that begins with { is an object
     except FileNotFoundError:
         return

@@ -14,8 +14,8 @@ MAX_PORT: Final = 65535
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _NUMBERS: Final = re.compile(r"[0-9]+(\.[0-9]+)+")
-_ZONE: Final = re.compile(r"[A-Za-z0-9_.-]{1,15}")  # an interface: fe80::1%eth0
-_INTERFACE: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")  # Linux allows 15 bytes
+_ZONE: Final = re.compile(r"[A-Za-z0-9_.-]{1,15}")  # the name of an interface, as in fe80::1%eth0
+_INTERFACE: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")  # Linux allows names of 15 bytes
 _USER: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 # Groups: the user, a host in brackets, a host without colons, an IPv6 address, the port.
 _HOP: Final = re.compile(r"(?:ssh://)?(?:([^@]*)@)?(?:\[([^][]*)\]|([^][:]*)|([^][]*))(?::([0-9]{1,5}))?")

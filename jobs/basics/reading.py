@@ -33,8 +33,8 @@ from muster.jobs.basics.errors import RunFolderError
 MOST_BYTES: Final = 1 << 24  # enough for a record of 100,000 ranks
 SETTINGS_BYTES: Final = 1 << 20  # for handwritten job, site and hosts files; YAML takes a second per megabyte
 LONGEST_LINE_BYTES: Final = 1 << 22
-DEEPEST: Final = 64  # levels of lists and objects
-MOST_VALUES: Final = 1 << 20  # a parsed value takes up to 100 bytes of memory
+DEEPEST: Final = 64  # maximum number of nested levels of lists and objects
+MOST_VALUES: Final = 1 << 20  # maximum number of values; each takes up to 100 bytes of memory once parsed
 MOST_DIGITS: Final = 400  # enough for any float; the time of int() is quadratic in the digits
 CHUNK_BYTES: Final = 1 << 20
 

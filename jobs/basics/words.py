@@ -25,7 +25,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     import difflib
 
     if "," in name:
-        return ""  # several names, so do not guess
+        return ""  # a list of names, for which there is no single suggestion
     plain, by_plain = name.lower(), {each.lower(): each for each in valid}
     near = difflib.get_close_matches(plain, by_plain, n=3)
     # Prefer swapped letters, the most common typo, which difflib counts as two edits: modle means model, not mode.

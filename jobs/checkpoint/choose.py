@@ -91,7 +91,7 @@ def _is_committed(path: Path) -> bool:
         CheckpointDir(path).manifest.lstat()
     except FileNotFoundError:
         return False
-    except OSError:  # count it, to be safe: it may be committed
+    except OSError:  # count the folder, because its checkpoint may be committed
         return True
     return True
 

@@ -31,7 +31,7 @@ def export(folder: CheckpointDir, manifest: CheckpointManifest, path: Path) -> i
     entries += [(name, manifest.piece(PREFIX + of)) for name, of in aliases(manifest).items()]
     entries.sort(key=lambda entry: -entry[1].item_bytes)  # wide elements first, so that each tensor is aligned
     pieces = [piece for _, piece in entries]
-    metadata = {"format": "pt", "step": str(manifest.step)}  # no time or path: equal weights give equal files
+    metadata = {"format": "pt", "step": str(manifest.step)}  # no time, no path: equal weights give equal files
     header, _ = header_of(entries, metadata)
     size = len(header) + sum(piece.nbytes for piece in pieces)
     with CheckpointReader(folder, manifest) as reader:

@@ -6,7 +6,7 @@ from typing import Final
 LEAST_S: Final = 30.0
 MOST_S: Final = 1800.0
 OVERHEAD: Final = 0.01
-PRIOR_MTBF_S: Final = 3 * 3600.0  # typical of large runs; counted as one failure in this time
+PRIOR_MTBF_S: Final = 3 * 3600.0  # time between failures in typical large runs; counted as one failure in this time
 
 
 def young_daly(stall_s: float, mtbf_s: float, *, step_s: float = 0.0, save_s: float = 0.0) -> float:

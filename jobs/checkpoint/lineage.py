@@ -36,7 +36,7 @@ def lineage(run: RunDir, *, say: disk.Say) -> list[LineageAttempt]:
     parent: Beginning | None = None  # the checkpoint that the last attempt with a resume.json resumed from
     for attempt in attempts:
         if parent is not None and attempt > parent.attempt:
-            continue  # an abandoned branch
+            continue  # the checkpoint belongs to an abandoned branch
         reaches.append(LineageAttempt(attempt, None if parent is None or attempt < parent.attempt else parent.step))
         begun = began_from(run, attempt, say=say)
         if begun is not None and begun.name is None:

@@ -107,19 +107,19 @@ class Writer:
             self._write_and_commit(order, contents(memory))
         except MusterError as error:
             self._say("nothing", order, kind=type(error).__name__, message=str(error))
-        except Exception as error:  # a bug here costs only this save; training and later saves continue
+        except Exception as error:  # an unexpected error fails only this save; training and later saves continue
             traceback.print_exc()
             self._say("nothing", order, kind=type(error).__name__, message=f"{type(error).__name__}: {error}")
 
     def _write_and_commit(self, order: SaveOrder, memory: mmap.mmap) -> None:
         folder = begin(RunDir(Path(order.run)), order.step, order.attempt)
-        if not folder.ok(order.writer).exists():  # the last save of a job may be tried twice
+        if not folder.ok(order.writer).exists():  # the last save of a job may be attempted twice
             data = memoryview(memory)
             pieces = [(piece, data[offset : offset + piece.nbytes]) for piece, offset in order.pieces]
             try:
                 write_shard(folder, order.writer, order.writers, pieces, meta=order.meta)
             except StorageError:
-                if order.writer == 0:  # no commit is possible, and other shards would only fill the disk
+                if order.writer == 0:  # no commit is possible, so the other shards would only fill the disk
                     abandon(folder)
                 raise
         self._say("shard", order, bytes=sum(piece.nbytes for piece, _ in order.pieces))

@@ -110,7 +110,7 @@ def prepare_python_source(root: Path, library: Path | None = None) -> DataFile:
     if ready := _ready(text, sidecar):
         return ready
     with locked(folder, wait_s=LOCK_WAIT_S):
-        if ready := _ready(text, sidecar):  # another rank was first
+        if ready := _ready(text, sidecar):  # another rank has prepared the file meanwhile
             return ready
         sources = list(python_sources(library))
         if not sources:
@@ -193,7 +193,7 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
         raise storage_error(lock, error) from error
     try:
         held = True
-        with suppress(OSError):  # without locks work may be done twice, but renames keep files whole
+        with suppress(OSError):  # without locks, two processes may do the same work, but renaming keeps files complete
             held = lock_file(descriptor, wait_s)
         if not held:
             raise StorageError(f"{lock}: another process is preparing this data; wait until it has ended")

@@ -94,7 +94,7 @@ def detect(environ: Mapping[str, str], flags: Flags, resolve: Callable[[str], st
         found.env,
         master_addr=master_addr,
         master_port=master_port,
-        # The agent's store is at the agent's address. If flags set another address, rank 0 serves a store itself.
+        # The agent's store is at the agent's address. If flags set another address, rank 0 starts a store there.
         agent_store=found.env.agent_store and not overridden,
     )
     defaults = dict.fromkeys(ranks.VARIABLES, "default")

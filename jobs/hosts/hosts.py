@@ -118,7 +118,7 @@ def from_nodelist(text: str) -> list[Host]:
         raise UsageError(f"node list: {error}") from error
     seen: set[str] = set()
     for host in hosts:
-        if host.name in seen:  # such as n1,alice@n1; `expand` has removed plain repeats
+        if host.name in seen:  # the same host in two forms, such as n1,alice@n1; `expand` has removed exact repeats
             raise UsageError(f"node list {text!r}: {host.name} is listed twice, in two spellings; list it once")
         seen.add(host.name)
     return hosts

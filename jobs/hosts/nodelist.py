@@ -15,7 +15,7 @@ from typing import Final
 from muster.jobs.basics.errors import UsageError
 
 MAX_NAMES: Final = 100_000
-MAX_DIGITS: Final = 18  # longer runs of digits are treated as text
+MAX_DIGITS: Final = 18  # longer numbers are treated as text
 
 _FORBIDDEN: Final = re.compile(r"[\s,\[\]]")
 _TERM: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")

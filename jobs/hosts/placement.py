@@ -209,7 +209,7 @@ def _master(hosts: Sequence[Host]) -> str:
                 f"host {master.name}: the address {master.address!r} is not numeric, and {len(hosts)} nodes must "
                 "meet there; give a numeric address that the other nodes can reach, such as 10.10.1.1"
             ) from None
-        return LOOPBACK  # one node: its ranks meet on loopback
+        return LOOPBACK  # with one node, the ranks connect over loopback
     others = [host for host in hosts if host.address != master.address]
     if others and (address.is_loopback or address.is_unspecified):
         raise RefusedError(

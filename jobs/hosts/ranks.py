@@ -58,7 +58,7 @@ class RankEnv:
     local_world_size: int
     node_rank: int
     nodes: int
-    master_addr: str = ""  # "", 0: not known yet
+    master_addr: str = ""  # "" and 0 mean that it is not known yet
     master_port: int = 0
     attempt: int = 0
     run_id: str = ""

@@ -83,7 +83,7 @@ def bindable(address: str, wanted: str, addresses: Sequence[Route]) -> str:
     """
     if wanted:
         chosen = choose(addresses, wanted)
-        return chosen[1] if chosen is not None else LOOPBACK  # the caller refuses an unreachable address
+        return chosen[1] if chosen is not None else LOOPBACK  # the caller refuses loopback if other nodes must reach it
     own = {each for _, each in addresses}
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, socket.AF_INET)] if address else []

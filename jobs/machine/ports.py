@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-LOWEST: Final = 20_000  # lower ports have registered services
+LOWEST: Final = 20_000  # lower port numbers are often registered for services
 HIGHEST: Final = 65_535
 TRIES: Final = 64
 EPHEMERAL: Final = (32_768, 60_999)  # Linux's default

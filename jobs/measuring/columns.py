@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Any, Final
 
-# name, unit, width, value; a value that is too wide is not cut, but shifts the rest of its row
+# (name, unit, width, value); a value that is wider than its column is not cut and shifts the rest of its row
 Column = tuple[str, str, int, Callable[[Any], str]]
 
 SPREAD: Final[Column] = ("+-", "(%)", 6, lambda row: "-" if row.spread is None else f"{row.spread:.1f}")

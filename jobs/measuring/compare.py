@@ -38,12 +38,12 @@ from muster.jobs.measuring.launches import MeasuredRow
 from muster.jobs.measuring.shift import Shift, student_quantile, unpaired_ranks
 from muster.jobs.measuring.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, together, values_of
 
-FOREIGN_LIMIT: Final = 0.05  # a row is flagged if others used more than this share of CPU time
+FOREIGN_LIMIT: Final = 0.05  # a row is flagged if other processes used more than this share of CPU time
 ALPHA: Final = 0.02  # chance of any false verdict in a comparison
 HOGGED: Final = 0.30  # foreign load above which results of different times are not compared
 TO_FIND: Final = math.log(1.10)  # the difference to detect with the estimated number of launches
-MISSED: Final = 0.05  # accepted share of such differences that remain undetected
-MANY: Final = 1000  # degrees of freedom, almost a normal distribution
+MISSED: Final = 0.05  # accepted probability that such a difference is not detected
+MANY: Final = 1000  # degrees of freedom with which Student's t is almost a normal distribution
 BAD: Final = frozenset({"failed", "timeout", "wrong"})
 
 RowT = TypeVar("RowT", bound=MeasuredRow)
@@ -56,13 +56,13 @@ class RowVerdict(Generic[RowT]):
 
     verdict: Answer
     why: str
-    row: RowT | None = None  # the row in the later result; None if the verdict is on all rows
+    row: RowT | None = None  # the row in the later result; None if the verdict is about all rows
     before_us: float | None = None
     after_us: float | None = None
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    confidence: float | None = None  # of the interval from low to high; higher if more rows are compared
+    confidence: float | None = None  # confidence of the interval from low to high; higher if more rows are compared
     launches: tuple[int, int] = (0, 0)
     interleaved: bool = False
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from muster.jobs.measuring.stats import confidence_of, median_interval, quantile
 
-ENOUGH: Final = 0.90  # confidence; five launches have 94 %
+ENOUGH: Final = 0.90  # enough confidence; five launches reach 94 %
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LaunchTimes:
     p50_us: float
     low_us: float
     high_us: float
-    time: float  # unix seconds, at its end
+    time: float  # end of the launch, in Unix seconds
     quartile_us: float | None  # None if the samples were not kept
     foreign: float | None = None  # share of CPU time used by others on the worst host
 
@@ -44,7 +44,7 @@ class MeasuredRow(ABC):
     reason: str = ""
     launches: int = 0  # number of measured launches
     samples: int = 0
-    p50_us: float | None = None  # median of launch medians
+    p50_us: float | None = None  # median of the launches' medians
     low_us: float | None = None
     high_us: float | None = None
     confidence: float = 0.0  # the probability that low_us and high_us enclose the median

@@ -42,10 +42,10 @@ class Format(Generic[Record, Whole]):
     """The file format of a command: its records by name, and the type of a whole result."""
 
     command: str
-    mark: str  # top-level key of a file with one complete result; its value is the version
+    mark: str  # top-level key of a file that is one complete result; its value is the version
     version: int
     header: str  # in a file with one record per line, the record that has the version
-    records: Mapping[str, type[Record]]  # empty: every file is one result
+    records: Mapping[str, type[Record]]  # {key: type of the record}; empty if every file is one result
     whole: type[Whole]
     gather: Callable[[Sequence[Record]], Whole | None]  # None: no result yet
 
@@ -104,7 +104,7 @@ class Format(Generic[Record, Whole]):
             try:
                 found.append(self._record(file, line, f"line {number}: "))
             except JobFileError:
-                if number == len(lines):  # without an end of line, it is incomplete
+                if number == len(lines):  # a last line without a line end is incomplete
                     break
                 raise
         return found

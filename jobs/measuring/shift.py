@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist, median
 
-EXACT = 60  # launches; with more, the normal approximation is as good (within 1 % of the level 0.001)
+EXACT = 60  # number of launches above which the normal approximation is used (within 1 % of the level 0.001)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RankTest:
 
     def interval(self, alpha: float) -> tuple[float, float]:
         """Return the interval of the shifts that are not rejected at this level; infinite with too few launches."""
-        place = -1  # the number of values outside the interval at each end
+        place = -1  # number of values outside the interval, at each end
         while place + 1 < len(self.values) // 2 and 2 * _at_most(place + 1, self.sizes) <= alpha:
             place += 1
         return (-math.inf, math.inf) if place < 0 else (self.values[place], self.values[-1 - place])
@@ -171,7 +171,7 @@ def _signed(n: int) -> list[int]:
 def _sums(n: int, m: int) -> list[int]:
     """Count the orders of n and m values for each number of inversions, by the Gaussian binomial coefficients."""
     counts = [1] + [0] * (n * m)
-    for k in range(1, n + 1):  # times (1 - q^(m + k)) / (1 - q^k)
+    for k in range(1, n + 1):  # multiply by (1 - q^(m + k)) / (1 - q^k)
         for power in range(len(counts) - 1, m + k - 1, -1):
             counts[power] -= counts[power - m - k]
         for power in range(k, len(counts)):

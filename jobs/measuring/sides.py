@@ -11,8 +11,8 @@ from muster.jobs.measuring.launches import MeasuredRow
 from muster.jobs.measuring.shift import MeanTest, Shift, paired_mean, paired_ranks, unpaired_mean, unpaired_ranks
 
 LEAST_LAUNCHES: Final = 3
-LEAST_PAIRS: Final = 5  # with fewer, results measured one after the other could look interleaved
-EQUAL: Final = math.log(1.05)  # smaller differences do not matter to a user
+LEAST_PAIRS: Final = 5  # with fewer pairs, results measured one after the other could look interleaved
+EQUAL: Final = math.log(1.05)  # differences below 5 % do not matter to a user
 NEIGHBOURS: Final = 4  # the launches of a pair are fewer than this many positions apart, in the order of time
 PAIRED_SHARE: Final = 0.8  # interleaved results pair at least this share of the launches of the smaller side
 

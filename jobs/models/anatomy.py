@@ -17,7 +17,7 @@ from typing import Final
 from muster.jobs.models.shapes import IMAGE_CHANNELS, KERNEL_AREA, POOL, GptShape, VggShape
 
 IMAGE_SIDE: Final = 32
-INDEX_BYTES: Final = 8  # of a token, and of the index that a pool keeps for each maximum
+INDEX_BYTES: Final = 8  # size of a token, and of the index that max pooling keeps for each maximum
 KERNEL_SIDE: Final = 3
 
 
@@ -48,7 +48,7 @@ class ModelOperation:
     saved_bytes: float = 0  # kept bytes of other dtypes, such as indices; NaN if unknown
     buffer_bytes: int = 0  # only for a user's model; `Anatomy.buffers` counts those of Muster's models
     gives_input_gradient: bool = True
-    repeats: int = 1  # 2: a product without own weights, whose backward computes two gradients
+    repeats: int = 1  # 2 for a product of two activations, whose backward computes two gradients
 
     @property
     def backward_flops(self) -> int:
@@ -203,7 +203,7 @@ def _convolution(number: int, channels: int, width: int, out: int, kept: int) ->
     return [
         ModelOperation(conv, conv, weights, work, out, saved=kept, gives_input_gradient=number > 1),
         ModelOperation(norm, norm, scales, 5 * out, out, saved=out),  # keeps the convolution's output
-        ModelOperation(relu, relu, (), out, out, saved=out),  # keeps its output, written in place of batch norm's
+        ModelOperation(relu, relu, (), out, out, saved=out),  # keeps its output, which overwrites that of batch norm
     ]
 
 
@@ -231,7 +231,7 @@ def _block(shape: GptShape, layer: str) -> list[ModelOperation]:
     d, ff, tokens = shape.d_model, shape.d_ff, shape.context
     wide, bias = tokens * d, shape.bias
     in_attention, in_mlp = f"{layer}.attention", f"{layer}.mlp"
-    causal = 2 * tokens * tokens * d  # two products with (tokens, tokens), half masked
+    causal = 2 * tokens * tokens * d  # two products with (tokens, tokens) matrices, of which half is masked
     return [
         _norm(shape, layer, f"{layer}.norm1"),
         _linear(shape, layer, f"{in_attention}.query", d, d, bias=bias, saved=wide),

@@ -35,7 +35,7 @@ class CountedTensor(TensorShape):
 class CountedPart(ModelOperation):
     """A module, or the computation between its children. The last part of a layer has the `flops` of the layer."""
 
-    unit: str = ""  # "" if it belongs to no unit
+    unit: str = ""  # the unit of the part; "" if it belongs to none
     shared: tuple[CountedTensor, ...] = ()  # parameters that it uses but another part owns
     keeps_input: bool = False  # the kept activations of its layer include the layer's input
     splits_kept: bool = False  # each tensor rank keeps only a part of its activations

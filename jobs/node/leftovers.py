@@ -57,7 +57,7 @@ def sweep(
 
 def wait_for_death(deadline: float) -> None:
     """Wait until a child of this process is dead, but do not reap it; stop at `deadline` (monotonic seconds)."""
-    with suppress(ChildProcessError):  # no child yet: orphans are adopted shortly
+    with suppress(ChildProcessError):  # no child now, but orphans may be adopted in a moment
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and time.monotonic() < deadline:
             time.sleep(PAUSE_S)
 

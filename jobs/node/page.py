@@ -60,9 +60,9 @@ class Page:
 
     _phase = _Field(0)
     steps = _Field(1)  # number of completed steps
-    beats = _Field(2)  # grows with any progress
-    _slowest_us = _Field(3)  # the longest recent step
-    held = _Field(4, NEVER)  # completed steps, while the rank waits before its next step; else NEVER
+    beats = _Field(2)  # a counter that grows with any progress
+    _slowest_us = _Field(3)  # duration of the longest recent step
+    held = _Field(4, NEVER)  # number of completed steps while the rank waits before its next step; else NEVER
     hold = _Field(5)  # nonzero: the rank must wait, before its next step, until `stop_at` is set
     stop_at = _Field(6, NEVER, ANY)  # the number of steps after which all ranks save and end; NEVER: not decided
     _session = _Field(7, NEVER)
@@ -138,7 +138,7 @@ class Page:
     @property
     def phase(self) -> Phase:
         """The current phase of the rank."""
-        with suppress(ValueError):  # a program may have written anything
+        with suppress(ValueError):  # a program may write anything into the page
             return Phase(self._phase)
         return Phase.START
 

@@ -35,7 +35,7 @@ from muster.jobs.node import leftovers
 from muster.jobs.node.rank_process import RankProcess
 
 ORPHAN_GRACE_S: Final = 1.0
-KILL_S: Final = 2.0  # how long to wait for a killed rank to die; then it is only reported
+KILL_S: Final = 2.0  # how long to wait until a killed rank is dead; after that it is only reported
 CHUNK: Final = 1 << 16
 MAX_FDS: Final = 4
 STDERR: Final = 2  # descriptor of standard error in every child, even if it is redirected
@@ -60,7 +60,7 @@ class RankParent:
     def run(self) -> NoReturn:
         """Serve the agent until its socket is closed and no process is left."""
         linux.adopt_orphans()
-        # Installed before the forks, and written in C: it works in a rank just forked, or one that holds the GIL.
+        # Installed before the forks. The handler is in C, so it also works in a new rank, or while the GIL is held.
         faulthandler.register(signal.SIGQUIT, file=STDERR, all_threads=True)
         wake, wake_write = os.pipe()
         os.set_blocking(wake, False)
@@ -234,7 +234,7 @@ class RankParent:
     # Stopping -------------------------------------------------------------------------------------------------------
 
     def _stop(self, grace_s: float) -> None:
-        self._reap()  # first, so that a rank that died by itself is not reported as stopped
+        self._reap()  # reap first, so that a rank that died by itself is not reported as stopped
         for rank in self.ranks.values():
             rank.sent = rank.sent or rank.asks
             rank.send(rank.asks)

@@ -15,8 +15,8 @@ from muster.jobs.machine import linux
 from muster.jobs.node import leftovers, page, rank_start
 from muster.jobs.node.page import Page, Phase
 
-CHUNK: Final = 1 << 16  # the capacity of a pipe: one read empties it
-LONGEST: Final = 1 << 13  # bytes of a report; longer lines are dropped
+CHUNK: Final = 1 << 16  # the capacity of a pipe, so that one read empties it
+LONGEST: Final = 1 << 13  # maximum bytes of a report; longer lines are dropped
 
 
 class RankProcess:

@@ -76,7 +76,11 @@ def _execute(argv: list[str], reports: int, page: int) -> NoReturn:
     for name, descriptor in ((ranks.STATUS_FD, reports), (ranks.PAGE, page)):
         os.environ[name] = ranks.descriptor_text(descriptor)
         os.set_inheritable(descriptor, True)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # Python ignores these signals; exec keeps that
+    for number in (
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+        signal.SIGUSR1,
+    ):  # Python ignores these; exec keeps that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, os.environ)

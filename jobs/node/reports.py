@@ -104,5 +104,5 @@ class Reporter:
         try:
             os.write(self.descriptor, (json.dumps(report) + "\n").encode())
         except (BlockingIOError, BrokenPipeError):
-            # The pipe is full, and a report must not slow a step; or the pipe is broken, and the parent is gone.
+            # Drop the report: either the pipe is full, and waiting would slow a step, or the parent is gone.
             return

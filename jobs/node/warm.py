@@ -26,7 +26,7 @@ from muster.jobs.basics import exits
 from muster.jobs.machine import linux
 from muster.jobs.node.rank_parent import RankParent
 
-HEARD_S: Final = 1.0  # time for an agent to read the reason of a failed import
+HEARD_S: Final = 1.0  # time for an agent to read why an import failed
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     linux.adopt_orphans()
     sockets = [socket.socket(fileno=int(text)) for text in args.fds.split(",")]
     if is_of_job():
-        for each in sockets:  # tells the agent that this Python can run Muster
+        for each in sockets:  # shows the agent that this Python can run Muster
             each.sendall((json.dumps({"begun": os.getpid()}) + "\n").encode())
     modules, warm, rank_parents = list(filter(None, args.preload.split(","))), os.getpid(), set()
     if len(sockets) > 1:

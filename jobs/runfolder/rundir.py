@@ -78,7 +78,7 @@ class RunDir:
     save = At("save.json")
     # how to start the run: transport, hosts, interpreter. `launch.supervise` reads it
     submission = At("submission.json")
-    # proof that the supervisor is alive, renewed every few seconds, for processes on other hosts
+    # shows processes on other hosts that the supervisor is alive; renewed every few seconds
     lease = At("lease.json")
     progress = At("progress.json")  # the progress of every rank, rewritten by the supervisor during the run
     claims = At("claims")  # folder of claims to resume the run (`launch/submit/claim.py`)

@@ -26,7 +26,7 @@ class Pace:
         self.timed = timed
         self.page.enter(Phase.RUN)
         self._began_s = 0.0
-        self._slowest_s = [0.0, 0.0]  # longest step in the previous OF_LATE steps, and in those since then
+        self._slowest_s = [0.0, 0.0]  # longest of the previous OF_LATE steps, and longest step since then
         self._steps = 0
 
     def stops(self, done: int) -> bool:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class PlainPolicy:
     """The settings on a rank whose Python, chosen by the user, may have no pydantic."""
 
-    every_steps: int | None = None  # None: by time
+    every_steps: int | None = None  # None: saves are due by time
     every_s: float | Literal["auto"] | None = None  # None or auto: computed from the measured stall and failures
     keep: int = 3  # number of valid checkpoints to keep
     blocking: bool = False  # pause training until a save is committed

@@ -32,7 +32,7 @@ class LoadedCheckpoint:
     step: int
     checkpoint: str
     seconds: float
-    code: Any = None  # the user's files at the time of the save, as `jobs/user/code.py` lists them
+    code: Any = None  # the user's files when the checkpoint was saved, as `jobs/user/code.py` lists them
 
 
 def newest(run: RunDir) -> Resume | None:

@@ -31,7 +31,7 @@ from muster.jobs.saving.schedule import SaveSchedule
 
 MOST_MISSED: Final = 3
 END_TRIES: Final = 2
-PATIENCE_S: Final = 30.0  # timeout for an answer of the writer, in addition to the time to write the bytes
+PATIENCE_S: Final = 30.0  # how long to wait for the writer's answer, in addition to the time for writing the bytes
 SLOWEST_BYTES_PER_S: Final = 20e6  # rate of the slowest expected disk
 POLL_S: Final = 0.02
 NONE: Final = -1
@@ -169,11 +169,11 @@ class Saver(NotSaving, Generic[Part]):
     ) -> None:
         self.target = target
         self.settings = settings
-        self.held = held  # lists this rank's parts
-        self.room = room  # allocates memory for a copy of them
+        self.held = held  # function that lists this rank's parts
+        self.room = room  # function that allocates memory for a copy of these parts
         self.world = world
         self.schedule = schedule
-        self.describe = describe  # (steps done, parent, losses) -> metadata of a checkpoint
+        self.describe = describe  # function (steps done, parent, losses) -> metadata of a checkpoint
         self.reporter = reporter
         self.patience_s = patience_s
         self.due = schedule.ask(target.step)[1] if settings.every_steps is not None else NONE
@@ -181,8 +181,8 @@ class Saver(NotSaving, Generic[Part]):
         self.safe = target.step if target.began_from else NONE  # newest step that this rank has saved
         self.parent = target.began_from
         self.failed = NONE  # the newest step whose save failed on this rank
-        self.missed = 0  # failed saves in a row
-        self.left_out = 0  # skipped saves since the last commit
+        self.missed = 0  # number of failed saves in a row
+        self.left_out = 0  # number of skipped saves since the last commit
         self.flight: InFlight | None = None
         self.writer: WriterProcess | None = None
         self.snapshot: Room[Part] | None = None
@@ -273,7 +273,7 @@ class Saver(NotSaving, Generic[Part]):
             self._save(done, losses)
             self._wait()
         self.close()
-        # No rank exits before rank 0 has committed: an early exit could look like a failure and stop the other ranks.
+        # Wait for rank 0's commit, because an early exit could look like a failure and stop the other ranks.
         page.own.enter(Phase.SAVE)
         self.world.meet()
 

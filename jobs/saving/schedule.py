@@ -33,7 +33,7 @@ class SaveSchedule:
         self.began_s = self.saved_s = self._asked_s = clock()
         self._asked_done = done
         self._step_s = 0.0
-        self.elapsed_s = elapsed_s  # duration of earlier attempts
+        self.elapsed_s = elapsed_s  # duration of all earlier attempts
         self.failures = failures
         self.stall_s = GUESSED_STALL_S
         self.save_s = 0.0
@@ -60,7 +60,7 @@ class SaveSchedule:
             self._step_s = (now - self._asked_s) / (done - self._asked_done)
             self._asked_s, self._asked_done = now, done
         left_s = self.interval_s - (now - self.saved_s)
-        # If the interval ends within half a step, save now: its end is closer to this step than to the next one.
+        # Save now if the interval ends within half a step: this step is then closer to its end than the next one.
         saves = left_s <= self._step_s / 2
         if saves:
             self.saved_s, left_s = now, self.interval_s

@@ -93,7 +93,7 @@ def report_errors(
             reporter.failed(error, peer=isinstance(error, StartTimeoutError))
             print(f"muster: {where}: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            os._exit(error.exit_code)  # an exception hook has no other way to set the exit code
+            os._exit(error.exit_code)  # an exception hook cannot set the exit code in any other way
         reporter.failed(error, peer=is_lost_peer(error))
         before(kind, error, trace)
         print(f"muster: {where}: {kind.__name__}", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ from muster.jobs.basics.terminal import warn
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.session.together import OneRank
 
-COUNTS: Final = ("tokens", "samples")  # the rate is computed from the first of these that is logged
+COUNTS: Final = ("tokens", "samples")  # the rate is computed from the first of these values that is logged
 OWN: Final = frozenset({"step", "steps", "attempt", "rank", "time", "step_s", "rate", "unit", "epoch", "evaluation"})
 RECENT: Final = 20  # number of recent losses stored in a checkpoint
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from muster.jobs.session.state.state import State
 
 MEET_S: Final = 0.5
-PRINT_S: Final = 5.0  # between two lines on the terminal
-MOST_STEPS: Final = 10_000  # between two meetings
+PRINT_S: Final = 5.0  # minimum time between two lines on the terminal
+MOST_STEPS: Final = 10_000  # maximum number of steps between two synchronizations of the ranks
 STOP, NEXT, ROWS = 0, 1, slice(2, 4)  # indices of the first fields of a rank's note; the saver's fields follow
 
 
@@ -53,11 +53,11 @@ class Loop:
         self.ranks = ranks
         self.log = log
         self.reporter = reporter
-        self.device: torch.device | None = None  # of the state's tensors; None if it has none
+        self.device: torch.device | None = None  # device of the state's tensors; None if the state has no tensors
         self.samplers: list[Sampler] = []
         self.progress: dict[str, int] = {}  # the position in an epoch, if the program counts epochs
         self.done = self.first = 0
-        self.steps: int | None = None  # total requested by the program
+        self.steps: int | None = None  # total number of steps, if the program sets it
         self.epochs: int | None = None
         self.has_begun = False
         self.in_step = True  # False between two steps, when logged values belong to no step
@@ -70,8 +70,8 @@ class Loop:
         self._replay: Replay | None = None
         self._sound = True
         self._has_reported_first = False
-        self._next = 0  # the step of the next meeting
-        self._met = 0  # the step of the last meeting
+        self._next = 0  # the step of the next synchronization
+        self._met = 0  # the step of the last synchronization
         self._pace: Pace | None = None
         self._by_hand = False  # True if the program itself decides when to save
         self._began_s = self._met_s = self._said_s = 0.0

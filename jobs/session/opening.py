@@ -76,7 +76,7 @@ def _caller() -> str:
 
 
 def _at_exit(made: Session, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child
+    if os.getpid() != pid:  # this process is a forked child
         return
     try:
         made.close()

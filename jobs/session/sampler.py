@@ -38,7 +38,7 @@ class Sampler:
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self.position = 0  # samples of the epoch that all ranks together have used
+        self.position = 0  # number of the epoch's samples that all ranks together have used
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch."""

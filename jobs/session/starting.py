@@ -30,7 +30,7 @@ SLURM_RESTARTS: Final = "SLURM_RESTART_COUNT"
 TORCHRUN_ID: Final = "TORCHELASTIC_RUN_ID"
 LAUNCH: Final = "launch"
 HOST_BYTES: Final = 64
-GRACE_S: Final = 5.0  # between SIGTERM and SIGKILL of muster stop
+GRACE_S: Final = 5.0  # time between SIGTERM and SIGKILL in muster stop
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def start(place: RankPlace, ranks: OneRank, runs: str | None, began: float) -> S
 
 def _begin(place: RankPlace, hosts: list[str], runs: str | None, began: float) -> Mapping[str, Any]:
     """Begin an attempt on rank 0."""
-    if place.run is not None:  # an agent started torchrun, for example, and does not watch its ranks
+    if place.run is not None:  # an agent started the launcher (such as torchrun), and does not watch its ranks
         return {"run": str(place.run.path), "attempt": place.attempt, "resume": _record(newest(place.run))}
     root = runs_root(runs)
     run, resume = earlier_run(place, root), None

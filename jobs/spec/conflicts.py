@@ -20,7 +20,7 @@ Test = Callable[[TrainRules], bool]
 # The modes in which Muster sums gradients itself, not PyTorch.
 OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)
 
-# Modes whose step cannot be recorded as one CUDA graph, and what the host has to do while the step runs. The other
+# Modes whose step cannot be recorded as one CUDA graph, because the host has to do something during the step. The other
 # data-parallel modes record a whole step. Pipelines record each forward and backward of a stage (`pipe/graphs.py`).
 THROUGH_THE_HOST: Final = {
     "data_parallel": "threads of the host run the replicas",

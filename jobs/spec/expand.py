@@ -50,7 +50,7 @@ def _filled(settings: "TrainRules", parallel: Parallel) -> Parallel:
     if not parallel.schedule:
         return parallel
     of_split = None if settings.parallel is None else settings.parallel.microbatches
-    few = parallel.schedule in ("model", "terapipe")  # terapipe fills its ranks with slices instead
+    few = parallel.schedule in ("model", "terapipe")  # terapipe keeps its ranks busy with slices instead
     default = 1 if few else max(1, min(FILL * parallel.pipe, settings.batch_size // parallel.data))
     microbatches = 1 if parallel.schedule == "model" else of_split or settings.microbatches or default
     return replace(parallel, microbatches=microbatches, chunks=SCHEDULES[parallel.schedule].stages(1, settings.chunks))
@@ -78,7 +78,7 @@ def check_pipeline(settings: "TrainRules", parallel: Parallel) -> None:
             batch is too small.
     """
     assert parallel.schedule
-    made = settings.model.make is not None  # only the ranks know its layers
+    made = settings.model.make is not None  # only the ranks know the layers of a user's model
     layers, stages = [] if made else layer_names(settings.model), parallel.pipe * parallel.chunks
     if not made and stages > len(layers):
         slices = f" of {parallel.chunks} stages each" if parallel.chunks > 1 else ""
@@ -184,7 +184,7 @@ def check_tensor(settings: "TrainRules", parallel: Parallel) -> None:
         RefusedError: if heads, d_ff, vocabulary or context is not a multiple of the number of tensor ranks; the message
             lists degrees that fit.
     """
-    if settings.model.make is not None:  # only the ranks know its layers
+    if settings.model.make is not None:  # only the ranks know the layers of a user's model
         return
     shape = resolve_shape(settings.model, settings.model.vocabulary or GptShape.vocabulary)
     assert isinstance(shape, GptShape)

@@ -18,7 +18,7 @@ KEPT: Final = "kept"
 DATA: Final = "train.data"
 FREE: Final = ("units", "plan")  # keys of train.model that may change
 CODE: Final = "code"  # the SHA-256 of the user's files; they may change
-VIRTUAL_RANKS: Final = "train.virtual_ranks"  # 0: not exact
+VIRTUAL_RANKS: Final = "train.virtual_ranks"  # the value is 0 if the job is not exact
 
 
 def kept_settings(settings: "TrainSettings", *, samples: int, virtual_ranks: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def require_kept(found: Any, wanted: Mapping[str, Any], where: str) -> None:
         raise RefusedError(f"{where}: it does not list its settings, so another version of Muster wrote it")
     for name, now in wanted.items():
         before = found.get(name)
-        # `exact` may change. But if both are exact, the number of virtual ranks must stay: it sets the order of sums.
+        # `exact` may change. If both jobs are exact, virtual ranks must not change, because they set the order of sums.
         if name == VIRTUAL_RANKS and not (before and now):
             continue
         if before != now:

@@ -109,9 +109,9 @@ def _bitwise_up_to(ranks: float, beyond: Exactness) -> Callable[[int], Exactness
 
 
 _BITWISE: Final = _bitwise_up_to(math.inf, "bitwise")
-_UP_TO_TWO: Final = _bitwise_up_to(2, "tight")  # the order of sums is unknown, but two values have only one sum
-_ALONE: Final = _bitwise_up_to(1, "tight")  # gradients are divided before they are summed: two ranks may differ
-_ALONE_NEAR: Final = _bitwise_up_to(1, "near")  # layers are split, so activations are already rounded differently
+_UP_TO_TWO: Final = _bitwise_up_to(2, "tight")  # the order of sums is unknown, but does not matter for two values
+_ALONE: Final = _bitwise_up_to(1, "tight")  # gradients are divided before they are summed, so two ranks may differ
+_ALONE_NEAR: Final = _bitwise_up_to(1, "near")  # split layers already round activations differently
 _NEAR: Final = _bitwise_up_to(0, "near")
 TENSOR: Final = "tensor"
 MODES: Final[dict[str, Mode]] = {

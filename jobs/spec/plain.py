@@ -33,7 +33,7 @@ class PlainTrain(PlainSection, TrainRules):
 CLASSES: Final[Mapping[str, type[PlainSection]]] = {
     "settings": PlainTrain,
     "model": PlainModel,
-}  # other sections have no rules
+}  # sections without a row here have no rules
 
 
 def spelled(job: "Job") -> dict[str, Any]:

@@ -38,7 +38,7 @@ class ParallelSettings(Strict):
     @field_validator("zero", mode="before")
     @classmethod
     def _is_a_number(cls, zero: Any) -> Any:
-        if type(zero) in (bool, float):  # Literal would accept true and 1.0, which equal 1
+        if type(zero) in (bool, float):  # Literal would accept true and 1.0, because both equal 1
             raise ValueError(f"must be 0, 1, 2 or 3, got {show(zero)}")
         return zero
 

@@ -16,7 +16,7 @@ from muster.jobs.spec.split import ParallelSettings
 from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict
 from muster.jobs.user.code import FORM, split
 
-ROUNDING: Final = 1e-9  # of a sum of shares
+ROUNDING: Final = 1e-9  # tolerance for the rounding error of a sum of shares
 
 DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
 

@@ -239,7 +239,7 @@ class _Builder:
             place, key = self._place(key_node), key_node.value
             if key_node.tag != f"{TAG}str":
                 self._complain(place, path, f"the key {self._source(key_node)} must be text; put it in quotes")
-                continue  # such a key is never valid in a job file: one mistake is enough
+                continue  # no job file may have such a key, so report no other mistake about it
             if key == MERGE_KEY:
                 self._complain(place, path, "YAML 1.2 has no merge key <<; write the keys out")
                 continue

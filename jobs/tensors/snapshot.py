@@ -44,7 +44,7 @@ class MemorySnapshot:
             ) from error
         memory = mmap.mmap(self.descriptor, size)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
-        self._memory.zero_()  # maps every page into this process
+        self._memory.zero_()  # touches every page, so that it is mapped into this process
         self._rooms = [
             self._memory[offset : offset + piece.nbytes].view(part.tensor.dtype).view(part.tensor.shape)
             for part, piece, offset in zip(parts, self.pieces, self.offsets, strict=True)

@@ -25,7 +25,7 @@ def gather(records: Sequence[Record]) -> Timings | None:
         peaks=[each for each in records if isinstance(each, Peak)],
         rows=list(
             {each.case: each for each in records if isinstance(each, Timed)}.values()
-        ),  # the newest row of each case
+        ),  # keep only the newest row of each case
         dtypes=[each for each in records if isinstance(each, Dtypes)],
         is_over=any(isinstance(each, End) for each in records),
     )

@@ -33,7 +33,7 @@ class Machine(Strict):
     host: str
     cpu: str
     cores: int
-    threads: int  # threads of torch
+    threads: int  # number of torch's threads
     memory_bytes: int
     gpu: str = ""
 
@@ -89,15 +89,15 @@ class Timed(Strict):
     reason: str = ""
     parameters: int
     batch: int
-    context: int | None  # tokens of a sample; None: images, or other samples
-    is_own: bool = False  # the model of a train: section
+    context: int | None  # tokens per sample; None if samples are not sequences of tokens
+    is_own: bool = False  # True for the model of a train: section
     build_s: float | None = None  # time to build the model on its device, in the last launch
-    warm_up_s: list[Seconds] = Field(default_factory=list)  # each warm-up step, launch by launch
+    warm_up_s: list[Seconds] = Field(default_factory=list)  # time of each warm-up step, launch by launch
     steps_s: list[Seconds] = Field(default_factory=list)
-    launches: list[Launch] = Field(default_factory=list)  # empty: one launch, written by an older Muster
+    launches: list[Launch] = Field(default_factory=list)  # empty if an older Muster wrote the row, with a single launch
     summary: TimingSummary | None = None
     rate: float | None = None  # tokens or images per second
-    flops: int  # operations of a step; 0: unknown
+    flops: int  # number of floating-point operations of a step; 0 if unknown
     flops_per_s: float | None = None
     matmul_share: float | None = None  # relative to the rate of a matrix product in the same precision
     peak_bytes: int | None = None  # CUDA: peak of allocated bytes; CPU: peak growth of the process

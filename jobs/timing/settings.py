@@ -35,7 +35,7 @@ class Case:
     model: str
     pass_name: Pass
     precision: Precision
-    is_own: bool = False  # the model of the section `train`
+    is_own: bool = False  # True for the model of the section `train`
 
     @property
     def is_image(self) -> bool:
@@ -127,7 +127,7 @@ class TimingSettings(Strict):
 
     def cases(self) -> list[Case]:
         """List the rows in the order in which they are measured."""
-        # dtypes are shown for a whole step
+        # dtypes are listed only for whole steps
         passes: list[Pass] = ["step"] if self.dtypes else list(dict.fromkeys(self.passes))
         precisions = dict.fromkeys(self.precision)
         rows = [(name, False) for name in self.models()] + [(name, True) for name in [self.own_name] if name]

@@ -27,7 +27,7 @@ QUICK: Final = 4  # gzip level: takes half the time of the default level and wri
 def with_phases(document: dict[str, Any], nested: Nested) -> dict[str, Any]:
     """Add a lane with the steps and phases of the host, and one with the phases of the kernels on the device."""
     rows = document["traceEvents"]
-    names = numbers_of_steps(rows, nested.trace.steps)  # the profiler's ranges have the same names on the device
+    names = numbers_of_steps(rows, nested.trace.steps)  # the profiler gives a step's range on the device the same name
     kept = [
         {**row, "name": names[row["name"]]} if row.get("name") in names else row
         for row in rows

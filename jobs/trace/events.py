@@ -108,7 +108,7 @@ class Trace:
     in_flight: list[Event] = field(default_factory=list)
     steps: list[ProfiledStep] = field(default_factory=list)
     memory: list[MemoryEvent] = field(default_factory=list)
-    links: list[tuple[Point, Point]] = field(default_factory=list)  # starts of a forward operator and its backward
+    links: list[tuple[Point, Point]] = field(default_factory=list)  # starts of a forward operator and of its backward
 
     @property
     def has_device(self) -> bool:

@@ -78,7 +78,7 @@ def forwards_of(nested: Nested) -> dict[int, NestedEvent]:
         forward, backward = at.get(source), at.get(target)
         if forward is not None and backward is not None and forward.event.start_us < backward.event.start_us:
             found[id(backward)] = forward
-    # A link ends at the engine's event, which also contains hooks that communicate. Use the node inside that event.
+    # A link ends at the event of the autograd engine, which includes hooks that communicate. Use the node inside it.
     for node in nested.nodes:
         around = node.parent
         if around is not None and id(around) in found and around.event.name == f"{ENGINE}: {node.event.name}":

@@ -48,7 +48,7 @@ def train_asynchronously(trainer: Trainer, files: Files, reporter: Reporter, *, 
         QueueClient(optimizer.group) if queue is None else QueueServer(queue, optimizer.group, world.size)
     )
     worker = PartTrainer(trainer, metrics)
-    pending = list[CompletedStep]()  # since the last log point
+    pending = list[CompletedStep]()  # the steps completed since the last log point
     with Screen(world, reporter, steps) as screen:
         part = access.exchange(NONE, None)
         while part != NONE:

@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-FAR: Final = 2.0**62  # larger distances between two float64 may not fit an int64
+FAR: Final = 2.0**62  # larger distances (in ulp) between two float64 may not fit into an int64
 BITS: Final = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}
 
 
@@ -44,7 +44,7 @@ class TensorComparison:
     difference: float
     tolerance: float
     ok: bool
-    # distance from the reference that trains independently, if `difference` refers to the one that follows the mode
+    # Difference from the independent reference; set if `difference` refers to the one that follows the mode.
     drift: float | None = None
 
     def record(self) -> dict[str, Any]:

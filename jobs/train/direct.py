@@ -140,6 +140,6 @@ def use_interface_towards(address: str) -> None:
     """
     if GLOO_INTERFACES in os.environ:
         return
-    if route := network.route_to(address):  # without a route, connecting will fail with its own message
+    if route := network.route_to(address):  # without a route, the attempt to connect reports the error
         os.environ[GLOO_INTERFACES] = route[0]
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route[0]}")

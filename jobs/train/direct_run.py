@@ -36,7 +36,7 @@ def share_start(store: Store, make: Callable[[], TrainStart], env: RankEnv) -> T
         MusterError: on the other ranks, with rank 0's message and exit code.
     """
     if env.rank != 0:
-        said = parse_json(store.get(RUN_FOLDER_KEY))  # has the same timeout as `connect`
+        said = parse_json(store.get(RUN_FOLDER_KEY))  # waits as long as `connect` does
         store.set(f"{RUN_FOLDER_KEY}/read/{env.rank}", "")
         if "error" in said:
             error = MusterError(f"rank 0: {said['error']}")
@@ -48,7 +48,7 @@ def share_start(store: Store, make: Callable[[], TrainStart], env: RankEnv) -> T
     except MusterError as error:
         store.set(RUN_FOLDER_KEY, json.dumps({"error": str(error), "code": error.exit_code}))
         readers = [f"{RUN_FOLDER_KEY}/read/{rank}" for rank in range(1, env.world_size)]
-        with suppress(DistStoreError):  # the store ends with this process, so the others must read first
+        with suppress(DistStoreError):  # this process serves the store, so the others must read first
             store.wait(readers, timedelta(seconds=ERROR_READ_S))
         raise
     resume = None if start.resume is None else asdict(start.resume)

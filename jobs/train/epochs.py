@@ -24,7 +24,7 @@ class EpochSums:
     step: int = 0
     samples: int = 0
     seconds: float = 0.0
-    loss: float = 0.0  # sum over samples
+    loss: float = 0.0  # sum of the losses of all samples
 
     def add(self, step: int, *, samples: int, loss: float, seconds: float) -> None:
         """Add a step with its mean loss over the global batch."""
@@ -41,7 +41,7 @@ class EpochLog:
         self.log = log
         self.common = common
         self.evaluates = evaluates
-        self.samples = samples  # number in a whole epoch
+        self.samples = samples  # number of samples in a whole epoch
         self.current: EpochSums | None = None
         self._finished: list[EpochSums] = []
         self._evaluated: dict[int, Mapping[str, float | None]] = {}  # by epoch

@@ -23,8 +23,8 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.data.loading import MicroInput, ShardInput
 from muster.jobs.train.profiling.clock import StepMarks
 
-EAGER_STEPS: Final = 3  # after them, all lazy setup is done: optimizer state, compiled code, NCCL's connections
-MOST_GRAPHS: Final = 4  # each keeps its own inputs; steps rarely have more than two forms
+EAGER_STEPS: Final = 3  # steps after which all lazy setup is done: optimizer state, compiled code, NCCL's connections
+MOST_GRAPHS: Final = 4  # maximum number of graphs; each keeps its own inputs, and steps rarely have more than two forms
 
 Form = tuple[Any, ...]
 

@@ -193,7 +193,7 @@ def run_steps(
             report_evaluation(trainer, metrics, screen, done, work.batch.epoch + 1)
         saving.step_done(done, metrics.recent)
         profiling.step_done(done)
-    if metrics.has_news:  # stopped between two log points
+    if metrics.has_news:  # the loop stopped between two log points
         soundness.hear(report_steps(metrics, screen, saving, replay, done, trainer.timeline).losses)
     engine.model.synchronize_buffers()
     return done

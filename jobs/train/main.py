@@ -131,7 +131,7 @@ def open_same_data(job: "Job", world: World) -> Data:
         RefusedError: if ranks read different jobs or different data, or a batch is larger than the data set.
     """
     settings = settings_of(job)
-    spelt = {**values(settings), "data": None}  # its paths may differ between nodes; contents are compared below
+    spelt = {**values(settings), "data": None}  # paths may differ between nodes; contents are compared below
     digest = hashlib.sha256(json.dumps(spelt, sort_keys=True).encode()).hexdigest()
     require_equal(world, "the job file", digest, "give every rank the same file")
     data = open_data(settings)

@@ -32,7 +32,7 @@ from muster.jobs.world.tensorboard import EventFiles
 from muster.jobs.world.world import World, add_in_order
 
 FLUSH_S: Final = 1.0
-SHOWN: Final = ("loss", "lr", "rate", "step_s")  # columns in TensorBoard, besides the additional ones of a step
+SHOWN: Final = ("loss", "lr", "rate", "step_s")  # columns written for TensorBoard, besides a step's additional columns
 RECENT: Final = 20  # number of losses stored in a checkpoint
 
 
@@ -62,10 +62,10 @@ class LogSummary:
     step: int
     epoch: int
     loss: float
-    rate: float  # units per second
+    rate: float  # units (tokens or images) per second
     unit: str
     broken: int | None  # the first step since the last log point whose loss is not finite
-    losses: list[tuple[int, float]]  # of every step since the last log point
+    losses: list[tuple[int, float]]  # (step, loss) of every step since the last log point
     notes: list[list[float]]  # the note of each rank
 
 
@@ -115,7 +115,7 @@ class Metrics:
         self.steps = steps
         log = RowLog(files.epochs, patient=patient, say=warn) if files.epochs is not None else None
         self.epochs = EpochLog(log, self.common, evaluates=evaluates, samples=epoch_samples)
-        self._steps: list[TrainedStep] = []  # since the last log point
+        self._steps: list[TrainedStep] = []  # steps since the last log point
         self._times: list[StepTimes] = []  # times of the steps whose rows this rank has already written
         self._flushed = time.monotonic()
         self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
@@ -207,7 +207,7 @@ class Metrics:
         values = {name: finite(value) for name, value in measured.items()}
         row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
         if self.events is not None:
-            # A repeated result, too: this attempt has purged what earlier ones wrote for later steps.
+            # Write a repeated result, too: this attempt has purged the rows that earlier attempts wrote.
             self.events.write([row | values], values, "evaluation/")
         if self.run is not None and self.evaluated.get(step) != values:
             self.run.append([row | self.common | values])

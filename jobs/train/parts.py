@@ -34,7 +34,7 @@ class PartTrainer:
         """
         trainer, engine = self.trainer, self.trainer.engine
         step, part = divmod(number, len(self.readers))
-        self.pace.stops(step)  # marks the beginning
+        self.pace.stops(step)  # also marks the beginning of this part
         trainer.clock.start()
         work = move(self.readers[part][step], trainer.world.device, trainer.dtype)
         trainer.clock.lap("data")

@@ -42,7 +42,7 @@ from muster.pipe.run import part_lengths
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
-USES: Final = 2  # a tied weight is used in the embedding and in the head
+USES: Final = 2  # number of uses of a tied weight: in the embedding and in the head
 LOSS: Final = "loss of each step"
 OUTPUT: Final = "output on test batch"
 
@@ -51,10 +51,10 @@ OUTPUT: Final = "output on test batch"
 class TrainingOutcome:
     """The results of training, with the same fields for the reference and every mode."""
 
-    losses: list[float]  # of each step, over the global batch
-    gradients: list[dict[str, Tensor]]  # of each step: mean over the shards, clipped
+    losses: list[float]  # the loss of each step, over the global batch
+    gradients: list[dict[str, Tensor]]  # the gradients of each step: mean over the shards, clipped
     state: dict[str, Tensor]  # parameters and buffers after the last step
-    output: Tensor  # on one test batch, in evaluation mode
+    output: Tensor  # the model's output for one test batch, in evaluation mode
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,13 @@ class Reference:
         self.names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         per_layer = settings.is_pipeline and settings.model.draws
         self.seeds = LayerSeeds(layers_of(model, settings), settings.seed) if per_layer else None
-        self.terms: dict[str, Tensor] = {}  # for a pipeline's gradients: sums of magnitudes over micro-batches
+        # for pipelines: {parameter: sum of the magnitudes of its gradients over micro-batches}
+        self.terms: dict[str, Tensor] = {}
         self.bounds: list[dict[str, float]] = []  # for each step: the allowed differences of gradients
         self.rounding = (
             Rounding(model, settings.seed) if setting.tensor > 1 or settings.mode_name == "terapipe" else None
         )
-        self.reach: dict[str, float] = {}  # the allowed differences of losses and output, by rounding
+        self.reach: dict[str, float] = {}  # the differences of losses and output that rounding allows
         self.optimizer = self.numerics.optimizer(self.model.parameters(), settings.optimizer)
 
     def run(self, test_inputs: Tensor, follow: Sequence[Mapping[str, Tensor]] | None = None) -> TrainingOutcome:
@@ -144,7 +145,7 @@ class Reference:
         buffers = list(self.model.buffers())
         before = [each.clone() for each in buffers]
         found = self.rounding.reach(compute)
-        for buffer, value in zip(buffers, before, strict=True):  # every repetition changed the batch norms' statistics
+        for buffer, value in zip(buffers, before, strict=True):  # repetitions changed batch norm's statistics
             buffer.copy_(value)
         self.reach[LOSS] = max(self.reach.get(LOSS, 0.0), found.pop(LOSS))
         return found
@@ -161,7 +162,7 @@ class Reference:
             loss_sums.append(self._shard(step, shard))
             of_shards.append([gradient_of(parameter) for parameter in self.names.values()])
         means = [mean_of([each[index] for each in of_shards]) for index in range(len(self.names))]
-        if self.terms:  # a pipeline may sum micro-batches, and the uses of a tied weight, in another order
+        if self.terms:  # a pipeline may sum micro-batches and the uses of a tied weight in another order
             terms *= USES * len(shards[0].micro_batches)
             means = [(mean, self.terms[name]) for name, (mean, _) in zip(self.names, means, strict=True)]
         for parameter, (mean, _) in zip(self.names.values(), means, strict=True):
@@ -175,7 +176,7 @@ class Reference:
             name: gradient_bound(float(magnitude.max()), terms, mean.dtype, sent_as or mean.dtype)
             for name, (mean, magnitude) in zip(self.names, means, strict=True)
         }
-        if relative:  # the norm is over all gradients, so its precision is that of the coarsest dtype
+        if relative:  # the norm covers all gradients, so the coarsest dtype determines its precision
             coarsest = max((mean.dtype for mean, _ in means), key=lambda each: torch.finfo(each).eps)
             for name, (mean, _) in zip(self.names, means, strict=True):
                 by_norm = relative * float(mean.abs().max())

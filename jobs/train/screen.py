@@ -20,15 +20,15 @@ class Screen:
 
     def __init__(self, world: World, reporter: Reporter, steps: int, *, patient: bool = False) -> None:
         self.speaks = world.rank == 0
-        self.patient = patient  # ignore errors of standard output on a full disk
+        self.patient = patient  # True: continue if standard output is on a full disk
         self.reporter = reporter
         self.steps = steps
-        self.warned = False  # warn only once, because later losses will not be finite either
+        self.warned = False  # the warning is printed once, because later losses will not be finite either
         self.progress: Progress | None = None
         self.task: TaskID | None = None
 
     def __enter__(self) -> "Self":
-        # With a rank parent standard error is a file; in a start by hand it may be a terminal.
+        # Under a rank parent, standard error is a file. Without one, it may be a terminal.
         if self.speaks and ranks.STATUS_FD not in os.environ and sys.stderr.isatty():
             self._open_progress()
         return self

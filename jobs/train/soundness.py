@@ -27,7 +27,7 @@ from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.parallel.state import MODEL
 from muster.jobs.world.world import World
 
-LOG_POINTS: Final = 3  # consecutive log points without any finite loss
+LOG_POINTS: Final = 3  # number of consecutive log points without any finite loss after which training ends
 ADVICE: Final = "lower train.optimizer.lr, or set train.clip_norm"
 
 

@@ -36,8 +36,8 @@ from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.measured import Record
 from muster.pipe.timeline import Offset, clock_offsets, offsets_by_meetings, on_one_clock, records_of
 
-DIGITS: Final = 7  # decimals of seconds: 0.1 us
-COMPARED: Final = 10  # records between comparisons of clocks, which drift by 10 us a second and more
+DIGITS: Final = 7  # number of decimals of seconds: a resolution of 0.1 us
+COMPARED: Final = 10  # number of records between two comparisons of clocks, which drift by 10 us per second or more
 DENSE_BITS: Final = 5  # the first 2**5 log points are all recorded
 
 RankRecords = tuple[
@@ -61,7 +61,7 @@ class TimelineRecorder(NotRecording, ABC):
 
     def __init__(self, world: World, path: Path | None) -> None:
         self.world = world
-        self.path = path  # None on other ranks, and after a failed write
+        self.path = path  # None on ranks that write no file, and after a failed write
         self.offsets: list[Offset] = []
         self.recorded = 0
 

@@ -37,7 +37,7 @@ class CompletedStep:
 
     step: int
     loss_sum: float
-    staleness: Sequence[float]  # of each part
+    staleness: Sequence[float]  # the staleness of each part
     ended: float
 
 
@@ -46,12 +46,12 @@ class WorkQueue:
 
     def __init__(self, steps: int, parts: int) -> None:
         self.steps = steps
-        self.parts = parts  # of a step
+        self.parts = parts  # number of parts of a step
         self._next = 0
-        self._returned: list[int] = []  # parts of lost workers
+        self._returned: list[int] = []  # parts that lost workers had not finished
         self._held: dict[int, int] = {}  # the part that each worker is training
         self._results: dict[int, PartResult] = {}
-        self._ended: list[float] = []  # when parts were trained, in order
+        self._ended: list[float] = []  # times at which the training of parts ended, in order
         self._reported = 0  # number of steps that `completed` has returned
         self._changed = Condition()
 

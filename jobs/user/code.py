@@ -171,7 +171,7 @@ def _imported(key: str, place: str, folder: Path) -> ModuleType:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
             if error.name is None or not (place == error.name or place.startswith(f"{error.name}.")):
-                raise  # the missing module is imported by the user's module
+                raise  # the user's module itself imports a missing module
             missing = f"no module {error.name} in {folder} or for {sys.executable}"
             raise RefusedError(f"{key}: {missing}; install it, or correct the name") from error
     require_file(key, place, folder)

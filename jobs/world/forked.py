@@ -139,7 +139,7 @@ class Forked:
         linux.kill_quietly(self.pid, signal.SIGQUIT)
         deadline = time.monotonic() + DUMP_S
         text, seen = "", None
-        while text != seen and time.monotonic() < deadline:  # until no more text arrives
+        while text != seen and time.monotonic() < deadline:  # repeat until no more text arrives
             time.sleep(DUMP_POLL_S)
             seen, text = text or None, os.pread(self._words, CHUNK, before).decode(errors="replace")
         stack = text.rpartition("(most recent call first):")[2]
@@ -163,7 +163,7 @@ def _run_child(work: Work, parent: int, writing: int, process: Forked) -> NoRetu
     code = 1
     try:
         linux.die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends this child
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which then ends this child
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not inherit the parent's handler
         # no core files: they take GBs each
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -186,7 +186,7 @@ def _run_child(work: Work, parent: int, writing: int, process: Forked) -> NoRetu
         except Exception as error:
             text = " ".join(str(error).split())[:MOST_WORDS]
             message, lost = f"{type(error).__name__}: {text}", is_lost_connection(error)
-            print(message, file=sys.stderr) if lost else traceback.print_exc()  # the stack of a victim is useless
+            print(message, file=sys.stderr) if lost else traceback.print_exc()  # the stack of a victim does not help
             tell({"raised": {"message": message, "lost": lost, "time": time.time()}})
     finally:
         with suppress(OSError):

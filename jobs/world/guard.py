@@ -42,10 +42,10 @@ def guarded(work: Callable[[Reporter], int]) -> int:
     except Exception as error:
         # a full disk can fail a print before it fails the write of a metrics row
         full = isinstance(error, OSError) and error.errno in DISK_ERRORS
-        reporter.failed(error, peer=is_lost_connection(error))  # a victim must not be reported as the culprit
+        reporter.failed(error, peer=is_lost_connection(error))  # a rank that lost its peer is not the cause
         complain(traceback.format_exc().rstrip("\n"))
         return exits.STORAGE if full else FAILED
-    if dist.is_initialized():  # only after success: after a failure, this could wait for a dead peer
+    if dist.is_initialized():  # only after success, because after a failure this could wait for a dead peer
         dist.destroy_process_group()
     return ended
 

@@ -39,7 +39,7 @@ def connect(env: RankEnv, timeout_s: float) -> Store:
         f"{env.master_addr}:{env.master_port}: rank {env.rank} found no master within {timeout_s:g} s; start rank 0, "
         "or check the address and the port"
     )
-    # An agent binds its port before it starts a rank. Without an agent, probe first: torch's own wait is noisy.
+    # An agent binds its port before it starts a rank. Without one, test the port first: torch's wait prints warnings.
     if not serves and not env.agent_store and not answers(env.master_addr, env.master_port, deadline):
         raise late
     listening = listen(env) if serves else None
@@ -90,7 +90,7 @@ def answers(address: str, port: int, deadline: float) -> bool:
     while (remaining_s := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((address, port), timeout=remaining_s) as probe:
-                # A socket whose own port happens to be the target connects to itself: that is not the master.
+                # A socket whose own port happens to be the target port connects to itself, not to the master.
                 if probe.getsockname() != probe.getpeername():
                     return True
         except OSError:  # the master has not started yet, or its name cannot be resolved yet

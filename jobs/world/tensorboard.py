@@ -10,7 +10,7 @@ from muster.jobs.basics.terminal import warn
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-PLACE: Final = frozenset({"step", "time"})  # keys of a row that are not written as scalars
+PLACE: Final = frozenset({"step", "time"})  # keys of a row that do not become scalars
 
 
 class EventFiles:

@@ -22,7 +22,7 @@ from muster.jobs.basics.words import spell_ranks
 from muster.jobs.hosts.ranks import RankEnv
 
 # A collective may wait for a rank that loads data or writes a checkpoint. A dead peer is noticed at once as a lost
-# connection, so this limit is only for hangs. It is torch's default for gloo.
+# connection, so this limit is only for hangs. The value is torch's default for gloo.
 COLLECTIVE_TIMEOUT_S: Final = 1800.0
 GLOO_INTERFACES: Final = "GLOO_SOCKET_IFNAME"
 T = TypeVar("T")
@@ -126,7 +126,7 @@ def _device_index(rank: int, peers: Sequence[Peer]) -> int | None:
     sharing = [each for each, other in enumerate(peers) if other == peer]
     if peer.devices >= len(sharing):
         return sharing.index(rank)
-    # One device, selected by CUDA_VISIBLE_DEVICES: something (perhaps Slurm's cgroups) assigned one to each rank.
+    # CUDA_VISIBLE_DEVICES shows one device, so something (perhaps Slurm's cgroups) assigned one to each rank.
     return 0 if peer.devices == 1 and peer.visible else None
 
 

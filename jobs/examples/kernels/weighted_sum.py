@@ -29,7 +29,7 @@ def forward_kernel(x, w, y, rows, columns, x_stride, ROWS: tl.constexpr, COLUMNS
     total = tl.zeros((ROWS,), tl.float32)
     for begin in range(0, columns, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]  # the last tiles stick out of the tensor
+        inside = (row < rows)[:, None] & (column < columns)[None, :]  # the last tiles may extend beyond the tensor
         values = tl.load(x + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)  # (ROWS, COLUMNS)
         weights = tl.load(w + column, mask=column < columns, other=0.0)  # (COLUMNS,)
         total += tl.sum(values * weights[None, :], axis=1)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-REQUEUE = 75  # "stopped in order, not finished": what a session ends with, too
+REQUEUE = 75  # exit code for "stopped on request, not finished", which sessions also use
 stopping = False
 
 

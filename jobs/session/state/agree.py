@@ -102,7 +102,7 @@ def require_covered(world: World, names: Sequence[str], leaves: Sequence[Leaf]) 
             held[leaf.name] += part.piece.elements if answers else 0
             wanted[leaf.name] = part.piece.tensor_elements
     mine = torch.tensor([[*held.values()], [*wanted.values()]], device=world.device)
-    found = torch.stack(world.gather(mine)).cpu()  # (ranks, held and wanted, names)
+    found = torch.stack(world.gather(mine)).cpu()  # (ranks, 2, names): elements that are held, elements of the tensor
     together, whole = found[:, 0].sum(0).tolist(), found[:, 1].amax(0).tolist()
     for name, elements, total in zip(names, together, whole, strict=True):
         if elements != total:

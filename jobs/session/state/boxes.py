@@ -22,7 +22,7 @@ def box_of(name: str, tensor: Any) -> tuple[tuple[Range, ...], bool]:
     mesh, placements = tensor.device_mesh, tensor.placements
     place = mesh.get_coordinate()
     box = [(0, size) for size in tensor.shape]
-    if place is None:  # a rank outside the mesh
+    if place is None:  # this rank is outside the mesh
         return tuple((0, 0) for _ in box), False
     for kind in placements:
         if kind.is_partial():
@@ -46,7 +46,7 @@ def box_of(name: str, tensor: Any) -> tuple[tuple[Range, ...], bool]:
 def _order(name: str, placements: Any, mesh: Any) -> list[int]:
     """List the mesh dimensions that shard the tensor, in the order in which they cut it."""
     order: list[int] = []
-    # Mesh dimensions that cut after others: (tensor dimension, number of parts to cut first, mesh dimension).
+    # Strided shards, cut after other mesh dimensions: (tensor dimension, number of parts cut before, mesh dimension).
     waiting: list[tuple[int, int, int]] = []
     for axis, kind in enumerate(placements):
         if kind.is_replicate():

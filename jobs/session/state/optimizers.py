@@ -33,7 +33,7 @@ KERNELS: Final = {
     "capturable",
     "differentiable",
 }  # settings of this program that are never restored
-MASTER: Final = "master"  # in muster.zero: the float32 copy of a 16-bit parameter
+MASTER: Final = "master"  # key in muster.zero of the float32 copy of a 16-bit parameter
 
 
 class OptimizerState(Registered):
@@ -153,7 +153,7 @@ class OptimizerState(Registered):
         """
         owners = self._owners()
         known, found = {path for path, *_ in self.parameters()}, dict[str, dict[str, Piece]]()
-        for owner in owners:  # a pipeline's checkpoint also has the parameters of other ranks
+        for owner in owners:  # a pipeline's checkpoint also contains the parameters of other ranks
             known |= {self._path(each, owner, owners) for each in owner.known_names()}
         for name in stored.under(self.name):
             path, _, key = name.rpartition("/")

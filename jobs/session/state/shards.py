@@ -121,7 +121,7 @@ class ShardedOptimizerState(OptimizerState):
                 self.sharded.inner.state[segment.stepped] = made
         for path, held in self._held():
             if stored.piece(path) is not None:
-                stored.fill(leaf_of(path, held), casts=True)  # an optimizer with float32 copies has float32 state, too
+                stored.fill(leaf_of(path, held), casts=True)  # with float32 copies, all state is float32
                 for owner in self.modules if held.key == MASTER else ():
                     if isinstance(owner, ShardedModule):
                         owner.has_masters = True

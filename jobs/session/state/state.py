@@ -46,7 +46,7 @@ class State:
     _given: Mapping[str, object]
     _trees: dict[str, Any] | None = None
     _aliases: Mapping[str, str] = {}
-    _rank: int | None = None  # None before `join`. A reference to the world would keep its process group alive
+    _rank: int | None = None  # None before `join`; a reference to the world itself would keep its process group alive
     _ranks: int = 1
     _parts: "list[TensorPart]"
     _memory: list[tuple[object, ...]] | None = None

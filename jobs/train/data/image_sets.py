@@ -45,7 +45,7 @@ def open_digits(settings: "TrainSettings") -> Images:
     """
     rows = map_bytes(datafiles.DIGITS).view(-1, DIGIT_ROW)
     small = rows[:, 1:].view(-1, 1, 8, 1, 8, 1)
-    pixels = small.expand(-1, 3, 8, 4, 8, 4).reshape(-1, 3, SIDE, SIDE)  # (samples, 3, 32, 32): each pixel 4x4 times
+    pixels = small.expand(-1, 3, 8, 4, 8, 4).reshape(-1, 3, SIDE, SIDE)  # (samples, 3, 32, 32): each pixel becomes 4x4
     labels = rows[:, 0]
     return Images(
         name="digits",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST: Final = 1 << 16  # elements of a row that the kernels hold at once
+WIDEST: Final = 1 << 16  # maximum number of elements in a row, because the kernels load a whole row
 _warned: Final = set[str]()
 
 

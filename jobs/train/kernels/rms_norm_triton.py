@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK: Final = 4096  # elements of a block of rows in the backward; wider rows are a block each
-NARROW_BYTES: Final = 8192  # size of a block of x up to which two programs run on each multiprocessor
+BLOCK: Final = 4096  # elements of a block of rows in the backward; a wider row is a block of its own
+NARROW_BYTES: Final = 8192  # largest size of a block of x with which two programs run on each multiprocessor
 
 
 @triton.jit
@@ -56,9 +56,9 @@ def _backward(
 class BackwardLaunch(NamedTuple):
     """How the backward is launched."""
 
-    rows: int  # of a block
+    rows: int  # number of rows in a block
     warps: int
-    stages: int  # blocks whose loads are under way, and the one that is computed
+    stages: int  # number of blocks in the software pipeline: blocks being loaded, and one being computed
     programs: int
 
 

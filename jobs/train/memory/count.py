@@ -42,11 +42,11 @@ from muster.pipe.tensor.plan import Column, Heads, Row, Vocabulary, matches
 if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
 
-FEW: Final = 2  # samples: batch norm needs two
+FEW: Final = 2  # number of samples; batch norm needs two
 MANY: Final = 4
 CPU: Final = torch.device("cpu")
 KEY: Final = "train.model.make"
-SIDE: Final = 8  # side length of a square parameter that a user's optimizer updates once
+SIDE: Final = 8  # side length of a square test parameter, which a user's optimizer updates once
 
 
 def count(settings: "TrainSettings") -> dict[str, Any]:
@@ -71,7 +71,7 @@ def size_of_made(settings: "TrainSettings") -> dict[str, Any]:
         RefusedError: if the user's code fails, or the data is missing.
     """
     counting, flops = _Count(settings), [0, 0]
-    with suppress(Exception), FlopCounterMode(display=False) as counter:  # fails if a forward reads values
+    with suppress(Exception), FlopCounterMode(display=False) as counter:  # raises if a forward reads a tensor's values
         loss = counting.forward(FEW)
         forward = counter.get_total_flops()
         torch.autograd.backward(loss)
@@ -129,7 +129,7 @@ class _Count:
         """Return all counts of the model, with the reasons for missing ones."""
         try:
             passed = follow(self._follower, self.forward, FEW, MANY)
-        except Exception as error:  # the user's code or data, or an operator that needs values
+        except Exception as error:  # from the user's code or data, or an operator that needs values
             self.no_activations = _why(error)
             passed = [Passed(name, "", is_last=True) for name, _ in [*self.model.named_modules()][::-1]]
         rows = self._rows(passed)
@@ -149,12 +149,12 @@ class _Count:
         if text is None:
             vocabulary = self.data.vocabulary
         else:
-            code.load(KEY, text, Path.cwd())  # imported outside of fake mode, so that its global tensors have values
+            code.load(KEY, text, Path.cwd())  # imported outside of fake mode, so that global tensors have values
         loss_of(self.settings)
         try:
             with self.fake, redirect_stderr(io.StringIO()):
                 return self.numerics.place(model_of(self.settings, vocabulary=vocabulary))
-        except Exception:  # probably the function reads values; building on the CPU raises any other error again
+        except Exception:  # the function may need a tensor's values; building on the CPU repeats any other error
             return self.numerics.place(model_of(self.settings, vocabulary=vocabulary))
 
     def _layers(self) -> LayerStack | None:

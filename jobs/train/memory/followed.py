@@ -27,15 +27,15 @@ class Passed:
     keeps_input: bool = False
     splits_kept: bool = False
     splits_outputs: bool = False
-    is_last: bool = False  # the module has ended
+    is_last: bool = False  # the module's forward has ended
 
 
 @dataclass
 class Roles:
     """The roles of modules, by name, in a plan for tensor ranks."""
 
-    columns: Collection[str] = ()  # whole inputs, split outputs
-    rows: Collection[str] = ()  # split inputs, whole outputs
+    columns: Collection[str] = ()  # layers with whole inputs and split outputs
+    rows: Collection[str] = ()  # layers with split inputs and whole outputs
 
 
 @dataclass
@@ -53,7 +53,7 @@ class ForwardHooks:
         self._seen = set(self.owned)
         self._layer = next(iter(self.layers), "")
         self._input: int | None = None  # key of the current layer's input
-        self._split = False  # between a column layer and a row layer
+        self._split = False  # True between a column layer and a row layer
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 
 from muster.jobs.machine import resident
 
-_BEFORE: Final[dict[str, int]] = {}  # the peaks before resets; global, because the counters are
+_BEFORE: Final[dict[str, int]] = {}  # {counter: its peak before it was reset}; global, because the counters are global
 _COUNTS: Final = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
 
 
@@ -29,7 +29,7 @@ def in_use() -> int | None:
 
     The call takes from 0.1 ms to a few milliseconds.
     """
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # since glibc 2.33
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc has it since version 2.33
     if ask is None:
         return None
     ask.restype = _Heap

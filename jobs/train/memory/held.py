@@ -53,7 +53,7 @@ def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, wrapper: Any
     flat_parameters = getattr(wrapper, "flat_parameters", ())
     in_flat = {
         id(each) for flat_parameter in flat_parameters for each in flat_parameter.parameters
-    }  # their memory may be freed
+    }  # parameters whose own memory may be freed
     every = [*module.parameters(), *asked]
     return {
         "parameters": [

@@ -46,10 +46,10 @@ class MemoryRecorder:
         self._peaks: dict[str, int] = {}
         self._engine: Engine | None = None
         self._handles: list[RemovableHandle] = []
-        resident.give_back()  # memory that is already free must not count as freed later
+        resident.give_back()  # return free memory now, so that it does not count as freed later
         gauge.since(device)
         self._used_before = gauge.in_use() if device.type == "cpu" else None
-        self._used: int | None = None  # the maximum since the previous point
+        self._used: int | None = None  # the largest heap in use since the previous point
         self._samples = 0
         self._append({"point": BASELINE, **facts, "now": gauge.now(device)})
 
@@ -83,7 +83,7 @@ class MemoryRecorder:
     def _after(self, *_: object) -> None:
         if self.steps == STEPS:
             self._remove_hooks()
-            resident.give_back()  # return free heap blocks once, so that this row shows the memory needed between steps
+            resident.give_back()  # free heap blocks, so that this row shows only the memory needed between steps
         self._point(AFTER, step=self.steps)
 
     def _sample_heap(self, _: Tensor) -> None:

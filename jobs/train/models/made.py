@@ -103,7 +103,7 @@ def layers_of(model: nn.Module, settings: "TrainSettings") -> LayerStack:
 def stack_of(named: list[tuple[str, nn.Module]], loss: Loss) -> LayerStack:
     """Return a stack of named layers. Names may contain dots."""
     stack = LayerStack()
-    stack._modules.update(dict(named))  # add_module refuses dots, which are needed to keep the model's parameter names
+    stack._modules.update(dict(named))  # add_module refuses dots, but parameters must keep their names
     give_loss(stack, loss)
     return stack
 

@@ -38,7 +38,7 @@ def dtype_rows(model: nn.Module, inputs: Tensor, targets: Tensor, numerics: Nume
         for name, module in leaves.items():
             hooks.callback(module.register_forward_hook(_watch(name, seen)).remove)
         with numerics.forward():
-            # Compiled pieces of a stack would skip the hooks, and its loss may not compute logits.
+            # Compiled pieces of a model skip hooks, and its loss may not compute logits.
             logits = in_turn(list(model), inputs) if isinstance(model, LayerStack) else model(inputs)
             loss = mean_loss(logits, targets)
         torch.autograd.backward(loss)

@@ -61,11 +61,11 @@ class Numerics:
     device: torch.device
     compile: bool = False
     recompute: bool = False  # blocks are recomputed in the backward
-    cut_anywhere: bool = False  # the optimizer must round alike wherever parameters are cut into shards
+    cut_anywhere: bool = False  # the optimizer's rounding must not depend on where parameters are cut into shards
     compile_mode: str | None = None  # torch.compile's
     whole: bool = False  # the body is compiled as one piece
     shows_skipped: bool = False  # metrics rows show which steps were skipped
-    made: "ModelSettings | None" = None  # for a user's model, which is compiled and recomputed by units
+    made: "ModelSettings | None" = None  # set for a user's model, which is compiled and recomputed unit by unit
     chunked: bool = True  # with bfloat16, compute the head of a GPT and its loss in chunks
 
     @property
@@ -141,7 +141,7 @@ class Numerics:
         return LossScaler(self.device) if fp16 else Scaler(self.device, shows_skipped=self.shows_skipped)
 
     def _loss_of(self, model: LayerStack) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
-        if "run_loss" in vars(model):  # the job's own loss
+        if "run_loss" in vars(model):  # the loss function that the job names
             return model.run_loss
         is_gpt = any(isinstance(module, Attention) for module in model.modules())
         if torch.bfloat16 in (self.weights, self.autocast) and self.chunked and is_gpt:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
 
 FUSED_ON: Final = ("cuda", "cpu")
-FUSED_ALIKE: Final = ("cuda",)  # devices whose fused kernels round all elements alike
+FUSED_ALIKE: Final = ("cuda",)  # devices whose fused kernels round every element in the same way
 
 
 def _sgd(settings: "OptimizerSettings") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

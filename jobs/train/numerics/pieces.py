@@ -28,7 +28,7 @@ from muster.jobs.train.models.gpt import Embed, TransformerBlock
 from muster.jobs.train.models.stack import Layers, LayerStack, in_turn
 
 FIRST_OF_PIECE: Final = (Embed, TransformerBlock, nn.Conv2d, nn.Linear, nn.LayerNorm, nn.RMSNorm)
-AGAIN: Final = (TransformerBlock, nn.Conv2d, nn.Linear)  # pieces that begin with one of these are worth recomputing
+AGAIN: Final = (TransformerBlock, nn.Conv2d, nn.Linear)  # pieces that start with one of these are recomputed
 COMPILERS: Final = {"cpu": ("g++", "clang++"), "cuda": ("gcc", "clang", "cc")}
 
 Run = Callable[[Layers, Tensor], Tensor]

@@ -29,7 +29,7 @@ START: Final = 2.0**16
 GROWTH: Final = 2.0
 BACKOFF: Final = 0.5
 GROWTH_STEPS: Final = 2000
-SCALE: Final = "scaling/scale"  # the names of scale and counter in a checkpoint
+SCALE: Final = "scaling/scale"  # name of the scale in a checkpoint
 GOOD_STEPS: Final = "scaling/good_steps"
 
 
@@ -40,7 +40,7 @@ class Scaler:
     like the decision to skip a step, so that the host never waits for a GPU.
     """
 
-    agrees = True  # False: each rank looks only at its own gradients, because an exchange would make ranks wait
+    agrees = True  # False: each rank checks only its own gradients, because an exchange would make ranks wait
 
     def __init__(self, device: torch.device, *, shows_skipped: bool = False) -> None:
         self.shows_skipped = shows_skipped
@@ -85,7 +85,7 @@ class Scaler:
         self.first_lost += self._steps * ((self.first_lost == 0) & (self.found_inf != 0))
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        inner: Any = getattr(optimizer, "inner", optimizer)  # a wrapper of shards or masters steps an inner optimizer
+        inner: Any = getattr(optimizer, "inner", optimizer)  # optimizers for shards or masters wrap an inner optimizer
         if self.found_inf.is_cuda and inner.defaults["fused"]:  # its kernels read found_inf and skip the step
             inner.grad_scale, inner.found_inf = None, self.found_inf
             optimizer.step()
@@ -148,7 +148,7 @@ def _is_lost(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return a scalar tensor, True if any element is not finite, without waiting for a GPU."""
     whole = [each for each in gradients if each.numel()]
     lost = torch.zeros((), dtype=torch.bool, device=device)
-    if device.type == "cpu":  # a sum takes a tenth of the time; a non-finite sum may be an overflow, so check
+    if device.type == "cpu":  # a sum takes a tenth of the time; if it is not finite, it may only be an overflow
         doubtful = [each for each in whole if not each.sum().isfinite()]
         return lost.fill_(any(not each.isfinite().all() for each in doubtful))
     for dtype in {each.dtype for each in whole}:

@@ -79,4 +79,4 @@ def tokens_of(
 
 
 def _generator(like: torch.Tensor) -> torch.Generator:
-    return torch.Generator(like.device).manual_seed(0)  # so that the job's own random numbers stay as they are
+    return torch.Generator(like.device).manual_seed(0)  # a separate generator leaves the job's random numbers unchanged

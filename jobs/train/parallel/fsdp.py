@@ -59,7 +59,7 @@ class FsdpReplica(Replica):
         assert isinstance(root, FSDPModule)
         self.root = root
         self.rows = {name: nn.Parameter(local(each), each.requires_grad) for name, each in module.named_parameters()}
-        if world.device.type == "cpu":  # where fully_shard waits for each collective immediately
+        if world.device.type == "cpu":  # on CPUs, fully_shard waits for each collective immediately
             self.not_timed = ""
             for each in module.modules():
                 if isinstance(each, FSDPModule):

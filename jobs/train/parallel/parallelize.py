@@ -50,7 +50,7 @@ class RankModel:
     stages: Stages | None
     replica: Replica
     data_group: dist.ProcessGroup | None  # the ranks with the same parts of the same layers
-    norm_group: dist.ProcessGroup | None  # the ranks that hold one gradient together; None: this rank holds all of it
+    norm_group: dist.ProcessGroup | None  # the ranks that together have the whole gradient; None if each rank has it
     world: World
 
     @property
@@ -132,7 +132,7 @@ def parallelize(
     whole = Forms(model)
     in_layers = bool(split.schedule) or (settings.layerwise and split.zero == 3)
     layers = layers_of(model, settings) if in_layers else None
-    if layers is not None and split.schedule:  # cuts depend on the sizes or times of whole layers
+    if layers is not None and split.schedule:  # pipelines are cut by the sizes or times of whole layers
         table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
         samples = -(-settings.batch_size // (split.data * split.microbatches))
         cuts = cuts_of(settings, layers, table.rank_of, (samples, *sample), world)

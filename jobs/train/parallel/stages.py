@@ -75,8 +75,8 @@ class Stages:
             assert layer is not None
             for own, _ in chain(layer.named_parameters(name), layer.named_buffers(name)):
                 self.rank_of.setdefault(own, table.rank_of[stage])
-        self.at = (0, world.data_rank)  # step, virtual rank
-        self.of_all: float | None = None  # samples of all pipelines, if their counts differ
+        self.at = (0, world.data_rank)  # the current step and virtual rank
+        self.of_all: float | None = None  # number of samples of all pipelines; None if every pipeline has equally many
         self.loss_of = split_loss_of(model[-1]) if isinstance(model[-1], VocabularyLinear) else loss_of(settings)
         in_autocast(model, numerics)
         self.pipeline = Pipeline(
@@ -115,7 +115,7 @@ class Stages:
         self.at, self.of_all = (step, shard.virtual_rank), None
         if batch.weight != 1.0:
             self.of_all = round(batch.samples * self.world.data_ranks / batch.weight) if batch.samples else math.inf
-        on_cpu = self.world.device.type == "cpu"  # on a GPU, the pipeline's times are the host's
+        on_cpu = self.world.device.type == "cpu"  # on a GPU, the pipeline measures only times of the host
         with self._averaging():
             self.pipeline.step(batch.inputs, batch.targets)
             if on_cpu:
@@ -187,7 +187,7 @@ def in_autocast(model: LayerStack, numerics: Numerics) -> None:
 
 def _cast(numerics: Numerics, layer: nn.Module, x: Tensor) -> Tensor:
     with numerics.forward():
-        # looked up on each call, because splitting a layer's backward changes its class
+        # looked up at each call, because a split backward changes the layer's class
         y: Tensor = type(layer).forward(layer, x)
     return y
 

@@ -43,7 +43,7 @@ class Forms:
         self.buffers = [part.piece for part in buffer_parts(module)]
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         named = module.named_parameters(remove_duplicate=False)
-        # other names of shared parameters, each with the name it is saved under
+        # {other name of a shared parameter: the name under which it is saved}
         self.aliases = {name: first[id(each)] for name, each in named if first[id(each)] != name}
 
 
@@ -69,7 +69,7 @@ class ModelState:
         self.leads = world.pipe_rank == 0  # the first stage's ranks save `more`
         self.aliases = parts.whole.aliases  # a shared parameter is saved by the stage that has its first name
         self._parts: list[TensorPart] = []
-        self._listed: list[object] | None = None  # the optimizer's tensors at the time of the listing
+        self._listed: list[object] | None = None  # the optimizer's tensors when the parts were listed
 
     def parts(self) -> list[TensorPart]:
         """List the parts that this rank saves. Together, the ranks save each part once.

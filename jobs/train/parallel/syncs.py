@@ -77,7 +77,7 @@ def _torch_ddp(module: nn.Module, world: World, settings: "TrainSettings") -> Di
     # torch 2.13 renamed the option `broadcast_buffers` and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    broadcast(list(module.buffers()), world.group)  # the old option also turns off the first broadcast
+    broadcast(list(module.buffers()), world.group)  # the old option also skips the broadcast at construction
     buffers: dict[str, Any] = {switch: False}
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     return DistributedDataParallel(
@@ -93,7 +93,7 @@ def _sharded(module: nn.Module, world: World, settings: "TrainSettings") -> Shar
         stage=settings.zero,
         units=None if settings.is_pipeline else units_of(module, settings.model),
         bucket_size_mb=settings.bucket_size_mb,
-        # A resumed job may contain an `accumulate` that pipelines do not use.
+        # A resumed job may still set `accumulate`, which pipelines do not use.
         accumulate="local" if settings.is_pipeline else settings.accumulate,
         reshard_after_forward=settings.reshard_after_forward,
         **options(settings),

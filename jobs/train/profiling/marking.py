@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.engine import Engine
 
-_CLASSES: Final = (  # patterns for class names; the first match counts, and classes come before names
+_CLASSES: Final = (  # patterns for class names: the first match counts; they are tried before those for module names
     ("norm", r"(Layer|RMS|Batch|Group|Instance)Norm|^RMSNorm"),
     ("convolution", r"Conv(Transpose)?\d?d"),
     ("pooling", r"Pool\d?d"),

@@ -58,7 +58,7 @@ class NotProfiling:
         return None
 
 
-QUIET: Final = ("KINETO_LOG_LEVEL", "6")  # without it, Kineto writes two lines to standard error
+QUIET: Final = ("KINETO_LOG_LEVEL", "6")  # environment variable without which Kineto writes two lines to standard error
 NOT_PROFILING: Final = NotProfiling()
 WARM_UP, RECORDED, WRITTEN = "warm-up", "recorded", "written"
 

@@ -69,7 +69,7 @@ class ProbeRequest:
     steps: int
     silent_s: float  # a rank without progress for this long is stuck
     folder: Path
-    probes: tuple[str, ...] = ()  # the probes to run after the first one; empty: all
+    probes: tuple[str, ...] = ()  # the probes to run after the first one; if empty, all probes are run
 
 
 class ProbeProgress:

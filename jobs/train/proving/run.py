@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 POLL_S: Final = 0.1
 VICTIM_S: Final = 1.0  # time for a rank to report its own failure after another rank's
-ENDING_S: Final = 3600.0  # long, because rank 0 trains the reference after the others have ended
+ENDING_S: Final = 3600.0  # time for rank 0 to train the reference after the other ranks have ended
 
 TROUBLE: Final = frozenset({"failed", "stuck", "refused"})
 
@@ -103,7 +103,7 @@ class Prover:
             failures = [{"rank": rank, **each["failed"]} for rank, each in enumerate(reports) if "failed" in each]
             tracebacks += [each for each in failures if each not in tracebacks]
             number += 1
-            if rows and rows[-1]["name"] == "no-hang":  # the next probes would probably hang, too
+            if rows and rows[-1]["name"] == "no-hang":  # the next probes would probably also hang
                 break
         hung = [row for row in rows if row["name"] == "no-hang"]
         rows = [row for row in rows if row["name"] != "no-hang"]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 WIDTH: Final = 32
 LAYERS: Final = 10
-BATCH: Final = 8  # samples per rank and step
+BATCH: Final = 8  # number of samples per rank and step
 
 
 class Toy(nn.Module):

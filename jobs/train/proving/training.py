@@ -25,7 +25,7 @@ from muster.jobs.train.reference import Reference, Setting, state_of
 from muster.jobs.train.rng.draws import seed_all
 from muster.jobs.train.rng.layer_seeds import forward_seed
 
-MICRO_BATCHES: Final = 4  # for a pipeline, unless the job accumulates gradients
+MICRO_BATCHES: Final = 4  # number of micro-batches in a pipeline, unless the job accumulates gradients
 Found = tuple[list[float], dict[str, Tensor]]
 
 

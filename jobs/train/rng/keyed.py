@@ -31,7 +31,7 @@ def key(*parts: int) -> int:
 def bits(seed_key: int, index: Tensor, draw: int) -> Tensor:
     """Return 63 random bits for each index: `key(seed_key, draw, index[i])` as int64, in the shape of `index`."""
     state = _absorb(0, seed_key, draw)
-    word = (index ^ _signed(state)) + _signed(_GAMMA)  # int64 wraps at 2**64, as _absorb masks
+    word = (index ^ _signed(state)) + _signed(_GAMMA)  # int64 wraps at 2**64, which equals _absorb's mask
     word = (word ^ _shift_right(word, 30)) * _signed(_FIRST)
     word = (word ^ _shift_right(word, 27)) * _signed(_SECOND)
     return _shift_right(word ^ _shift_right(word, 31), 1)

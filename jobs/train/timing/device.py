@@ -11,7 +11,7 @@ from muster.jobs.train.numerics.numerics import ROWS
 
 CPU_SIDES: Final = (256, 512, 1024, 2048)
 CUDA_SIDE: Final = 8192
-ENOUGH_S: Final = 0.05  # for one product on a CPU; larger products would not have a higher rate
+ENOUGH_S: Final = 0.05  # time of one product on a CPU; larger products would not have a higher rate
 TRIES: Final = 6
 
 

@@ -35,7 +35,7 @@ from muster.jobs.world.forked import Ended, Forked, Tell
 
 SURVEY_S: Final = 60.0
 POLL_S: Final = 0.5
-DIGITS: Final = 9  # decimals of seconds
+DIGITS: Final = 9  # number of decimals of seconds
 KILLED: Final = "was killed by SIGKILL"
 
 Heard = list[dict[str, Any]]
@@ -160,7 +160,7 @@ class ModelSize:
     parameters: int
     forward: int
     backward: int
-    context: int | None  # None: samples are not tokens
+    context: int | None  # None if samples are not sequences of tokens
 
 
 def size_of(settings: TimingSettings, case: Case) -> ModelSize:

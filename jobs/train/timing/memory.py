@@ -22,7 +22,7 @@ OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 FIRST_TO_GO: Final = "1000"
 GB: Final = 2**30
 
-# Bytes per parameter, by pass: the parameter; with its gradient; with AdamW's two moments (and its master), too.
+# Bytes per parameter, by pass: forward has the parameter, backward also its gradient, a step also AdamW's state.
 STATES: Final[dict[Pass, int]] = {"forward": 4, "backward": 8, "step": 16}
 PURE_STATES: Final[dict[Pass, int]] = {"forward": 2, "backward": 4, "step": 16}
 ITEMSIZE: Final[dict[Precision, int]] = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2, "pure_bf16": 2}

@@ -78,7 +78,7 @@ def survey(settings: TimingSettings, device: torch.device, tell: Tell) -> None:
             tell({"rate": [precision, *product_rate(precision, device)]})
     own = next((case for case in settings.cases() if case.is_own), None)
     if own is not None:
-        with suppress(RefusedError):  # its rows give the reason
+        with suppress(RefusedError):  # the rows of this model give the reason
             tell({"own": size_of_made(settings.training(own))})
 
 
